@@ -1,0 +1,172 @@
+"""Configuration: one small frozen dataclass per component, and the process environment.
+
+A recipe (a TOML file in `configs/`) has one table per dataclass. Each class checks its own fields, so a
+wrong value is a ValueError that names the field wherever the object was made. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+def _require(condition: bool, owner: str, message: str) -> None:
+    if not condition:
+        raise ValueError(f"{owner}: {message}")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What fastmp reads from environment variables, and the only place that reads them.
+
+    `rank` is None outside torchrun. `ops` is FASTMP_OPS (which implementation serves an op),
+    `debug` is FASTMP_DEBUG (full tracebacks).
+    """
+
+    rank: int | None = None
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "localhost"
+    master_port: int = 6000
+    restart_count: int = 0
+    ops: str = ""
+    debug: bool = False
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
+        """Read `environ` (the process's own by default); a malformed number is a ValueError naming the variable."""
+        variables = os.environ if environ is None else environ
+
+        def integer(name: str, default: int) -> int:
+            text = variables.get(name, str(default))
+            try:
+                return int(text)
+            except ValueError:
+                raise ValueError(f"environment: {name} must be an integer, got {text!r}") from None
+
+        return cls(
+            rank=integer("RANK", 0) if "RANK" in variables else None,
+            world_size=integer("WORLD_SIZE", 1),
+            local_rank=integer("LOCAL_RANK", 0),
+            local_world_size=integer("LOCAL_WORLD_SIZE", 1),
+            master_addr=variables.get("MASTER_ADDR", "localhost"),
+            master_port=integer("MASTER_PORT", 6000),
+            restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+            ops=variables.get("FASTMP_OPS", ""),
+            debug=variables.get("FASTMP_DEBUG", "0") not in ("", "0"),
+        )
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A pre-LN GPT with learned positions, bias-GeLU MLP and tied embeddings.
+
+    `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA).
+    """
+
+    num_layers: int = 4
+    hidden_size: int = 192
+    num_heads: int = 6
+    vocab_size: int = 257
+    max_seq_len: int = 256
+    num_kv_heads: int | None = None
+    ffn_hidden_size: int | None = None
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    layernorm_epsilon: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len"):
+            _require(getattr(self, name) > 0, "GPTConfig", f"{name} must be positive, got {getattr(self, name)}")
+        _require(
+            self.hidden_size % self.num_heads == 0,
+            "GPTConfig",
+            f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}",
+        )
+        _require(
+            self.num_heads % self.kv_heads == 0,
+            "GPTConfig",
+            f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}",
+        )
+        for name in ("dropout", "attention_dropout"):
+            _require(0.0 <= getattr(self, name) < 1.0, "GPTConfig", f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def ffn_size(self) -> int:
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the parallel axes; the data-parallel size is what the world leaves over."""
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+    shard_recompute_input: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.tp > 0, "ParallelConfig", f"tp must be positive, got {self.tp}")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the text comes from: a built-in `text` ("pydoc", "stdlib") or a built directory `path`."""
+
+    text: str = "pydoc"
+    path: str | None = None
+    tokenizer: str = "byte"
+    seq_len: int = 256
+    micro_batch_size: int = 8
+    validation_fraction: float = 0.05
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay and global gradient-norm clipping (0 turns clipping off)."""
+
+    lr: float = 1e-3
+    min_lr: float = 1e-4
+    warmup_steps: int = 20
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop. `global_batch_size` counts samples of one optimizer step over all ranks."""
+
+    steps: int = 400
+    global_batch_size: int = 8
+    dtype: str = "auto"
+    seed: int = 1234
+    log_interval: int = 10
+    eval_interval: int = 100
+    save_interval: int = 0
+    name: str = "gpt"
+    run_dir: str = "runs"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole training job: what a file in `configs/` describes."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

@@ -1,0 +1,18 @@
+"""Local tensor maths as torch ops (`torch.ops.fastmp.*`); knows no ranks and no modules.
+
+Importing this package registers every op.
+"""
+
+from __future__ import annotations
+
+from fastmp.ops.activation import bias_gelu
+from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
+from fastmp.ops.registry import OPS
+
+
+def backends() -> dict[str, dict[str, tuple[str, str]]]:
+    """Who serves each op on each device, and why: {op: {"cpu": (backend, reason), "cuda": ...}}."""
+    return {name: {device: (op.serving[device], op.reasons[device]) for device in op.serving} for name, op in OPS.items()}
+
+
+__all__ = ["backends", "bias_gelu", "cross_entropy", "cross_entropy_from_stats"]
