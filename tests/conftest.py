@@ -1,0 +1,70 @@
+"""Test markers and a deterministic process.
+
+`@triton.jit` chooses the compiler or the interpreter when it decorates, so one process can only do one of
+them: tests marked `interpret` run where TRITON_INTERPRET=1, all others where it is not set (`make test` runs
+both). Tests marked `gpu` are skipped without a GPU and run last, because a process that has used CUDA must not
+fork. Tests marked `full` need --full.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Set before torch is imported: two threads everywhere, no pool of compile workers (the tests fork), and a
+# look at the GPUs through NVML, which leaves CUDA uninitialised.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+try:
+    import hypothesis
+except ImportError:  # the op tests also run where only torch, numpy, triton and pytest are
+    pass
+else:
+    hypothesis.settings.register_profile(
+        "fastmp",
+        deadline=None,
+        derandomize=True,
+        database=None,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("fastmp")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked full")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    kernels = "interpreted (only tests marked interpret)" if INTERPRET else "compiled"
+    return f"fastmp: Triton kernels are {kernels}, {os.environ['OMP_NUM_THREADS']} threads"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    selected, deselected = [], []
+    for item in items:
+        here = (item.get_closest_marker("interpret") is not None) == INTERPRET
+        wanted = config.getoption("--full") or item.get_closest_marker("full") is None
+        (selected if here and wanted else deselected).append(item)
+    selected.sort(key=lambda item: item.get_closest_marker("gpu") is not None)
+    items[:] = selected
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+
+    on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if on_gpu and (reason := _reason_without_gpu()):
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _reason_without_gpu() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"no GPU: torch {torch.__version__} is built without CUDA"
+    return None if torch.cuda.is_available() else "no GPU: torch.cuda.is_available() is False"
