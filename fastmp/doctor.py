@@ -1,0 +1,110 @@
+"""`fastmp doctor`: what is installed, which implementation serves each op and why, and whether it is right.
+
+Nothing is probed that a user could not see: versions, devices, the record that the build left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import fastmp
+
+_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tyro", "rich", "matplotlib", "transformer-engine")
+
+
+def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Whether code built for `archs` ("9.0", "9.0a", "10.0+PTX") runs on a GPU of `capability`.
+
+    Machine code runs on its own major version from its minor version on; PTX on anything later; code for
+    an `a` or `f` target on that very major version only.
+    """
+    for arch in archs:
+        number, _, ptx = arch.partition("+")
+        major, minor = (int(part) for part in number.rstrip("af").split("."))
+        if number[-1] == "a":
+            if (major, minor) == capability:
+                return True
+        elif (major == capability[0] and minor <= capability[1]) or (ptx and (major, minor) <= capability):
+            return True
+    return False
+
+
+def _versions() -> list[str]:
+    lines = [f"fastmp {fastmp.__version__} in {Path(fastmp.__file__).parent}", f"python {platform.python_version()}"]
+    for name in _PACKAGES:
+        try:
+            lines.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            lines.append(f"{name} not installed")
+    return lines
+
+
+def _devices(archs: Sequence[str]) -> list[str]:
+    import torch
+
+    lines = [f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
+    if not torch.cuda.is_available():
+        return [*lines, "cuda: no device" if torch.version.cuda else "cuda: this torch is built without CUDA"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        line = f"cuda:{index}: {properties.name}, sm_{capability[0]}{capability[1]}, {properties.total_memory >> 30} GiB"
+        if archs and not fits(archs, capability):
+            line += f"; the compiled kernels ({' '.join(archs)}) do not run on it: Triton serves, rebuild with "
+            line += f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]}"
+        lines.append(line)
+    return lines
+
+
+def _check(device: str) -> tuple[list[str], bool]:
+    from fastmp.ops import OPS
+    from fastmp.testing import check_op
+
+    lines, good = [], True
+    for name in OPS:
+        for result in check_op(name, device):
+            good &= result.ok
+            verdict = "ok" if result.ok else "WRONG"
+            lines.append(f"{device} {name} {result.dtype}: error {result.error:.1e}, bound {result.bound:.1e}: {verdict}")
+    return lines, good
+
+
+def _print(title: str, lines: Sequence[str]) -> None:
+    print(title)
+    for line in lines:
+        print(f"  {line}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report; with --check run every op against float64 on every device and exit 1 on an error."""
+    parser = argparse.ArgumentParser(prog="fastmp doctor", description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="run every op against float64 on this machine's devices")
+    options = parser.parse_args(argv)
+
+    import torch
+
+    from fastmp.ops import backends
+
+    record = Path(fastmp.__file__).with_name("_build.json")
+    build = json.loads(record.read_text()) if record.exists() else {}
+    _print("versions", _versions())
+    _print("build", [f"{key}: {value}" for key, value in build.items()] or ["nothing was compiled"])
+    _print("devices", _devices(build.get("archs", [])))
+    table = backends()
+    width = max(map(len, table))
+    for device in ("cpu", "cuda"):
+        rows = {name: served[device] for name, served in table.items()}
+        _print(f"ops on {device}", [f"{name:<{width}}  {who} ({why})" for name, (who, why) in rows.items()])
+    if not options.check:
+        return 0
+    good = True
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        lines, right = _check(device)
+        _print(f"check on {device} against float64", lines)
+        good &= right
+    return 0 if good else 1

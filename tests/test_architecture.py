@@ -1,0 +1,91 @@
+"""Imports go one way: each module's imports, read with `ast`, must follow the arrows of docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "fastmp"
+
+# What each part may import from the others. A part not listed may not import fastmp at all.
+ALLOWED = {
+    "fastmp": set(),
+    "fastmp.__main__": {"cli"},
+    "fastmp.config": set(),
+    "fastmp.parallel.grid": set(),
+    "fastmp.plan": {"parallel.grid"},
+    "fastmp.ops": {"ops", "config"},
+    "fastmp.parallel": {"parallel", "ops", "config"},
+    "fastmp.nn": {"nn", "parallel", "ops", "config"},
+    "fastmp.train": {"train", "nn", "parallel", "ops", "config", "_host"},
+    "fastmp.testing": {"testing", "parallel", "ops"},
+    "fastmp.doctor": {"ops", "testing"},
+    "fastmp.cli": {"train", "plan", "doctor"},
+}
+STDLIB_ONLY = ("fastmp.config", "fastmp.parallel.grid", "fastmp.plan", "fastmp", "fastmp.cli")
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> list[str]:
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide the arrows"
+            found += [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "fastmp" else [node.module]
+    return found
+
+
+def part(module: str) -> str:
+    """The most specific entry of ALLOWED that `module` belongs to."""
+    while module not in ALLOWED:
+        assert "." in module, f"{module} has no entry in ALLOWED"
+        module = module.rpartition(".")[0]
+    return module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_follow_the_arrows(path):
+    own = module_name(path)
+    allowed = {f"fastmp.{target}" for target in ALLOWED[part(own)]}
+    for name in imports(path):
+        if name.split(".")[0] != "fastmp" or name == "fastmp":
+            continue
+        assert any(name == target or name.startswith(target + ".") for target in allowed), f"{own} imports {name}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_one_module_imports_triton(path):
+    if module_name(path) != "fastmp.ops._triton":
+        assert not [name for name in imports(path) if name.split(".")[0] == "triton"]
+
+
+@pytest.mark.parametrize("module", STDLIB_ONLY)
+def test_pure_modules_use_the_standard_library_only(module):
+    path = ROOT.joinpath(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for name in imports(path):
+        top = name.split(".")[0]
+        assert top == "fastmp" or top in sys.stdlib_module_names, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("command", (["--help"], ["plan", "groups", "--world-size", "8", "--tp", "2"]), ids=("help", "plan"))
+def test_light_commands_never_import_torch(command):
+    program = "import sys, fastmp.cli; status = fastmp.cli.main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(status)"
+    subprocess.run([sys.executable, "-c", program, *command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_the_environment_is_read_in_one_place():
+    readers = {module_name(p) for p in MODULES if "environ" in p.read_text() or "getenv" in p.read_text()}
+    assert readers == {"fastmp.config"}

@@ -1,0 +1,78 @@
+"""The command line: dispatch, the doctor's report, and its pure judgement of what code runs on what GPU."""
+
+from __future__ import annotations
+
+import pytest
+
+import fastmp
+from fastmp import cli, doctor
+
+
+def test_help_lists_every_command(capsys):
+    assert cli.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in cli.COMMANDS)
+
+
+def test_no_command_is_a_usage_error(capsys):
+    assert cli.main([]) == 2
+    assert "usage" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == fastmp.__version__
+
+
+def test_unknown_command_names_the_choices(capsys):
+    assert cli.main(["trian"]) == 2
+    assert "'trian'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "expected"),
+    [
+        (("8.0", "9.0", "10.0+PTX"), (8, 0), True),
+        (("8.0", "9.0", "10.0+PTX"), (8, 9), True),
+        (("8.0", "9.0", "10.0+PTX"), (9, 0), True),
+        (("8.0", "9.0", "10.0+PTX"), (12, 0), True),
+        (("8.0", "9.0", "10.0+PTX"), (7, 5), False),
+        (("8.0", "9.0"), (10, 0), False),
+        (("8.9",), (8, 0), False),
+        (("9.0a",), (9, 0), True),
+        (("9.0a",), (10, 0), False),
+        (("10.0f",), (10, 3), True),
+        ((), (9, 0), False),
+    ],
+)
+def test_which_code_runs_on_which_gpu(archs, capability, expected):
+    assert doctor.fits(archs, capability) is expected
+
+
+def test_doctor_names_every_op_and_who_serves_it(capsys):
+    from fastmp.ops import OPS
+
+    assert doctor.main([]) == 0
+    printed = capsys.readouterr().out
+    for name, op in OPS.items():
+        assert f"{name} " in printed
+        assert op.reasons["cpu"] in printed
+
+
+def test_doctor_check_measures_every_op_against_float64(capsys):
+    from fastmp.ops import OPS
+
+    assert doctor.main(["--check"]) == 0
+    printed = capsys.readouterr().out
+    assert "WRONG" not in printed
+    assert all(f"cpu {name} " in printed for name in OPS)
+
+
+def test_doctor_check_fails_on_a_wrong_op(capsys, monkeypatch):
+    from fastmp import testing
+
+    result = testing.check_op("bias_gelu", "cpu")[0]
+    wrong = type(result)(**{**vars(result), "ok": False})
+    monkeypatch.setattr(testing, "check_op", lambda name, device: [wrong])
+    assert doctor.main(["--check"]) == 1
+    assert "WRONG" in capsys.readouterr().out
