@@ -87,5 +87,5 @@ def test_light_commands_never_import_torch(command):
 
 
 def test_the_environment_is_read_in_one_place():
-    readers = {module_name(p) for p in MODULES if "environ" in p.read_text() or "getenv" in p.read_text()}
-    assert readers == {"fastmp.config"}
+    users = {module_name(p) for p in MODULES if "environ" in p.read_text() or "getenv" in p.read_text()}
+    assert users - {"fastmp.testing.ranks"} == {"fastmp.config"}  # the test harness sets variables for its children
