@@ -1,0 +1,157 @@
+// Everything the kernels use of torch: its stable ABI as of 2.10, wrapped once.
+//
+// One binary of a library built on this header runs on torch 2.10 and later and holds no Python symbol.
+// Kernels take and return `fastmp::Tensor`, check their arguments with FASTMP_CHECK, get fresh outputs from
+// `empty`/`empty_like` (huge pages for large ones), run over torch's own threads with `parallel_for`, choose
+// the element type with `dispatch_float`, and in .cu files launch on `current_stream`.
+//
+// A file in csrc/cpu is compiled once for each instruction set (see CMakeLists.txt): FASTMP_ISA names the
+// one at hand (`base`, `avx2`, `avx512`). Code that differs between them lives in `namespace fastmp::FASTMP_ISA`,
+// registration and choice at run time under `#ifdef FASTMP_ISA_BASE`.
+#pragma once
+
+#ifndef TORCH_TARGET_VERSION
+#define TORCH_TARGET_VERSION 0x020a000000000000ULL
+#endif
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+#endif
+
+// Throws std::runtime_error (RuntimeError in Python) with the streamed message and nothing else. Not inside
+// `parallel_for`: an exception that crosses torch's C interface loses its message.
+#define FASTMP_CHECK(condition, ...)                                         \
+  do {                                                                       \
+    if (!(condition)) [[unlikely]] throw std::runtime_error(fastmp::message(__VA_ARGS__)); \
+  } while (0)
+
+namespace fastmp {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+using torch::headeronly::IntHeaderOnlyArrayRef;
+using torch::headeronly::ScalarType;
+using torch::stable::Device;
+using torch::stable::Tensor;
+
+template <class... Parts>
+std::string message(const Parts&... parts) {
+  std::ostringstream stream;
+  (stream << ... << parts);
+  return stream.str();
+}
+
+inline const char* dtype_name(ScalarType dtype) { return torch::headeronly::toString(dtype); }
+
+// Outputs from this size on ask for huge pages: filling fresh 4 KiB pages costs more than most kernels.
+constexpr int64_t kHugePageBytes = int64_t{4} << 20;
+
+// Asks the system to back a large CPU tensor with huge pages; a refusal is not an error. Call it before the
+// first write.
+inline void advise_huge_pages(const Tensor& tensor) {
+#ifdef MADV_HUGEPAGE
+  const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  if (bytes < kHugePageBytes || !tensor.is_cpu()) return;
+  constexpr uintptr_t kPage = 4096;
+  const auto start = reinterpret_cast<uintptr_t>(tensor.mutable_data_ptr());
+  const uintptr_t first = (start + kPage - 1) / kPage * kPage;
+  const uintptr_t last = (start + static_cast<uintptr_t>(bytes)) / kPage * kPage;
+  (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+  (void)tensor;
+#endif
+}
+
+// Uninitialised, same shape, dtype and device.
+inline Tensor empty_like(const Tensor& tensor) {
+  Tensor out = torch::stable::empty_like(tensor);
+  advise_huge_pages(out);
+  return out;
+}
+
+// Uninitialised and contiguous, on the device of `like`.
+inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+  Tensor out = torch::stable::empty(sizes, dtype, std::nullopt, like.device());
+  advise_huge_pages(out);
+  return out;
+}
+
+inline int64_t num_threads() { return torch::stable::get_num_threads(); }
+
+// Calls body(begin, end) over torch's own threads on disjoint ranges of at least `grain` that cover
+// [begin, end). The body must not throw.
+template <class Body>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
+  torch::stable::parallel_for(begin, end, grain, body);
+}
+
+template <class T>
+struct TypeTag {
+  using type = T;
+};
+
+// Calls body(TypeTag<T>{}) with the C++ type of a floating-point dtype: `using T = typename decltype(tag)::type`.
+template <class Body>
+auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return body(TypeTag<float>{});
+    case ScalarType::Double:
+      return body(TypeTag<double>{});
+    case ScalarType::BFloat16:
+      return body(TypeTag<BFloat16>{});
+    case ScalarType::Half:
+      return body(TypeTag<Half>{});
+    default:
+      throw std::runtime_error(
+          message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
+  }
+}
+
+#ifdef __CUDACC__
+
+#define FASTMP_CUDA_CHECK(call)                                                             \
+  do {                                                                                      \
+    const cudaError_t error_ = (call);                                                      \
+    FASTMP_CHECK(error_ == cudaSuccess, #call, ": ", cudaGetErrorString(error_));           \
+  } while (0)
+
+// After a launch: reports a bad configuration, does not wait for the kernel.
+#define FASTMP_LAUNCH_CHECK() FASTMP_CUDA_CHECK(cudaGetLastError())
+
+// The stream torch is using on the tensor's device.
+inline cudaStream_t current_stream(const Tensor& tensor) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Makes the tensor's device current in this scope.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(const Tensor& tensor) : guard_(tensor.get_device_index()) {}
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+#endif  // __CUDACC__
+
+}  // namespace fastmp
