@@ -1,0 +1,138 @@
+"""Gradients in one contiguous buffer: what data parallelism reduces and what the optimizer reads.
+
+Every parameter gets `param.main_grad`, a view of the buffer of its main dtype (float32, or float64 for
+float64 parameters), in reverse order of the model, so that gradients fill the buffer from its start as
+backward runs. A hook moves each gradient there as soon as autograd has it and frees `param.grad`, so
+microbatches accumulate in the main dtype and communication is one all-reduce per dtype and step, whatever
+the number of microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["GradBuffer", "main_dtype"]
+
+
+def main_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients accumulate and master weights live: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class GradBuffer:
+    """Main gradients of `named_parameters` and their reduction over ranks.
+
+    named_parameters: (name, parameter) pairs, as from `module.named_parameters()`. Parameters that do not
+        require a gradient are left out; a parameter that appears twice (tied weights) has one place under
+        its first name.
+    dp_group: ranks that hold the same parameters and saw other tokens (data and context parallel); None for
+        one.
+    tp_group: the tensor-parallel group, over which parameters marked `sequence_parallel` are summed: each
+        rank saw its part of the sequence only, so its gradient of a replicated parameter is a partial sum.
+
+    Attributes: `parameters` {name: parameter}, `buffers` {main dtype: (n,) tensor}, `ranges` {name: (start,
+    end)} within the parameter's buffer. A parameter without a gradient in a step keeps a main gradient of
+    zero.
+
+    Raises ValueError for a parameter that already has a GradBuffer, and for parameters of one main dtype on
+    two devices.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Parameter]],
+        *,
+        dp_group: dist.ProcessGroup | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.dp_group = dp_group
+        self.tp_group = tp_group
+        self.parameters = _unique_trainable(named_parameters)
+        self.ranges: dict[str, tuple[int, int]] = {}
+        self.buffers: dict[torch.dtype, Tensor] = {}
+        self._allocate()
+        self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
+
+    def _allocate(self) -> None:
+        sizes: dict[torch.dtype, int] = {}
+        devices: dict[torch.dtype, torch.device] = {}
+        for name, param in reversed(self.parameters.items()):
+            dtype = main_dtype(param.dtype)
+            if devices.setdefault(dtype, param.device) != param.device:
+                raise ValueError(
+                    f"GradBuffer: parameter {name!r} is on {param.device}, others on {devices[dtype]}"
+                )
+            start = sizes.get(dtype, 0)
+            sizes[dtype] = start + param.numel()
+            self.ranges[name] = (start, sizes[dtype])
+        for dtype, size in sizes.items():
+            self.buffers[dtype] = torch.zeros(size, dtype=dtype, device=devices[dtype])
+        for name, (start, end) in self.ranges.items():
+            param = self.parameters[name]
+            param.grad = None
+            param.main_grad = self.buffers[main_dtype(param.dtype)][start:end].view(param.shape)
+
+    def zero(self) -> None:
+        """Set all main gradients to zero: once at the start of a step."""
+        for buffer in self.buffers.values():
+            buffer.zero_()
+
+    def all_reduce(self) -> None:
+        """Sum over ranks, once per step after the last backward. Every rank of both groups calls it."""
+        self._reduce_sequence_parallel()
+        if self.dp_group is not None:
+            for buffer in self.buffers.values():
+                dist.all_reduce(buffer, group=self.dp_group)
+
+    def _reduce_sequence_parallel(self) -> None:
+        if self.tp_group is None:
+            return
+        for dtype in self.buffers:
+            partial = [
+                p.main_grad
+                for p in self.parameters.values()
+                if getattr(p, "sequence_parallel", False) and p.main_grad.dtype == dtype
+            ]
+            if not partial:
+                continue
+            coalesced = torch.cat([g.flatten() for g in partial])
+            dist.all_reduce(coalesced, group=self.tp_group)
+            chunks = coalesced.split([g.numel() for g in partial])
+            torch._foreach_copy_(partial, [c.view_as(g) for c, g in zip(chunks, partial, strict=True)])
+
+    def scale_(self, factor: Tensor | float) -> None:
+        """Multiply all main gradients by `factor` (a number, or a 0-dim tensor on their device)."""
+        for buffer in self.buffers.values():
+            buffer.mul_(factor)
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters: gradients go to `param.grad` again, `param.main_grad` is gone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for param in self.parameters.values():
+            if hasattr(param, "main_grad"):
+                del param.main_grad
+
+
+def _accumulate(param: Parameter) -> None:
+    param.main_grad.add_(param.grad)
+    param.grad = None
+
+
+def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:
+    unique: dict[str, Parameter] = {}
+    seen: set[int] = set()
+    for name, param in named_parameters:
+        if id(param) in seen or not param.requires_grad:
+            continue
+        if hasattr(param, "main_grad"):
+            raise ValueError(f"GradBuffer: parameter {name!r} is already in one; remove_hooks() lets it go")
+        seen.add(id(param))
+        unique[name] = param
+    return unique

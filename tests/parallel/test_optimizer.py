@@ -1,0 +1,210 @@
+"""The optimizer step: equal to torch's own, the norm over layouts, and steps that must not happen."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.testing.ranks import run_ranks
+
+
+def make_model(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+def clone_state(optimizer):
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def assert_state_equal(left, right):
+    assert left["state"].keys() == right["state"].keys()
+    for name, entries in left["state"].items():
+        assert entries.keys() == right["state"][name].keys()
+        for key, tensor in entries.items():
+            assert torch.equal(tensor, right["state"][name][key]), (name, key)
+
+
+def test_twenty_steps_equal_torch():
+    model = make_model()
+    plain = copy.deepcopy(model)
+    grads = GradBuffer(model.named_parameters())
+    ours = AdamW(model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        betas=(0.9, 0.95),
+    )
+    for step in range(20):
+        x = torch.randn(9, 6, dtype=torch.float64) * (5 if step % 3 else 0.01)  # clipped and not clipped
+        grads.zero()
+        model(x).square().sum().backward()
+        norm = global_grad_norm(model.parameters())
+        grads.scale_(clip_coefficient(norm, 1.0))
+        ours.step(1e-2 / (step + 1), grad_norm=norm)
+        theirs.zero_grad()
+        plain(x).square().sum().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        for group in theirs.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        theirs.step()
+        assert abs(norm - expected) < 1e-10
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-12, msg=name)
+    assert ours.skipped_steps == 0
+
+
+def test_decay_is_decoupled_and_spares_one_dimensional_parameters():
+    model = make_model()
+    GradBuffer(model.named_parameters())
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
+    AdamW(model.named_parameters(), lr=0.5, weight_decay=0.1).step()
+    for param in model.parameters():
+        assert param.unique().tolist() == [0.95 if param.ndim > 1 else 1.0]
+
+
+def test_bfloat16_parameters_follow_float32_masters():
+    param = nn.Parameter(torch.ones(2, 4, dtype=torch.bfloat16))
+    GradBuffer([("w", param)])
+    optimizer = AdamW([("w", param)], lr=1e-4, weight_decay=0.0)
+    for _ in range(100):  # each update is 1e-4, far less than bfloat16 resolves near one
+        param.main_grad.fill_(1.0)
+        optimizer.step()
+    master = optimizer.masters["w"]
+    assert master.dtype == torch.float32
+    torch.testing.assert_close(master, torch.full((2, 4), 0.99), rtol=0, atol=1e-5)
+    assert torch.equal(param, master.bfloat16())
+
+
+def test_clip_coefficient():
+    norm = torch.tensor([0.0, 0.5, 2.0, 8.0], dtype=torch.float64)
+    assert clip_coefficient(norm, 2.0).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.25], abs=1e-6)
+    assert clip_coefficient(norm, 0.0).tolist() == [1.0] * 4
+    with pytest.raises(ValueError, match=r"-1"):
+        clip_coefficient(norm, -1.0)
+
+
+def test_norm_counts_each_parameter_once_and_has_the_same_bits_everywhere():
+    """World of 4 as tp=2, pp=2: a tp rank has half of each matrix and all of each vector."""
+
+    def rank_main(rank, world_size):
+        tp_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = make_model(seed=rank // 2)
+        GradBuffer(model.named_parameters())
+        model(torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)).square().sum().backward()
+        full = [p.main_grad.clone() for p in model.parameters()]
+        params = []
+        for param, grad in zip(model.parameters(), full, strict=True):
+            shard = nn.Parameter(torch.zeros_like(param))
+            shard.main_grad = grad
+            if param.ndim > 1:
+                cut = param.shape[0] // 2
+                shard.main_grad = grad[:cut] if rank % 2 == 0 else grad[cut:]
+                shard.tensor_model_parallel = True
+            params.append(shard)
+        norm = global_grad_norm(params, tp_group=tp_groups[rank // 2], mp_group=dist.group.WORLD)
+        return norm.item().hex(), sum(g.square().sum().item() for g in full)
+
+    results = run_ranks(rank_main, 4)
+    assert len({bits for bits, _ in results}) == 1
+    expected = math.sqrt(results[0][1] + results[2][1])
+    assert abs(float.fromhex(results[0][0]) - expected) < 1e-10
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp"])
+def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(layout):
+    """40 injections at a random (rank, parameter, element, value), with good steps in between."""
+    num_injections = 40
+
+    def rank_main(rank, world_size):
+        group = dist.group.WORLD
+        model = make_model(torch.float32)
+        for param in model.parameters():
+            param.tensor_model_parallel = layout == "tp" and param.ndim > 1
+        groups = {"dp_group": group} if layout == "dp" else {"tp_group": group}
+        grads = GradBuffer(model.named_parameters(), **groups)
+        optimizer = AdamW(model.named_parameters(), lr=1e-2)
+        choice = random.Random(7)  # the same on every rank
+        tp_group = group if layout == "tp" else None
+        for step in range(2 * num_injections):
+            grads.zero()
+            torch.manual_seed(step)
+            model(torch.randn(4, 6)).square().sum().backward()
+            injected = step % 2 == 1
+            if injected:
+                victim, index = choice.randrange(world_size), choice.randrange(6)
+                value = choice.choice([math.nan, math.inf, -math.inf])
+                param = list(model.parameters())[index]
+                element = choice.randrange(param.numel())
+                if rank == victim:
+                    param.main_grad.view(-1)[element] = value
+            grads.all_reduce()
+            norm = global_grad_norm(model.parameters(), tp_group=tp_group, mp_group=tp_group)
+            grads.scale_(clip_coefficient(norm, 1.0))
+            before = [p.detach().clone() for p in model.parameters()]
+            state = clone_state(optimizer)
+            optimizer.step(grad_norm=norm)
+            unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            assert unchanged == injected, f"step {step}"
+            if injected:
+                assert_state_equal(state, optimizer.state_dict())
+        return optimizer.skipped_steps.item(), [p.detach() for p in model.parameters()]
+
+    results = run_ranks(rank_main, 2)
+    for skipped, params in results:
+        assert skipped == num_injections
+        assert all(torch.equal(a, b) for a, b in zip(params, results[0][1], strict=True))
+
+
+def test_state_dict_continues_bitwise():
+    def run(model, optimizer, grads, steps):
+        for step in steps:
+            grads.zero()
+            torch.manual_seed(step)
+            model(torch.randn(4, 6).to(torch.bfloat16)).square().sum().backward()
+            optimizer.step(1e-2)
+
+    def make():
+        model = make_model(torch.bfloat16)
+        grads = GradBuffer(model.named_parameters())
+        return model, AdamW(model.named_parameters()), grads
+
+    straight = make()
+    run(*straight, range(6))
+    first = make()
+    run(*first, range(3))
+    second = make()
+    second[1].load_state_dict(clone_state(first[1]))
+    run(*second, range(3, 6))
+    assert_state_equal(straight[1].state_dict(), second[1].state_dict())
+    for p, q in zip(straight[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_bad_arguments_are_named():
+    model = make_model()
+    with pytest.raises(ValueError, match=r"0\.weight.*no main_grad"):
+        AdamW(model.named_parameters())
+    GradBuffer(model.named_parameters())
+    optimizer = AdamW(model.named_parameters())
+    state = clone_state(optimizer)
+    state["state"]["3.bias"]["exp_avg"] = torch.zeros(4)
+    with pytest.raises(ValueError, match=r"3\.bias\.exp_avg is \(3,\) here, got \(4,\)"):
+        optimizer.load_state_dict(state)
+    del state["state"]["3.bias"]
+    with pytest.raises(ValueError, match=r"only in the optimizer \['3\.bias'\]"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="no parameters"):
+        global_grad_norm([])
