@@ -1,101 +1,60 @@
-// Vectors of fp32 or f64 lanes and the functions the CPU kernels need, written once on the compiler's vector types and
-// compiled for AVX-512, for AVX2 and for the baseline of the processor family; the machine chooses at run time.
+// Vectors of fp32 or f64 lanes and the functions the CPU kernels need, written once on the compiler's vector types.
 //
-// A kernel file puts its kernels into a header of its own, in namespace fastmp::FASTMP_ISA, and says
-//     #define FASTMP_KERNELS "cross_entropy_kernels.h"
-//     #include "simd.h"
-// which compiles that header once per instruction set; FASTMP_DISPATCH(kernel, arguments...) calls the best one.
-// Nothing here knows torch. Every function is inlined into its kernel, so no vector crosses a call.
-#ifndef FASTMP_ISA
+// A file in csrc/cpu is compiled once per instruction set, into namespace fastmp::FASTMP_ISA; the width below follows
+// from the compiler's flags. Its kernels are declared with FASTMP_DECLARE(void kernel(...);), and the one variant that
+// registers the op (FASTMP_ISA_BASE) calls FASTMP_BEST(kernel)(...), which is chosen at run time.
+// Every function here is inlined into its kernel, so no vector crosses a call.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
+#define FASTMP_INLINE inline __attribute__((always_inline))
+
+#define FASTMP_DECLARE(...)        \
+  namespace base { __VA_ARGS__ }   \
+  namespace avx2 { __VA_ARGS__ }   \
+  namespace avx512 { __VA_ARGS__ }
+
+#if defined(FASTMP_WITH_AVX512)
+#define FASTMP_BEST(kernel) \
+  (fastmp::has_avx512() ? fastmp::avx512::kernel : fastmp::has_avx2() ? fastmp::avx2::kernel : fastmp::base::kernel)
+#else
+#define FASTMP_BEST(kernel) fastmp::base::kernel
+#endif
+
 namespace fastmp {
 
-struct bf16 {
-  uint16_t bits;
-};
-struct half {
-  uint16_t bits;
-};
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
 
-enum class Isa { baseline, avx2, avx512 };
-
-inline Isa best_isa() {
-#if defined(__x86_64__)
-  static const Isa best = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-      return Isa::avx512;
-    }
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? Isa::avx2 : Isa::baseline;
-  }();
-  return best;
-#else
-  return Isa::baseline;
-#endif
+#if defined(FASTMP_WITH_AVX512)
+inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+inline bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+#endif
 
 }  // namespace fastmp
 
-#if defined(__clang__)
-#define FASTMP_BEGIN_TARGET(features) \
-  _Pragma(FASTMP_STRING(clang attribute push(__attribute__((target(features))), apply_to = function)))
-#define FASTMP_END_TARGET _Pragma("clang attribute pop")
-#else
-#define FASTMP_BEGIN_TARGET(features) _Pragma("GCC push_options") _Pragma(FASTMP_STRING(GCC target(features)))
-#define FASTMP_END_TARGET _Pragma("GCC pop_options")
-#endif
-#define FASTMP_STRING(...) #__VA_ARGS__
-#define FASTMP_INLINE inline __attribute__((always_inline))
-
-#define FASTMP_ISA baseline
-#define FASTMP_VECTOR_BYTES 16
-#include "simd.h"
-#include FASTMP_KERNELS
-#undef FASTMP_ISA
-#undef FASTMP_VECTOR_BYTES
-
-#if defined(__x86_64__)
-FASTMP_BEGIN_TARGET("avx2,fma")
-#define FASTMP_ISA avx2
-#define FASTMP_VECTOR_BYTES 32
-#include "simd.h"
-#include FASTMP_KERNELS
-#undef FASTMP_ISA
-#undef FASTMP_VECTOR_BYTES
-FASTMP_END_TARGET
-
-FASTMP_BEGIN_TARGET("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
-#define FASTMP_ISA avx512
-#define FASTMP_VECTOR_BYTES 64
-#include "simd.h"
-#include FASTMP_KERNELS
-#undef FASTMP_ISA
-#undef FASTMP_VECTOR_BYTES
-FASTMP_END_TARGET
-
-#define FASTMP_DISPATCH(kernel, ...)                       \
-  (fastmp::best_isa() == fastmp::Isa::avx512               \
-       ? fastmp::avx512::kernel(__VA_ARGS__)               \
-       : fastmp::best_isa() == fastmp::Isa::avx2           \
-           ? fastmp::avx2::kernel(__VA_ARGS__)             \
-           : fastmp::baseline::kernel(__VA_ARGS__))
-#else
-#define FASTMP_DISPATCH(kernel, ...) fastmp::baseline::kernel(__VA_ARGS__)
-#endif
-
-#else  // one instruction set
-
 namespace fastmp::FASTMP_ISA {
+
+#if defined(__AVX512F__)
+#define FASTMP_VECTOR_BYTES 64
+#elif defined(__AVX2__)
+#define FASTMP_VECTOR_BYTES 32
+#else
+#define FASTMP_VECTOR_BYTES 16
+#endif
 
 constexpr int kVectorBytes = FASTMP_VECTOR_BYTES;
 constexpr int kFloats = kVectorBytes / 4;
@@ -179,12 +138,12 @@ FASTMP_INLINE doubles load(const double* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-FASTMP_INLINE floats load(const bf16* p) {
+FASTMP_INLINE floats load(const BFloat16* p) {
   shorts v;
   std::memcpy(&v, p, sizeof v);
   return floats_of(__builtin_convertvector(v, words) << 16);
 }
-FASTMP_INLINE floats load(const half* p) {
+FASTMP_INLINE floats load(const Half* p) {
   shorts v;
   std::memcpy(&v, p, sizeof v);
   const words h = __builtin_convertvector(v, words);
@@ -196,14 +155,14 @@ FASTMP_INLINE floats load(const half* p) {
 
 FASTMP_INLINE void store(float* p, floats v) { std::memcpy(p, &v, sizeof v); }
 FASTMP_INLINE void store(double* p, doubles v) { std::memcpy(p, &v, sizeof v); }
-FASTMP_INLINE void store(bf16* p, floats v) {
+FASTMP_INLINE void store(BFloat16* p, floats v) {
   const words bits = bits_of(v);
   const words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const words quiet = (bits >> 16) | 0x40u;
   const shorts out = __builtin_convertvector(select(v == v, rounded, quiet), shorts);
   std::memcpy(p, &out, sizeof out);
 }
-FASTMP_INLINE void store(half* p, floats v) {
+FASTMP_INLINE void store(Half* p, floats v) {
   const words bits = bits_of(v);
   const words magnitude = bits & 0x7fffffffu;
   const words normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -234,8 +193,7 @@ FASTMP_INLINE void store(T* p, lanes_of<T> v, int64_t count) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-// e^x, relative error below 1e-7 (under one unit in the last place; without fused multiply-add, slightly over). Zero below -86.9, infinity above 88.73,
-// NaN for NaN. With n = round(x / ln 2), e^x = 2^(n-1) * 2e^r where |r| <= ln(2)/2; ln 2 is subtracted in two parts so
+// e^x, relative error below 1e-7 (about one unit in the last place). Zero below -86.9, infinity above 88.73, NaN for NaN. With n = round(x / ln 2), e^x = 2^(n-1) * 2e^r where |r| <= ln(2)/2; ln 2 is subtracted in two parts so
 // that r is exact to fp32, and 2e^r = 2 + 2r + r^2 q(r), q fitted for the smallest largest relative error (4.2e-9).
 // The power of two is put together from the bits of n: adding 1.5 * 2^23 leaves n in the low bits of the sum.
 FASTMP_INLINE floats exp(floats x) {
@@ -302,5 +260,3 @@ FASTMP_INLINE V erf(V x) {
 }
 
 }  // namespace fastmp::FASTMP_ISA
-
-#endif
