@@ -2,12 +2,8 @@
 //
 // One binary of a library built on this header runs on torch 2.10 and later and holds no Python symbol.
 // Kernels take and return `fastmp::Tensor`, check their arguments with FASTMP_CHECK, get fresh outputs from
-// `empty`/`empty_like` (huge pages for large ones), run over torch's own threads with `parallel_for`, choose
+// `fresh`/`fresh_like` (huge pages for large ones), run over torch's own threads with `parallel_for`, choose
 // the element type with `dispatch_float`, and in .cu files launch on `current_stream`.
-//
-// A file in csrc/cpu is compiled once for each instruction set (see CMakeLists.txt): FASTMP_ISA names the
-// one at hand (`base`, `avx2`, `avx512`). Code that differs between them lives in `namespace fastmp::FASTMP_ISA`,
-// registration and choice at run time under `#ifdef FASTMP_ISA_BASE`.
 #pragma once
 
 #ifndef TORCH_TARGET_VERSION
@@ -37,8 +33,8 @@
 
 // Throws std::runtime_error (RuntimeError in Python) with the streamed message and nothing else. Not inside
 // `parallel_for`: an exception that crosses torch's C interface loses its message.
-#define FASTMP_CHECK(condition, ...)                                         \
-  do {                                                                       \
+#define FASTMP_CHECK(condition, ...)                                                       \
+  do {                                                                                     \
     if (!(condition)) [[unlikely]] throw std::runtime_error(fastmp::message(__VA_ARGS__)); \
   } while (0)
 
@@ -80,14 +76,14 @@ inline void advise_huge_pages(const Tensor& tensor) {
 }
 
 // Uninitialised, same shape, dtype and device.
-inline Tensor empty_like(const Tensor& tensor) {
+inline Tensor fresh_like(const Tensor& tensor) {
   Tensor out = torch::stable::empty_like(tensor);
   advise_huge_pages(out);
   return out;
 }
 
 // Uninitialised and contiguous, on the device of `like`.
-inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+inline Tensor fresh(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
   Tensor out = torch::stable::empty(sizes, dtype, std::nullopt, like.device());
   advise_huge_pages(out);
   return out;
@@ -127,10 +123,10 @@ auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
 
 #ifdef __CUDACC__
 
-#define FASTMP_CUDA_CHECK(call)                                                             \
-  do {                                                                                      \
-    const cudaError_t error_ = (call);                                                      \
-    FASTMP_CHECK(error_ == cudaSuccess, #call, ": ", cudaGetErrorString(error_));           \
+#define FASTMP_CUDA_CHECK(call)                                                   \
+  do {                                                                            \
+    const cudaError_t error_ = (call);                                            \
+    FASTMP_CHECK(error_ == cudaSuccess, #call, ": ", cudaGetErrorString(error_)); \
   } while (0)
 
 // After a launch: reports a bad configuration, does not wait for the kernel.
