@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.parallel.layers import parallel_attributes
+
 __all__ = ["GradBuffer", "main_dtype"]
 
 
@@ -96,7 +98,7 @@ class GradBuffer:
             partial = [
                 p.main_grad
                 for p in self.parameters.values()
-                if getattr(p, "sequence_parallel", False) and p.main_grad.dtype == dtype
+                if parallel_attributes(p).sequence_parallel and p.main_grad.dtype == dtype
             ]
             if not partial:
                 continue

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grads import main_dtype
+from fastmp.parallel.layers import parallel_attributes
 
 __all__ = ["AdamW", "clip_coefficient", "global_grad_norm"]
 
@@ -42,12 +44,12 @@ def global_grad_norm(
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
     for param in parameters:
-        is_sharded = tp_group is None or getattr(param, "tensor_model_parallel", False)
+        is_sharded = parallel_attributes(param).tensor_model_parallel
         (sharded if is_sharded else replicated).append(param.main_grad)
     if not sharded and not replicated:
         raise ValueError("global_grad_norm: no parameters given")
     # 0 x inf = nan: a rank that does not count the replicated ones still passes on that one is not finite.
-    share = 1.0 if tp_group is None or dist.get_rank(tp_group) == 0 else 0.0
+    share = 1.0 if group_rank(tp_group) == 0 else 0.0
     squares = [_sum_of_squares(grads) * w for grads, w in ((sharded, 1.0), (replicated, share)) if grads]
     total = torch.stack(squares).sum()
     if mp_group is not None:
@@ -131,21 +133,25 @@ class AdamW:
             torch._foreach_copy_(list(rounded.values()), [self.masters[name] for name in rounded])
 
     def state_dict(self) -> dict[str, Any]:
-        """{"skipped_steps": tensor, "state": {name: {"step", "exp_avg", "exp_avg_sq"}}}, not copied.
+        """{"step", "skipped_steps": 0-dim tensors, "state": {name: {"exp_avg", "exp_avg_sq"}}}, not copied.
 
-        A low-precision parameter has a fourth entry, "master".
+        A low-precision parameter has a third entry, "master".
         """
         state: dict[str, dict[str, Tensor]] = {}
         for name, param in self.parameters.items():
             master = self.masters[name]
-            state[name] = dict(self._adamw.state[master])
+            state[name] = {key: self._adamw.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
             if param.dtype != master.dtype:
                 state[name]["master"] = master
-        return {"skipped_steps": self.skipped_steps, "state": state}
+        return {"step": self._steps()[0], "skipped_steps": self.skipped_steps, "state": state}
+
+    def _steps(self) -> list[Tensor]:
+        """torch keeps one count of updates per parameter; here they are all equal."""
+        return [self._adamw.state[master]["step"] for master in self.masters.values()]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copy `state_dict` into the optimizer, and masters into their parameters.
+        """Copy `state_dict` (counts as tensors or numbers) into the optimizer, masters into their parameters.
 
         Raises ValueError naming the parameters that only one side has, or the entry whose shape differs.
         """
@@ -165,7 +171,9 @@ class AdamW:
         for name, entries in mine.items():
             for key, tensor in entries.items():
                 tensor.copy_(loaded[name][key])
-        self.skipped_steps.copy_(state_dict["skipped_steps"])
+        for step in self._steps():
+            step.fill_(state_dict["step"])
+        self.skipped_steps.fill_(state_dict["skipped_steps"])
         self._copy_back()
 
 

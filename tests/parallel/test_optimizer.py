@@ -26,6 +26,7 @@ def clone_state(optimizer):
 
 
 def assert_state_equal(left, right):
+    assert left["step"] == right["step"]
     assert left["state"].keys() == right["state"].keys()
     for name, entries in left["state"].items():
         assert entries.keys() == right["state"][name].keys()
