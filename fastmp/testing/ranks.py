@@ -74,8 +74,10 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError("run_ranks: the parent holds a process group; ranks cannot be forked from it")
     if torch.cuda.is_initialized():
-        raise RuntimeError("run_ranks: CUDA is initialised in this process and does not survive a fork; "
-                           "run the multi-rank tests in a process that does not touch the GPU")
+        raise RuntimeError(
+            "run_ranks: CUDA is initialised in this process and does not survive a fork; "
+            "run the multi-rank tests in a process that does not touch the GPU"
+        )
     folder = Path(tempfile.mkdtemp(prefix="fastmp-ranks-"))
     release_read, release_write = os.pipe()  # closed by the parent: every rank has reported, leave
     children: list[_Child] = []
@@ -100,7 +102,9 @@ def _fork(fn, rank, world_size, args, timeout, folder, release) -> _Child:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on forking with threads: see the docstring
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # Python 3.12 on forking with threads: see the docstring
         pid = os.fork()
     if pid == 0:
         try:
@@ -132,8 +136,9 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(folder / "store"), world_size)
         # Longer than the harness's own limit: at a hang the stacks speak, not a collective's timeout.
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size,
-                                timeout=timedelta(seconds=2 * timeout + 10))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout + 10)
+        )
         payload = pickle.dumps(("ok", time.monotonic(), fn(rank, world_size, *args)))
     except BaseException:
         payload = pickle.dumps(("error", time.monotonic(), traceback.format_exc()))
@@ -195,8 +200,9 @@ def _reap(children: list[_Child]) -> None:
 def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> None:
     """Say who failed first: a rank that died without a word, else the earliest exception, else those that hung."""
     dead = [c for c in children if c.done and c.outcome is None]
-    wrong = sorted((c for c in children if c.outcome is not None and c.outcome[0] == "error"),
-                   key=lambda c: c.outcome[1])
+    wrong = sorted(
+        (c for c in children if c.outcome is not None and c.outcome[0] == "error"), key=lambda c: c.outcome[1]
+    )
     hung = [c for c in children if not c.done]
     n = len(children)
     if dead:
@@ -210,7 +216,9 @@ def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> No
     else:
         first = hung[0]
         text = f"hung for {timeout:g} s: ranks {[c.rank for c in hung]} of {n}" + "".join(
-            f"\n--- rank {c.rank}\n{stacks.get(c.rank) or '(no stack: the process could not run)'}" for c in hung)
+            f"\n--- rank {c.rank}\n{stacks.get(c.rank) or '(no stack: the process could not run)'}"
+            for c in hung
+        )
     others = [f"rank {c.rank}: {c.outcome[2].strip().splitlines()[-1]}" for c in wrong if c is not first]
     others += [f"rank {c.rank}: died too" for c in dead if c is not first]
     others += [f"rank {c.rank}: still running, ended" for c in hung if first not in hung]

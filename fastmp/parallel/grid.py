@@ -1,0 +1,204 @@
+"""Which rank belongs to which group: mixed-radix arithmetic over the axes, nothing else.
+
+The same ranks carry two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the expert one
+(etp, ep, edp, pp) for mixture-of-experts layers. One `order` string arranges both: the leftmost axis varies fastest,
+so its groups are neighbouring ranks. Pure standard library: no torch, no process groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+# What an axis of the order string is called in each grid. cp has no part in the expert grid, nor ep in the dense one.
+_TO_DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
+_TO_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+
+
+@dataclass(frozen=True, init=False)
+class RankGrid:
+    """The dense and the expert grid over ranks 0 .. world_size - 1.
+
+    Sizes: `tp` tensor, `cp` context, `ep` expert, `dp` data, `pp` pipeline parallelism; `dp=None` is what the other
+    dense axes leave over, `etp` the tensor parallelism inside an expert (None: the same as tp), and `edp` the data
+    parallelism of the experts, always what is left:
+
+        world_size = tp * cp * dp * pp = etp * ep * edp * pp
+
+    `order` names the axes, fastest first. Axes that are not `ep` arrange the dense grid; the expert grid follows the
+    same string with tp read as etp, dp as edp, and cp left out. An axis of size one in both grids may be omitted. Both
+    grids must cut the ranks into the same pipeline stages, else ValueError.
+
+    Expert parallelism folds into the ranks of tp, cp and dp: cp 8 with ep 8 needs 8 ranks, not 64.
+    """
+
+    world_size: int
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    etp: int
+    ep: int
+    edp: int
+    order: tuple[str, ...]
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        tp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        dp: int | None = None,
+        pp: int = 1,
+        etp: int | None = None,
+        order: str = "tp-cp-ep-dp-pp",
+    ) -> None:
+        etp = tp if etp is None else etp
+        given = {"world_size": world_size, "tp": tp, "cp": cp, "ep": ep, "pp": pp, "etp": etp}
+        for name, size in (given if dp is None else {**given, "dp": dp}).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"RankGrid: {name} must be a positive integer, got {size!r}")
+        dp = _left_over(world_size, {"tp": tp, "cp": cp, "pp": pp}, "dp", dp)
+        edp = _left_over(world_size, {"etp": etp, "ep": ep, "pp": pp}, "edp", None)
+        sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": edp}
+        self.__dict__.update(world_size=world_size, **sizes, order=_parse_order(order, sizes))
+        self._check_pipelines()
+
+    @property
+    def dense_axes(self) -> tuple[str, ...]:
+        """The axes of the dense grid, fastest first."""
+        return tuple(_TO_DENSE[axis] for axis in self.order if axis in _TO_DENSE)
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes of the expert grid, fastest first."""
+        return tuple(_TO_EXPERT[axis] for axis in self.order if axis in _TO_EXPERT)
+
+    def size(self, axis: str) -> int:
+        """Ranks along one axis of either grid."""
+        if axis not in DENSE_AXES + EXPERT_AXES:
+            raise ValueError(
+                f"RankGrid: unknown axis {axis!r}; axes are {', '.join(DENSE_AXES + EXPERT_AXES[:-1])}"
+            )
+        return getattr(self, axis)
+
+    def ranks(self, axes: str) -> list[list[int]]:
+        """The groups along `axes`: every rank is in one list; lists and their members ascend.
+
+        `axes` is one axis or several of the same grid joined by "-", in any order: "tp", "tp-dp", "ep", "etp-ep",
+        "edp". "pp" is the same in both grids. "mp" is a model replica of the dense grid, "tp-pp". "embedding" is the
+        first and last stage of each pipeline (the two that share the tied embedding), one rank without pipelining:
+        the only name whose groups leave ranks out.
+        """
+        if axes == "embedding":
+            return [group if len(group) == 1 else [group[0], group[-1]] for group in self.ranks("pp")]
+        wanted = _parse_axes("tp-pp" if axes == "mp" else axes)
+        return self._groups(wanted, self.expert_axes if wanted <= set(EXPERT_AXES) else self.dense_axes)
+
+    def _groups(self, wanted: set[str], grid_axes: tuple[str, ...]) -> list[list[int]]:
+        member_offsets, first_ranks = [0], [0]
+        stride = 1
+        for (
+            axis
+        ) in grid_axes:  # fastest first: each axis multiplies what is there, and both lists stay ascending
+            size = getattr(self, axis)
+            steps = range(0, size * stride, stride)
+            if axis in wanted:
+                member_offsets = [step + offset for step, offset in product(steps, member_offsets)]
+            else:
+                first_ranks = [step + first for step, first in product(steps, first_ranks)]
+            stride *= size
+        return [[first + offset for offset in member_offsets] for first in first_ranks]
+
+    def _check_pipelines(self) -> None:
+        """Both grids must agree who is in which stage: the strides of pp are equal, or there is one stage."""
+        if self.pp == 1:
+            return
+        grids = (self.dense_axes, self.expert_axes)
+        dense, expert = (math.prod(self.size(axis) for axis in axes[: axes.index("pp")]) for axes in grids)
+        if dense == expert:
+            return
+        groups = [_shorten(self._groups({"pp"}, axes)) for axes in grids]
+        raise ValueError(
+            f"RankGrid: order {'-'.join(self.order)!r} gives the two grids different pipelines: "
+            f"{self._formula(self.dense_axes)} has pp groups {groups[0]}, "
+            f"{self._formula(self.expert_axes)} has {groups[1]}; move pp to either end"
+        )
+
+    def _formula(self, axes: Iterable[str]) -> str:
+        return " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.world_size} ranks = {self._formula(self.dense_axes)} (dense) "
+            f"= {self._formula(self.expert_axes)} (experts)"
+        )
+
+
+def _left_over(world_size: int, sizes: dict[str, int], name: str, size: int | None) -> int:
+    """The size of axis `name`: given or what `sizes` leave of the world; it must come out even."""
+    known = math.prod(sizes.values())
+    formula = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
+    if size is not None:
+        if known * size != world_size:
+            raise ValueError(
+                f"RankGrid: {formula} x {name} {size} = {known * size} is not world_size {world_size}"
+            )
+        return size
+    if world_size % known:
+        raise ValueError(f"RankGrid: world_size {world_size} is not a multiple of {formula} = {known}")
+    return world_size // known
+
+
+def _parse_order(order: str, sizes: dict[str, int]) -> tuple[str, ...]:
+    tokens = tuple(order.split("-"))
+    for token in tokens:
+        if token not in AXES:
+            hint = " (the order names the dense axes; experts follow tp and dp)" if token in sizes else ""
+            raise ValueError(
+                f"RankGrid: unknown axis {token!r} in order {order!r}; axes are {', '.join(AXES)}{hint}"
+            )
+        if tokens.count(token) > 1:
+            raise ValueError(f"RankGrid: axis {token!r} appears more than once in order {order!r}")
+    for axis in AXES:
+        names = {name for name in (_TO_DENSE.get(axis), _TO_EXPERT.get(axis)) if name is not None}
+        for name in sorted(names, key=len):
+            if axis not in tokens and sizes[name] > 1:
+                raise ValueError(
+                    f"RankGrid: order {order!r} leaves out {axis!r}, but {name} is {sizes[name]}"
+                )
+    return tokens
+
+
+def _parse_axes(axes: str) -> set[str]:
+    tokens = axes.split("-")
+    known = dict.fromkeys(DENSE_AXES + EXPERT_AXES)
+    for token in tokens:
+        if token not in known:
+            raise ValueError(
+                f"RankGrid: unknown axis {token!r} in {axes!r}; axes are {', '.join(known)}, "
+                "or the names mp and embedding"
+            )
+        if tokens.count(token) > 1:
+            raise ValueError(f"RankGrid: axis {token!r} appears more than once in {axes!r}")
+    wanted = set(tokens)
+    if not (wanted <= set(DENSE_AXES) or wanted <= set(EXPERT_AXES)):
+        dense, expert = (
+            [t for t in tokens if t in names and t != "pp"] for names in (DENSE_AXES, EXPERT_AXES)
+        )
+        raise ValueError(
+            f"RankGrid: {axes!r} mixes the grids: {', '.join(dense)} of the dense grid with "
+            f"{', '.join(expert)} of the expert grid"
+        )
+    return wanted
+
+
+def _shorten(groups: list[list[int]]) -> str:
+    shown = ", ".join(str(group) for group in groups[:4])
+    return f"[{shown}, ...]" if len(groups) > 4 else f"[{shown}]"

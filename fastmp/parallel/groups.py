@@ -1,0 +1,109 @@
+"""Process groups of a `RankGrid`, and the same groups as named device meshes.
+
+An object, not module state: a process may hold several, one per model. Every rank creates every group in the same
+order, including those it is not in, which is what torch.distributed asks for. A group of one rank is `None`: layers
+and collectives take `None` for "this rank alone" and communicate nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastmp.parallel.grid import DENSE_AXES, EXPERT_AXES, RankGrid
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's process groups; each is None where the group would have one rank.
+
+    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `dp_cp` is what gradients of dense
+    parameters are summed over, `mp` (tp-pp) one replica of the model, `embedding` the first and last stage of a
+    pipeline (None on the stages between). `mp` and `dp_cp` are the very group of one axis where the other has size one.
+
+    `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one included; their
+    groups are the ones above. Both are None where torch.distributed is not initialised (a world of one).
+    """
+
+    grid: RankGrid
+    rank: int
+    tp: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
+    etp: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    edp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
+    mp: ProcessGroup | None = None
+    embedding: ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:
+        """Make the groups of `grid`; every rank of the world calls this, in the same order as its other groups.
+
+        The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for CPU tensors)
+        and their own `timeout`, after which a collective that some rank never joined fails. A world of one works
+        without torch.distributed. ValueError where the grid and the running world differ in size.
+        """
+        initialised = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if initialised else 1
+        if grid.world_size != world_size:
+            running = (
+                f"torch.distributed runs {world_size}"
+                if initialised
+                else (
+                    "torch.distributed is not initialised, so there is 1 (fastmp.init() under torchrun starts it)"
+                )
+            )
+            raise ValueError(f"ParallelGroups: the grid has {grid}, but {running}")
+        if not initialised:
+            return cls(grid=grid, rank=0)
+        rank = dist.get_rank()
+
+        def make(axes: str) -> ProcessGroup | None:
+            own = None
+            for ranks in grid.ranks(axes):
+                if len(ranks) > 1:
+                    group = dist.new_group(ranks, timeout=timeout, group_desc=f"fastmp:{axes}")
+                    own = group if rank in ranks else own
+            return own
+
+        groups = {axis: make(axis) for axis in dict.fromkeys(DENSE_AXES + EXPERT_AXES)}
+
+        def join(axis: str, other: str) -> ProcessGroup | None:
+            both = grid.size(axis) > 1 and grid.size(other) > 1
+            return make(f"{axis}-{other}") if both else groups[axis] or groups[other]
+
+        groups |= {"dp_cp": join("dp", "cp"), "mp": join("tp", "pp"), "embedding": make("embedding")}
+        alone = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)][
+            rank
+        ]
+
+        def mesh(order: tuple[str, ...], axes: tuple[str, ...]) -> DeviceMesh:
+            names = tuple(axis for axis in axes if axis not in order) + order[::-1]  # left out: size one
+            ranks = torch.arange(world_size).view([grid.size(name) for name in names])
+            return DeviceMesh.from_group(
+                [groups[name] or alone for name in names], _device_type(), mesh=ranks, mesh_dim_names=names
+            )
+
+        return cls(
+            grid=grid,
+            rank=rank,
+            **groups,
+            mesh=mesh(grid.dense_axes, DENSE_AXES),
+            expert_mesh=mesh(grid.expert_axes, EXPERT_AXES),
+        )
+
+
+def _device_type() -> str:
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
