@@ -1,0 +1,227 @@
+"""Communication at the borders of a tensor-parallel region, as pairs of conjugate autograd functions.
+
+The forward of one is the backward of the other (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the
+sequence-parallel pair): copy / reduce, split / gather, gather_sequence / reduce_scatter_sequence. `group` is
+a ProcessGroup, or None for this rank alone: then, as for a group of one, a function returns its input.
+Nobody's tensor is modified, except by the functions whose name ends in an underscore. Any layout goes in: the
+buffers handed to the backend are contiguous. The functions at the end are not differentiable and can run in
+the background.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Function
+
+__all__ = [
+    "copy_to_group",
+    "gather_from_group",
+    "gather_sequence",
+    "group_rank",
+    "group_size",
+    "reduce_from_group",
+    "reduce_from_group_",
+    "reduce_scatter_sequence",
+    "split_to_group",
+]
+
+# torch renamed these two; the old names warn where the new ones exist.
+_RENAMED = hasattr(dist, "all_gather_single")
+
+
+def group_size(group: dist.ProcessGroup | None) -> int:
+    """Number of ranks in `group`; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in `group`; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """f: the same tensor forward, the sum of the group's gradients backward. Any shape."""
+    return x if group_size(group) == 1 else _Copy.apply(x, group)
+
+
+def reduce_from_group(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """g: the sum over the group forward, the same gradient backward. Any shape."""
+    return x if group_size(group) == 1 else _Reduce.apply(x, group)
+
+
+def reduce_from_group_(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """`reduce_from_group` that writes the sum into `x`: for a tensor the caller has just made and owns alone.
+
+    `x` is contiguous, is not needed by the backward of the op that made it, and is not a leaf that requires
+    grad.
+    """
+    return x if group_size(group) == 1 else _ReduceInPlace.apply(x, group)
+
+
+def split_to_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> torch.Tensor:
+    """This rank's equal part of `x` along `dim` (a view of `x`); backward gathers the parts' gradients.
+
+    ValueError where the group does not divide the dimension.
+    """
+    size = group_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(f"split_to_group: dimension {dim} has size {x.shape[dim]}, which a group of {size} "
+                         "does not divide")
+    return x if size == 1 else _Split.apply(x, group, dim)
+
+
+def gather_from_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = -1) -> torch.Tensor:
+    """The group's parts joined along `dim`, in rank order; backward takes this rank's part of the gradient.
+
+    For a result that every rank then uses alike. Parts have equal shapes.
+    """
+    return x if group_size(group) == 1 else _Gather.apply(x, group, dim)
+
+
+def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """(S/P, ...) -> (S, ...): the sequence shards joined along dim 0; backward reduce-scatters the gradient.
+
+    For a result that each rank then uses in its own way (a column-parallel product).
+    """
+    return x if group_size(group) == 1 else _GatherSequence.apply(x, group)
+
+
+def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """(S, ...) -> (S/P, ...): this rank's sequence shard of the sum over the group; backward all-gathers.
+
+    ValueError where the group does not divide dim 0.
+    """
+    return x if group_size(group) == 1 else _ReduceScatterSequence.apply(x, group)
+
+
+class _Copy(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_from_group(grad, ctx.group), None
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        all_reduce_(total, group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        return copy_to_group(grad, ctx.group), None
+
+
+class _ReduceInPlace(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        ctx.mark_dirty(x)
+        all_reduce_(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return copy_to_group(grad, ctx.group), None
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        part = x.shape[dim] // group.size()
+        return x.narrow(dim, group.rank() * part, part)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_from_group(grad, ctx.group, ctx.dim), None, None
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        dim = dim % x.dim()
+        joined, _ = all_gather(x, group)
+        if dim == 0:
+            return joined
+        return torch.cat(joined.chunk(group.size()), dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return split_to_group(grad, ctx.group, ctx.dim), None, None
+
+
+class _GatherSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_gather(x, group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter_sequence(grad, ctx.group), None
+
+
+class _ReduceScatterSequence(Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return reduce_scatter(x, group)[0]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather_sequence(grad, ctx.group), None
+
+
+def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
+    """Sum over the group into `x`, which is contiguous. With `overlap`, to be waited for by the returned
+    Work.
+
+    Under torch.compile nothing is overlapped here (the compiler orders communication) and the result is None.
+    """
+    if not x.is_contiguous():
+        raise ValueError(f"all_reduce_: a tensor of shape {tuple(x.shape)} and strides {x.stride()} is not "
+                         "contiguous")
+    if overlap and not torch.compiler.is_compiling():
+        return dist.all_reduce(x, group=group, async_op=True)
+    dist.all_reduce(x, group=group)
+    return None
+
+
+def all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """(N, ...) -> (P*N, ...) in rank order, with the Work to wait for (None: it is there)."""
+    joined = x.new_empty((group.size() * x.shape[0], *x.shape[1:]))
+    gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+    if overlap and not torch.compiler.is_compiling():
+        return joined, gather(joined, x.contiguous(), group=group, async_op=True)
+    gather(joined, x.contiguous(), group=group)
+    return joined, None
+
+
+def reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
+) -> tuple[torch.Tensor, dist.Work | None]:
+    """(P*N, ...) -> (N, ...): this rank's rows of the sum, with the Work to wait for (None: it is there).
+
+    ValueError where the group does not divide dim 0.
+    """
+    size = group.size()
+    if x.shape[0] % size:
+        raise ValueError(f"reduce_scatter_sequence: dimension 0 has size {x.shape[0]}, which a group of "
+                         f"{size} does not divide")
+    part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+    if overlap and not torch.compiler.is_compiling():
+        return part, scatter(part, x.contiguous(), group=group, async_op=True)
+    scatter(part, x.contiguous(), group=group)
+    return part, None

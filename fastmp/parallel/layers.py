@@ -1,0 +1,472 @@
+"""Linear layers and an embedding table divided over a tensor-parallel group.
+
+Column-parallel divides the outputs of Y = X W^T + b, row-parallel the inputs: column, pointwise function, row
+needs one all-reduce forward and one backward (Shoeybi et al. 2019). With `sequence_parallel` the activations
+outside are sharded along the sequence (dim 0), and the all-reduce becomes an all-gather at the column and a
+reduce-scatter at the row (Korthikanti et al. 2022). A layer communicates over its `group` only: a
+ProcessGroup, or None for this rank alone.
+
+T tokens (all leading dims), I this rank's inputs, O this rank's outputs, S sequence, B batch, H hidden.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import Function, once_differentiable
+
+from fastmp.parallel.collectives import (
+    all_gather,
+    all_reduce_,
+    gather_from_group,
+    group_rank,
+    group_size,
+    reduce_from_group_,
+    reduce_scatter,
+    reduce_scatter_sequence,
+    split_to_group,
+)
+from fastmp.parallel.rng import RngTracker
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelAttributes",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "parallel_attributes",
+    "parallel_logits",
+]
+
+InitMethod = Callable[[torch.Tensor], Any]
+
+
+class ParallelAttributes(NamedTuple):
+    """How a parameter is divided over the tensor-parallel group.
+
+    `tensor_model_parallel`: it is a shard, cut along `partition_dim` in `partition_stride` interleaved
+    pieces. When False, it is replicated; with `sequence_parallel` its gradient is a partial sum, to be added
+    over the group.
+    """
+
+    tensor_model_parallel: bool = False
+    partition_dim: int = -1
+    partition_stride: int = 1
+    sequence_parallel: bool = False
+
+
+def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
+    """The marks of `param`; those of a replicated parameter with a complete gradient where there are none."""
+    return ParallelAttributes(*(getattr(param, name, default)
+                                for name, default in ParallelAttributes._field_defaults.items()))
+
+
+def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
+    """Rank `rank`'s part of `full` cut along `dim` into `size` parts, each of `stride` interleaved pieces.
+
+    A fused weight of `stride` blocks (query, key, value: 3) gives each rank its piece of every block.
+    """
+    return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
+
+
+class _ParallelModule(nn.Module):
+    """What the layers share: the group, the marks on their parameters, and how a weight is filled."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.group = group
+        self.tp_size = group_size(group)
+        self.tp_rank = group_rank(group)
+
+    def _part(self, name: str, total: int, stride: int = 1) -> int:
+        """This rank's part of `total`; ValueError where the ranks (times the stride) do not divide it."""
+        if total % (self.tp_size * stride):
+            pieces = f" times stride {stride}" if stride != 1 else ""
+            raise ValueError(f"{type(self).__name__}: {name} {total} is not divisible by the {self.tp_size} "
+                             f"ranks of its group{pieces}")
+        return total // self.tp_size
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        raise NotImplementedError
+
+    def _mark(self) -> None:
+        for name, marks in self._marks().items():
+            param = getattr(self, name)
+            if param is not None:
+                for field, value in marks._asdict().items():
+                    setattr(param, field, value)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _ParallelModule:
+        super()._apply(fn, recurse)
+        self._mark()  # a conversion may replace a parameter by a new one
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ParallelModule:
+        memo[id(self.group)] = self.group  # a copy of the layer works in the same group
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__dict__, memo))
+        twin._mark()
+        return twin
+
+    def _slice(self, full: torch.Tensor, marks: ParallelAttributes) -> torch.Tensor:
+        if not marks.tensor_model_parallel:
+            return full
+        return shard_of(full, marks.partition_dim, marks.partition_stride, self.tp_size, self.tp_rank)
+
+    def _take(self, module: nn.Module, **full: torch.Tensor | None) -> None:
+        """Make the parameters this rank's slices of `full`; trainable, and in training mode, as they were."""
+        for name, tensor in full.items():
+            if tensor is not None:
+                part = self._slice(tensor.detach(), self._marks()[name])
+                part = part.clone(memory_format=torch.contiguous_format)
+                setattr(self, name, nn.Parameter(part, requires_grad=tensor.requires_grad))
+        self._mark()
+        self.train(module.training)
+
+    @torch.no_grad()
+    def _init_weight(self, full_shape: tuple[int, int], init_method: InitMethod, init: str,
+                     rng: RngTracker | None) -> None:
+        """Fill `self.weight`: its slice of a full weight from the default stream, or drawn as a shard."""
+        name, weight, marks = type(self).__name__, self.weight, self._marks()["weight"]
+        if init not in ("full", "sharded"):
+            raise ValueError(f'{name}: init is "full" or "sharded", not {init!r}')
+        if init == "sharded" and self.tp_size > 1:
+            if rng is None:
+                raise ValueError(f'{name}: init="sharded" needs rng=: without its tensor-parallel stream the '
+                                 f"{self.tp_size} ranks of the group would draw equal shards")
+            function = getattr(init_method, "func", init_method)  # of a functools.partial
+            if function in _SHAPE_DEPENDENT:
+                raise ValueError(f"{name}: init_method {function.__name__} takes its scale from the shape, "
+                                 f"and the shard's is {tuple(weight.shape)}, the weight's {full_shape}; use "
+                                 'init="full", or a method that knows the full shape')
+        if weight.is_meta:
+            return
+        if init == "full":
+            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            master = torch.empty(full_shape, dtype=dtype, device=weight.device)
+            init_method(master)
+            weight.copy_(self._slice(master, marks))
+        elif rng is None:
+            init_method(weight)
+        else:
+            with rng.fork("tensor-parallel"):
+                init_method(weight)
+
+
+_SHAPE_DEPENDENT = (nn.init.xavier_normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_,
+                    nn.init.kaiming_uniform_, nn.init.orthogonal_)
+
+
+class _ParallelLinear(_ParallelModule):
+    def _make(self, shape: tuple[int, int], bias_size: int | None, init_method: InitMethod | None, init: str,
+              rng: RngTracker | None, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """This rank's parameters, filled; the default is Xavier normal with the fans of the full weight."""
+        if init_method is None:
+            std = math.sqrt(2.0 / (self.input_size + self.output_size))
+            init_method = functools.partial(nn.init.normal_, std=std)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = None
+        if bias_size is not None:
+            self.bias = nn.Parameter(torch.zeros(bias_size, device=device, dtype=dtype))
+        self._mark()
+        self._init_weight((self.output_size, self.input_size), init_method, init, rng)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Module, *, group: dist.ProcessGroup | None, stride: int = 1,
+                    **options: Any) -> Self:
+        """This rank's slice of `linear`, an nn.Linear or a `transformers` Conv1D; same dtype and device.
+
+        A class named Conv1D stores its weight as (in, out). `options` are those of the constructor. `linear`
+        is not changed and shares no memory with the layer; no random number is drawn.
+        """
+        weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+            raise ValueError(f"{cls.__name__}.from_linear: {type(linear).__name__} has no floating-point "
+                             "matrix named weight")
+        if type(linear).__name__ == "Conv1D":
+            weight = weight.t()
+        layer = cls(weight.shape[1], weight.shape[0], group=group, bias=bias is not None, stride=stride,
+                    device="meta", dtype=weight.dtype, **options)
+        layer._take(linear, weight=weight, bias=bias)
+        return layer
+
+    def extra_repr(self) -> str:
+        fields = ("input_size", "output_size", "gather_output", "input_is_parallel", "skip_bias_add",
+                  "sequence_parallel", "stride", "tp_rank", "tp_size")
+        text = [f"{name}={getattr(self, name)}" for name in fields if hasattr(self, name)]
+        return ", ".join([*text, f"bias={self.bias is not None}"])
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Y = X W^T + b with the outputs divided over `group`: weight (output_size/P, input_size), bias too.
+
+    Input (..., input_size), the same on every rank; with `sequence_parallel` this rank's sequence shard (S/P,
+    ..., input_size). Output (..., output_size) with `gather_output`, else this rank's part (...,
+    output_size/P); with `skip_bias_add` the pair (output without bias, bias), for an op that fuses the
+    addition. Backward: the input gradient's all-reduce (with `sequence_parallel` reduce-scatter) runs behind
+    the product that makes the weight gradient; the gathered input is not kept but gathered again.
+
+    `stride`: the number of blocks fused in the outputs (query-key-value 3, gate-up 2), each divided by
+    itself. `init_method(tensor)` fills the weight in place (default: Xavier normal of the full shape); the
+    bias starts at zero. `init="full"` draws the whole weight in fp32 (float64 for a float64 layer) from the
+    default stream, which must be equal on all ranks, and keeps this rank's slice: the same bits for every P.
+    `init="sharded"` draws the shard only, in the tensor-parallel stream of `rng`, with an `init_method` that
+    may not depend on the shape.
+
+    ValueError where P times stride does not divide output_size.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: dist.ProcessGroup | None,
+        bias: bool = True,
+        gather_output: bool = True,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        init: str = "full",
+        rng: RngTracker | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.input_size, self.output_size, self.stride = input_size, output_size, stride
+        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.sequence_parallel = sequence_parallel
+        part = self._part("output_size", output_size, stride)
+        self._make((part, input_size), part if bias else None, init_method, init, rng, device, dtype)
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return dict.fromkeys(("weight", "bias"), ParallelAttributes(True, 0, self.stride))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        bias = self.bias
+        y = column_linear(x, self.weight, None if self.skip_bias_add else bias, self.group,
+                          self.sequence_parallel)
+        if self.gather_output:
+            y = self._join(y)
+            if self.skip_bias_add and bias is not None:
+                bias = self._join(bias)
+        return (y, bias) if self.skip_bias_add else y
+
+    def _join(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, in the order of the undivided layer's outputs."""
+        whole = gather_from_group(part, self.group)
+        if self.stride == 1 or self.tp_size == 1:
+            return whole
+        pieces = whole.unflatten(-1, (self.tp_size, self.stride, -1))
+        return pieces.transpose(-3, -2).flatten(-3)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """Y = X W^T + b with the inputs divided over `group`: weight (output_size, input_size/P), bias
+    (output_size,).
+
+    Input this rank's part (..., input_size/P) with `input_is_parallel`, else (..., input_size), of which it
+    takes its part. Output (..., output_size), the same on every rank; with `sequence_parallel` this rank's
+    sequence shard (S/P, ..., output_size) of it, for an input of the full sequence. The bias is replicated
+    and added after the sum; with `skip_bias_add` the result is the pair (output without bias, bias). Under
+    `sequence_parallel` the bias gradient is that of this rank's tokens, and the bias is marked so.
+
+    `stride`: the number of blocks fused in the inputs, each divided by itself. The other options: see
+    ColumnParallelLinear. ValueError where P times stride does not divide input_size.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: dist.ProcessGroup | None,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        skip_bias_add: bool = False,
+        sequence_parallel: bool = False,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        init: str = "full",
+        rng: RngTracker | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.input_size, self.output_size, self.stride = input_size, output_size, stride
+        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.sequence_parallel = sequence_parallel
+        part = self._part("input_size", input_size, stride)
+        self._make((output_size, part), output_size if bias else None, init_method, init, rng, device, dtype)
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return {"weight": ParallelAttributes(True, 1, self.stride),
+                "bias": ParallelAttributes(sequence_parallel=self.sequence_parallel)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        bias = None if self.skip_bias_add else self.bias
+        if self.tp_size == 1:
+            y = F.linear(x, self.weight, bias)
+        else:
+            y = F.linear(x if self.input_is_parallel else self._split(x), self.weight)
+            y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group_)(y, self.group)
+            if bias is not None:
+                y = y.add_(bias)  # in place keeps the dtype under autocast, and saves a tensor
+        return (y, self.bias) if self.skip_bias_add else y
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        if self.stride > 1:  # bring each rank's pieces of the fused blocks together
+            x = x.unflatten(-1, (self.stride, self.tp_size, -1)).transpose(-3, -2).flatten(-3)
+        return split_to_group(x, self.group)
+
+
+class VocabParallelEmbedding(_ParallelModule):
+    """An embedding table (num_embeddings, embedding_dim) whose rows are divided over `group`.
+
+    Rank r holds rows [r * num_embeddings/P, (r+1) * num_embeddings/P). Input: ids of any shape (int64), the
+    same on every rank; output (*ids.shape, embedding_dim), the same on every rank. With `sequence_parallel`
+    ids (S, B) give this rank's sequence shard (S/P, B, embedding_dim). A rank contributes zeros for ids
+    outside its rows, and the contributions are summed. Options: see ColumnParallelLinear; the default
+    `init_method` is N(0, 1).
+
+    ValueError where P does not divide num_embeddings, and on a CPU for an id outside [0, num_embeddings); on
+    a GPU such an id is the same error as in nn.Embedding (a device assertion).
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        group: dist.ProcessGroup | None,
+        sequence_parallel: bool = False,
+        init_method: InitMethod | None = None,
+        init: str = "full",
+        rng: RngTracker | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.sequence_parallel = sequence_parallel
+        part = self._part("num_embeddings", num_embeddings)
+        self.vocab_start, self.vocab_end = self.tp_rank * part, (self.tp_rank + 1) * part
+        self.weight = nn.Parameter(torch.empty(part, embedding_dim, device=device, dtype=dtype))
+        self._mark()
+        self._init_weight((num_embeddings, embedding_dim), init_method or nn.init.normal_, init, rng)
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return {"weight": ParallelAttributes(True, 0, 1)}
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, *, group: dist.ProcessGroup | None,
+                       **options: Any) -> VocabParallelEmbedding:
+        """This rank's rows of `embedding`; same dtype and device, no memory shared.
+
+        ValueError for an nn.Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse: not
+        supported.
+        """
+        for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+            value = getattr(embedding, name, None)
+            if value is not None and value is not False:
+                raise ValueError(f"{cls.__name__}.from_embedding: {name}={value!r} is not supported")
+        layer = cls(*embedding.weight.shape, group=group, device="meta", dtype=embedding.weight.dtype,
+                    **options)
+        layer._take(embedding, weight=embedding.weight)
+        return layer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            self._check(ids)
+        if self.tp_size == 1:
+            return F.embedding(ids, self.weight)
+        # The first rank lets ids below 0 through, the last those beyond the table: they fail in the lookup.
+        if self.tp_rank == 0:
+            outside = ids >= self.vocab_end
+        elif self.tp_rank == self.tp_size - 1:
+            outside = ids < self.vocab_start
+        else:
+            outside = (ids < self.vocab_start) | (ids >= self.vocab_end)
+        rows = F.embedding((ids - self.vocab_start).masked_fill(outside, 0), self.weight)
+        rows.masked_fill_(outside.unsqueeze(-1), 0)
+        return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group_)(rows, self.group)
+
+    def _check(self, ids: torch.Tensor) -> None:
+        if ids.numel():
+            low, high = (int(bound) for bound in ids.aminmax())
+            if low < 0 or high >= self.num_embeddings:
+                raise ValueError(f"VocabParallelEmbedding: token id {low if low < 0 else high} is outside "
+                                 f"the vocabulary of {self.num_embeddings}")
+
+    def extra_repr(self) -> str:
+        return (f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
+                f"sequence_parallel={self.sequence_parallel}, tp_rank={self.tp_rank}, tp_size={self.tp_size}")
+
+
+def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup | None,
+                    sequence_parallel: bool = False) -> torch.Tensor:
+    """Logits (S, B, V/P) of this rank's part of the vocabulary, for an output embedding tied to the input's.
+
+    hidden (S, B, H), the same on every rank, or (S/P, B, H) with `sequence_parallel`; weight (V/P, H), the
+    shard of a VocabParallelEmbedding. The backward sums the gradient of `hidden` over the group.
+    """
+    return column_linear(hidden, weight, None, group, sequence_parallel)
+
+
+def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                  group: dist.ProcessGroup | None, sequence_parallel: bool) -> torch.Tensor:
+    """x (..., I), or this rank's sequence shard of it; weight (O, I), bias (O,) of this rank -> (..., O).
+
+    A group of one leaves it to torch.
+    """
+    if group_size(group) == 1:
+        return F.linear(x, weight, bias)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        # Autocast does not reach into the backward of a Function: cast outside it.
+        dtype = torch.get_autocast_dtype(device)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel)
+
+
+class _ColumnLinear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, group, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return F.linear(all_gather(x, group)[0] if sequence_parallel else x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        group, sequence_parallel = ctx.group, ctx.sequence_parallel
+        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = x_work = grad_work = None
+        if need_weight and sequence_parallel:
+            x, x_work = all_gather(x, group, overlap=True)
+        grad_TO = grad.reshape(-1, grad.shape[-1])
+        if need_x:
+            grad_x = (grad_TO @ weight).view(*grad.shape[:-1], weight.shape[1])
+            if sequence_parallel:
+                grad_x, grad_work = reduce_scatter(grad_x, group, overlap=True)
+            else:
+                grad_work = all_reduce_(grad_x, group, overlap=True)
+        if need_bias:
+            grad_bias = grad_TO.sum(0)
+        if x_work is not None:
+            x_work.wait()
+        if need_weight:
+            grad_weight = grad_TO.t() @ x.reshape(-1, x.shape[-1])
+        if grad_work is not None:
+            grad_work.wait()
+        return grad_x, grad_weight, grad_bias, None, None

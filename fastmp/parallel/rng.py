@@ -1,0 +1,110 @@
+"""Two random streams per rank: one that tensor-parallel ranks share, one that differs between them.
+
+What every rank of a tensor-parallel group computes alike (residual dropout, weights drawn in full) draws from
+the default generator, which starts equal on them. What is sharded (dropout of this rank's heads, weights
+drawn as a shard) draws inside `fork("tensor-parallel")`: equal masks or weights on different shards would be
+wrong and silent. Data-parallel ranks have equal streams, pipeline stages different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+__all__ = ["RngTracker"]
+
+_TENSOR_PARALLEL_OFFSET = 2718  # seeds of the streams: the ones Megatron-LM uses
+_STAGE_OFFSET = 100
+
+
+class RngTracker:
+    """The random streams of this rank. Making one seeds torch's default generators.
+
+    Streams: "default", torch's default generator of `device`, seeded `seed + 100 * pp_rank`;
+    "tensor-parallel", seeded `seed + 2718 + tp_rank + 100 * pp_rank`. The default generators of the other
+    devices get the default seed.
+    """
+
+    def __init__(
+        self, seed: int, *, tp_rank: int = 0, pp_rank: int = 0, device: torch.device | str = "cpu"
+    ) -> None:
+        self.device = torch.device(device)
+        stage_seed = seed + _STAGE_OFFSET * pp_rank
+        torch.manual_seed(stage_seed)
+        self._default = _default_generator(self.device)
+        own = torch.Generator(self._default.device)
+        own.manual_seed(stage_seed + _TENSOR_PARALLEL_OFFSET + tp_rank)
+        self._streams = {"tensor-parallel": own}
+        self._current = "default"
+
+    @contextmanager
+    def fork(self, name: str = "tensor-parallel") -> Iterator[None]:
+        """Draw from stream `name` inside the block. Outside nothing has moved; the next block goes on where
+        it ended.
+
+        A block inside a block of the same stream changes nothing. ValueError for an unknown stream.
+        """
+        if name not in self._streams:
+            raise ValueError(f"RngTracker.fork: no stream {name!r}; there is {', '.join(self._streams)}")
+        if name == self._current:
+            yield
+            return
+        outer = self._current
+        self._swap(name)
+        self._current = name
+        try:
+            yield
+        finally:
+            self._swap(name)
+            self._current = outer
+
+    def _swap(self, name: str) -> None:
+        """Exchange the default generator's state with that of stream `name`."""
+        own = self._streams[name]
+        if self._default.device.type == "cuda":  # by reference: no copy, and legal inside a captured graph
+            state = self._default.graphsafe_get_state()
+            self._default.graphsafe_set_state(own)
+            self._streams[name] = state
+        else:
+            state = self._default.get_state()
+            self._default.set_state(own.get_state())
+            own.set_state(state)
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """The state of every stream, as uint8 tensors on the CPU: what a recomputation has to start from."""
+        streams = {"default": self._default, **self._streams}
+        if self._current != "default":  # inside a fork the two generators hold each other's stream
+            streams["default"], streams[self._current] = streams[self._current], streams["default"]
+        return {name: generator.get_state() for name, generator in streams.items()}
+
+    def restore(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Set every stream to `states`, as `states()` gave them. ValueError where the streams are not the
+        same.
+        """
+        streams = {"default": self._default, **self._streams}
+        if set(states) != set(streams):
+            raise ValueError(f"RngTracker.restore: got streams {sorted(states)}, expected {sorted(streams)}")
+        if self._current != "default":
+            streams["default"], streams[self._current] = streams[self._current], streams["default"]
+        for name, generator in streams.items():
+            generator.set_state(states[name].cpu())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The streams' states, uint8 tensors, for a checkpoint. Each tensor-parallel rank saves its own."""
+        return self.states()
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Continue from a `state_dict`. ValueError where the streams are not the same."""
+        self.restore(state_dict)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    raise ValueError(f"RngTracker: no generator for device {device}; use cpu or cuda")
