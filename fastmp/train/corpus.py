@@ -1,0 +1,294 @@
+"""From text to token files: find the documents, hold some text out, tokenize, publish in one rename.
+
+Documents are put in a fixed pseudo-random order; the last `validation_fraction` of the bytes of that order is
+held out. The one document on the boundary is cut in two (at a line where possible), so the fraction is exact,
+held-out text is never in training, and a single file works too. A BPE vocabulary is learnt from the training
+text alone.
+"""
+
+from __future__ import annotations
+
+import glob
+import platform
+import stat
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fastmp.train.sampling import epoch_key, permute
+from fastmp.train.tokenfile import (
+    Index,
+    SplitWriter,
+    dtype_for,
+    open_split,
+    open_tokenizer,
+    read_index,
+    staged,
+    write_synced,
+)
+from fastmp.train.tokenize import BpeTokenizer, Tokenizer, load_tokenizer
+
+RECIPES = ("pydoc", "stdlib")
+SPLIT_KEY = epoch_key(0, 0)  # names the order of documents from which the tail is held out
+GROUP_BYTES = 1 << 22  # text handed to the tokenizer at once: it works on several documents in parallel
+CUT_SEARCH = 4096  # bytes before the boundary in which a line end is looked for
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that is read when it is needed: `begin:end` of what `load` returns (None: to its end)."""
+
+    name: str
+    num_bytes: int
+    load: Callable[[], bytes]
+    begin: int = 0
+    end: int | None = None
+
+    def text(self) -> bytes:
+        return self.load()[self.begin : self.end]
+
+
+def build(
+    inputs: Sequence[str],
+    out: str | Path,
+    *,
+    tokenizer: str = "byte",
+    vocab_size: int | None = None,
+    validation_fraction: float = 0.05,
+) -> Path:
+    """Tokenize `inputs` into the directory `out` and return it.
+
+    Inputs are file patterns (`**` included) or the built-in "pydoc" and "stdlib". `tokenizer` is "byte",
+    "bpe" (learns `vocab_size` tokens, 4096 by default, from the training text) or the path of a tokenizer
+    file. The directory appears whole or not at all; several processes may build it at once. Building the same
+    again changes nothing. ValueError names what is wrong: a pattern without a match, a file that is empty or
+    cannot be read or tokenized, too little text, an `out` that holds something else.
+    """
+    out = Path(out)
+    if not 0.0 <= validation_fraction <= 0.5:
+        raise ValueError(f"data: validation_fraction must be in [0, 0.5], got {validation_fraction}")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise ValueError(f"data: vocab_size {vocab_size} goes with tokenizer bpe, not {tokenizer!r}")
+    _refuse_other_content(out)
+    documents = find_documents(inputs)
+    train, held_out = split_documents(documents, validation_fraction)
+    if not train or (validation_fraction > 0 and not held_out):
+        raise ValueError(
+            f"data: {sum(document.num_bytes for document in documents)} bytes of text are too little "
+            f"to hold out {validation_fraction:g} of them"
+        )
+    source = {
+        "inputs": list(inputs),
+        "python": platform.python_version() if set(inputs) & set(RECIPES) else None,
+        "tokenizer": tokenizer,
+        "validation_fraction": validation_fraction,
+    }
+    try:
+        with staged(out) as stage:
+            index = _write(stage, train, held_out, _tokenizer(tokenizer, vocab_size, train), source)
+    except FileExistsError:
+        if read_index(out) != index:
+            raise ValueError(
+                f"{out} already holds another dataset: remove it, or choose another directory"
+            ) from None
+    except OSError as error:
+        raise ValueError(f"{out}: cannot be written ({error.strerror or error})") from None
+    _open_all(out)
+    return out
+
+
+def find_documents(inputs: Sequence[str]) -> list[Document]:
+    """The documents of file patterns and built-in recipes, each file once, sorted within a pattern."""
+    documents: dict[str, Document] = {}
+    for pattern in inputs:
+        if pattern == "pydoc":
+            found = _pydoc()
+        elif pattern == "stdlib":
+            found = _stdlib()
+        else:
+            found = [_file(Path(path)) for path in _matches(pattern)]
+        if not found:
+            raise ValueError(f"data: no file matches {pattern!r}")
+        for document in found:
+            documents.setdefault(document.name, document)
+    if not documents:
+        raise ValueError("data: no input given")
+    return list(documents.values())
+
+
+def split_documents(documents: Sequence[Document], fraction: float) -> tuple[list[Document], list[Document]]:
+    """(training, held out): the tail of a shuffled order, the document on the boundary cut in two."""
+    order = permute(np.arange(len(documents)), len(documents), SPLIT_KEY)
+    train = [documents[i] for i in order]
+    held_out: list[Document] = []
+    wanted = round(fraction * sum(document.num_bytes for document in documents))
+    while wanted > 0 and train:
+        last = train.pop()
+        if last.num_bytes > wanted and (cut := _cut(last.text(), last.num_bytes - wanted)) > 0:
+            train.append(Document(last.name, cut, last.load, 0, cut))
+            last = Document(last.name, last.num_bytes - cut, last.load, cut)
+        held_out.append(last)
+        wanted -= last.num_bytes
+    return train, held_out
+
+
+def _cut(text: bytes, near: int) -> int:
+    """The last line start within CUT_SEARCH bytes before `near`, else the start of the character there."""
+    line = text.rfind(b"\n", max(0, near - CUT_SEARCH), near) + 1
+    if line > 0:
+        return line
+    while near > 0 and text[near] & 0xC0 == 0x80:
+        near -= 1
+    return near
+
+
+def _tokenizer(name: str, vocab_size: int | None, train: Sequence[Document]) -> Tokenizer:
+    if name != "bpe":
+        return load_tokenizer(name)
+    for document in train:  # an error raised inside the library's iterator would lose its message
+        text = document.text()
+        _named(document, lambda text=text: text.decode())
+    return BpeTokenizer.train(
+        (document.text() for document in train), 4096 if vocab_size is None else vocab_size
+    )
+
+
+def _write(
+    stage: Path, train: Sequence[Document], held_out: Sequence[Document], tokenizer: Tokenizer, source: dict
+) -> Index:
+    splits = {}
+    for name, documents in (("train", train), ("validation", held_out)):
+        if not documents:
+            continue
+        writer = SplitWriter(stage, name, tokenizer)
+        try:
+            for group in _groups(documents):
+                _add(writer, group, tokenizer)
+            splits[name] = writer.finish()
+        finally:
+            writer.close()
+    description = tokenizer.to_json()
+    if description is not None:
+        write_synced(stage / "tokenizer.json", description.encode())
+    index = Index(
+        dtype=dtype_for(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.name,
+        tokenizer_crc32=0 if description is None else zlib.crc32(description.encode()),
+        source=source,
+        splits=splits,
+    )
+    write_synced(stage / "index.json", index.to_json().encode())
+    return index
+
+
+def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer) -> None:
+    texts = [document.text() for document in group]
+    try:
+        encoded = tokenizer.encode_batch(texts)
+    except ValueError:  # one of them: find out which
+        for document, text in zip(group, texts):
+            _named(document, lambda text=text: tokenizer.encode(text))
+        raise
+    for document, text, ids in zip(group, texts, encoded):
+        _named(document, lambda text=text, ids=ids: writer.add(text, ids))
+
+
+def _named(document: Document, action: Callable[[], object]) -> None:
+    """Run `action`; a ValueError it raises then names the document."""
+    try:
+        action()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{document.name}: not UTF-8 at byte {document.begin + error.start}; "
+            f"the byte tokenizer takes any bytes"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{document.name}: {error}") from None
+
+
+def _groups(documents: Sequence[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    size = 0
+    for document in documents:
+        group.append(document)
+        size += document.num_bytes
+        if size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _matches(pattern: str) -> list[str]:
+    """Paths that `pattern` matches, without the directories that a wildcard matches on the way."""
+    paths = sorted(glob.glob(pattern, recursive=True))
+    return [path for path in paths if path == pattern or not Path(path).is_dir()]
+
+
+def _file(path: Path) -> Document:
+    try:
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise ValueError(f"{path}: is a directory; write a pattern such as {path}/**/*.txt")
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{path}: is not a regular file")
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if status.st_size == 0:
+        raise ValueError(f"{path}: is empty (0 bytes): remove it or narrow the input pattern")
+
+    def load() -> bytes:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        if len(text) != status.st_size:
+            raise ValueError(f"{path}: changed while it was read ({status.st_size} bytes, then {len(text)})")
+        return text
+
+    return Document(str(path), status.st_size, load)
+
+
+def _pydoc() -> list[Document]:
+    """Python's own documentation, a document a topic: about 0.5 MB in every CPython."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ValueError(
+            "data: this Python comes without pydoc_data; use --input with files of your own"
+        ) from None
+    texts = {name: text.encode() for name, text in sorted(topics.items()) if text}
+    return [Document(f"pydoc:{name}", len(text), lambda text=text: text) for name, text in texts.items()]
+
+
+def _stdlib() -> list[Document]:
+    """The sources of the standard library, its tests left out: about 12 MB."""
+    root = Path(sysconfig.get_path("stdlib"))
+    paths = (
+        path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)
+    )
+    return [_file(path) for path in paths if path.stat().st_size > 0]
+
+
+def _refuse_other_content(out: Path) -> None:
+    """Look before working for minutes: `out` must not exist, or be empty, or hold an intact dataset."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / "index.json").exists():
+        raise ValueError(f"{out} exists and is not a token dataset: choose another directory")
+    _open_all(out)
+
+
+def _open_all(out: Path) -> None:
+    index = read_index(out)
+    open_tokenizer(out, index)
+    for name in index.splits:
+        open_split(out, index, name)

@@ -1,0 +1,233 @@
+"""Datasets of token files, and the `fastmp data` command. What the training loop calls:
+
+    data = TokenDataset.from_config(recipe.data, cache_dir="runs/data")   # several ranks may build at once
+    data = TokenDataset(directory, seq_len=256, micro_batch_size=8, seed=1234)
+    data.batch(step, microbatch, num_microbatches, dp_rank, dp_size)   # {"tokens", "targets"} (B, S) int64
+    data.validation_batches(dp_rank, dp_size)   # the same and "weights" (B, S); all held-out text once
+    loss_per_byte = loss_per_token / data.validation.info.bytes_per_token    # data.train.info likewise
+    data.validation.info.unigram_entropy   # nats per byte;  data.vocab_size, data.tokenizer
+The state of a run is its step alone: a step's global batch is the same set of samples at every dp_size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fastmp.config import DataConfig
+from fastmp.train.corpus import RECIPES, build
+from fastmp.train.sampling import sample_starts
+from fastmp.train.tokenfile import Split, open_split, open_tokenizer, read_index, verify
+
+if TYPE_CHECKING:
+    import torch
+
+IGNORE_INDEX = -100  # target of padding, which the loss leaves out
+
+
+class TokenDataset:
+    """Fixed-length samples of a token directory; see the top of this module.
+
+    Opening checks sizes, checksums of the small files and the largest token id: ValueError names the damaged
+    file. `batch` checks every id it hands out.
+    """
+
+    def __init__(self, directory: str | Path, *, seq_len: int, micro_batch_size: int, seed: int) -> None:
+        directory = Path(directory)
+        if seq_len < 1 or micro_batch_size < 1:
+            raise ValueError(
+                f"TokenDataset: seq_len {seq_len} and micro_batch_size {micro_batch_size} must be positive"
+            )
+        index = read_index(directory)
+        self.seq_len, self.micro_batch_size, self.seed = seq_len, micro_batch_size, seed
+        self.vocab_size = index.vocab_size
+        self.tokenizer = open_tokenizer(directory, index)
+        self.train = open_split(directory, index, "train")
+        self._validation = (
+            open_split(directory, index, "validation") if "validation" in index.splits else None
+        )
+        if self.train.info.num_tokens < seq_len + 1:
+            raise ValueError(
+                f"{self.train.path}: {self.train.info.num_tokens} tokens do not hold one sample of "
+                f"seq_len + 1 = {seq_len + 1}"
+            )
+
+    @classmethod
+    def from_config(cls, config: DataConfig, *, cache_dir: str | Path) -> TokenDataset:
+        """Open `config.path`, or the built-in `config.text`, which is built under `cache_dir` the first time."""
+        if config.path is not None:
+            directory = Path(config.path)
+        else:
+            if config.text not in RECIPES:
+                raise ValueError(f"DataConfig: text must be one of {', '.join(RECIPES)}, got {config.text!r}")
+            name = f"{config.text}-python{platform.python_version()}-{Path(config.tokenizer).stem}"
+            directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}"
+            if not directory.exists():
+                build(
+                    [config.text],
+                    directory,
+                    tokenizer=config.tokenizer,
+                    validation_fraction=config.validation_fraction,
+                )
+        return cls(
+            directory, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed
+        )
+
+    @property
+    def validation(self) -> Split:
+        """The held-out split; ValueError if the dataset has none."""
+        if self._validation is None:
+            raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
+        return self._validation
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.train.info.num_tokens // self.seq_len
+
+    def batch(
+        self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
+    ) -> dict[str, torch.Tensor]:
+        """The samples of one microbatch of one data-parallel rank: "tokens" and "targets", (B, S) int64, CPU.
+
+        A step takes num_microbatches * dp_size * micro_batch_size samples in a row; their division over
+        microbatches and ranks depends on dp_size, the set does not. targets[b, s] is the token after
+        tokens[b, s].
+        """
+        if not (0 <= microbatch < num_microbatches and 0 <= dp_rank < dp_size and step >= 0):
+            raise ValueError(
+                f"TokenDataset.batch: step {step}, microbatch {microbatch} of {num_microbatches}, "
+                f"rank {dp_rank} of {dp_size} is out of range"
+            )
+        slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
+        starts = sample_starts(
+            self.seed,
+            slot * self.micro_batch_size,
+            self.micro_batch_size,
+            self.train.info.num_tokens,
+            self.seq_len,
+        )
+        return _as_tensors(_windows(self.train, starts, self.seq_len))
+
+    def num_validation_batches(self, dp_size: int = 1) -> int:
+        """Batches that `validation_batches` yields on every rank."""
+        windows = -(-(self.validation.info.num_tokens - 1) // self.seq_len)
+        return -(-windows // (self.micro_batch_size * dp_size))
+
+    def validation_batches(
+        self, dp_rank: int = 0, dp_size: int = 1, *, max_batches: int | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """All held-out text, over the ranks together: each token but the first is a target exactly once.
+
+        As `batch`, and "weights" (B, S) float32: 1, or 0 where the last windows are padding (there the target
+        is -100). Every rank gets equally many batches, the same ones at every call; `max_batches` stops
+        earlier, for a quick look.
+        """
+        count = self.num_validation_batches(dp_size)
+        for number in range(count if max_batches is None else min(count, max_batches)):
+            first = (number * dp_size + dp_rank) * self.micro_batch_size
+            yield self._validation_batch(first)
+
+    def _validation_batch(self, first: int) -> dict[str, torch.Tensor]:
+        split, seq_len = self.validation, self.seq_len
+        shape = (self.micro_batch_size, seq_len)
+        tokens = np.full(shape, self.tokenizer.end_of_text, np.int64)
+        targets = np.full(shape, IGNORE_INDEX, np.int64)
+        weights = np.zeros(shape, np.float32)
+        for row in range(self.micro_batch_size):
+            begin = (first + row) * seq_len
+            real = min(seq_len, split.info.num_tokens - 1 - begin)
+            if real > 0:
+                window = _windows(split, np.array([begin]), real)[0]
+                tokens[row, :real], targets[row, :real], weights[row, :real] = window[:-1], window[1:], 1.0
+        return _tensors(tokens=tokens, targets=targets, weights=weights)
+
+
+def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
+    """(len(starts), seq_len + 1) tokens of the ring from each start; ValueError on an impossible id."""
+    total = split.info.num_tokens
+    result = np.empty((len(starts), seq_len + 1), np.int64)
+    for row, start in enumerate(starts.tolist()):
+        head = min(seq_len + 1, total - start)
+        result[row, :head] = split.tokens[start : start + head]
+        result[row, head:] = split.tokens[: seq_len + 1 - head]
+    if result.max(initial=0) > split.info.max_token:
+        raise ValueError(
+            f"{split.path}: damaged: token id {result.max()}, the index says {split.info.max_token} at most"
+        )
+    return result
+
+
+def _as_tensors(windows: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
+    return _tensors(tokens=windows[:, :-1].copy(), targets=windows[:, 1:].copy())
+
+
+def _tensors(**arrays: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
+    import torch  # here, so that building token files does not wait for it
+
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommands of `fastmp data`."""
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("build", help="turn text files into token files")
+    make.add_argument(
+        "--input", nargs="+", required=True, metavar="PATTERN", help="'docs/**/*.md', or pydoc, stdlib"
+    )
+    make.add_argument("--out", required=True, metavar="DIR", help="directory to make")
+    make.add_argument("--tokenizer", default="byte", help="byte, bpe, or the path of a tokenizer.json (byte)")
+    make.add_argument("--vocab-size", type=int, default=None, help="tokens that bpe learns (4096)")
+    make.add_argument(
+        "--validation-fraction", type=float, default=0.1, help="share of the bytes held out (0.1)"
+    )
+    for name, summary in (
+        ("stats", "what a directory holds"),
+        ("check", "compare all checksums, then stats"),
+    ):
+        commands.add_parser(name, help=summary).add_argument("dir")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 1."""
+    parser = argparse.ArgumentParser(prog="fastmp data", description="Turn text into token files.")
+    add_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "build":
+            directory = build(
+                options.input,
+                options.out,
+                tokenizer=options.tokenizer,
+                vocab_size=options.vocab_size,
+                validation_fraction=options.validation_fraction,
+            )
+        else:
+            directory = Path(options.dir)
+        print(_report(directory, check=options.command == "check"))
+    except ValueError as error:
+        print(f"fastmp data: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report(directory: Path, *, check: bool) -> str:
+    index = read_index(directory)
+    open_tokenizer(directory, index)
+    lines = [f"{directory}: {index.tokenizer} tokenizer, {index.vocab_size} tokens, {index.dtype}"]
+    for name in index.splits:
+        split = open_split(directory, index, name)
+        if check:
+            verify(split)
+        info = split.info
+        lines.append(
+            f"  {name:<10} {info.num_documents:,} documents, {info.num_bytes:,} bytes, "
+            f"{info.num_tokens:,} tokens, {info.bytes_per_token:.2f} bytes/token, unigram entropy {info.unigram_entropy:.3f} nats/byte"
+        )
+    return "\n".join(lines + (["  all checksums match"] if check else []))
