@@ -1,10 +1,10 @@
 """Build of the compiled parts: decides what can be built here, then drives CMakeLists.txt with Ninja.
 
-FASTMP_CPP and FASTMP_CUDA are auto (build where the tools are there), 0 (do not) or 1 (fail rather than skip).
-FASTMP_CPP speaks for `_C_cpu` and `_host`, FASTMP_CUDA for `_C_cuda`, which auto leaves out with FASTMP_CPP=0.
-TORCH_CUDA_ARCH_LIST lists GPU architectures, FASTMP_TORCH_DIR names the torch package to build against, CXX and
-CUDACXX the compilers, MAX_JOBS limits parallel compilation. What was built, or why not, is written to
-fastmp/_build.json. No GPU is looked for.
+FASTMP_CPP (`_C_cpu` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools are), 0 (do not)
+or 1 (fail rather than skip); with FASTMP_CPP=0, auto leaves out `_C_cuda` too. TORCH_CUDA_ARCH_LIST lists the
+GPU architectures, FASTMP_TORCH_DIR names the torch package to build against, CXX and CUDACXX the compilers,
+MAX_JOBS limits parallel compilation. What was built, or why not, is written to fastmp/_build.json. No GPU is
+looked for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +42,7 @@ class BuildError(SystemExit):
 
 @dataclass(frozen=True, order=True)
 class Arch:
-    """A GPU architecture: compute capability as one number (90), suffix ("", "a", "f"), PTX besides the binary."""
+    """A GPU architecture: capability as one number (90 is 9.0), suffix "", "a" or "f", with PTX or not."""
 
     number: int
     suffix: str = ""
@@ -68,7 +69,7 @@ def parse_archs(text: str) -> list[Arch]:
     for item in filter(None, re.split(r"[;,\s]+", text)):
         match = re.fullmatch(r"(?:(\d+)\.(\d)|(\d+)(\d))([af]?)(\+PTX)?", item, flags=re.IGNORECASE)
         if match is None:
-            raise ValueError(f"TORCH_CUDA_ARCH_LIST: {item!r} is no architecture; expected e.g. 9.0, 90a or 10.0+PTX")
+            raise ValueError(f"TORCH_CUDA_ARCH_LIST: {item!r} is no architecture; write 9.0, 90a or 10.0+PTX")
         major, minor = match[1] or match[3], match[2] or match[4]
         arch = Arch(int(major) * 10 + int(minor), match[5].lower(), bool(match[6]))
         archs[arch.number, arch.suffix] = arch
@@ -114,7 +115,7 @@ def torch_candidates() -> list[Path]:
         candidates.append(Path(site, "torch"))
         for pth in sorted(Path(site).glob("*.pth")):
             lines = pth.read_text(errors="replace").splitlines()
-            candidates += [Path(line, "torch") for line in lines if os.path.isabs(line) and os.path.isdir(line)]
+            candidates += [Path(line, "torch") for line in lines if os.path.isabs(line)]
     return candidates
 
 
@@ -126,7 +127,7 @@ def find_torch() -> tuple[Path | None, str, str]:
             if os.environ.get("FASTMP_TORCH_DIR"):
                 reason = f"FASTMP_TORCH_DIR={path} holds no torch package"
             continue
-        version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", (path / "version.py").read_text(), re.MULTILINE)
+        version = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", (path / "version.py").read_text(), re.M)
         number = tuple(int(n) for n in re.findall(r"\d+", version[1])[:2]) if version else (0, 0)
         if number < MINIMUM_TORCH:
             reason = f"torch {version[1] if version else '?'} at {path} is older than 2.10"
@@ -162,7 +163,7 @@ def default_archs(nvcc: str) -> str:
 
 @dataclass
 class Plan:
-    """What this build makes: for each of cpp, cuda, host "built" or the reason why not, and what CMake is told."""
+    """What is made: for each of cpp, cuda, host "built" or the reason why not; and what CMake is told."""
 
     parts: dict[str, str]
     torch_version: str = ""
@@ -209,7 +210,8 @@ def make_plan() -> Plan:
         if asked == "1" and missing:
             raise BuildError(f"{name}=1, but {missing}")
 
-    plan = Plan({"cpp": no_cpp or "built", "cuda": no_cuda or "built", "host": no_host or "built"}, torch_version)
+    missing_by_part = {"cpp": no_cpp, "cuda": no_cuda, "host": no_host}
+    plan = Plan({part: missing or "built" for part, missing in missing_by_part.items()}, torch_version)
     plan.cmake = cmake or ""
     plan.definitions = {
         "CMAKE_MAKE_PROGRAM": ninja or "",
@@ -265,7 +267,8 @@ class BuildExt(build_ext):
 
     def run(self) -> None:
         inplace = self.inplace
-        tag = f"{sys.implementation.cache_tag}-torch{PLAN.torch_version or 'none'}"
+        compilers = zlib.crc32(f"{PLAN.definitions['CMAKE_CXX_COMPILER']} {find_nvcc()}".encode())
+        tag = f"{sys.implementation.cache_tag}-torch{PLAN.torch_version or 'none'}-{compilers:08x}"
         self.cmake_dir = ROOT / "build" / "cmake" / tag
         self.cmake_dir.mkdir(parents=True, exist_ok=True)
         with open(self.cmake_dir / ".lock", "w") as lock:
@@ -279,11 +282,9 @@ class BuildExt(build_ext):
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         definitions = [f"-D{name}={value}" for name, value in PLAN.definitions.items()]
         configure = [PLAN.cmake, "-S", str(ROOT), "-B", str(self.cmake_dir), "-G", "Ninja", *definitions]
-        build = [PLAN.cmake, "--build", str(self.cmake_dir), "--parallel", jobs, "--target", *PLAN.libraries()]
-        # CMake trusts its cache over these variables or the other way round, as they are told above.
-        environment = {key: value for key, value in os.environ.items() if key not in ("CXX", "CUDACXX")}
-        for command in (configure, build):
-            if subprocess.run(command, env=environment, check=False).returncode:
+        build = [PLAN.cmake, "--build", str(self.cmake_dir), "--parallel", jobs, "--target"]
+        for command in (configure, [*build, *PLAN.libraries()]):
+            if subprocess.run(command, check=False).returncode:
                 raise BuildError(
                     f"failed: {' '.join(command[:5])} ... (FASTMP_CPP=0 installs without compiled code, "
                     "FASTMP_CUDA=0 without CUDA C++)"

@@ -1,9 +1,14 @@
 // Everything the kernels use of torch: its stable ABI as of 2.10, wrapped once.
 //
 // One binary of a library built on this header runs on torch 2.10 and later and holds no Python symbol.
-// Kernels take and return `fastmp::Tensor`, check their arguments with FASTMP_CHECK, get fresh outputs from
-// `fresh`/`fresh_like` (huge pages for large ones), run over torch's own threads with `parallel_for`, choose
-// the element type with `dispatch_float`, and in .cu files launch on `current_stream`.
+// Kernels take and return `fastmp::Tensor`, check their arguments with FASTMP_CHECK, get outputs from
+// `fastmp::empty` and `fastmp::empty_like` (huge pages for large ones; qualified, for torch::stable has the same
+// names), run over torch's own threads with `parallel_for`, choose the element type with `dispatch_float`, and in
+// .cu files launch on `current_stream`.
+//
+// A file in csrc/cpu is compiled once for each instruction set (see CMakeLists.txt): FASTMP_ISA names the
+// one at hand (`base`, `avx2`, `avx512`). Code that differs between them lives in `namespace fastmp::FASTMP_ISA`,
+// registration and choice at run time under `#ifdef FASTMP_ISA_BASE`.
 #pragma once
 
 #ifndef TORCH_TARGET_VERSION
@@ -76,14 +81,14 @@ inline void advise_huge_pages(const Tensor& tensor) {
 }
 
 // Uninitialised, same shape, dtype and device.
-inline Tensor fresh_like(const Tensor& tensor) {
+inline Tensor empty_like(const Tensor& tensor) {
   Tensor out = torch::stable::empty_like(tensor);
   advise_huge_pages(out);
   return out;
 }
 
 // Uninitialised and contiguous, on the device of `like`.
-inline Tensor fresh(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
+inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor& like) {
   Tensor out = torch::stable::empty(sizes, dtype, std::nullopt, like.device());
   advise_huge_pages(out);
   return out;

@@ -1,0 +1,54 @@
+# Everything runs in .venv, which .ci/environment.py makes and keeps up to date.
+# PYTHON: the interpreter .venv is made from (3.11 or later). ARGS: further options of `fastmp train`.
+# PYTEST: further options of pytest.
+
+CANDIDATES := python3 python3.12 python3.11 python3.13
+AT_LEAST_311 := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(AT_LEAST_311)' 2>/dev/null && echo $(p))) python3)
+VENV := .venv/bin/python
+SETUP := $(PYTHON) .ci/environment.py
+
+.PHONY: train test test-full lint build clean
+
+# Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores.
+train:
+	@$(SETUP) train
+	@gpus=$$($(VENV) -c 'import torch; print(torch.cuda.device_count())'); \
+	ranks=2; [ "$$gpus" = 1 ] && ranks=1; \
+	cores=$$($(VENV) -c 'import os; print(len(os.sched_getaffinity(0)))'); \
+	threads=$$((cores / ranks)); [ $$threads -ge 1 ] || threads=1; \
+	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads}; set -x; \
+	$(VENV) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
+	    -m fastmp train --recipe configs/gpt-small.toml --tp $$ranks $(ARGS)
+
+# Triton compiles or interprets, one of them a process: two processes, both always run to their summary.
+define run_tests
+	@$(SETUP) test
+	@status=0; \
+	$(VENV) -m pytest $(1) $(PYTEST) || status=1; \
+	TRITON_INTERPRET=1 $(VENV) -m pytest -m interpret $(1) $(PYTEST) || status=1; \
+	exit $$status
+endef
+
+test:
+	$(call run_tests,)
+
+test-full:
+	$(call run_tests,--full)
+
+lint:
+	@$(SETUP) dev
+	$(VENV) -m ruff check .
+	$(VENV) -m mypy
+
+# After a change in csrc/: compiles what changed and installs fastmp editable.
+build:
+	@$(SETUP) train
+	$(VENV) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	@cat fastmp/_build.json
+
+# Leaves .venv and runs/ alone.
+clean:
+	rm -rf build dist *.egg-info fastmp/*.so fastmp/_build.json
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks
+	find fastmp tests -name __pycache__ -type d -prune -exec rm -rf {} +
