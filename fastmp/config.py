@@ -20,7 +20,8 @@ def _require(condition: bool, owner: str, message: str) -> None:
 class Environment:
     """What fastmp reads from environment variables, and the only place that reads them.
 
-    `rank` is None outside torchrun. `ops` is FASTMP_OPS (which implementation serves an op),
+    `rank` is None outside torchrun. `agent_store` says that torchrun's agent already serves a store at
+    `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
     `debug` is FASTMP_DEBUG (full tracebacks).
     """
 
@@ -31,6 +32,7 @@ class Environment:
     master_addr: str = "localhost"
     master_port: int = 6000
     restart_count: int = 0
+    agent_store: bool = False
     ops: str = ""
     debug: bool = False
 
@@ -54,6 +56,7 @@ class Environment:
             master_addr=variables.get("MASTER_ADDR", "localhost"),
             master_port=integer("MASTER_PORT", 6000),
             restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+            agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             ops=variables.get("FASTMP_OPS", ""),
             debug=variables.get("FASTMP_DEBUG", "0") not in ("", "0"),
         )

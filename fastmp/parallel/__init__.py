@@ -17,7 +17,8 @@ _EXPORTS = {
         "collectives": "copy_to_group reduce_from_group split_to_group gather_from_group gather_sequence "
         "reduce_scatter_sequence group_size group_rank",
         "rng": "RngTracker",
-        "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_logits parallel_attributes",
+        "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_logits "
+        "parallel_attributes",
         "loss": "vocab_parallel_cross_entropy",
         "grads": "GradBuffer",
         "optimizer": "AdamW global_grad_norm",
@@ -25,7 +26,7 @@ _EXPORTS = {
     for name in names.split()
 }
 
-__all__ = sorted(_EXPORTS)  # noqa: PLE0605
+__all__ = sorted(_EXPORTS)
 
 
 def __getattr__(name: str) -> Any:

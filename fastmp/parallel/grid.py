@@ -1,8 +1,9 @@
 """Which rank belongs to which group: mixed-radix arithmetic over the axes, nothing else.
 
-The same ranks carry two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the expert one
-(etp, ep, edp, pp) for mixture-of-experts layers. One `order` string arranges both: the leftmost axis varies fastest,
-so its groups are neighbouring ranks. Pure standard library: no torch, no process groups.
+The same ranks carry two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the
+expert one (etp, ep, edp, pp) for mixture-of-experts layers. One `order` string arranges both: the leftmost
+axis varies fastest, so its groups are neighbouring ranks. Pure standard library: no torch, no process
+groups.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import product
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-# What an axis of the order string is called in each grid. cp has no part in the expert grid, nor ep in the dense one.
+# What an axis of the order string is called in each grid (experts know no cp, dense layers no ep).
 _TO_DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
 _TO_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
@@ -24,15 +25,15 @@ _TO_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 class RankGrid:
     """The dense and the expert grid over ranks 0 .. world_size - 1.
 
-    Sizes: `tp` tensor, `cp` context, `ep` expert, `dp` data, `pp` pipeline parallelism; `dp=None` is what the other
-    dense axes leave over, `etp` the tensor parallelism inside an expert (None: the same as tp), and `edp` the data
-    parallelism of the experts, always what is left:
+    Sizes: `tp` tensor, `cp` context, `ep` expert, `dp` data, `pp` pipeline parallelism; `dp=None` is what
+    the other dense axes leave over, `etp` the tensor parallelism inside an expert (None: the same as tp),
+    and `edp` the data parallelism of the experts, always what is left:
 
         world_size = tp * cp * dp * pp = etp * ep * edp * pp
 
-    `order` names the axes, fastest first. Axes that are not `ep` arrange the dense grid; the expert grid follows the
-    same string with tp read as etp, dp as edp, and cp left out. An axis of size one in both grids may be omitted. Both
-    grids must cut the ranks into the same pipeline stages, else ValueError.
+    `order` names the axes, fastest first. Axes that are not `ep` arrange the dense grid; the expert grid
+    follows the same string with tp read as etp, dp as edp, and cp left out. An axis of size one in both
+    grids may be omitted. Both grids must cut the ranks into the same pipeline stages, else ValueError.
 
     Expert parallelism folds into the ranks of tp, cp and dp: cp 8 with ep 8 needs 8 ranks, not 64.
     """
@@ -86,15 +87,16 @@ class RankGrid:
             raise ValueError(
                 f"RankGrid: unknown axis {axis!r}; axes are {', '.join(DENSE_AXES + EXPERT_AXES[:-1])}"
             )
-        return getattr(self, axis)
+        size: int = getattr(self, axis)
+        return size
 
     def ranks(self, axes: str) -> list[list[int]]:
         """The groups along `axes`: every rank is in one list; lists and their members ascend.
 
-        `axes` is one axis or several of the same grid joined by "-", in any order: "tp", "tp-dp", "ep", "etp-ep",
-        "edp". "pp" is the same in both grids. "mp" is a model replica of the dense grid, "tp-pp". "embedding" is the
-        first and last stage of each pipeline (the two that share the tied embedding), one rank without pipelining:
-        the only name whose groups leave ranks out.
+        `axes` is one axis or several of the same grid joined by "-", in any order: "tp", "tp-dp", "ep",
+        "etp-ep", "edp". "pp" is the same in both grids. "mp" is a model replica of the dense grid, "tp-pp".
+        "embedding" is the first and last stage of each pipeline (the two that share the tied embedding),
+        one rank without pipelining: the only name whose groups leave ranks out.
         """
         if axes == "embedding":
             return [group if len(group) == 1 else [group[0], group[-1]] for group in self.ranks("pp")]
@@ -107,7 +109,7 @@ class RankGrid:
         for (
             axis
         ) in grid_axes:  # fastest first: each axis multiplies what is there, and both lists stay ascending
-            size = getattr(self, axis)
+            size = self.size(axis)
             steps = range(0, size * stride, stride)
             if axis in wanted:
                 member_offsets = [step + offset for step, offset in product(steps, member_offsets)]

@@ -1,8 +1,8 @@
 """Process groups of a `RankGrid`, and the same groups as named device meshes.
 
-An object, not module state: a process may hold several, one per model. Every rank creates every group in the same
-order, including those it is not in, which is what torch.distributed asks for. A group of one rank is `None`: layers
-and collectives take `None` for "this rank alone" and communicate nothing.
+An object, not module state: a process may hold several, one per model. Every rank creates every group in
+the same order, including those it is not in, which is what torch.distributed asks for. A group of one rank
+is `None`: layers and collectives take `None` for "this rank alone" and communicate nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class ParallelGroups:
     """This rank's process groups; each is None where the group would have one rank.
 
-    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `dp_cp` is what gradients of dense
-    parameters are summed over, `mp` (tp-pp) one replica of the model, `embedding` the first and last stage of a
-    pipeline (None on the stages between). `mp` and `dp_cp` are the very group of one axis where the other has size one.
+    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `dp_cp` is what
+    gradients of dense parameters are summed over, `mp` (tp-pp) one replica of the model, `embedding` the
+    first and last stage of a pipeline (None on the stages between). `mp` and `dp_cp` are the very group of
+    one axis where the other has size one.
 
-    `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one included; their
-    groups are the ones above. Both are None where torch.distributed is not initialised (a world of one).
+    `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
+    included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
+    world of one).
     """
 
     grid: RankGrid
@@ -49,23 +51,18 @@ class ParallelGroups:
 
     @classmethod
     def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:
-        """Make the groups of `grid`; every rank of the world calls this, in the same order as its other groups.
+        """Make the groups of `grid`; every rank calls this, in the same order as its other groups.
 
-        The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for CPU tensors)
-        and their own `timeout`, after which a collective that some rank never joined fails. A world of one works
-        without torch.distributed. ValueError where the grid and the running world differ in size.
+        The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for
+        CPU tensors) and their own `timeout`, after which a collective that some rank never joined fails. A
+        world of one works without torch.distributed. ValueError where the grid and the running world differ
+        in size.
         """
         initialised = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if initialised else 1
         if grid.world_size != world_size:
-            running = (
-                f"torch.distributed runs {world_size}"
-                if initialised
-                else (
-                    "torch.distributed is not initialised, so there is 1 (fastmp.init() under torchrun starts it)"
-                )
-            )
-            raise ValueError(f"ParallelGroups: the grid has {grid}, but {running}")
+            hint = "" if initialised else " (not initialised: call fastmp.init() under torchrun first)"
+            raise ValueError(f"ParallelGroups: the grid has {grid}; torch.distributed has {world_size}{hint}")
         if not initialised:
             return cls(grid=grid, rank=0)
         rank = dist.get_rank()
@@ -85,9 +82,8 @@ class ParallelGroups:
             return make(f"{axis}-{other}") if both else groups[axis] or groups[other]
 
         groups |= {"dp_cp": join("dp", "cp"), "mp": join("tp", "pp"), "embedding": make("embedding")}
-        alone = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)][
-            rank
-        ]
+        singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
+        alone = singles[rank]
 
         def mesh(order: tuple[str, ...], axes: tuple[str, ...]) -> DeviceMesh:
             names = tuple(axis for axis in axes if axis not in order) + order[::-1]  # left out: size one

@@ -1,9 +1,10 @@
 """A pool of ranks on one machine: gloo processes forked from the warm parent.
 
-A forked child has torch and the test module already imported, so a case on four ranks costs a third of a second
-where spawning costs seconds. Rules that make it safe: the first act of a child is `torch.set_num_threads(1)` (the
-parent's thread pool does not survive the fork), the parent never holds a process group nor a CUDA context, and a
-child leaves through `os._exit`. Children never outlive the call: hung ones dump their stacks and are killed.
+A forked child has torch and the test module already imported, so a case on four ranks costs a third of a
+second where spawning costs seconds. Rules that make it safe: the first act of a child is
+`torch.set_num_threads(1)` (the parent's thread pool does not survive the fork), the parent never holds a
+process group nor a CUDA context, and a child leaves through `os._exit`. Children never outlive the call:
+hung ones dump their stacks and are killed.
 """
 
 from __future__ import annotations
@@ -61,13 +62,13 @@ class _Child:
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Run `fn(rank, world_size, *args)` on `world_size` forked ranks joined by gloo; results in rank order.
 
-    `fn` may be a closure; what it returns must be picklable. Each rank computes on one thread, starts from the same
-    seed, and finds `torch.distributed` initialised (no device-bound default group, loopback only). `timeout` is in
-    seconds for the whole call.
+    `fn` may be a closure; what it returns must be picklable. Each rank computes on one thread, starts from
+    the same seed, and finds `torch.distributed` initialised (no device-bound default group, loopback only).
+    `timeout` is in seconds for the whole call.
 
-    Raises `RankError` naming the first rank that failed with its traceback, the rank that died with its signal, or
-    the ranks that hung with their stacks; `ValueError` for a world without ranks; `RuntimeError` where the parent
-    may not fork (it holds a process group or CUDA).
+    Raises `RankError` naming the first rank that failed with its traceback, the rank that died with its
+    signal, or the ranks that hung with their stacks; `ValueError` for a world without ranks; `RuntimeError`
+    where the parent may not fork (it holds a process group or CUDA).
     """
     if world_size < 1:
         raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}")
@@ -102,9 +103,7 @@ def _fork(fn, rank, world_size, args, timeout, folder, release) -> _Child:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # Python 3.12 on forking with threads: see the docstring
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process that has threads
         pid = os.fork()
     if pid == 0:
         try:
@@ -126,7 +125,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
     if os.getppid() != parent:
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    stack_file = open(stack_path, "w")  # noqa: SIM115  (open until the process ends)
+    stack_file = open(stack_path, "w")  # open until the process ends
     faulthandler.enable(file=stack_file)
     faulthandler.dump_traceback_later(timeout, file=stack_file)
     code = 0
@@ -198,7 +197,7 @@ def _reap(children: list[_Child]) -> None:
 
 
 def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> None:
-    """Say who failed first: a rank that died without a word, else the earliest exception, else those that hung."""
+    """Name who failed first: one that died without a word, else the earliest exception, else the hung."""
     dead = [c for c in children if c.done and c.outcome is None]
     wrong = sorted(
         (c for c in children if c.outcome is not None and c.outcome[0] == "error"), key=lambda c: c.outcome[1]

@@ -1,0 +1,223 @@
+"""Joining and leaving a job: `init()` for every rank, and a guard around a rank's main function.
+
+Works under torchrun, under any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT, and with no launcher at all (a world of one, without torch.distributed). A rank that fails says
+so in one line and leaves at once: its peers see the closed connection, or torchrun ends them, so that none
+waits for a collective's timeout.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from fastmp.config import Environment
+
+_POLL_SECONDS = 0.02
+_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """This rank's place in the job and the device it computes on."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+    def close(self) -> None:
+        """Leave the job. Every group made from it is gone; calling it twice is harmless."""
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def init(*, backend: str | None = None, timeout_minutes: float = 10) -> Runtime:
+    """Join the job described by the environment and choose this rank's device.
+
+    With a GPU the device is `cuda:LOCAL_RANK`, CUDA tensors travel over NCCL and CPU tensors over gloo;
+    without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds both the wait for the
+    other ranks and every collective of the default group. Without RANK in the environment this is a world
+    of one and no process group is made.
+
+    Safe under `torchrun --max-restarts`: a restarted job never reads what dead workers left in the agent's
+    store.
+
+    Raises ValueError for an environment that contradicts itself or the machine; RuntimeError where ranks
+    are missing when the time is up (they are named), and where torch.distributed is already initialised.
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"fastmp.init: backend must be None, 'gloo' or 'nccl', got {backend!r}")
+    if timeout_minutes <= 0:
+        raise ValueError(f"fastmp.init: timeout_minutes must be positive, got {timeout_minutes}")
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            f"fastmp.init: torch.distributed is already initialised (rank {dist.get_rank()} of "
+            f"{dist.get_world_size()}); call init once, or Runtime.close() before a second time"
+        )
+    environment = Environment.read()
+    device = _device(environment, backend)
+    if environment.rank is None:
+        if environment.world_size > 1:
+            raise ValueError(
+                f"fastmp.init: WORLD_SIZE is {environment.world_size} but RANK is not set; "
+                f"start the ranks with torchrun --nproc-per-node {environment.world_size}"
+            )
+        return Runtime(rank=0, world_size=1, local_rank=0, device=device)
+    rank, world_size = environment.rank, environment.world_size
+    if not 0 <= rank < world_size:
+        raise ValueError(f"fastmp.init: RANK {rank} is outside 0 .. WORLD_SIZE - 1 = {world_size - 1}")
+    timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=_join_store(environment, rank, timeout),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    return Runtime(rank=rank, world_size=world_size, local_rank=environment.local_rank, device=device)
+
+
+def main_guard(main: Callable[[], int | None]) -> int:
+    """Run `main()` as this rank's whole program and return its exit status (None counts as 0).
+
+    An exception becomes one line on stderr, `fastmp: rank R: Type: message` (with the traceback under
+    FASTMP_DEBUG=1), and status 1. In a job of several ranks the process then leaves at once, without the
+    interpreter's clean-up, which could wait for peers; torchrun or the closed connections end the others
+    within seconds. A crash in native code and a collective that NCCL aborts at its timeout leave the Python
+    stack on stderr.
+    """
+    try:
+        environment = Environment.read()
+    except ValueError as error:
+        print(f"fastmp: {error}", file=sys.stderr)
+        return 1
+    has_peers, status = environment.world_size > 1, 1
+    if has_peers and sys.__stderr__ is not None:
+        faulthandler.enable(file=sys.__stderr__)
+    try:
+        return main() or 0
+    except SystemExit as leaving:
+        if not has_peers or not isinstance(leaving.code, int):
+            raise
+        status = leaving.code
+    except KeyboardInterrupt:
+        _say(environment, "interrupted")
+        status = 130
+    except BaseException as error:
+        if environment.debug:
+            traceback.print_exc()
+        _say(environment, _summary(error, environment))
+        if has_peers and _lost_peer(error):
+            time.sleep(1)  # so that torchrun reports the rank that failed first, and not this one
+    if has_peers:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
+
+def _device(environment: Environment, backend: str | None) -> torch.device:
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "nccl" and num_gpus == 0:
+        raise ValueError("fastmp.init: backend 'nccl' needs a CUDA GPU, and torch sees none")
+    if backend == "gloo" or num_gpus == 0:
+        return torch.device("cpu")
+    if environment.local_rank >= num_gpus:
+        raise ValueError(
+            f"fastmp.init: LOCAL_RANK is {environment.local_rank} of {environment.local_world_size} ranks "
+            f"on this machine, which has {num_gpus} GPU(s); start one rank per GPU, or use backend 'gloo'"
+        )
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join_store(environment: Environment, rank: int, timeout: timedelta) -> dist.Store:
+    address = f"{environment.master_addr}:{environment.master_port}"
+    try:
+        store = dist.TCPStore(
+            environment.master_addr,
+            environment.master_port,
+            environment.world_size,
+            is_master=rank == 0 and not environment.agent_store,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (dist.DistError, RuntimeError) as error:
+        raise RuntimeError(
+            f"fastmp.init: rank {rank} cannot reach the store at {address}: {error}"
+        ) from error
+    return fresh_store(store, rank, environment.world_size, timeout)
+
+
+def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """A name space of `store` shared by the ranks of this incarnation of the job, new to all of them.
+
+    torchrun keeps one store over all restarts, with the addresses of dead workers in it, and its restart
+    counts are per node and may differ. So the ranks agree among themselves: rank 0 publishes a name never
+    used before, every rank answers under it with a token of its own, and rank 0 echoes the tokens. A rank
+    that was misled by an old name does not find its token in the echo. RuntimeError, naming the ranks that
+    did not come, when `timeout` is over.
+    """
+    token = uuid.uuid4().hex
+    deadline = time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        prefix = f"fastmp/{token}"
+        store.set("fastmp/leader", token)
+        keys = [f"{prefix}/{other}" for other in range(1, world_size)]
+        try:
+            if keys:
+                store.wait(keys, timeout)
+        except dist.DistStoreError:
+            missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
+            raise RuntimeError(
+                f"fastmp.init: ranks {missing} of {world_size} did not join in {timeout}"
+            ) from None
+        store.set(f"{prefix}/all", " ".join(store.get(key).decode() for key in keys))
+        return dist.PrefixStore(prefix, store)
+    answered = None
+    while time.monotonic() < deadline:
+        if store.check(["fastmp/leader"]):
+            prefix = "fastmp/" + store.get("fastmp/leader").decode()
+            if prefix != answered:
+                store.set(f"{prefix}/{rank}", token)
+                answered = prefix
+            if store.check([f"{prefix}/all"]) and token in store.get(f"{prefix}/all").decode().split():
+                return dist.PrefixStore(prefix, store)
+        time.sleep(_POLL_SECONDS)
+    who = "rank 0 did not publish the job" if answered is None else "not every rank joined"
+    raise RuntimeError(f"fastmp.init: rank {rank} of {world_size}: {who} in {timeout}")
+
+
+def _say(environment: Environment, message: str) -> None:
+    sys.stderr.write(
+        f"fastmp: rank {environment.rank or 0}: {message}\n"
+    )  # one write: lines of ranks stay whole
+    sys.stderr.flush()
+
+
+def _lost_peer(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_PEER)
+
+
+def _summary(error: BaseException, environment: Environment) -> str:
+    """One line; users' mistakes speak for themselves, anything else says how to see its traceback."""
+    message = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if environment.world_size > 1 and _lost_peer(error):
+        return f"another rank is gone ({text.split('. ')[0]})"
+    if isinstance(error, (ValueError, OSError)) or environment.debug:
+        return text
+    return f"{text} (FASTMP_DEBUG=1 shows the traceback)"
