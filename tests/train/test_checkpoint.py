@@ -1,0 +1,252 @@
+"""Checkpoints: every shard comes back, a kill at any point costs nothing, what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.testing.ranks import run_ranks
+from fastmp.train import checkpoint as checkpoint_module
+from fastmp.train.checkpoint import Checkpointer, CheckpointError
+
+
+def state(seed, *, shape=(3, 4)):
+    generator = torch.Generator().manual_seed(seed)
+    shard = {
+        "model/weight": torch.randn(shape, generator=generator),
+        "model/half": torch.randn(5, generator=generator).bfloat16(),
+        "optimizer/double": torch.randn(2, generator=generator, dtype=torch.float64),
+        "optimizer/view": torch.randn(9, generator=generator)[3:7],
+        "optimizer/empty": torch.zeros(0, 3),
+    }
+    return shard, {"rng/cpu": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8)}
+
+
+def zeros_like(tensors):
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
+
+
+def load(checkpointer, example=0):
+    shard, own = map(zeros_like, state(example))
+    return checkpointer.load(shard, own), shard, own
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_round_trip_is_bitwise_and_prunes(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "ck", description={"hidden": 8, "betas": (0.9, 0.95)}, keep=2)
+    assert load(checkpointer)[0] is None
+    for step in (1, 2, 3):
+        path = checkpointer.save(step, *state(step), {"tokens": 10 * step})
+        assert path.name == f"step-{step:08d}"
+    assert names(tmp_path / "ck") == ["latest", "step-00000002", "step-00000003"]
+    loaded, shard, own = load(checkpointer)
+    assert loaded == {"step": 3, "tokens": 30}
+    assert_equal({**shard, **own}, {**state(3)[0], **state(3)[1]})
+
+
+@pytest.mark.parametrize("tp", [2, 1])
+def test_every_shard_of_every_rank_comes_back(tmp_path, tp):
+    """World of 2 as TP=2 (two different shards) and as DP=2 (one shard, two random states)."""
+
+    def rank_main(rank, world_size):
+        calls = []
+        sys.addaudithook(lambda event, args: calls.append(args) if event == "pickle.find_class" else None)
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=tp))
+        checkpointer = Checkpointer(tmp_path, groups=groups, description={"layers": 2})
+        shard_seed = rank if tp == 2 else 0
+        shard, own = state(shard_seed)[0], state(100 + rank)[1]
+        checkpointer.save(7, shard, own, {"tokens": 70})
+        calls.clear()
+        loaded, new_shard, new_own = load(checkpointer)
+        assert calls == [], "nothing is unpickled on the load path"
+        assert loaded == {"step": 7, "tokens": 70}
+        assert_equal(shard, new_shard)
+        assert_equal(own, new_own)
+        return new_shard["model/weight"]
+
+    left, right = run_ranks(rank_main, 2)
+    assert torch.equal(left, right) == (tp == 1)
+
+
+def test_other_layout_and_other_model_are_refused_with_both_names(tmp_path):
+    Checkpointer(tmp_path, description={"num_layers": 2}).save(1, *state(1), {})
+    with pytest.raises(CheckpointError, match=r"step-00000001.*num_layers=2; this run has num_layers=3"):
+        load(Checkpointer(tmp_path, description={"num_layers": 3}))
+    same = Checkpointer(tmp_path, description={"num_layers": 2})
+    shard, own = state(1, shape=(4, 4))
+    with pytest.raises(CheckpointError, match=r"tp0\.pp0/model/weight is .*\(3, 4\).*here .*\(4, 4\)"):
+        same.load(shard, own)
+    shard, own = state(1)
+    shard["model/weight"] = shard["model/weight"].bfloat16()
+    with pytest.raises(CheckpointError, match=r"float32.*here.*bfloat16"):
+        same.load(shard, own)
+    del shard["model/weight"]
+    with pytest.raises(CheckpointError, match=r"model/weight is .*, here nothing"):
+        same.load(shard, own)
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
+        with pytest.raises(CheckpointError, match=r"another layout: .*tp=1.*; this run has .*tp=2"):
+            load(Checkpointer(tmp_path, groups=groups, description={"num_layers": 2}))
+
+    run_ranks(rank_main, 2)
+
+
+def damage(path, how):
+    target = next(path.glob("*.safetensors"))
+    content = target.read_bytes()
+    if how == "flipped bit":
+        target.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif how == "cut short":
+        target.write_bytes(content[:-1])
+    elif how == "file gone":
+        target.unlink()
+    elif how == "state gone":
+        (path / "state.json").unlink()
+    elif how == "state edited":
+        text = (path / "state.json").read_text()
+        (path / "state.json").write_text(text.replace('"tokens": 2', '"tokens": 3'))
+    elif how == "state emptied":
+        (path / "state.json").write_text("")
+    elif how == "pointer gone":
+        (path.parent / "latest").unlink()
+    elif how == "pointer outside":
+        (path.parent / "latest").write_text("../elsewhere\n")
+
+
+DAMAGES = ["flipped bit", "cut short", "file gone", "state gone", "state edited", "state emptied"]
+
+
+@pytest.mark.parametrize("how", [*DAMAGES, "pointer gone", "pointer outside"])
+def test_damaged_checkpoint_is_passed_over(tmp_path, how):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, *state(1), {"tokens": 1})
+    checkpointer.save(2, *state(2), {"tokens": 2})
+    damage(tmp_path / "step-00000002", how)
+    expected = 1 if how in DAMAGES else 2
+    loaded, shard, own = load(checkpointer)
+    assert loaded == {"step": expected, "tokens": expected}
+    assert_equal({**shard, **own}, {**state(expected)[0], **state(expected)[1]})
+
+
+def test_no_whole_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, *state(1), {})
+    damage(tmp_path / "step-00000001", "flipped bit")
+    with pytest.raises(CheckpointError, match=r"none in .* is whole; .*checksum differs"):
+        load(checkpointer)
+
+
+def test_file_names_that_leave_the_directory_are_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, *state(1), {})
+    document = json.loads((path / "state.json").read_text())
+    document["state"]["files"]["../../secret"] = {"bytes": 1, "crc32": 1}
+    document["crc32"] = checkpoint_module.zlib.crc32(json.dumps(document["state"]).encode())
+    (path / "state.json").write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match="outside its directory"):
+        load(checkpointer)
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillSwitch:
+    """Wraps functions; the call number `kill_at` of all of them together raises instead."""
+
+    def __init__(self, kill_at):
+        self.left = kill_at
+
+    def around(self, function):
+        def counted(*args, **kwargs):
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def test_kill_between_any_two_file_operations(tmp_path, monkeypatch):
+    """Stop at the n-th operation that changes the directory, for every n: what is found is the old or the new
+    checkpoint, whole, and the same step can be saved again."""
+    operations = [(os, "replace"), (os, "fsync"), (type(tmp_path), "rename"), (type(tmp_path), "mkdir")]
+    operations += [(checkpoint_module.shutil, "rmtree")]
+    outcomes = []
+    for kill_at in range(100):
+        directory = tmp_path / str(kill_at)
+        checkpointer = Checkpointer(directory, keep=1)
+        checkpointer.save(1, *state(1), {"tokens": 1})
+        switch = KillSwitch(kill_at)
+        with monkeypatch.context() as patch:
+            for owner, name in operations:
+                patch.setattr(owner, name, switch.around(getattr(owner, name)))
+            try:
+                checkpointer.save(2, *state(2), {"tokens": 2})
+                finished = True
+            except Killed:
+                finished = False
+        loaded, shard, _ = load(Checkpointer(directory))
+        assert_equal(shard, state(loaded["tokens"])[0])
+        outcomes.append(loaded["step"])
+        again = Checkpointer(directory, keep=1)
+        again.save(2, *state(3), {"tokens": 3})  # the same step, after a restart that trained it anew
+        loaded, shard, _ = load(again)
+        assert loaded == {"step": 2, "tokens": 3}
+        assert_equal(shard, state(3)[0])
+        assert len(names(directory)) == 2, "the pointer and one checkpoint are left"
+        if finished:
+            break
+    assert finished and kill_at > 6
+    assert outcomes == sorted(outcomes) and outcomes[0] == 1 and outcomes[-1] == 2
+
+
+def test_failed_write_leaves_the_last_checkpoint_and_no_litter(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, *state(1), {"tokens": 1})
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_module.dcp, "save", full)
+    with pytest.raises(OSError, match=r"cannot write in .*No space left on device"):
+        checkpointer.save(2, *state(2), {"tokens": 2})
+    assert names(tmp_path) == ["latest", "step-00000001"]
+    assert load(checkpointer)[0] == {"step": 1, "tokens": 1}
+
+
+def test_failed_write_on_one_rank_is_an_error_on_all(tmp_path):
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
+        checkpointer = Checkpointer(tmp_path, groups=groups)
+        checkpointer.save(1, *state(rank), {"tokens": 1})
+        if rank == 1:
+            real = checkpoint_module.HuggingFaceStorageWriter
+
+            class Full(real):
+                def write_data(self, plan, planner):
+                    raise OSError(28, "No space left on device")
+
+            checkpoint_module.HuggingFaceStorageWriter = Full
+        with pytest.raises(OSError, match=r"rank 1: .*No space left on device"):
+            checkpointer.save(2, *state(rank), {"tokens": 2})
+        return load(checkpointer)[0]
+
+    assert run_ranks(rank_main, 2) == [{"step": 1, "tokens": 1}] * 2
+    assert names(tmp_path) == ["latest", "step-00000001"]
