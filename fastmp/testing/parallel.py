@@ -1,0 +1,104 @@
+"""What a test of parallel code asks: which collectives ran, and what the sharded gradients are in full."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.parallel.collectives import group_size
+from fastmp.parallel.layers import parallel_attributes
+
+__all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor"]
+
+_NAMES = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "barrier": "barrier",
+    "send": "send",
+    "recv_": "recv",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "scatter_": "scatter",
+    "gather_": "gather",
+    "reduce_": "reduce",
+}
+
+
+@dataclass
+class Collectives:
+    """The collectives that ran, in order: (name, shapes of its tensors, outputs first)."""
+
+    calls: list[tuple[str, list[tuple[int, ...]]]] = field(default_factory=list)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """{"all_reduce": 2, ...}: how often each ran; a collective that did not is not in it."""
+        return dict(Counter(name for name, _ in self.calls))
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, seen: Collectives) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func.name().partition("::")
+        if space in ("c10d", "_c10d_functional"):
+            name = _NAMES.get(name, name)
+            if name != "wait_tensor":
+                shapes = [tuple(t.shape) for t in torch.utils._pytree.tree_leaves(args)
+                          if isinstance(t, torch.Tensor)]
+                self.seen.calls.append((name, shapes))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def count_collectives() -> Iterator[Collectives]:
+    """The collectives that run inside the block, forward and backward: `with count_collectives() as seen`.
+
+    Names: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send, recv... Counts what this
+    process launches in eager mode, on whatever group; no process group is needed where nothing is launched.
+    """
+    seen = Collectives()
+    with _Recorder(seen):
+        yield seen
+
+
+def full_tensor(shard: torch.Tensor, param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """`shard`, cut as the parallel attributes of `param` say, put together over `group`; replicas stay as
+    they are.
+    """
+    marks, size = parallel_attributes(param), group_size(group)
+    if size == 1 or not marks.tensor_model_parallel:
+        return shard
+    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(size)]
+    dist.all_gather(parts, shard.contiguous(), group=group)
+    pieces = [part.chunk(marks.partition_stride, marks.partition_dim) for part in parts]
+    return torch.cat([pieces[rank][block] for block in range(marks.partition_stride) for rank in range(size)],
+                     marks.partition_dim)
+
+
+def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The gradient of the undivided parameter: shards put together, partial sums of replicas added over
+    `group`.
+    """
+    assert param.grad is not None, "the parameter has no gradient"
+    grad = full_tensor(param.grad, param, group)
+    if group_size(group) > 1 and parallel_attributes(param).sequence_parallel:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=group)
+    return grad
