@@ -8,11 +8,13 @@ from typing import Any
 _EXPORTS = {
     "BpeTokenizer": "fastmp.train.tokenize",
     "ByteTokenizer": "fastmp.train.tokenize",
+    "RunInfo": "fastmp.train.metrics",
     "TokenDataset": "fastmp.train.data",
     "TrainLog": "fastmp.train.metrics",
     "Trainer": "fastmp.train.trainer",
     "build": "fastmp.train.corpus",
     "generate": "fastmp.train.generate",
+    "generate_text": "fastmp.train.generate",
     "load_tokenizer": "fastmp.train.tokenize",
     "plot_loss": "fastmp.train.plot",
     "read_metrics": "fastmp.train.metrics",

@@ -35,8 +35,8 @@ IGNORE_INDEX = -100  # target of padding, which the loss leaves out
 class TokenDataset:
     """Fixed-length samples of a token directory; see the top of this module.
 
-    Opening checks sizes, checksums of the small files and the largest token id: ValueError names the damaged
-    file. `batch` checks every id it hands out.
+    Opening checks sizes, checksums of the small files and the largest token id: ValueError names the
+    damaged file. `batch` checks every id it hands out.
     """
 
     def __init__(self, directory: str | Path, *, seq_len: int, micro_batch_size: int, seed: int) -> None:
@@ -61,7 +61,7 @@ class TokenDataset:
 
     @classmethod
     def from_config(cls, config: DataConfig, *, cache_dir: str | Path) -> TokenDataset:
-        """Open `config.path`, or the built-in `config.text`, which is built under `cache_dir` the first time."""
+        """Open `config.path`, or the built-in `config.text`, built under `cache_dir` the first time."""
         if config.path is not None:
             directory = Path(config.path)
         else:
@@ -125,9 +125,9 @@ class TokenDataset:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """All held-out text, over the ranks together: each token but the first is a target exactly once.
 
-        As `batch`, and "weights" (B, S) float32: 1, or 0 where the last windows are padding (there the target
-        is -100). Every rank gets equally many batches, the same ones at every call; `max_batches` stops
-        earlier, for a quick look.
+        As `batch`, and "weights" (B, S) float32: 1, or 0 where the last windows are padding (there the
+        target is -100). Every rank gets equally many batches, the same ones at every call; `max_batches`
+        stops earlier, for a quick look.
         """
         count = self.num_validation_batches(dp_size)
         for number in range(count if max_batches is None else min(count, max_batches)):
@@ -228,6 +228,7 @@ def _report(directory: Path, *, check: bool) -> str:
         info = split.info
         lines.append(
             f"  {name:<10} {info.num_documents:,} documents, {info.num_bytes:,} bytes, "
-            f"{info.num_tokens:,} tokens, {info.bytes_per_token:.2f} bytes/token, unigram entropy {info.unigram_entropy:.3f} nats/byte"
+            f"{info.num_tokens:,} tokens, {info.bytes_per_token:.2f} bytes/token, "
+            f"unigram entropy {info.unigram_entropy:.3f} nats/byte"
         )
     return "\n".join(lines + (["  all checksums match"] if check else []))

@@ -1,0 +1,98 @@
+"""Text from a trained model: greedy or by temperature, the same on every tensor-parallel rank.
+
+Each step runs the model on the last `max_seq_len` tokens, padded on the right to a multiple of 64: a causal
+model does not see the padding, the shapes stay few, and sequence parallelism gets a length it can divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from fastmp.parallel.collectives import gather_from_group
+from fastmp.train.tokenize import Tokenizer
+
+PAD_MULTIPLE = 64
+
+Model = Callable[[torch.Tensor], torch.Tensor]
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    max_seq_len: int,
+    tokenizer: Tokenizer,
+    temperature: float = 1.0,
+    seed: int = 0,
+    group: ProcessGroup | None = None,
+) -> list[int]:
+    """Continue `prompt` (token ids, at least one) by at most `max_new_tokens` ids, which are returned.
+
+    `model(tokens (1, S) int64)` gives this rank's logits (S, 1, V_local), the vocabulary divided over
+    `group` (None: this rank alone). Stops before an end-of-text. temperature 0 takes the likeliest token
+    (the first of equals). Draws come from a generator of their own, so one seed gives one text, on every
+    rank of `group`, and the generators of training are left alone. A model with `eval` and `train` is put
+    in evaluation mode meanwhile. ValueError on an empty prompt, an id outside the vocabulary or a negative
+    temperature.
+    """
+    vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
+    ids = [int(i) for i in prompt]
+    if not ids:
+        raise ValueError("generate: the prompt is empty; start with the tokenizer's end_of_text")
+    if bad := [i for i in ids if not 0 <= i < vocab_size]:
+        raise ValueError(f"generate: prompt id {bad[0]} is outside the vocabulary of {vocab_size}")
+    if temperature < 0:
+        raise ValueError(f"generate: temperature must not be negative, got {temperature}")
+    device = (
+        next((p.device for p in model.parameters()), None) if isinstance(model, torch.nn.Module) else None
+    )
+    generator = torch.Generator().manual_seed(seed)
+    training = getattr(model, "training", False)
+    if training:
+        model.eval()
+    try:
+        for _ in range(max_new_tokens):
+            logits_V = _next_logits(model, ids[-max_seq_len:], max_seq_len, end_of_text, device, group)
+            token = _draw(logits_V[:vocab_size], temperature, generator)
+            if token == end_of_text:
+                break
+            ids.append(token)
+    finally:
+        if training:
+            model.train()
+    return ids[len(prompt) :]
+
+
+def generate_text(model: Model, text: str, *, tokenizer: Tokenizer, **options) -> str:
+    """The continuation of `text`, taken as the start of a document; options as for `generate`."""
+    prompt = [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
+    return tokenizer.decode(generate(model, prompt, tokenizer=tokenizer, **options))
+
+
+def _next_logits(
+    model: Model,
+    window: list[int],
+    max_seq_len: int,
+    padding: int,
+    device: torch.device | None,
+    group: ProcessGroup | None,
+) -> torch.Tensor:
+    """Logits (V_padded,) of the token after `window`: float64, CPU, the same bits on all ranks of `group`."""
+    length = min(max_seq_len, -(-len(window) // PAD_MULTIPLE) * PAD_MULTIPLE)
+    tokens_BS = torch.full((1, length), padding, dtype=torch.int64)
+    tokens_BS[0, : len(window)] = torch.tensor(window)
+    logits_SBV = model(tokens_BS if device is None else tokens_BS.to(device))
+    return gather_from_group(logits_SBV[len(window) - 1, 0].contiguous(), group).double().cpu()
+
+
+def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    shares_V = torch.softmax(logits_V / temperature, dim=-1)
+    point = torch.rand((), dtype=torch.float64, generator=generator) * shares_V.sum()
+    return min(int(torch.searchsorted(shares_V.cumsum(-1), point, right=True)), len(logits_V) - 1)

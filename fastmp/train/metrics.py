@@ -1,0 +1,333 @@
+"""What a run shows and records: a live line on a terminal (plain lines otherwise), runs/NAME/metrics.jsonl.
+
+metrics.jsonl has one JSON object a line; a number that is not finite is null. Every record has "kind" and
+"step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
+flops_per_token, bytes_per_token, device, world_size. "train": loss, loss_per_byte, grad_norm, lr,
+tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval": loss,
+loss_per_byte, unigram_entropy, elapsed_seconds. Losses are nats per token or per byte; rates are those of
+all ranks together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+SCHEMA = 1
+# Dense bf16 peak of one device in FLOP/s (data sheets give twice that, with sparsity). Boards with
+# other clocks, such as the PCIe ones, are left out rather than guessed.
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of the GPU of that name, None where it is not known."""
+    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
+    if words & {"NVL", "MIG"} or (words & {"PCIE", "PCIe"} and "A100" not in words):
+        return None
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in words), None)
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a log needs to know of a run. Tokens and FLOPs count all ranks, forward and backward.
+
+    `bytes_per_token` turns the loss into nats per byte (TokenDataset.train.info.bytes_per_token; None if
+    unknown); `device` is a torch device name such as "cuda:0".
+    """
+
+    total_steps: int
+    tokens_per_step: int
+    flops_per_token: float = 0.0
+    bytes_per_token: float | None = None
+    device: str = "cpu"
+    world_size: int = 1
+
+
+class Display(Protocol):
+    def update(self, line: str, done: float) -> None: ...
+    def note(self, line: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class PlainDisplay:
+    """One printed line per update: for files and pipes."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def update(self, line: str, done: float) -> None:
+        print(line, file=self._stream, flush=True)
+
+    def note(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay:
+    """One line that stays at the bottom of a terminal, with a bar; notes scroll above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        # No refresh thread: the line changes when there is something new, and nothing outlives the run.
+        self._live = Live(console=Console(file=stream), auto_refresh=False, redirect_stdout=False)
+        self._live.start()
+
+    def update(self, line: str, done: float) -> None:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(ProgressBar(total=1.0, completed=done, width=16), Text(line))  # wraps if narrow
+        self._live.update(grid, refresh=True)
+
+    def note(self, line: str) -> None:
+        self._live.console.print(line, markup=False, highlight=False)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+class TrainLog:
+    """Progress of one run. Every rank may hold one and call it alike; only rank 0 shows and writes anything.
+
+    `step` reads the tensors it is given (a device sync) only where `due(step)` is true: every
+    `log_interval` steps, after the first and after the last. Use as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        run: RunInfo,
+        *,
+        log_interval: int = 10,
+        start_step: int = 0,
+        rank: int = 0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Log into `directory`; `start_step` is the number of steps done before (a resumed run)."""
+        if log_interval < 1:
+            raise ValueError(f"TrainLog: log_interval must be positive, got {log_interval}")
+        self._run, self._interval, self._clock = run, log_interval, clock
+        self._begin = self._window_begin = clock()
+        self._window_step, self._paused = start_step, 0.0
+        self._active = rank == 0
+        if not self._active:
+            return
+        name = _device_name(run.device)
+        self._peak = peak_flops(name)
+        stream = sys.stdout if stream is None else stream
+        self._file = _open_for_append(Path(directory) / "metrics.jsonl")
+        self._display: Display = _display(stream)
+        self.record("run", start_step, schema=SCHEMA, **{**asdict(run), "device": name})
+
+    def due(self, step: int) -> bool:
+        """Whether `step(step, ...)` will read its values; alike on every rank."""
+        return step % self._interval == 0 or step in (1, self._run.total_steps)
+
+    def step(self, step: int, *, loss: Any, grad_norm: Any, lr: float) -> None:
+        """Report after optimizer step number `step`, from 1: tensors or numbers, `loss` in nats per token."""
+        if not self._active or not self.due(step):
+            return
+        values = {"loss": float(loss), "grad_norm": float(grad_norm), "lr": float(lr)}
+        now = self._clock()
+        seconds = max(now - self._window_begin - self._paused, 1e-9)
+        steps = max(step - self._window_step, 1)
+        tokens_per_second = steps * self._run.tokens_per_step / seconds
+        flops_per_second = tokens_per_second * self._run.flops_per_token
+        mfu = (
+            flops_per_second / (self._peak * self._run.world_size)
+            if self._peak and self._run.flops_per_token
+            else None
+        )
+        eta = (self._run.total_steps - step) * seconds / steps
+        self._window_begin, self._window_step, self._paused = now, step, 0.0
+        memory = _memory_bytes(self._run.device)
+        self.record(
+            "train",
+            step,
+            **values,
+            loss_per_byte=self._per_byte(values["loss"]),
+            tokens_per_second=tokens_per_second,
+            flops_per_second=flops_per_second,
+            mfu=mfu,
+            memory_bytes=memory,
+            eta_seconds=eta,
+            elapsed_seconds=now - self._begin,
+        )
+        parts = [
+            self._progress(step),
+            f"loss {values['loss']:.4f}",
+            f"norm {values['grad_norm']:.3f}",
+            f"lr {values['lr']:.2e}",
+            f"{_scaled(tokens_per_second)}tok/s",
+            *_speed(flops_per_second, mfu),
+            f"{_scaled(memory)}B",
+            f"ETA {_clock_time(eta)}",
+        ]
+        self._display.update("  ".join(parts), step / max(self._run.total_steps, 1))
+
+    def evaluation(self, step: int, *, loss: Any, unigram_entropy: float | None = None) -> None:
+        """Report a held-out `loss` (nats per token) after step `step`; `unigram_entropy` in nats per byte."""
+        if not self._active:
+            return
+        value = float(loss)
+        per_byte = self._per_byte(value)
+        self.record(
+            "eval",
+            step,
+            loss=value,
+            loss_per_byte=per_byte,
+            unigram_entropy=unigram_entropy,
+            elapsed_seconds=self._clock() - self._begin,
+        )
+        line = f"{self._progress(step)}  held-out loss {value:.4f}"
+        if per_byte is not None:
+            line += f"  {per_byte:.4f} nats/byte"
+        if unigram_entropy is not None:
+            line += f"  (unigram entropy {unigram_entropy:.4f})"
+        self._display.note(line)
+
+    def note(self, line: str) -> None:
+        """Show a line of text, for people only."""
+        if self._active:
+            self._display.note(line)
+
+    def record(self, kind: str, step: int, **fields: Any) -> None:
+        """Append one record to metrics.jsonl and flush it."""
+        if not self._active:
+            return
+        record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in fields.items()}}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent in this block (evaluation, saving) does not count as training."""
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._paused += self._clock() - begin
+
+    def close(self) -> None:
+        """End the live line and close the file; more calls do nothing."""
+        if self._active:
+            self._active = False
+            self._display.close()
+            self._file.close()
+
+    def __enter__(self) -> TrainLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _progress(self, step: int) -> str:
+        total = self._run.total_steps
+        return f"step {step:>{len(str(total))}}/{total}"
+
+    def _per_byte(self, loss: float) -> float | None:
+        return None if self._run.bytes_per_token is None else loss / self._run.bytes_per_token
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl in order. A restart replaces what had been reported past its start.
+
+    A last line cut short (a run killed while writing) is left out; ValueError names the file and any other
+    bad line.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+            step = record["step"]
+            if record["kind"] == "run":
+                records = [old for old in records if old["kind"] == "run" or old["step"] <= step]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError(f"{path}: line {number} is not a metrics record") from None
+        records.append(record)
+    return records
+
+
+def _open_for_append(path: Path) -> TextIO:
+    """Open `path` behind its last whole line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        with path.open("rb+") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def _display(stream: TextIO) -> Display:
+    if stream.isatty():
+        try:
+            return LiveDisplay(stream)
+        except ImportError:
+            pass
+    return PlainDisplay(stream)
+
+
+def _device_name(device: str) -> str:
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def _memory_bytes(device: str) -> int:
+    """Peak memory of this process: allocated on the GPU, or resident on a CPU."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _scaled(value: float) -> str:
+    """1234567 -> "1.23 M"."""
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while value >= 999.5 and len(prefixes) > 1:
+        value /= 1000
+        del prefixes[0]
+    return f"{value:.3g} {prefixes[0]}"
+
+
+def _speed(flops_per_second: float, mfu: float | None) -> list[str]:
+    if not flops_per_second:
+        return []
+    return [f"{_scaled(flops_per_second)}FLOP/s"] + ([] if mfu is None else [f"MFU {mfu:.1%}"])
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
