@@ -1,0 +1,129 @@
+// What the CUDA kernels share: element types, 16-byte vectors, exponentials.
+//
+// Arithmetic is in fp32 (f64 for f64 elements); values are rounded once, when stored. Offsets are 64-bit.
+#pragma once
+
+#include "stable.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <type_traits>
+
+namespace fastmp {
+
+constexpr int kWarp = 32;
+constexpr int kVectorBytes = 16;
+
+template <class T>
+constexpr int kLanes = kVectorBytes / sizeof(T);
+
+// The type a kernel computes in for elements stored as T.
+template <class T>
+using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+__device__ inline float widen(float x) { return x; }
+__device__ inline double widen(double x) { return x; }
+__device__ inline float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ inline float widen(__half x) { return __half2float(x); }
+
+template <class T>
+__device__ inline T narrow(Compute<T> x) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(x);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else {
+    return x;
+  }
+}
+
+// Sixteen bytes of elements; `p` must be aligned to them.
+template <class T>
+struct alignas(kVectorBytes) Vector {
+  T lane[kLanes<T>];
+};
+
+template <class T>
+__device__ inline Vector<T> load_vector(const T* p) {
+  return *reinterpret_cast<const Vector<T>*>(p);
+}
+
+template <class T>
+__device__ inline void store_vector(T* p, const Compute<T> (&value)[kLanes<T>]) {
+  Vector<T> out;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    auto* pair = reinterpret_cast<__nv_bfloat162*>(out.lane);
+#pragma unroll
+    for (int i = 0; i < kLanes<T> / 2; ++i) pair[i] = __floats2bfloat162_rn(value[2 * i], value[2 * i + 1]);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    auto* pair = reinterpret_cast<__half2*>(out.lane);
+#pragma unroll
+    for (int i = 0; i < kLanes<T> / 2; ++i) pair[i] = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kLanes<T>; ++i) out.lane[i] = value[i];
+  }
+  *reinterpret_cast<Vector<T>*>(p) = out;
+}
+
+template <class T>
+__host__ __device__ inline bool is_aligned(const T* p) {
+  return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
+}
+
+// Elements from p to the next 16-byte boundary.
+template <class T>
+__device__ inline int64_t to_boundary(const T* p) {
+  return (kVectorBytes - reinterpret_cast<uintptr_t>(p) % kVectorBytes) % kVectorBytes / sizeof(T);
+}
+
+// e^x on the special function unit (relative error 2^-22 plus that of x * log2 e), results below 2^-126 flushed to 0.
+__device__ inline float fast_exp(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+__device__ inline double fast_exp(double x) { return exp(x); }
+
+// The shift that keeps e^(x - shift) finite for x <= top. A row of nothing but -inf has no finite maximum.
+template <class C>
+__device__ inline C finite_shift(C top) {
+  return top == -INFINITY ? C(0) : top;
+}
+
+// Calls body(TypeTag<T>{}) with the device type of a floating-point dtype.
+template <class Body>
+auto dispatch_device(ScalarType dtype, const char* op, const Body& body) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return body(TypeTag<float>{});
+    case ScalarType::Double:
+      return body(TypeTag<double>{});
+    case ScalarType::BFloat16:
+      return body(TypeTag<__nv_bfloat16>{});
+    case ScalarType::Half:
+      return body(TypeTag<__half>{});
+    default:
+      throw std::runtime_error(
+          message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
+  }
+}
+
+inline ScalarType compute_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+template <class T>
+const T* data(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+template <class T>
+T* mutable_data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace fastmp

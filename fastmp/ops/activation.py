@@ -1,0 +1,344 @@
+"""bias_gelu: y = gelu(x + bias), and its backward with the bias gradient in the same pass.
+
+Only x and bias are saved; the backward recomputes the activation from them. The tanh form is
+h * sigmoid(2u), which is one exp2 and one reciprocal. The bias gradient is a column sum: each program sums
+its strip of rows in fp32, a second kernel adds the strips in order, so results do not vary between runs.
+GeLU: Hendrycks and Gimpel 2016 (arXiv 1606.08415).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.registry import LIBRARY, register
+
+NUM_WARPS = 4
+_NUM_PROGRAMS = 1024
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
+    h = x.to(_compute_dtype(x.dtype))
+    return h if bias is None else h + bias.to(h.dtype)
+
+
+def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    """gelu(x + bias), rounded once."""
+    return F.gelu(_pre_activation(x, bias), approximate=approximate).to(x.dtype).contiguous()
+
+
+def reference_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    """Gradients of x and bias; the second is empty without a bias."""
+    h = _pre_activation(x, bias)
+    dh = torch.ops.aten.gelu_backward(grad.to(h.dtype), h, approximate=approximate).contiguous()
+    dbias = x.new_empty(0) if bias is None else dh.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
+    return dh.to(x.dtype), dbias
+
+
+@jit
+def _gelu(h, TANH: tl.constexpr):
+    if TANH:
+        t = h * (-2.302208198144325 - 0.1029432395800235 * h * h)  # -2u log2(e)
+        return h * (1.0 / (1.0 + tl.exp2(t)))
+    else:
+        return h * (0.5 + 0.5 * tl.erf(h * 0.7071067811865476))
+
+
+@jit
+def _gelu_slope(h, TANH: tl.constexpr):
+    if TANH:
+        t = h * (-2.302208198144325 - 0.1029432395800235 * h * h)
+        sigmoid = 1.0 / (1.0 + tl.exp2(t))
+        return sigmoid + h * (sigmoid * (1.0 - sigmoid)) * (1.5957691216057308 + 0.21406444881780073 * h * h)
+    else:
+        cdf = 0.5 + 0.5 * tl.erf(h * 0.7071067811865476)
+        return cdf + h * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h))
+
+
+@jit
+def bias_gelu_kernel(
+    x,
+    bias,
+    y,
+    num_rows,
+    num_vectors,
+    x_pitch,
+    HAS_BIAS: tl.constexpr,
+    TANH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of y. Row length and pitch come in vectors of VECTOR elements, which proves their alignment."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    if HAS_BIAS:
+        h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+    tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], _gelu(h, TANH), mask=mask)
+
+
+@jit
+def bias_gelu_backward_kernel(
+    grad,
+    x,
+    bias,
+    dx,
+    partials,
+    num_rows,
+    rows_per_strip,
+    num_vectors,
+    grad_pitch,
+    x_pitch,
+    HAS_BIAS: tl.constexpr,
+    TANH: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    strip = (pid // column_blocks).to(tl.int64)
+    cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    shift = tl.zeros([BLOCK_N], COMPUTE)
+    if HAS_BIAS:
+        shift = tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+    total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    for step in range(0, rows_per_strip, BLOCK_M):
+        rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+        h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+        dh = g * _gelu_slope(h + shift[None, :], TANH)
+        tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
+        total += dh
+    if HAS_BIAS:
+        tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
+
+
+@jit
+def sum_strips_kernel(partials, dbias, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Column sums of `partials` (num_strips, num_cols), always in the same order."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], partials.dtype.element_ty)
+    for start in range(0, num_strips, BLOCK_M):
+        strips = start + tl.arange(0, BLOCK_M)
+        mask = (strips < num_strips)[:, None] & (cols < num_cols)[None, :]
+        total += tl.load(partials + strips[:, None].to(tl.int64) * num_cols + cols[None, :], mask=mask, other=0.0)
+    tl.store(dbias + cols, tl.sum(total, 0), mask=cols < num_cols)
+
+
+def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N) such that each thread has four 16-byte loads in flight and few columns are padding."""
+    per_row = 32 * NUM_WARPS * 16 // itemsize
+    block_n = min((per_row, per_row // 2, per_row // 4), key=lambda n: (cdiv(num_cols, n) * n, -n))
+    block_n = min(block_n, max(16, next_power_of_2(num_cols)))
+    return 4 * per_row // block_n, block_n
+
+
+def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tuple[int, int]:
+    """(number of strips, rows a strip): about 1024 programs, which is one wave on 132 SMs; whole blocks of rows."""
+    wanted = max(1, _NUM_PROGRAMS // cdiv(num_cols, block_n))
+    rows_per_strip = cdiv(cdiv(num_rows, wanted), block_m) * block_m
+    return cdiv(num_rows, rows_per_strip), rows_per_strip
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """x as (rows, columns) with unit column stride; copied only where no such view exists."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _vector(*rows: Tensor) -> int:
+    """Elements of the widest access, up to 16 bytes, to which all rows are aligned if the first ones are."""
+    num_cols = rows[0].shape[1]
+    return math.gcd(16 // rows[0].element_size(), num_cols, *(t.stride(0) for t in rows))
+
+
+def _constants(x: Tensor, bias: Tensor | None, approximate: str) -> dict:
+    compute = tl.float64 if x.dtype == torch.float64 else tl.float32
+    block_m, block_n = block_shape(x.shape[-1], x.element_size())
+    return {
+        "HAS_BIAS": bias is not None,
+        "TANH": approximate == "tanh",
+        "COMPUTE": compute,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }
+
+
+def launch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    rows = _as_rows(x)
+    bias = None if bias is None else bias.contiguous()
+    num_rows, num_cols = rows.shape
+    constants = _constants(x, bias, approximate)
+    vector = _vector(rows)
+    grid = (cdiv(num_rows, constants["BLOCK_M"]) * cdiv(num_cols, constants["BLOCK_N"]),)
+    with torch.cuda.device_of(x):
+        bias_gelu_kernel[grid](
+            rows,
+            bias,
+            y,
+            num_rows,
+            num_cols // vector,
+            rows.stride(0) // vector,
+            VECTOR=vector,
+            **constants,
+        )
+    return y
+
+
+def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dbias = x.new_zeros(0 if bias is None else x.shape[-1])
+    if x.numel() == 0:
+        return dx, dbias
+    x_rows, grad_rows = _as_rows(x), _as_rows(grad)
+    bias = None if bias is None else bias.contiguous()
+    num_rows, num_cols = x_rows.shape
+    constants = _constants(x, bias, approximate)
+    vector = _vector(x_rows, grad_rows)
+    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, constants["BLOCK_M"], constants["BLOCK_N"])
+    partials = None
+    if bias is not None:
+        partials = torch.empty((num_strips, num_cols), dtype=_compute_dtype(x.dtype), device=x.device)
+    with torch.cuda.device_of(x):
+        bias_gelu_backward_kernel[(num_strips * cdiv(num_cols, constants["BLOCK_N"]),)](
+            grad_rows,
+            x_rows,
+            bias,
+            dx,
+            partials,
+            num_rows,
+            rows_per_strip,
+            num_cols // vector,
+            grad_rows.stride(0) // vector,
+            x_rows.stride(0) // vector,
+            VECTOR=vector,
+            **constants,
+        )
+        if partials is not None:
+            sum_strips_kernel[(cdiv(num_cols, 128),)](
+                partials, dbias, num_strips, num_cols, BLOCK_M=16, BLOCK_N=128, num_warps=NUM_WARPS
+            )
+    return dx, dbias
+
+
+def _fake(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0 if bias is None else x.shape[-1])
+
+
+_FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}
+
+
+def _flops(x: Tensor, bias: Tensor | None, approximate: str) -> int:
+    return math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0]
+
+
+def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> int:
+    return math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][1]
+
+
+def _traffic(x: Tensor, bias: Tensor | None, approximate: str) -> int:
+    """Read x and bias, write y."""
+    return (2 * x.numel() + (0 if bias is None else bias.numel())) * x.element_size()
+
+
+def _traffic_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> int:
+    """Read grad, x and bias, write dx and dbias."""
+    return (3 * x.numel() + (0 if bias is None else 2 * bias.numel())) * x.element_size()
+
+
+register(
+    "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
+    reference=reference,
+    fake=_fake,
+    triton=launch,
+    flops=_flops,
+    traffic=_traffic,
+)
+register(
+    "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> (Tensor, Tensor)",
+    reference=reference_backward,
+    fake=_fake_backward,
+    triton=launch_backward,
+    flops=_flops_backward,
+    traffic=_traffic_backward,
+)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, bias, ctx.approximate = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _backward(ctx, grad: Tensor):
+    x, bias = ctx.saved_tensors
+    dx, dbias = torch.ops.fastmp.bias_gelu_backward(grad, x, bias, ctx.approximate)
+    return dx, (None if bias is None else dbias), None
+
+
+def _no_second_backward(ctx, *grads):
+    raise RuntimeError("bias_gelu: its backward is not differentiable (create_graph=True is not supported)")
+
+
+torch.library.register_autograd("fastmp::bias_gelu", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("fastmp::bias_gelu_backward", _no_second_backward, lib=LIBRARY)
+
+
+def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
+    """gelu(x + bias), fused; differentiable once in x and bias.
+
+    Args:
+        x: (..., N), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
+        bias: (N,) of the same dtype and device, or None.
+        approximate: "tanh" or "none" (the exact form with erf).
+
+    Returns:
+        A new contiguous tensor of x's shape and dtype. Arithmetic is in float32 (float64 for float64 inputs)
+        and rounded once; the bias gradient is accumulated in the same precision.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or `approximate` is neither of the two.
+
+    Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+    if approximate not in ("tanh", "none"):
+        raise ValueError(f"bias_gelu: approximate must be 'tanh' or 'none', got {approximate!r}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"bias_gelu: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("bias_gelu: x must have at least one dimension, got shape ()")
+    if bias is not None:
+        if bias.shape != x.shape[-1:]:
+            raise ValueError(f"bias_gelu: bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")
+        if bias.dtype != x.dtype:
+            raise ValueError(f"bias_gelu: x is {x.dtype} but bias is {bias.dtype}")
+        if bias.device != x.device:
+            raise ValueError(f"bias_gelu: x is on {x.device} but bias is on {bias.device}")
+    return torch.ops.fastmp.bias_gelu(x, bias, approximate)
