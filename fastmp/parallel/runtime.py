@@ -43,17 +43,17 @@ class Runtime:
 
 
 def init(*, backend: str | None = None, timeout_minutes: float = 10) -> Runtime:
-    """Join the job described by the environment and choose this rank's device.
+    """Join the job that the launcher describes and choose this rank's device.
 
     With a GPU the device is `cuda:LOCAL_RANK`, CUDA tensors travel over NCCL and CPU tensors over gloo;
     without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds both the wait for the
-    other ranks and every collective of the default group. Without RANK in the environment this is a world
+    other ranks and every collective of the default group. Without a RANK variable this is a world
     of one and no process group is made.
 
     Safe under `torchrun --max-restarts`: a restarted job never reads what dead workers left in the agent's
     store.
 
-    Raises ValueError for an environment that contradicts itself or the machine; RuntimeError where ranks
+    Raises ValueError for variables that contradict each other or the machine; RuntimeError where ranks
     are missing when the time is up (they are named), and where torch.distributed is already initialised.
     """
     if backend not in (None, "gloo", "nccl"):
@@ -65,27 +65,27 @@ def init(*, backend: str | None = None, timeout_minutes: float = 10) -> Runtime:
             f"fastmp.init: torch.distributed is already initialised (rank {dist.get_rank()} of "
             f"{dist.get_world_size()}); call init once, or Runtime.close() before a second time"
         )
-    environment = Environment.read()
-    device = _device(environment, backend)
-    if environment.rank is None:
-        if environment.world_size > 1:
+    env = Environment.read()
+    device = _device(env, backend)
+    if env.rank is None:
+        if env.world_size > 1:
             raise ValueError(
-                f"fastmp.init: WORLD_SIZE is {environment.world_size} but RANK is not set; "
-                f"start the ranks with torchrun --nproc-per-node {environment.world_size}"
+                f"fastmp.init: WORLD_SIZE is {env.world_size} but RANK is not set; "
+                f"start the ranks with torchrun --nproc-per-node {env.world_size}"
             )
         return Runtime(rank=0, world_size=1, local_rank=0, device=device)
-    rank, world_size = environment.rank, environment.world_size
+    rank, world_size = env.rank, env.world_size
     if not 0 <= rank < world_size:
         raise ValueError(f"fastmp.init: RANK {rank} is outside 0 .. WORLD_SIZE - 1 = {world_size - 1}")
     timeout = timedelta(minutes=timeout_minutes)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_join_store(environment, rank, timeout),
+        store=_join_store(env, rank, timeout),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
-    return Runtime(rank=rank, world_size=world_size, local_rank=environment.local_rank, device=device)
+    return Runtime(rank=rank, world_size=world_size, local_rank=env.local_rank, device=device)
 
 
 def main_guard(main: Callable[[], int | None]) -> int:
@@ -98,11 +98,11 @@ def main_guard(main: Callable[[], int | None]) -> int:
     stack on stderr.
     """
     try:
-        environment = Environment.read()
+        env = Environment.read()
     except ValueError as error:
         print(f"fastmp: {error}", file=sys.stderr)
         return 1
-    has_peers, status = environment.world_size > 1, 1
+    has_peers, status = env.world_size > 1, 1
     if has_peers and sys.__stderr__ is not None:
         faulthandler.enable(file=sys.__stderr__)
     try:
@@ -112,12 +112,12 @@ def main_guard(main: Callable[[], int | None]) -> int:
             raise
         status = leaving.code
     except KeyboardInterrupt:
-        _say(environment, "interrupted")
+        _say(env, "interrupted")
         status = 130
     except BaseException as error:
-        if environment.debug:
+        if env.debug:
             traceback.print_exc()
-        _say(environment, _summary(error, environment))
+        _say(env, _summary(error, env))
         if has_peers and _lost_peer(error):
             time.sleep(1)  # so that torchrun reports the rank that failed first, and not this one
     if has_peers:
@@ -127,30 +127,30 @@ def main_guard(main: Callable[[], int | None]) -> int:
     return status
 
 
-def _device(environment: Environment, backend: str | None) -> torch.device:
+def _device(env: Environment, backend: str | None) -> torch.device:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and num_gpus == 0:
         raise ValueError("fastmp.init: backend 'nccl' needs a CUDA GPU, and torch sees none")
     if backend == "gloo" or num_gpus == 0:
         return torch.device("cpu")
-    if environment.local_rank >= num_gpus:
+    if env.local_rank >= num_gpus:
         raise ValueError(
-            f"fastmp.init: LOCAL_RANK is {environment.local_rank} of {environment.local_world_size} ranks "
+            f"fastmp.init: LOCAL_RANK is {env.local_rank} of {env.local_world_size} ranks "
             f"on this machine, which has {num_gpus} GPU(s); start one rank per GPU, or use backend 'gloo'"
         )
-    device = torch.device("cuda", environment.local_rank)
+    device = torch.device("cuda", env.local_rank)
     torch.cuda.set_device(device)
     return device
 
 
-def _join_store(environment: Environment, rank: int, timeout: timedelta) -> dist.Store:
-    address = f"{environment.master_addr}:{environment.master_port}"
+def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
+    address = f"{env.master_addr}:{env.master_port}"
     try:
         store = dist.TCPStore(
-            environment.master_addr,
-            environment.master_port,
-            environment.world_size,
-            is_master=rank == 0 and not environment.agent_store,
+            env.master_addr,
+            env.master_port,
+            env.world_size,
+            is_master=rank == 0 and not env.agent_store,
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,
@@ -159,7 +159,7 @@ def _join_store(environment: Environment, rank: int, timeout: timedelta) -> dist
         raise RuntimeError(
             f"fastmp.init: rank {rank} cannot reach the store at {address}: {error}"
         ) from error
-    return fresh_store(store, rank, environment.world_size, timeout)
+    return fresh_store(store, rank, env.world_size, timeout)
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
@@ -201,10 +201,8 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     raise RuntimeError(f"fastmp.init: rank {rank} of {world_size}: {who} in {timeout}")
 
 
-def _say(environment: Environment, message: str) -> None:
-    sys.stderr.write(
-        f"fastmp: rank {environment.rank or 0}: {message}\n"
-    )  # one write: lines of ranks stay whole
+def _say(env: Environment, message: str) -> None:
+    sys.stderr.write(f"fastmp: rank {env.rank or 0}: {message}\n")  # one write: lines of ranks stay whole
     sys.stderr.flush()
 
 
@@ -212,12 +210,12 @@ def _lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_PEER)
 
 
-def _summary(error: BaseException, environment: Environment) -> str:
+def _summary(error: BaseException, env: Environment) -> str:
     """One line; users' mistakes speak for themselves, anything else says how to see its traceback."""
     message = " ".join(str(error).split())
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    if environment.world_size > 1 and _lost_peer(error):
+    if env.world_size > 1 and _lost_peer(error):
         return f"another rank is gone ({text.split('. ')[0]})"
-    if isinstance(error, (ValueError, OSError)) or environment.debug:
+    if isinstance(error, (ValueError, OSError)) or env.debug:
         return text
     return f"{text} (FASTMP_DEBUG=1 shows the traceback)"
