@@ -1,0 +1,161 @@
+"""Each collective against its definition, forward and backward, and the collectives it launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+
+from fastmp.parallel.collectives import (
+    all_reduce_,
+    copy_to_group,
+    gather_from_group,
+    gather_sequence,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_sequence,
+    split_to_group,
+)
+from fastmp.testing.parallel import count_collectives
+from fastmp.testing.ranks import run_ranks
+
+# Every function, what it launches forward and backward, and what it computes: from the list of all ranks'
+# inputs (or gradients) and this rank, this rank's output (or input gradient).
+FUNCTIONS = {
+    "copy": (copy_to_group, {}, {"all_reduce": 1},
+             lambda x, r: x[r], lambda g, r: sum(g)),
+    "reduce": (reduce_from_group, {"all_reduce": 1}, {},
+               lambda x, r: sum(x), lambda g, r: g[r]),
+    "split": (split_to_group, {}, {"all_gather": 1},
+              lambda x, r: x[r].chunk(len(x), -1)[r], lambda g, r: torch.cat(g, -1)),
+    "gather": (gather_from_group, {"all_gather": 1}, {},
+               lambda x, r: torch.cat(x, -1), lambda g, r: g[r].chunk(len(g), -1)[r]),
+    "split dim 1": (lambda x, group: split_to_group(x, group, 1), {}, {"all_gather": 1},
+                    lambda x, r: x[r].chunk(len(x), 1)[r], lambda g, r: torch.cat(g, 1)),
+    "gather dim 0": (lambda x, group: gather_from_group(x, group, 0), {"all_gather": 1}, {},
+                     lambda x, r: torch.cat(x), lambda g, r: g[r].chunk(len(g))[r]),
+    "gather_sequence": (gather_sequence, {"all_gather": 1}, {"reduce_scatter": 1},
+                        lambda x, r: torch.cat(x), lambda g, r: sum(g).chunk(len(g))[r]),
+    "reduce_scatter_sequence": (reduce_scatter_sequence, {"reduce_scatter": 1}, {"all_gather": 1},
+                                lambda x, r: sum(x).chunk(len(x))[r], lambda g, r: torch.cat(g)),
+}
+LAYOUTS = {
+    "contiguous": lambda x: x.contiguous(),
+    "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
+    "slice of a wider tensor": lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+}
+
+
+def all_inputs(world_size: int, shape: tuple[int, ...], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(world_size)]
+
+
+def check_definition(rank, world_size, name):
+    function, launched, launched_backward, forward, backward = FUNCTIONS[name]
+    group = dist.group.WORLD
+    for layout, arrange in LAYOUTS.items():
+        inputs = all_inputs(world_size, (4, 8, 12), seed=1)
+        x = arrange(inputs[rank]).requires_grad_()
+        with count_collectives() as seen:
+            y = function(x, group)
+        assert seen.counts == launched, (layout, seen.calls)
+        torch.testing.assert_close(y, forward(inputs, rank), rtol=0, atol=1e-12)
+        assert torch.equal(x, inputs[rank]), f"{layout}: the caller's tensor was modified"
+
+        grads = all_inputs(world_size, tuple(y.shape), seed=2)
+        grad = arrange(grads[rank])
+        with count_collectives() as seen:
+            (grad_x,) = torch.autograd.grad(y, x, grad)
+        assert seen.counts == launched_backward, (layout, seen.calls)
+        torch.testing.assert_close(grad_x, backward(grads, rank), rtol=0, atol=1e-12)
+        assert torch.equal(grad, grads[rank]), f"{layout}: the caller's gradient was modified"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_forward_and_backward(name, world_size):
+    run_ranks(check_definition, world_size, name)
+
+
+def check_second_derivative(rank, world_size):
+    """Of sum(f(x)^3): f is linear, so the gradient's gradient is that of the same pair once more."""
+    for function, _, _, _, _ in FUNCTIONS.values():
+        x = torch.randn(4, 8, 12, dtype=torch.float64, requires_grad=True)
+        y = function(x, dist.group.WORLD)
+        (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert second.shape == x.shape and second.abs().sum() > 0
+
+
+def test_twice_differentiable():
+    run_ranks(check_second_derivative, 2)
+
+
+def check_dtypes(rank, world_size):
+    group = dist.group.WORLD
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = torch.full((4, 4), 1.0 + rank, dtype=dtype)
+        assert torch.equal(reduce_from_group(x, group), torch.full((4, 4), 3.0, dtype=dtype))
+        assert torch.equal(reduce_scatter_sequence(x, group), torch.full((2, 4), 3.0, dtype=dtype))
+        assert gather_from_group(x, group)[0].tolist() == [1.0] * 4 + [2.0] * 4
+    empty = torch.empty(0, 3)
+    for function in (reduce_from_group, gather_sequence, reduce_scatter_sequence):
+        assert function(empty, group).shape == (0, 3)
+
+
+def test_dtypes_and_empty():
+    run_ranks(check_dtypes, 2)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_no_group_is_this_rank_alone(name):
+    x = torch.randn(4, 8, 12, requires_grad=True)
+    with count_collectives() as seen:
+        assert FUNCTIONS[name][0](x, None) is x
+    assert seen.counts == {}
+    assert (group_size(None), group_rank(None)) == (1, 0)
+
+
+def check_errors(rank, world_size):
+    group = dist.group.WORLD
+    with pytest.raises(ValueError, match=r"split_to_group: dimension -1 has size 5, which a group of 2 does"):
+        split_to_group(torch.ones(2, 5), group)
+    with pytest.raises(ValueError, match=r"reduce_scatter_sequence: dimension 0 has size 3, which a group of 2"):
+        reduce_scatter_sequence(torch.ones(3, 2), group)
+    with pytest.raises(ValueError, match=r"all_reduce_: a tensor of shape \(2, 3\) and strides \(1, 2\)"):
+        all_reduce_(torch.ones(3, 2).t(), group)
+
+
+def test_errors_name_the_sizes():
+    run_ranks(check_errors, 2)
+
+
+def check_traced(rank, world_size, name):
+    """One graph, without a break; the collectives are ops in the traced forward and backward."""
+    function, launched, launched_backward, _, _ = FUNCTIONS[name]
+    graphs = []
+
+    def keep(graph, inputs):
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        graphs.append([target.__name__.split(".")[0] for target in targets if "_c10d_functional" in str(target)])
+        return graph.forward
+
+    x = torch.randn(4, 8, 12, dtype=torch.float64, requires_grad=True)
+    eager = function(x.sin(), dist.group.WORLD)
+    (eager_grad,) = torch.autograd.grad(eager.pow(2).sum(), x)
+    compiled = torch.compile(lambda x: function(x.sin(), dist.group.WORLD), fullgraph=True,
+                             backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    y = compiled(x)
+    (grad,) = torch.autograd.grad(y.pow(2).sum(), x)
+    assert torch.equal(y, eager) and torch.equal(grad, eager_grad)
+    traced = [[op.replace("_into_tensor", "").replace("_tensor", "").replace("_single", "") for op in graph
+               if not op.startswith("wait")] for graph in graphs]
+    assert traced == [list(launched), list(launched_backward)], graphs
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_traceable(name):
+    run_ranks(check_traced, 2, name)
