@@ -201,11 +201,10 @@ def make_plan() -> Plan:
         no_host = "no pybind11 (pip install pybind11)"
     if not no_host and not Path(python_include, "Python.h").is_file():
         no_host = f"no Python.h in {python_include}"
-    no_cuda = "FASTMP_CUDA=0" if cuda == "0" else no_tools or no_torch
-    if not no_cuda and cuda == "auto" and cpp == "0":
-        no_cuda = "FASTMP_CPP=0"
-    if not no_cuda and not nvcc:
-        no_cuda = "no nvcc (CUDACXX, CUDA_HOME, PATH or /usr/local/cuda)"
+    no_nvcc = "" if nvcc else "no nvcc (CUDACXX, CUDA_HOME, PATH or /usr/local/cuda)"
+    no_cuda = no_tools or no_torch or no_nvcc
+    if cuda == "0" or (cuda == "auto" and cpp == "0"):
+        no_cuda = f"{'FASTMP_CUDA' if cuda == '0' else 'FASTMP_CPP'}=0"
     for name, asked, missing in (("FASTMP_CPP", cpp, no_cpp or no_host), ("FASTMP_CUDA", cuda, no_cuda)):
         if asked == "1" and missing:
             raise BuildError(f"{name}=1, but {missing}")
@@ -237,10 +236,14 @@ def make_plan() -> Plan:
 
 
 def write_record(plan: Plan, package: Path) -> None:
+    """Write _build.json next to the libraries, say what it says, and drop libraries of an earlier build."""
     package.mkdir(parents=True, exist_ok=True)
     (package / "_build.json").write_text(json.dumps(plan.record(), indent=2) + "\n")
     for part, library in LIBRARIES.items():
         print(f"fastmp: {library}: {plan.parts[part]}", file=sys.stderr)
+        if plan.parts[part] != "built":
+            for stale in package.glob(f"{library}.*so"):
+                stale.unlink()
 
 
 class BuildPy(build_py):
@@ -250,9 +253,6 @@ class BuildPy(build_py):
         package = ROOT / "fastmp" if self.editable_mode else Path(self.build_lib, "fastmp")
         if not self.editable_mode:
             shutil.rmtree(package, ignore_errors=True)  # modules since deleted must not reach a wheel
-        elif not PLAN.libraries():
-            for stale in package.glob("*.so"):
-                stale.unlink()
         super().run()
         if not PLAN.libraries():
             write_record(PLAN, package)

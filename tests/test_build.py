@@ -1,0 +1,264 @@
+"""What gets installed: the wheel with its compiled parts, the pure-Python one, and the choices of setup.py.
+
+Wheels are built from this checkout, whose CMake directory is warm after an editable install, and installed
+into bare environments that see torch and the rest through a .pth file. Everything about an installed fastmp
+runs outside the checkout, whose fastmp/ would shadow it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PIP = ("-m", "pip", "--disable-pip-version-check")
+
+
+def load(path: str):
+    """A script of the repository as a module, without running it."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_script", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def build():
+    return load("setup.py")
+
+
+def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("FASTMP_", "PYTHON"))}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env={**kept, **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def succeed(*command: str | Path, cwd: Path, **variables: str) -> str:
+    done = run(*command, cwd=cwd, **variables)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def make_wheel(directory: Path, **variables: str) -> Path:
+    options = ("--no-build-isolation", "--no-deps", "--no-index", "-w", directory)
+    succeed(sys.executable, *PIP, "wheel", *options, ".", cwd=ROOT, **variables)
+    (wheel,) = directory.glob("fastmp-*.whl")
+    return wheel
+
+
+def bare_environment(directory: Path) -> Path:
+    """An empty environment that sees the packages of this one through a .pth; returns its Python."""
+    venv.create(directory, with_pip=False)
+    (site,) = directory.glob("lib/python*/site-packages")
+    outer = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "outer.pth").write_text("\n".join(outer) + "\n")
+    return directory / "bin" / "python"
+
+
+def install(wheel: Path, directory: Path) -> Path:
+    """A bare environment with the wheel; returns its Python."""
+    python = bare_environment(directory)
+    options = ("--no-deps", "--no-index", "--ignore-installed")
+    succeed(python, *PIP, "install", *options, wheel, cwd=directory)
+    return python
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("compiled")
+    return install(make_wheel(base), base / "venv")
+
+
+@pytest.fixture(scope="module")
+def installed_pure(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("pure")
+    gone = ROOT / "build" / "lib" / "fastmp" / "deleted_since.py"
+    gone.parent.mkdir(parents=True, exist_ok=True)
+    gone.write_text("")
+    wheel = make_wheel(base, FASTMP_CPP="0")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert not [name for name in names if name.endswith(("deleted_since.py", ".so"))]
+    return install(wheel, base / "venv")
+
+
+def record_of(python: Path) -> dict:
+    (record,) = python.parent.parent.glob("lib/python*/site-packages/fastmp/_build.json")
+    return json.loads(record.read_text())
+
+
+def test_wheel_is_what_runs_outside_the_checkout(installed, tmp_path):
+    code = "import fastmp; print(fastmp.__file__)"
+    path = succeed(installed, "-c", code, cwd=tmp_path).strip()
+    assert Path(path).is_relative_to(installed.parent.parent)
+
+
+def test_wheel_has_the_libraries_this_machine_can_build(installed, build, monkeypatch):
+    for name in ("FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    record = record_of(installed)
+    assert record == build.make_plan().record()
+    (package,) = installed.parent.parent.glob("lib/python*/site-packages/fastmp")
+    host = "_host" + sysconfig.get_config_var("EXT_SUFFIX")
+    files = {"cpp": "_C_cpu.so", "cuda": "_C_cuda.so", "host": host}
+    expected = sorted(name for part, name in files.items() if record[part] == "built")
+    assert sorted(path.name for path in package.glob("*.so")) == expected
+
+
+def test_compiled_libraries_load(installed, tmp_path):
+    record = record_of(installed)
+    code = "import fastmp.ops, json; print(json.dumps(fastmp.ops.backends()))"
+    served = json.loads(succeed(installed, "-c", code, cwd=tmp_path))
+    assert served
+    if record["cpp"] == "built":
+        assert {name: by["cpu"][0] for name, by in served.items()} == dict.fromkeys(served, "c++")
+    if record["host"] == "built":
+        succeed(installed, "-c", "import fastmp._host", cwd=tmp_path)
+
+
+def test_doctor_of_the_wheel(installed, tmp_path):
+    report = succeed(installed.with_name("fastmp"), "doctor", cwd=tmp_path)
+    for part, state in record_of(installed).items():
+        assert f"{part}: {state}" in report
+
+
+def test_libraries_hold_no_python_symbol(installed):
+    (package,) = installed.parent.parent.glob("lib/python*/site-packages/fastmp")
+    symbol = re.compile(rb"\0_?Py(?:[A-Z]\w*)?_\w+(?=\0)")
+    for library in package.glob("_C_*.so"):
+        assert symbol.findall(library.read_bytes()) == [], library.name
+    for library in package.glob("_host*.so"):  # the pattern finds them where they are
+        assert symbol.findall(library.read_bytes())
+
+
+def test_pure_python_wheel_works_and_says_why(installed_pure, tmp_path):
+    assert record_of(installed_pure)["cpp"] == "FASTMP_CPP=0"
+    report = succeed(installed_pure.with_name("fastmp"), "doctor", cwd=tmp_path)
+    assert "cpp: FASTMP_CPP=0" in report
+    assert "reference (FASTMP_CPP=0)" in report
+    code = """if True:
+        import torch, fastmp.ops
+        x = torch.randn(4, 8, requires_grad=True)
+        fastmp.ops.cross_entropy(x, torch.arange(4)).sum().backward()
+        torch.testing.assert_close(x.grad, x.detach().softmax(-1) - torch.eye(4, 8))
+        torch.testing.assert_close(fastmp.ops.bias_gelu(x), torch.nn.functional.gelu(x, approximate="tanh"))
+    """
+    succeed(installed_pure, "-c", code, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("part", ["FASTMP_CPP", "FASTMP_CUDA"])
+def test_required_part_without_a_compiler_fails(part, tmp_path):
+    variables = {"PATH": str(tmp_path), "CXX": "", "CUDACXX": "", part: "1"}
+    options = ("--no-build-isolation", "--no-deps", "--no-index", "-w", tmp_path)
+    done = run(sys.executable, *PIP, "wheel", *options, ".", cwd=ROOT, **variables)
+    assert done.returncode != 0
+    assert f"fastmp: error: {part}=1, but no C++ compiler" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("*.whl"))
+
+
+def test_plan_without_a_compiler_is_pure_python(build, monkeypatch, tmp_path):
+    for name in ("FASTMP_CPP", "FASTMP_CUDA", "CXX", "CUDACXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    plan = build.make_plan()
+    assert plan.libraries() == []
+    assert "no C++ compiler" in plan.parts["cpp"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8.0;9.0;10.0+PTX", ["8.0", "9.0", "10.0+PTX"]),
+        ("80;90;100+PTX", ["8.0", "9.0", "10.0+PTX"]),
+        ("10.0 9.0, 8.0", ["8.0", "9.0", "10.0"]),
+        ("90a", ["9.0a"]),
+        ("9.0a;100f;12.1", ["9.0a", "10.0f", "12.1"]),
+    ],
+)
+def test_arch_list(build, text, expected):
+    assert [str(arch) for arch in build.parse_archs(text)] == expected
+
+
+@pytest.mark.parametrize("text", ["Hopper", "9", "9.0b", "9.0;x", ";", "sm_90"])
+def test_arch_list_names_what_it_does_not_understand(build, text):
+    with pytest.raises(ValueError, match=re.escape(repr(text.split(";")[-1] or text))):
+        build.parse_archs(text)
+
+
+def test_gencode_keeps_arch_specific_code_to_its_files(build):
+    flags = build.gencode_flags(build.parse_archs("8.0;9.0a;9.0;10.0+PTX"))
+    assert flags[""] == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_100,code=sm_100",
+        "-gencode=arch=compute_100,code=compute_100",
+    ]
+    assert flags["SM90A"] == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert flags["SM100F"] == ["-gencode=arch=compute_100f,code=sm_100f"]
+    assert build.gencode_flags(build.parse_archs("8.0"))["SM90A"] == []
+
+
+def test_default_archs_follow_the_compiler(build, tmp_path):
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\nprintf 'compute_75\\ncompute_80\\ncompute_90\\n'\n")
+    nvcc.chmod(0o755)
+    assert build.default_archs(str(nvcc)) == "8.0;9.0+PTX"
+
+
+def test_torch_is_found_or_the_reason_given(build, monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.delenv("FASTMP_TORCH_DIR", raising=False)
+    directory, version, reason = build.find_torch()
+    assert (directory, version, reason) == (Path(torch.__file__).resolve().parent, torch.__version__, "")
+    monkeypatch.setenv("FASTMP_TORCH_DIR", str(tmp_path))
+    assert str(tmp_path) in build.find_torch()[2]
+    (tmp_path / "version.py").write_text("__version__ = '2.9.1+cpu'\n")
+    assert "2.9.1+cpu" in build.find_torch()[2]
+
+
+def test_setting_names_a_wrong_value(build, monkeypatch):
+    monkeypatch.setenv("FASTMP_CPP", "yes")
+    with pytest.raises(SystemExit, match="FASTMP_CPP must be auto, 0 or 1, got 'yes'"):
+        build.setting("FASTMP_CPP")
+
+
+def test_environment_resolves_extras():
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = load(".ci/environment.py").requirements(project, "dev")
+    assert {"ruff", "pytest-timeout", "tyro", "safetensors", "ninja"} <= set(wanted)
+    assert not [item for item in wanted if item.startswith(("torch", "fastmp"))]
+
+
+@pytest.mark.full
+def test_isolated_install_twice_in_one_tree(tmp_path):
+    """The second one must not trip over tools of the first one's build environment, which is gone."""
+    tree = tmp_path / "tree"
+    skipped = shutil.ignore_patterns(".venv", ".git", "build", "runs", "*.so", "_build.json", "__pycache__")
+    shutil.copytree(ROOT, tree, ignore=skipped)
+    python = bare_environment(tmp_path / "venv")
+    for _ in range(2):
+        options = ("--no-deps", "--ignore-installed")
+        succeed(python, *PIP, "install", *options, ".", cwd=tree, FASTMP_CPP="1", FASTMP_CUDA="0")
+        assert record_of(python)["cpp"] == "built"
