@@ -1,0 +1,540 @@
+"""Cross-entropy over a vocabulary that may be sharded: three numbers a token, merged, then the gradient.
+
+Each shard reads its logits once and keeps (maximum, sum of exponentials, the target's logit) per token; all
+shards' statistics merge into the loss and the log-sum-exp (lse); the gradient needs the logits and the lse
+alone. So nothing else of size tokens x vocabulary exists, and the gradient may overwrite the logits.
+loss = w [(1 - a) (lse - x_t) + a / V sum_j (lse - x_j) + z lse^2], where V counts the whole vocabulary
+without padding, x_t is the target's logit, w the token's weight, a the label smoothing, z the z-loss.
+N tokens, V columns of this shard (padding included), P shards.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fastmp.ops import _triton
+from fastmp.ops._triton import jit, tl
+from fastmp.ops.registry import register
+
+_NAN = float("nan")
+
+
+def _real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
+    """How many of a shard's columns are not padding."""
+    return min(max(vocab_size - vocab_start, 0), columns)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _stats_reference(logits, target, vocab_start, vocab_size, with_sum):
+    real = _real_columns(logits.shape[1], vocab_start, vocab_size)
+    x = logits[:, :real].to(_accumulator(logits.dtype))
+    if real == 0:
+        empty = x.new_tensor([-torch.inf, 0, 0, 0][: 4 if with_sum else 3])
+        return empty.repeat(len(x), 1)
+    top = x.amax(1)
+    finite = top.masked_fill(top == -torch.inf, 0)
+    column = target - vocab_start
+    here = (column >= 0) & (column < real)
+    target_logit = x.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
+    columns = [top, (x - finite[:, None]).exp().sum(1), target_logit]
+    return torch.stack(columns + [x.sum(1)] * with_sum, 1)
+
+
+def _merge_reference(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
+    top = stats[..., 0].amax(0)
+    top = top.masked_fill(top == -torch.inf, 0)
+    lse = top + (stats[..., 1] * (stats[..., 0] - top).exp()).sum(0).log()
+    loss = (1 - label_smoothing) * (lse - stats[..., 2].sum(0)) + z_loss * lse * lse
+    if label_smoothing:
+        loss = loss + label_smoothing * (lse - stats[..., 3].sum(0) / vocab_size)
+    if token_weight is not None:
+        loss = loss * token_weight
+    loss = loss.where((target >= 0) & (target < vocab_size), _NAN)
+    return loss.masked_fill(target == ignore_index, 0), lse
+
+
+def _grad_reference(
+    logits,
+    target,
+    lse,
+    grad_loss,
+    token_weight,
+    vocab_start,
+    vocab_size,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+):
+    real = _real_columns(logits.shape[1], vocab_start, vocab_size)
+    scale = grad_loss if token_weight is None else grad_loss * token_weight
+    scale = scale.where((target >= 0) & (target < vocab_size), _NAN)[:, None]
+    probability = (logits[:, :real].to(lse.dtype) - lse[:, None]).exp()
+    is_target = torch.arange(vocab_start, vocab_start + real, device=target.device) == target[:, None]
+    grad = probability * (1 + 2 * z_loss * lse[:, None]) - label_smoothing / vocab_size
+    grad = scale * (grad - (1 - label_smoothing) * is_target.to(lse.dtype))
+    out = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    out[:, :real] = grad.masked_fill((target == ignore_index)[:, None], 0)
+    return out
+
+
+def _grad_reference_(logits, *options):
+    logits.copy_(_grad_reference(logits, *options))
+
+
+# Triton. One program a row, walked in blocks of (BLOCK / VEC, VEC) elements: a thread holds VEC neighbours,
+# 16 bytes, takes their maximum first and then spends one exponential a logit, and one more a fragment to
+# rescale its own sum; lanes meet once, at the end of the row. A row that does not start on 16 bytes is walked
+# from the last boundary before it. Only blocks that stick out of the row are masked: a mask that may end
+# anywhere splits every load.
+
+
+@jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+def _offsets(BLOCK: tl.constexpr, VEC: tl.constexpr):
+    return tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+
+
+@jit
+def _stats_kernel(
+    logits, target, out, row_stride, real, vocab_start,
+    WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = out.dtype.element_ty
+    LANES: tl.constexpr = BLOCK // VEC
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    end = begin + real
+    base = logits + tl.multiple_of(aligned, VEC)
+    top = tl.full((LANES,), float("-inf"), ACC)
+    total = tl.zeros((LANES,), ACC)
+    plain = tl.zeros((LANES,), ACC)
+    for start in range(0, end, BLOCK):
+        at = start + _offsets(BLOCK, VEC)
+        if (start >= begin) & (start + BLOCK <= end):
+            x = tl.load(base + at).to(ACC)
+        else:
+            x = tl.load(base + at, mask=(at >= begin) & (at < end), other=float("-inf")).to(ACC)
+        higher = tl.maximum(top, tl.max(x, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * _exp(top - finite) + tl.sum(_exp(x - finite[:, None]), 1)
+        top = higher
+        if WITH_SUM:
+            plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
+    row_top = tl.max(top, 0)
+    finite = tl.where(row_top == float("-inf"), 0.0, row_top)
+    column = tl.load(target + row) - vocab_start
+    here = (column >= 0) & (column < real)
+    out += row * (4 if WITH_SUM else 3)
+    tl.store(out, row_top)
+    tl.store(out + 1, tl.sum(total * _exp(top - finite), 0))
+    tl.store(out + 2, tl.load(base + begin + column, mask=here, other=0.0).to(ACC))
+    if WITH_SUM:
+        tl.store(out + 3, tl.sum(plain, 0))
+
+
+@jit
+def _merge_kernel(
+    stats, target, token_weight, loss, lse, tokens, shards, vocab_size, ignore_index,
+    WIDTH: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    top = tl.full((BLOCK,), float("-inf"), stats.dtype.element_ty)
+    for shard in range(shards):
+        top = tl.maximum(top, tl.load(stats + (shard * tokens + token) * WIDTH, mask=inside, other=0.0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros_like(top)
+    target_logit = tl.zeros_like(top)
+    plain = tl.zeros_like(top)
+    for shard in range(shards):
+        at = stats + (shard * tokens + token) * WIDTH
+        total += tl.load(at + 1, mask=inside, other=1.0) * _exp(tl.load(at, mask=inside, other=0.0) - top)
+        target_logit += tl.load(at + 2, mask=inside, other=0.0)
+        if SMOOTHING > 0:
+            plain += tl.load(at + 3, mask=inside, other=0.0)
+    row_lse = top + tl.log(total)
+    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
+    if SMOOTHING > 0:
+        value += SMOOTHING * (row_lse - plain / vocab_size)
+    if token_weight is not None:
+        value *= tl.load(token_weight + token, mask=inside, other=0.0)
+    wanted = tl.load(target + token, mask=inside, other=0)
+    value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
+    tl.store(loss + token, tl.where(wanted == ignore_index, 0.0, value), mask=inside)
+    tl.store(lse + token, row_lse, mask=inside)
+
+
+@jit
+def _grad_kernel(
+    logits, out, target, lse, grad_loss, token_weight, row_stride, out_stride, columns, real,
+    vocab_start, vocab_size, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    end = begin + real
+    source = logits + tl.multiple_of(aligned, VEC)
+    sink = out + tl.multiple_of(row * out_stride - begin, VEC)
+    row_lse = tl.load(lse + row)
+    wanted = tl.load(target + row)
+    live = wanted != ignore_index
+    scale = tl.load(grad_loss + row)
+    if token_weight is not None:
+        scale *= tl.load(token_weight + row)
+    scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
+    slope = 1 + 2 * Z_LOSS * row_lse
+    shift = SMOOTHING / vocab_size
+    column = wanted - vocab_start
+    target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
+    for start in range(0, begin + columns, BLOCK):
+        at = start + _offsets(BLOCK, VEC)
+        whole = (start >= begin) & (start + BLOCK <= end)
+        if whole:
+            x = tl.load(source + at, mask=live, other=0.0)
+        else:
+            x = tl.load(source + at, mask=live & (at >= begin) & (at < end), other=0.0)
+        grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
+        grad -= tl.where(at == target_at, 1 - SMOOTHING, 0.0)
+        grad = tl.where(live, grad * scale, 0.0)
+        if whole:
+            tl.store(sink + at, grad)
+        else:
+            tl.store(sink + at, tl.where(at < end, grad, 0.0), mask=(at >= begin) & (at < begin + columns))
+
+
+def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
+    """(BLOCK, VEC, num_warps) for rows of so many columns: 16 bytes a load, at most 32 KiB a block."""
+    vec = 16 // itemsize
+    block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), 2048 * vec)
+    return block, vec, min(max(block // (64 * vec), 1), 16)
+
+
+def _aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % 16 == 0
+
+
+def _stats_triton(logits, target, vocab_start, vocab_size, with_sum):
+    tokens, columns = logits.shape
+    out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=_accumulator(logits.dtype))
+    block, vec, num_warps = launch_sizes(columns, logits.element_size())
+    real = _real_columns(columns, vocab_start, vocab_size)
+    with torch.cuda.device_of(logits):
+        if tokens:
+            _stats_kernel[(tokens,)](
+                logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
+                WITH_SUM=with_sum, BLOCK=block, VEC=vec if _aligned(logits) else 1, num_warps=num_warps,
+            )  # fmt: skip
+    return out
+
+
+def _merge_triton(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
+    shards, tokens, width = stats.shape
+    loss, lse = stats.new_empty(tokens), stats.new_empty(tokens)
+    weight = None if token_weight is None else token_weight.contiguous()
+    with torch.cuda.device_of(stats):
+        if tokens:
+            _merge_kernel[(_triton.cdiv(tokens, 128),)](
+                stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
+                ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
+            )  # fmt: skip
+    return loss, lse
+
+
+def _launch_grad(
+    out,
+    logits,
+    target,
+    lse,
+    grad_loss,
+    token_weight,
+    vocab_start,
+    vocab_size,
+    ignore_index,
+    smoothing,
+    z_loss,
+):
+    tokens, columns = logits.shape
+    block, vec, num_warps = launch_sizes(columns, logits.element_size())
+    if not (_aligned(logits) and _aligned(out) and (logits.stride(0) - out.stride(0)) % vec == 0):
+        vec = 1
+    weight = None if token_weight is None else token_weight.contiguous()
+    with torch.cuda.device_of(logits):
+        if tokens:
+            _grad_kernel[(tokens,)](
+                logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
+                logits.stride(0), out.stride(0), columns, _real_columns(columns, vocab_start, vocab_size),
+                vocab_start, vocab_size, ignore_index,
+                SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=vec, num_warps=num_warps,
+            )  # fmt: skip
+
+
+def _grad_triton(logits, *options):
+    out = logits.new_empty(logits.shape)
+    _launch_grad(out, logits, *options)
+    return out
+
+
+def _grad_triton_(logits, *options):
+    _launch_grad(logits, logits, *options)
+
+
+# What each op costs: operations (an exponential counts as one) and the fewest bytes across device memory.
+
+
+def _stats_flops(logits, target, vocab_start, vocab_size, with_sum) -> int:
+    return logits.shape[0] * _real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
+
+
+def _stats_traffic(logits, target, vocab_start, vocab_size, with_sum) -> int:
+    real = _real_columns(logits.shape[1], vocab_start, vocab_size)
+    row = real * logits.element_size() + 8 + (4 if with_sum else 3) * _accumulator(logits.dtype).itemsize
+    return logits.shape[0] * row
+
+
+def _merge_flops(stats, target, *options) -> int:
+    return stats.shape[0] * stats.shape[1] * (stats.shape[2] + 2) + 6 * stats.shape[1]
+
+
+def _merge_traffic(stats, target, token_weight, *options) -> int:
+    per_token = 2 + (token_weight is not None)
+    return stats.numel() * stats.element_size() + stats.shape[1] * (8 + per_token * stats.element_size())
+
+
+def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
+    return logits.shape[0] * _real_columns(logits.shape[1], vocab_start, vocab_size) * 5
+
+
+def _grad_traffic(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
+    tokens, columns = logits.shape
+    touched = columns + _real_columns(columns, vocab_start, vocab_size)
+    per_token = 2 + (token_weight is not None)
+    return tokens * (touched * logits.element_size() + 8 + per_token * lse.element_size())
+
+
+register(
+    "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
+    " -> Tensor",
+    reference=_stats_reference,
+    triton=_stats_triton,
+    fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
+        (logits.shape[0], 4 if with_sum else 3), dtype=_accumulator(logits.dtype)
+    ),
+    flops=_stats_flops,
+    traffic=_stats_traffic,
+)
+register(
+    "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
+    " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
+    reference=_merge_reference,
+    triton=_merge_triton,
+    fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
+    flops=_merge_flops,
+    traffic=_merge_traffic,
+)
+_GRAD_OPTIONS = (
+    "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
+    "int ignore_index, float label_smoothing, float z_loss"
+)
+register(
+    f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
+    reference=_grad_reference,
+    triton=_grad_triton,
+    fake=lambda logits, *args: logits.new_empty(logits.shape),
+    flops=_grad_flops,
+    traffic=_grad_traffic,
+)
+register(
+    f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
+    reference=_grad_reference_,
+    triton=_grad_triton_,
+    fake=lambda logits, *args: None,
+    flops=_grad_flops,
+    traffic=_grad_traffic,
+)
+
+
+class _LossFromStats(torch.autograd.Function):
+    """Loss (N,) of logits (N, V) whose statistics are known; keeps logits, target, lse and weight."""
+
+    @staticmethod
+    def forward(ctx, logits, target, stats, token_weight, vocab_start, options, in_place):
+        loss, lse = torch.ops.fastmp.cross_entropy_merge(stats, target, token_weight, *options)
+        ctx.save_for_backward(logits, target, lse, token_weight)
+        ctx.options = (vocab_start, *options)
+        ctx.in_place = in_place
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        logits, target, lse, token_weight = ctx.saved_tensors
+        arguments = (logits.detach(), target, lse, grad_loss, token_weight, *ctx.options)
+        if ctx.in_place:
+            torch.ops.fastmp.cross_entropy_grad_(*arguments)
+            return arguments[0], None, None, None, None, None, None
+        return torch.ops.fastmp.cross_entropy_grad(*arguments), None, None, None, None, None, None
+
+
+def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise for ids outside the vocabulary where looking makes no device wait: eager CPU tensors."""
+    if target.device.type != "cpu" or type(target) is not Tensor or torch.compiler.is_compiling():
+        return
+    wrong = target[((target < 0) | (target >= vocab_size)) & (target != ignore_index)]
+    if len(wrong):
+        raise ValueError(
+            f"cross_entropy: target {wrong[0].item()} is outside the vocabulary of {vocab_size} ids "
+            f"and is not ignore_index {ignore_index}"
+        )
+
+
+def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"cross_entropy: {message}")
+
+    shape = tuple(logits.shape)
+    require(
+        logits.is_floating_point() and logits.dim() > 0,
+        f"logits are {logits.dtype} {shape}, not float (..., V)",
+    )
+    require(target.dtype == torch.int64, f"target must be int64, got {target.dtype}")
+    require(target.shape == logits.shape[:-1], f"target {tuple(target.shape)} does not fit logits {shape}")
+    require(vocab_size > 0, f"vocab_size must be positive, got {vocab_size} for logits {shape}")
+    require(vocab_start >= 0, f"vocab_start must not be negative, got {vocab_start}")
+    require(0 <= label_smoothing <= 1, f"label_smoothing must lie in [0, 1], got {label_smoothing}")
+    require(z_loss >= 0, f"z_loss must not be negative, got {z_loss}")
+    if token_weight is not None:
+        shape = tuple(target.shape)
+        require(
+            token_weight.shape == target.shape, f"token_weight {tuple(token_weight.shape)}, target {shape}"
+        )
+        require(
+            not token_weight.requires_grad, "token_weight receives no gradient, but requires one: detach it"
+        )
+
+
+def _rows(logits: Tensor) -> Tensor:
+    """(..., V) as (N, V), neighbouring columns next to each other: a view if strides allow, else one copy."""
+    rows = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def cross_entropy_from_stats(
+    logits: Tensor,
+    target: Tensor,
+    stats: Tensor,
+    *,
+    vocab_start: int,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    grad_in_place: bool = False,
+) -> Tensor:
+    """Loss per token of one vocabulary shard, given the statistics of all shards.
+
+    Differentiable in `logits` only. Arguments, result and errors as in `cross_entropy`, and
+
+    Args:
+        logits: (..., V) this shard's columns.
+        target: (...) int64 ids in the whole vocabulary.
+        stats: (P, N, 3), or (P, N, 4) with label smoothing: what `torch.ops.fastmp.cross_entropy_stats` gave
+            for each of the P shards, in any order; N is the number of targets.
+        vocab_start: id of this shard's first column.
+        vocab_size: number of ids of all shards together; columns beyond are padding.
+
+    Returns:
+        (...) the loss of the whole vocabulary, the same on every shard.
+    """
+    _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight)
+    rows, targets = _rows(logits), target.reshape(-1)
+    expected = (len(rows), 4 if label_smoothing else 3)
+    if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != _accumulator(logits.dtype):
+        raise ValueError(
+            f"cross_entropy: stats must be {_accumulator(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
+            f"for logits {tuple(logits.shape)}, got {stats.dtype} {tuple(stats.shape)}"
+        )
+    if grad_in_place and len(rows) > 1 and rows.stride(0) < rows.shape[1]:
+        raise ValueError(
+            f"cross_entropy: grad_in_place needs rows that do not overlap, got {tuple(rows.shape)} "
+            f"with strides {rows.stride()}"
+        )
+    _check_range(targets, vocab_size, ignore_index)
+    weight = None if token_weight is None else token_weight.reshape(-1).to(stats.dtype)
+    options = (vocab_size, ignore_index, label_smoothing, z_loss)
+    loss = _LossFromStats.apply(rows, targets, stats.detach(), weight, vocab_start, options, grad_in_place)
+    return loss.reshape(target.shape)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    token_weight: Tensor | None = None,
+    vocab_size: int | None = None,
+    grad_in_place: bool = False,
+) -> Tensor:
+    """Cross-entropy per token over a whole vocabulary.
+
+    The logits are read once forward and once backward. In between, the logits and at most three numbers a
+    token are kept, and nothing of their size is made but the gradient.
+
+    Args:
+        logits: (..., V) float64, float32, bfloat16 or float16. Copied once if neighbouring columns are not
+            next to each other in memory or the leading dimensions do not fold into one.
+        target: (...) int64 ids.
+        label_smoothing: in [0, 1]: this share of the target's weight is spread evenly over the vocabulary, as
+            in torch.nn.functional.cross_entropy.
+        z_loss: z >= 0 adds z * logsumexp(logits)^2 per token, which keeps the logits from drifting (PaLM,
+            Chowdhery et al. 2022, section 5).
+        ignore_index: tokens with this target have loss and gradient zero, whatever their logits.
+        token_weight: (...) factor of each token's loss; receives no gradient.
+        vocab_size: columns from this one on are padding: they do not count, and their gradient is zero.
+            Default V.
+        grad_in_place: let the backward pass write the gradient over `logits`, bitwise the same, which saves
+            memory of their size. A second backward pass, or one of anyone else who saved the logits, is then
+            a RuntimeError.
+
+    Returns:
+        (...) float64 for float64 logits, else float32. Ignored tokens count zero: for the mean, divide the
+        sum by the number of the others.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit; on the CPU (not under torch.compile) also a
+            target outside [0, vocab_size) that is not ignore_index. Elsewhere looking would make the device
+            wait: there such a token has loss and gradient NaN.
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    _check(logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight)
+    if vocab_size > logits.shape[-1]:
+        raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {logits.shape[-1]} columns")
+    rows, targets = _rows(logits), target.reshape(-1)
+    stats = torch.ops.fastmp.cross_entropy_stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
+    loss = cross_entropy_from_stats(
+        rows,
+        targets,
+        stats[None],
+        vocab_start=0,
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+        token_weight=None if token_weight is None else token_weight.reshape(-1),
+        grad_in_place=grad_in_place,
+    )
+    return loss.reshape(target.shape)
