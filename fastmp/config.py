@@ -38,7 +38,7 @@ class Environment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
-        """Read `environ` (the process's own by default); a malformed number is a ValueError naming the variable."""
+        """Read `environ` (the process's own by default); ValueError names a variable that is no number."""
         variables = os.environ if environ is None else environ
 
         def integer(name: str, default: int) -> int:
@@ -83,7 +83,9 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len"):
-            _require(getattr(self, name) > 0, "GPTConfig", f"{name} must be positive, got {getattr(self, name)}")
+            _require(
+                getattr(self, name) > 0, "GPTConfig", f"{name} must be positive, got {getattr(self, name)}"
+            )
         _require(
             self.hidden_size % self.num_heads == 0,
             "GPTConfig",
@@ -95,7 +97,11 @@ class GPTConfig:
             f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}",
         )
         for name in ("dropout", "attention_dropout"):
-            _require(0.0 <= getattr(self, name) < 1.0, "GPTConfig", f"{name} must be in [0, 1), got {getattr(self, name)}")
+            _require(
+                0.0 <= getattr(self, name) < 1.0,
+                "GPTConfig",
+                f"{name} must be in [0, 1), got {getattr(self, name)}",
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -135,6 +141,12 @@ class DataConfig:
     validation_fraction: float = 0.05
     seed: int = 1234
 
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "micro_batch_size"):
+            _require(
+                getattr(self, name) > 0, "DataConfig", f"{name} must be positive, got {getattr(self, name)}"
+            )
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -148,10 +160,32 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip_grad_norm: float = 1.0
 
+    def __post_init__(self) -> None:
+        _require(
+            0.0 <= self.min_lr <= self.lr and self.lr > 0.0,
+            "OptimizerConfig",
+            f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}",
+        )
+        _require(
+            all(0.0 <= beta < 1.0 for beta in self.betas),
+            "OptimizerConfig",
+            f"betas must be in [0, 1), got {self.betas}",
+        )
+        _require(self.eps > 0.0, "OptimizerConfig", f"eps must be positive, got {self.eps}")
+        for name in ("warmup_steps", "weight_decay", "clip_grad_norm"):
+            value = getattr(self, name)
+            _require(value >= 0, "OptimizerConfig", f"{name} must not be negative, got {value}")
+
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training loop. `global_batch_size` counts samples of one optimizer step over all ranks."""
+    """The training loop. `global_batch_size` counts samples of one optimizer step over all ranks.
+
+    `dtype` of the parameters: "auto" (bfloat16 on a GPU, float32 without), "float32" or "bfloat16".
+    Intervals are in steps, 0 means never: `eval_interval` looks at `eval_batches` held-out batches,
+    `save_interval` also saves at the end. The run writes to `run_dir`/`name`; `resume` continues from its
+    latest checkpoint.
+    """
 
     steps: int = 400
     global_batch_size: int = 8
@@ -159,9 +193,31 @@ class TrainConfig:
     seed: int = 1234
     log_interval: int = 10
     eval_interval: int = 100
+    eval_batches: int = 16
     save_interval: int = 0
     name: str = "gpt"
     run_dir: str = "runs"
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_size", "log_interval", "eval_batches"):
+            _require(
+                getattr(self, name) > 0, "TrainConfig", f"{name} must be positive, got {getattr(self, name)}"
+            )
+        for name in ("eval_interval", "save_interval"):
+            value = getattr(self, name)
+            _require(value >= 0, "TrainConfig", f"{name} must not be negative, got {value}")
+        dtypes = ("auto", "float32", "bfloat16")
+        _require(
+            self.dtype in dtypes,
+            "TrainConfig",
+            f"dtype must be one of {', '.join(dtypes)}, got {self.dtype!r}",
+        )
+        _require(
+            self.name not in ("", ".", "..") and "/" not in self.name,
+            "TrainConfig",
+            f"name must be the name of a directory, got {self.name!r}",
+        )
 
 
 @dataclass(frozen=True)
@@ -173,3 +229,15 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        _require(
+            self.data.seq_len <= self.model.max_seq_len,
+            "Recipe",
+            f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",
+        )
+        _require(
+            self.optimizer.warmup_steps <= self.train.steps,
+            "Recipe",
+            f"optimizer.warmup_steps {self.optimizer.warmup_steps} exceeds train.steps {self.train.steps}",
+        )

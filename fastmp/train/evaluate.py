@@ -1,7 +1,7 @@
 """Held-out loss: nats per token, and nats per byte of text next to the unigram entropy of that text.
 
-A loss per byte compares across tokenizers. The entropy of single bytes is what a model reaches that knows only
-how often each byte occurs, so the distance between the two is what was learnt.
+A loss per byte compares across tokenizers. The entropy of single bytes is what a model reaches that knows
+only how often each byte occurs, so the distance between the two is what was learnt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LossFunction = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]]
 class Evaluation:
     """`loss` in nats per token over `num_tokens` tokens.
 
-    `bytes_per_token` and `unigram_entropy` (nats per byte) are those of the held-out text, None where not known.
+    `bytes_per_token` and `unigram_entropy` (nats per byte) are those of the held-out text; None if unknown.
     """
 
     loss: float

@@ -1,0 +1,278 @@
+"""The training loop, for any torch module: fastmp's parallel models and plain ones.
+
+A step runs its microbatches, sums gradients and token counts over the data-parallel ranks, and divides by the
+number of tokens: a mean over the tokens of the global batch, exact whatever the layout and however unevenly
+tokens fall on microbatches. Nothing in a step waits for the device; numbers are read where a log line is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmp.config import OptimizerConfig, TrainConfig
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.train.checkpoint import Checkpointer
+from fastmp.train.evaluate import Evaluation, evaluate
+from fastmp.train.lr import warmup_cosine
+
+if TYPE_CHECKING:
+    from fastmp.parallel.groups import ParallelGroups
+    from fastmp.parallel.rng import RngTracker
+    from fastmp.train.metrics import TrainLog
+
+__all__ = ["StepResult", "TrainData", "Trainer"]
+
+Batch = dict[str, Tensor]
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class TrainData(Protocol):
+    """What the trainer asks of data. Batches are dicts of CPU tensors that depend on the arguments alone."""
+
+    micro_batch_size: int
+
+    def batch(
+        self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
+    ) -> Batch: ...
+    def validation_batches(self, dp_rank: int, dp_size: int, *, max_batches: int | None) -> Any: ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; 0-dim tensors on the device, read them and you wait for it.
+
+    `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
+    gradient before clipping (float64). Where that is not finite, the step was skipped.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: Tensor
+    lr: float
+
+
+class Trainer:
+    """Trains `model` on `data`: `train()` for a whole run, or `train_step()` by hand.
+
+    model: any module; under tensor parallelism, one made for `groups`. Replicas start equal: they get the
+        parameters of the first data-parallel rank.
+    data: see `TrainData`; `fastmp.train.TokenDataset` is one.
+    loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
+        0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly.
+    config, optimizer: the loop and AdamW with warm-up, cosine and clipping.
+    groups: this rank's process groups; None for a process on its own.
+    rng: random streams that go into checkpoints; None takes torch's default generators.
+    device: where the model is moved; None leaves it where it is.
+
+    `config.dtype` other than "auto" casts the model first. ValueError where microbatches and ranks do not
+    divide `config.global_batch_size`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: TrainData,
+        loss_fn: LossFunction,
+        config: TrainConfig,
+        *,
+        optimizer: OptimizerConfig | None = None,
+        groups: ParallelGroups | None = None,
+        rng: RngTracker | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.model = model.to(device=device, dtype=DTYPES.get(config.dtype)).train()
+        self.data, self.loss_fn, self.config, self.groups, self.rng = data, loss_fn, config, groups, rng
+        self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
+        self.device = next(model.parameters()).device
+        self._tp, self._mp, self._dp, self._dp_cp = (
+            (None, None, None, None) if groups is None else (groups.tp, groups.mp, groups.dp, groups.dp_cp)
+        )
+        self.num_microbatches = self._count_microbatches()
+        self._make_replicas_equal()
+        self.grads = GradBuffer(model.named_parameters(), dp_group=self._dp_cp, tp_group=self._tp)
+        self.optimizer = AdamW(
+            self.grads.parameters.items(),
+            lr=self.optimizer_config.lr,
+            betas=self.optimizer_config.betas,
+            eps=self.optimizer_config.eps,
+            weight_decay=self.optimizer_config.weight_decay,
+        )
+        model_config = getattr(model, "config", None)
+        self.checkpointer = Checkpointer(
+            Path(config.run_dir) / config.name / "checkpoints",
+            groups=groups,
+            description=asdict(model_config) if is_dataclass(model_config) else None,
+        )
+        self.step = 0
+
+    def train(self, log: TrainLog | None = None) -> Evaluation | None:
+        """Train from `self.step` to `config.steps`, reporting to `log`.
+
+        Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0.
+        """
+        config, evaluation, saved = self.config, None, self.step
+        skipped = int(self.optimizer.skipped_steps)
+        while self.step < config.steps:
+            result = self.train_step()
+            if log is not None and log.due(self.step):
+                log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
+                skipped = self._note_skipped(log, skipped)
+            if _due(self.step, config.eval_interval) and self.step < config.steps:
+                self.evaluate(log, max_batches=config.eval_batches)
+            if _due(self.step, config.save_interval):
+                saved = self._save(log)
+        if config.eval_interval:
+            evaluation = self.evaluate(log)
+        if config.save_interval and saved != self.step:
+            self._save(log)
+        return evaluation
+
+    def train_step(self) -> StepResult:
+        """One optimizer step on the next global batch. Queues work on the device and does not wait for it."""
+        self.grads.zero()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
+        for microbatch in range(self.num_microbatches):
+            batch = self.data.batch(
+                self.step, microbatch, self.num_microbatches, group_rank(self._dp), group_size(self._dp)
+            )
+            loss, num_tokens = self.loss_fn(self.model, self._to_device(batch))
+            loss.backward()
+            totals += torch.stack([loss.detach().double(), num_tokens.double()])
+        self.grads.all_reduce()
+        if self._dp_cp is not None:
+            dist.all_reduce(totals, group=self._dp_cp)
+        loss, num_tokens = totals.unbind()
+        per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token has loss and gradient 0
+        grad_norm = per_token * global_grad_norm(
+            self.grads.parameters.values(), tp_group=self._tp, mp_group=self._mp
+        )
+        self.grads.scale_(per_token * clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm))
+        lr = self._learning_rate()
+        self.optimizer.step(lr, grad_norm=grad_norm)
+        self.step += 1
+        return StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
+
+    def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
+        """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
+        with _paused(log):
+            evaluation = evaluate(
+                self.model,
+                self.data,
+                self.loss_fn,
+                groups=self.groups,
+                device=self.device,
+                max_batches=max_batches,
+            )
+        if log is not None:
+            log.evaluation(self.step, loss=evaluation.loss, unigram_entropy=evaluation.unigram_entropy)
+        return evaluation
+
+    def save(self) -> Path:
+        """Write a checkpoint of everything the next step depends on; returns its directory."""
+        state = self.optimizer.state_dict()
+        scalars = {key: int(state[key]) for key in ("step", "skipped_steps")}
+        return self.checkpointer.save(
+            self.step, self._tensors(), self._random_states(), {"optimizer": scalars}
+        )
+
+    def resume(self) -> bool:
+        """Continue from the latest checkpoint of this run; False where there is none.
+
+        The next steps are bitwise those of the run that saved it. CheckpointError where the checkpoint is
+        another model's or another layout's.
+        """
+        random_states = self._random_states()
+        loaded = self.checkpointer.load(self._tensors(), random_states)
+        if loaded is None:
+            return False
+        self.step = loaded["step"]
+        self.optimizer.load_state_dict({**loaded["optimizer"], "state": self.optimizer.state_dict()["state"]})
+        self._restore_random_states(random_states)
+        return True
+
+    def _count_microbatches(self) -> int:
+        per_microbatch = self.data.micro_batch_size * group_size(self._dp)
+        if self.config.global_batch_size % per_microbatch:
+            raise ValueError(
+                f"Trainer: global_batch_size {self.config.global_batch_size} is not divisible by "
+                f"micro_batch_size {self.data.micro_batch_size} x {group_size(self._dp)} data-parallel ranks"
+            )
+        return self.config.global_batch_size // per_microbatch
+
+    @torch.no_grad()
+    def _make_replicas_equal(self) -> None:
+        if self._dp_cp is not None:
+            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                dist.broadcast(tensor, group=self._dp_cp, group_src=0)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cuda":  # a copy from pageable memory would wait
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _learning_rate(self) -> float:
+        schedule = self.optimizer_config
+        return warmup_cosine(
+            self.step,
+            peak=schedule.lr,
+            warmup_steps=min(schedule.warmup_steps, self.config.steps),
+            total_steps=self.config.steps,
+            floor=schedule.min_lr,
+        )
+
+    def _note_skipped(self, log: TrainLog, before: int) -> int:
+        skipped = int(self.optimizer.skipped_steps)
+        if skipped > before:
+            log.note(f"step {self.step}: skipped {skipped - before} steps: gradient norm not finite")
+        return skipped
+
+    def _save(self, log: TrainLog | None) -> int:
+        with _paused(log):
+            path = self.save()
+        if log is not None:
+            log.note(f"step {self.step}: saved {path}")
+        return self.step
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What data-parallel ranks hold alike: parameters (tied ones once), buffers, optimizer state."""
+        tensors = {f"model/{name}": param for name, param in self.model.named_parameters()}
+        persistent = self.model.state_dict(keep_vars=True)
+        tensors |= {f"model/{n}": b for n, b in self.model.named_buffers() if n in persistent}
+        for name, entries in self.optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in entries.items()}
+        return tensors
+
+    def _random_states(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        if self.rng is not None:
+            states |= {f"stream/{name}": state for name, state in self.rng.state_dict().items()}
+        return states
+
+    def _restore_random_states(self, states: dict[str, Tensor]) -> None:
+        torch.set_rng_state(states["cpu"])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+        if self.rng is not None:
+            names = self.rng.state_dict()
+            self.rng.load_state_dict({name: states[f"stream/{name}"] for name in names})
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _paused(log: TrainLog | None) -> AbstractContextManager[None]:
+    return nullcontext() if log is None else log.paused()
