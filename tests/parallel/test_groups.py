@@ -1,0 +1,157 @@
+"""Process groups: the ranks, sums and meshes of a grid, more than one set of them, and the world of one."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch._dynamo  # the first use of a DTensor imports it: once here, not in every forked rank
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.testing import RankError, run_ranks
+
+AXES = {
+    **{axis: axis for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "mp", "embedding")},
+    "dp_cp": "dp-cp",
+}
+LAYOUTS = [
+    {"tp": 2, "pp": 2},
+    {"tp": 8},
+    {"pp": 4, "ep": 2},
+    {"tp": 2, "cp": 2, "ep": 4, "etp": 1},
+    {"tp": 4, "ep": 4, "etp": 2},
+    {"tp": 2, "pp": 2, "ep": 2, "etp": 1, "order": "pp-dp-ep-cp-tp"},
+]
+
+
+def layout_id(layout: dict) -> str:
+    return "-".join(f"{key}{value}" for key, value in layout.items())
+
+
+def describe(groups: ParallelGroups) -> dict[str, list[int] | None]:
+    found = {}
+    for attribute in AXES:
+        group = getattr(groups, attribute)
+        found[attribute] = None if group is None else dist.get_process_group_ranks(group)
+    return found
+
+
+def expected(grid: RankGrid, rank: int) -> dict[str, list[int] | None]:
+    own = {}
+    for attribute, axes in AXES.items():
+        (group,) = [ranks for ranks in grid.ranks(axes) if rank in ranks] or [[]]
+        own[attribute] = group if len(group) > 1 else None
+    return own
+
+
+def sums_and_meshes(rank: int, world_size: int, layout: dict) -> dict:
+    groups = ParallelGroups.create(RankGrid(world_size=world_size, **layout))
+    sums = {}
+    for attribute in AXES:
+        if (group := getattr(groups, attribute)) is not None:
+            x = torch.tensor([10.0**rank], dtype=torch.float64)
+            dist.all_reduce(x, group=group)
+            sums[attribute] = x.item()
+    meshes = {}
+    for mesh in (groups.mesh, groups.expert_mesh):
+        for name in mesh.mesh_dim_names:
+            meshes[name] = dist.get_process_group_ranks(mesh.get_group(name))
+            own = getattr(groups, name)
+            assert own is None or mesh.get_group(name) is own
+            assert mesh.get_local_rank(name) == meshes[name].index(rank)
+    shard = distribute_tensor(torch.arange(16.0), groups.mesh["tp"], [Shard(0)])
+    assert shard.full_tensor().tolist() == list(range(16))
+    assert groups.rank == rank
+    return {"ranks": describe(groups), "sums": sums, "meshes": meshes}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=layout_id)
+def test_eight_ranks_sum_over_the_groups_the_grid_predicts(layout):
+    grid = RankGrid(world_size=8, **layout)
+    for rank, found in enumerate(run_ranks(sums_and_meshes, 8, layout)):
+        own = expected(grid, rank)
+        assert found["ranks"] == own
+        digits = {name: sum(10.0**member for member in group) for name, group in own.items() if group}
+        assert found["sums"] == digits
+        for name, members in found["meshes"].items():
+            assert members == (own[name] or [rank])
+
+
+def two_models(rank: int, world_size: int) -> tuple:
+    """A second model with another layout in the same process, and a third with that of the first."""
+    layouts = [{"tp": 2}, {"pp": 4}, {"tp": 2}]
+    made = [ParallelGroups.create(RankGrid(world_size=world_size, **layout)) for layout in layouts]
+    assert made[0].tp is not made[2].tp
+    x = torch.ones(1)
+    for groups in (made[1], made[0], made[2]):  # in any order, as long as all ranks use the same
+        for attribute in ("tp", "pp", "dp"):
+            if (group := getattr(groups, attribute)) is not None:
+                dist.all_reduce(x, group=group)
+    return x.item(), [describe(groups) for groups in made]
+
+
+def test_groups_are_made_several_times_in_one_process():
+    for rank, (product, found) in enumerate(run_ranks(two_models, 4)):
+        assert product == 4 * 2 * 2 * 2 * 2
+        assert found[0] == found[2] == expected(RankGrid(world_size=4, tp=2), rank)
+        assert found[1] == expected(RankGrid(world_size=4, pp=4), rank)
+
+
+def shared(rank: int, world_size: int) -> tuple[bool, ...]:
+    groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2, ep=2, etp=1))
+    return groups.mp is groups.tp, groups.dp_cp is groups.dp, groups.ep is groups.tp
+
+
+def test_the_same_ranks_share_a_communicator_within_a_grid_but_not_across_the_two():
+    assert run_ranks(shared, 4) == [(True, True, False)] * 4
+
+
+def too_small(rank: int, world_size: int) -> None:
+    ParallelGroups.create(RankGrid(world_size=8, tp=2))
+
+
+def test_a_grid_of_another_size_than_the_world_is_an_error_that_names_both():
+    with pytest.raises(RankError) as caught:
+        run_ranks(too_small, 4)
+    assert "ValueError: ParallelGroups: the grid has 8 ranks = tp 2" in str(caught.value)
+    assert "torch.distributed has 4" in str(caught.value)
+
+
+def test_a_grid_without_torch_distributed_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match=r"the grid has 2 ranks .* torch.distributed has 1 .*fastmp.init"):
+        ParallelGroups.create(RankGrid(world_size=2, tp=2))
+
+
+def test_a_world_of_one_needs_no_torch_distributed():
+    groups = ParallelGroups.create(RankGrid(world_size=1))
+    assert describe(groups) == dict.fromkeys(AXES)
+    assert (groups.rank, groups.mesh, groups.expert_mesh) == (0, None, None)
+    assert not dist.is_initialized()
+
+
+def alone(rank: int, world_size: int) -> tuple:
+    groups = ParallelGroups.create(RankGrid(world_size=1))
+    return describe(groups), groups.mesh.mesh_dim_names, groups.expert_mesh.mesh_dim_names
+
+
+def test_a_world_of_one_under_a_launcher_has_meshes():
+    ((found, dense, expert),) = run_ranks(alone, 1)
+    assert found == dict.fromkeys(AXES)
+    assert (dense, expert) == (("pp", "dp", "cp", "tp"), ("pp", "edp", "ep", "etp"))
+
+
+def late(rank: int, world_size: int) -> str:
+    groups = ParallelGroups.create(RankGrid(world_size=2, tp=2), timeout=timedelta(seconds=1))
+    if rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(1), group=groups.tp)
+    return str(caught.value)
+
+
+def test_a_collective_that_a_rank_never_joins_fails_at_the_timeout_of_the_groups():
+    assert "Timed out waiting 1000ms" in run_ranks(late, 2, timeout=20)[0]
