@@ -2,10 +2,11 @@
 
     python tests/data/make_gpt2_reference.py            (needs `transformers`; writes next to this file)
 
-Weights are drawn here, in float32, so that they do not depend on that package's initialisation, and large enough
-that attention is far from uniform; every gradient is of the mean loss over all tokens. transformers computes its
-own loss in float32 whatever the dtype, so the loss here is taken from its float64 logits. The vocabulary (300)
-is not a multiple of 128, so that padding is exercised. Metadata: sizes, seed and the version of transformers.
+Weights are drawn here, in float32, so that they do not depend on that package's initialisation, and large
+enough that attention is far from uniform; every gradient is of the mean loss over all tokens. transformers
+computes its own loss in float32 whatever the dtype, so the loss here is taken from its float64 logits. The
+vocabulary (300) is not a multiple of 128, so that padding is exercised. Metadata: sizes, seed and the version
+of transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ def run(model, tokens_BS: torch.Tensor, targets_BS: torch.Tensor):
     loss_BS = F.cross_entropy(logits_BSV.transpose(1, 2), targets_BS, reduction="none")
     model.zero_grad()
     loss_BS.mean().backward()
-    return logits_BSV.detach(), loss_BS.detach(), {name: param.grad for name, param in model.named_parameters()}
+    return (
+        logits_BSV.detach(),
+        loss_BS.detach(),
+        {name: param.grad for name, param in model.named_parameters()},
+    )
 
 
 def main() -> None:
@@ -60,7 +65,8 @@ def main() -> None:
     tensors |= {"tokens": tokens_BS, "targets": targets_BS, "logits": logits_BSV, "loss": loss_BS}
     metadata = {"sizes": json.dumps(SIZES), "seed": str(SEED), "transformers": transformers.__version__}
     save_file(tensors, PATH, metadata)
-    print(f"{PATH.name}: {PATH.stat().st_size} bytes, transformers {transformers.__version__}, loss {loss_BS.mean():.6f}")
+    size, loss = PATH.stat().st_size, float(loss_BS.mean())
+    print(f"{PATH.name}: {size} bytes, transformers {transformers.__version__}, loss {loss:.6f}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""Initial weights: N(0, std), narrower for projections into the residual stream (Radford et al. 2019)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from fastmp.config import GPTConfig
+
+__all__ = ["normal", "residual_normal"]
+
+Init = Callable[[torch.Tensor], torch.Tensor]
+
+
+def normal(config: GPTConfig) -> Init:
+    """N(0, init_std), in place."""
+    return partial(nn.init.normal_, mean=0.0, std=config.init_std)
+
+
+def residual_normal(config: GPTConfig) -> Init:
+    """N(0, init_std / sqrt(2 N)) of N layers: each adds two projections to the residual stream."""
+    return partial(nn.init.normal_, mean=0.0, std=config.init_std / math.sqrt(2 * config.num_layers))

@@ -1,0 +1,69 @@
+"""The MLP of a transformer layer over a tensor-parallel group (Shoeybi et al. 2019, section 3).
+
+The first product is split by columns, so each rank applies bias and GeLU to its own columns, in one fused op,
+and the second is split by rows: one all-reduce forward and one backward, and none between the two products.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fastmp.config import GPTConfig
+from fastmp.nn.init import normal, residual_normal
+from fastmp.ops import bias_gelu
+from fastmp.parallel.collectives import group_size
+from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from fastmp.parallel.rng import RngTracker
+
+__all__ = ["MLP"]
+
+
+class MLP(nn.Module):
+    """hidden -> ffn -> hidden with tanh GeLU. Arguments as for `SelfAttention`.
+
+    Raises ValueError where the ffn size is not divisible by the TP size.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        group: ProcessGroup | None,
+        rng: RngTracker | None = None,
+        sequence_parallel: bool = False,
+        init: str = "full",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if config.ffn_size % group_size(group):
+            raise ValueError(
+                f"MLP: ffn_hidden_size {config.ffn_size} is not divisible by "
+                f"the tensor-parallel size {group_size(group)}"
+            )
+        options = {
+            "group": group,
+            "sequence_parallel": sequence_parallel,
+            "init": init,
+            "rng": rng,
+            "device": device,
+            "dtype": dtype,
+            "skip_bias_add": True,
+        }
+        self.up = ColumnParallelLinear(
+            config.hidden_size, config.ffn_size, gather_output=False, init_method=normal(config), **options
+        )
+        self.down = RowParallelLinear(
+            config.ffn_size,
+            config.hidden_size,
+            input_is_parallel=True,
+            init_method=residual_normal(config),
+            **options,
+        )
+
+    def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output (S, B, H) without the last bias, and that bias (H,)."""
+        ffn_SBF, bias_F = self.up(hidden_SBH)
+        return self.down(bias_gelu(ffn_SBF, bias_F, approximate="tanh"))

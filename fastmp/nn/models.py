@@ -1,0 +1,223 @@
+"""GPT: tied embeddings divided by vocabulary over a tensor-parallel group, pre-LN layers, learned positions.
+
+The vocabulary is padded to a multiple of 128 x TP, so that shards are equal and aligned. Padding rows start
+at zero, their columns take no part in the loss and get no gradient, so a model is the same function, with the
+same initial weights bit for bit (init="full"), at every TP.
+
+Shapes: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary. Tokens come as (B, S);
+activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fastmp.config import GPTConfig
+from fastmp.nn.dropout import Dropout
+from fastmp.nn.init import normal
+from fastmp.nn.recompute import recompute
+from fastmp.nn.replicated import LayerNorm, PositionEmbedding
+from fastmp.nn.transformer import TransformerLayer
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.layers import VocabParallelEmbedding, parallel_logits
+from fastmp.parallel.loss import vocab_parallel_cross_entropy
+from fastmp.parallel.rng import RngTracker
+
+if TYPE_CHECKING:
+    from fastmp.parallel.groups import ParallelGroups
+
+__all__ = ["GPT", "flops_per_token", "num_parameters", "pad_vocab"]
+
+
+def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
+    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: 50,257 is 50,304 at TP 1, 51,200 at
+    TP 8."""
+    if vocab_size < 1 or tp < 1 or multiple < 1:
+        raise ValueError(
+            f"pad_vocab: sizes must be positive, got vocab_size {vocab_size}, tp {tp}, multiple {multiple}"
+        )
+    unit = multiple * tp
+    return -(-vocab_size // unit) * unit
+
+
+def num_parameters(config: GPTConfig, vocab_size: int | None = None) -> int:
+    """Parameters of the whole model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
+
+    `vocab_size`: rows of the embedding counted, the real vocabulary by default.
+    """
+    h, f = config.hidden_size, config.ffn_size
+    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+    layer = (h + 1) * qkv + (h + 1) * h + (h + 1) * f + (f + 1) * h + 4 * h
+    rows = (config.vocab_size if vocab_size is None else vocab_size) + config.max_seq_len
+    return config.num_layers * layer + rows * h + 2 * h
+
+
+def flops_per_token(
+    config: GPTConfig, seq_len: int | None = None, *, causal: bool = False, vocab_size: int | None = None
+) -> float:
+    """Model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
+
+    A multiply-add is two. `causal=False` counts the whole S x S attention matrix, the convention of published
+    MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. What recomputation repeats
+    is not model FLOPs. `vocab_size`: columns of the logits counted, the real vocabulary by default.
+    """
+    S = config.max_seq_len if seq_len is None else seq_len
+    h, f, V = config.hidden_size, config.ffn_size, config.vocab_size if vocab_size is None else vocab_size
+    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
+    weights = config.num_layers * (h * qkv + h * h + 2 * h * f) + h * V
+    keys = (S + 1) / 2 if causal else S
+    attention = config.num_layers * 2 * h * keys
+    return 3 * 2 * (weights + attention)
+
+
+class GPT(nn.Module):
+    """A language model over the TP group of `groups`.
+
+    Args:
+        config: sizes, dropout, initial spread.
+        groups: process groups of this rank (its `tp` is used); None for this rank alone.
+        rng: generator states; needed where dropout acts on TP shards.
+        sequence_parallel: norms, dropout and residuals on (S/TP, B, H); S must be divisible by TP.
+        recompute: keep only the input of every layer for backward.
+        shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
+        init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
+
+    Raises ValueError where TP does not divide heads, key/value heads or ffn size.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        groups: ParallelGroups | None,
+        rng: RngTracker | None = None,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
+        shard_recompute_input: bool = False,
+        init: str = "full",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if shard_recompute_input and (sequence_parallel or not recompute):
+            raise ValueError(
+                "GPT: shard_recompute_input=True needs recompute=True and sequence_parallel=False, got "
+                f"recompute={recompute} and sequence_parallel={sequence_parallel}"
+            )
+        self.config, self.rng = config, rng
+        self.group = None if groups is None else groups.tp
+        self.sequence_parallel = sequence_parallel
+        self.recompute, self.shard_recompute_input = recompute, shard_recompute_input
+        place = {
+            "group": self.group,
+            "sequence_parallel": sequence_parallel,
+            "device": device,
+            "dtype": dtype,
+        }
+        options = {"rng": rng, "init": init, **place}
+        self.word_embedding = VocabParallelEmbedding(
+            pad_vocab(config.vocab_size, group_size(self.group)),
+            config.hidden_size,
+            init_method=self._init_words,
+            **options,
+        )
+        self.position_embedding = PositionEmbedding(config, **place)
+        self.dropout = Dropout(config.dropout, group=self.group, rng=rng, sharded=sequence_parallel)
+        self.layers = nn.ModuleList(TransformerLayer(config, **options) for _ in range(config.num_layers))
+        self.final_norm = LayerNorm(config, **place)
+        self._clear_padding()
+
+    def _init_words(self, weight_VH: torch.Tensor) -> torch.Tensor:
+        """Draw real rows only: how many padding rows follow must not move the generator."""
+        normal(self.config)(weight_VH[: self.config.vocab_size])
+        return weight_VH
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        weight_VH = self.word_embedding.weight
+        first = group_rank(self.group) * weight_VH.shape[0]
+        weight_VH[max(self.config.vocab_size - first, 0) :].zero_()
+
+    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
+
+        Columns whose global id is `config.vocab_size` or more are padding: cut them off before sampling.
+
+        Raises ValueError for a sequence longer than `max_seq_len`, one that TP does not divide under sequence
+        parallelism, and, on a CPU, an id outside the vocabulary (looking on a GPU would wait for it).
+        """
+        hidden_SBH = self.embed(tokens_BS)
+        for layer in self.layers:
+            if self.recompute:
+                shard_over = self.group if self.shard_recompute_input else None
+                hidden_SBH = recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
+            else:
+                hidden_SBH = layer(hidden_SBH)
+        return self.head(hidden_SBH)
+
+    def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """Words plus positions, then dropout: hidden states (S, B, H)."""
+        self._check(tokens_BS)
+        return self.dropout(self.position_embedding(self.word_embedding(tokens_BS.t())))
+
+    def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        """Final norm and the product with this rank's part of the word embedding: logits (S, B, V)."""
+        return parallel_logits(
+            self.final_norm(hidden_SBH),
+            self.word_embedding.weight,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def loss(
+        self,
+        tokens_BS: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        ignore_index: int = -100,
+        token_weight_BS: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Cross-entropy of every token (B, S), equal on all TP ranks.
+
+        Options as in `vocab_parallel_cross_entropy`. The gradient of the logits is written over them, so
+        backward can run once.
+        """
+        weight_SB = None if token_weight_BS is None else token_weight_BS.t().contiguous()
+        loss_SB = vocab_parallel_cross_entropy(
+            self.forward(tokens_BS),
+            targets_BS.t().contiguous(),
+            group=self.group,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            ignore_index=ignore_index,
+            token_weight=weight_SB,
+            vocab_size=self.config.vocab_size,
+            grad_in_place=torch.is_grad_enabled(),
+        )
+        return loss_SB.t()
+
+    def _check(self, tokens_BS: torch.Tensor) -> None:
+        if tokens_BS.dim() != 2:
+            raise ValueError(f"GPT: tokens must be (batch, sequence), got shape {tuple(tokens_BS.shape)}")
+        S, tp = tokens_BS.shape[1], group_size(self.group)
+        if S > self.config.max_seq_len:
+            raise ValueError(
+                f"GPT: a sequence of {S} tokens is longer than max_seq_len {self.config.max_seq_len}"
+            )
+        if self.sequence_parallel and S % tp:
+            raise ValueError(
+                f"GPT: under sequence parallelism a sequence of {S} tokens must be divisible by "
+                f"the tensor-parallel size {tp}"
+            )
+        if tokens_BS.device.type == "cpu" and tokens_BS.numel() and not torch.compiler.is_compiling():
+            low, high = (int(id) for id in tokens_BS.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise ValueError(
+                    f"GPT: token id {wrong} is outside the vocabulary of {self.config.vocab_size}"
+                )

@@ -1,0 +1,90 @@
+"""Activation recomputation: keep a layer's input, and run its forward again when backward needs the rest.
+
+Random streams start from where they stood (also the tensor-parallel one), so masks are the same and gradients
+are equal bit for bit. Without sequence parallelism every TP rank holds the same input; on request each keeps
+1/TP of it, and recomputation gathers it again: TP times less memory for one all-gather a layer (Korthikanti
+et al. 2022, section 5, has the memory of both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from fastmp.parallel.collectives import all_gather, group_rank, group_size
+from fastmp.parallel.rng import RngTracker
+
+__all__ = ["recompute"]
+
+
+def recompute(
+    function: Callable[..., torch.Tensor],
+    hidden: torch.Tensor,
+    *others: torch.Tensor,
+    rng: RngTracker | None,
+    shard_over: ProcessGroup | None = None,
+) -> torch.Tensor:
+    """`function(hidden, *others)`, of which only the arguments are kept for backward.
+
+    Args:
+        function: a layer, or anything that computes the same when called twice.
+        hidden: first argument, usually (S, B, H).
+        rng: the streams that `function` draws from; None: torch's default generators only.
+        shard_over: keep 1/P of `hidden`, which must be the same on all P ranks of this group, and `others`
+            whole.
+
+    Raises ValueError where P does not divide the number of elements of `hidden`.
+    """
+    size = group_size(shard_over)
+    if hidden.numel() % size:
+        raise ValueError(
+            f"recompute: an input of {hidden.numel()} elements cannot be divided over {size} ranks"
+        )
+    options = {"use_reentrant": False, "preserve_rng_state": rng is None}
+    if rng is not None:
+        options["context_fn"] = lambda: _rng_contexts(rng)
+    if size == 1 or not torch.is_grad_enabled():
+        return checkpoint(function, hidden, *others, **options)
+    shard = hidden.detach().reshape(size, -1)[group_rank(shard_over)].clone()
+    return checkpoint(_Gathering(function, hidden, shard_over), shard, *others, **options)
+
+
+class _Gathering:
+    """Calls `function` with the tensor itself the first time, then with one gathered from the shards."""
+
+    def __init__(
+        self, function: Callable[..., torch.Tensor], hidden: torch.Tensor, group: ProcessGroup
+    ) -> None:
+        self.function, self.group = function, group
+        self.shape, self.requires_grad = hidden.shape, hidden.requires_grad
+        self.first: torch.Tensor | None = hidden
+
+    def __call__(self, shard: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        hidden, self.first = self.first, None
+        if hidden is None:
+            hidden = all_gather(shard.detach(), self.group)[0].view(self.shape)
+            hidden.requires_grad_(self.requires_grad)
+        return self.function(hidden, *others)
+
+
+def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts of the forward, which starts now, and of its repetition."""
+    return nullcontext(), _Replay(rng, rng.states())
+
+
+class _Replay:
+    """Streams as in `states` inside, as they were before outside. Entered once per recomputation."""
+
+    def __init__(self, rng: RngTracker, states: dict[str, torch.Tensor]) -> None:
+        self.rng, self.states = rng, states
+
+    def __enter__(self) -> None:
+        self.outside = self.rng.states()
+        self.rng.restore(self.states)
+
+    def __exit__(self, *error: object) -> None:
+        self.rng.restore(self.outside)

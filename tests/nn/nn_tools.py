@@ -1,0 +1,79 @@
+"""Shared by the tests of fastmp.nn: small models, full tensors cut to a rank's shard, collectives counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.config import GPTConfig
+from fastmp.nn import GPT
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+
+SEED = 4321
+SMALL = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_heads=8,
+    num_kv_heads=4,
+    ffn_hidden_size=96,
+    vocab_size=131,
+    max_seq_len=20,
+    init_std=0.2,
+)
+
+
+def tp_groups(tp: int) -> ParallelGroups | None:
+    return None if tp == 1 else ParallelGroups.create(RankGrid(world_size=tp, tp=tp))
+
+
+def make_gpt(config: GPTConfig, groups: ParallelGroups | None, dtype=torch.float64, **options) -> GPT:
+    """The model from the seed of all tests: the same weights at every TP."""
+    rng = RngTracker(SEED, tp_rank=0 if groups is None else group_rank(groups.tp))
+    return GPT(config, groups=groups, rng=rng, dtype=dtype, **options)
+
+
+def text(config: GPTConfig, batch: int = 3, sequence: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(config.vocab_size, (batch, sequence + 1), generator=torch.Generator().manual_seed(7))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This rank's part of a full tensor; a vocabulary is padded with zeros, or cut, to the size of `param`
+    first."""
+    parallel, dim = param.tensor_model_parallel, param.partition_dim
+    if not parallel:
+        return full
+    wanted = param.shape[dim] * group_size(group)
+    if wanted != full.shape[dim]:
+        assert dim == 0 and full.dim() == 2, "only the vocabulary is padded"
+        full = F.pad(full, (0, 0, 0, wanted - full.shape[0]))
+    return full.chunk(group_size(group), dim)[group_rank(group)]
+
+
+def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """What GradBuffer does: replicated parameters that saw a part of the sequence have part of the
+    gradient."""
+    for param in params:
+        if param.sequence_parallel and group is not None:
+            dist.all_reduce(param.grad, group=group)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of torch.ops.fastmp.*, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastmp":
+            self.ops[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))

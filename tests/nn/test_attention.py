@@ -1,0 +1,169 @@
+"""Self-attention against a plain float64 formula: causal or not, padded, grouped heads, divided over TP."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from nn_tools import SEED, SMALL, shard_of, sum_partial_gradients, tp_groups
+
+from fastmp.nn import SelfAttention
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing import run_ranks
+
+S, B = 10, 3
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def make(config=SMALL, group=None, tp_rank=0, **options):
+    rng = RngTracker(SEED, tp_rank=tp_rank)
+    attention = SelfAttention(config, group=group, rng=rng, dtype=torch.float64, **options)
+    with torch.no_grad():  # biases start at zero; random ones have to arrive in the right place too
+        for name, param in attention.named_parameters():
+            if name.endswith("bias"):
+                full = torch.randn(
+                    param.numel() * (1 if not param.tensor_model_parallel else attention.qkv.tp_size),
+                    dtype=torch.float64,
+                    generator=torch.Generator().manual_seed(len(name)),
+                )
+                param.copy_(shard_of(full, param, group))
+    return attention
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(5)
+    return torch.randn(S, B, SMALL.hidden_size, dtype=torch.float64, generator=generator)
+
+
+def plain(attention, config, x_SBH, causal, padding_BS):
+    """Softmax attention, head by head, with the documented order of the rows of qkv."""
+    D, R = config.head_dim, config.num_heads // config.kv_heads
+    out = torch.empty_like(x_SBH)
+    for b in range(B):
+        heads = []
+        for g in range(config.kv_heads):
+            rows = slice(g * (R + 2) * D, (g + 1) * (R + 2) * D)
+            parts = (x_SBH[:, b] @ attention.qkv.weight[rows].T + attention.qkv.bias[rows]).split(D, dim=1)
+            *queries, key, value = parts
+            for query in queries:
+                score = query @ key.T / math.sqrt(D)
+                for i in range(S):
+                    for j in range(S):
+                        if (causal and j > i) or (padding_BS is not None and padding_BS[b, j] and i != j):
+                            score[i, j] = -math.inf
+                heads.append(score.softmax(-1) @ value)
+        out[:, b] = torch.cat(heads, dim=1) @ attention.proj.weight.T
+    return out
+
+
+PADDING = {
+    "none": None,
+    "right": torch.arange(S) >= torch.tensor([[S], [6], [3]]),
+    "left": torch.arange(S) < torch.tensor([[0], [4], [S]]),  # the last sequence is all padding
+}
+
+
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
+@pytest.mark.parametrize("kv_heads", (8, 4, 1))
+def test_attention_is_the_plain_formula(kv_heads, causal, padding):
+    config = replace(SMALL, num_kv_heads=kv_heads)
+    attention, x_SBH, mask = make(config, causal=causal), inputs(), PADDING[padding]
+    x_SBH.requires_grad_()
+    output, bias = attention(x_SBH) if mask is None else attention(x_SBH, mask)
+    expected = plain(attention, config, x_SBH.detach(), causal, mask)
+    torch.testing.assert_close(output, expected, **CLOSE)
+    assert bias is attention.proj.bias
+    output.square().sum().backward()
+    assert x_SBH.grad.isfinite().all()
+
+
+def test_padding_tokens_do_not_reach_the_others():
+    attention, x_SBH, mask = make(causal=False), inputs(), PADDING["right"]
+    output, _ = attention(x_SBH, mask)
+    changed = torch.where(mask.t().unsqueeze(-1), 1e3, x_SBH)
+    after, _ = attention(changed, mask)
+    kept = ~mask.t()
+    assert torch.equal(output[kept], after[kept]) and not torch.equal(output, after)
+
+
+@pytest.mark.parametrize(
+    "wrong", (torch.zeros(B, S), torch.zeros(S, B, dtype=torch.bool)), ids=("dtype", "shape")
+)
+def test_a_mask_of_another_kind_is_refused(wrong):
+    with pytest.raises(
+        ValueError, match=r"key_padding_mask must be bool of shape \(batch, sequence\) \(3, 10\), got"
+    ):
+        make()(inputs(), wrong)
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
+def test_heads_are_divided_over_tp(tp, sequence_parallel):
+    length = 8
+
+    def case(rank, world):
+        group = tp_groups(tp).tp
+        one, many = make(), make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel)
+        x_SBH, mask = inputs()[:length], PADDING["left"][:, :length]
+        whole, _ = one(x_SBH, mask)
+        part = slice(rank * length // tp, (rank + 1) * length // tp) if sequence_parallel else slice(None)
+        output, bias = many(x_SBH[part], mask)
+        torch.testing.assert_close(output, whole[part], **CLOSE)
+        (whole + one.proj.bias).square().sum().backward()
+        (output + bias).square().sum().backward()
+        sum_partial_gradients(many.parameters(), group)
+        for (name, full), param in zip(one.named_parameters(), many.parameters()):
+            assert torch.equal(shard_of(full.detach(), param, group), param), name
+            torch.testing.assert_close(param.grad, shard_of(full.grad, param, group), **CLOSE)
+
+    run_ranks(case, tp)
+
+
+def test_heads_that_tp_does_not_divide_are_refused():
+    def case(rank, world):
+        group = tp_groups(world).tp
+        wrong = {
+            "num_heads 8 is not divisible by the tensor-parallel size 3": SMALL,
+            "num_kv_heads 4 is not divisible by the tensor-parallel size 3": replace(
+                SMALL, hidden_size=96, num_heads=12
+            ),
+        }
+        for message, config in wrong.items():
+            with pytest.raises(ValueError, match=f"SelfAttention: {message}"):
+                SelfAttention(config, group=group)
+        with pytest.raises(
+            ValueError, match=r"dropout 0\.1 of tensor-parallel shards over 3 ranks needs rng"
+        ):
+            SelfAttention(
+                replace(SMALL, hidden_size=96, num_heads=6, num_kv_heads=3, attention_dropout=0.1),
+                group=group,
+            )
+
+    run_ranks(case, 3)
+
+
+def test_attention_dropout_differs_between_tp_ranks_and_leaves_the_default_stream():
+    """Equal weights on both ranks: without dropout both compute the same heads, with it they must differ."""
+    config = replace(SMALL, attention_dropout=0.5)
+
+    def case(rank, world):
+        attention = make(config, tp_groups(world).tp, rank)
+        with torch.no_grad():
+            attention.qkv.weight.copy_(make(config).qkv.weight[: attention.qkv.weight.shape[0]])
+            attention.qkv.bias.zero_()
+        seen = []
+        attention.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+        before = torch.get_rng_state()
+        attention(inputs())
+        attention(inputs())
+        attention.eval()
+        attention(inputs())
+        assert torch.equal(before, torch.get_rng_state())
+        return seen
+
+    (first, second, without), (other, _, other_without) = run_ranks(case, 2)
+    assert torch.equal(without, other_without)
+    assert not torch.equal(first, other) and not torch.equal(first, second)

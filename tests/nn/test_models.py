@@ -1,0 +1,231 @@
+"""GPT: sizes and FLOPs by formula, initial weights equal at every TP, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nn_tools import SEED, SMALL, Calls, make_gpt, shard_of, text, tp_groups
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastmp.config import GPTConfig
+from fastmp.nn import GPT, flops_per_token, num_parameters, pad_vocab
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing import run_ranks
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.mark.parametrize("tp, padded", ((1, 50_304), (2, 50_432), (4, 50_688), (8, 51_200)))
+def test_the_gpt2_vocabulary_is_padded_to_128_times_tp(tp, padded):
+    assert pad_vocab(50_257, tp) == padded
+    assert pad_vocab(padded, tp) == padded
+
+
+def test_sizes_that_cannot_be_padded_are_refused():
+    with pytest.raises(ValueError, match="pad_vocab: sizes must be positive, got vocab_size 0, tp 2"):
+        pad_vocab(0, 2)
+
+
+@pytest.mark.parametrize(
+    "hidden, heads, layers, billions",
+    ((1536, 16, 40, 1.2135), (1920, 20, 54, 2.4904), (2304, 24, 64, 4.1991), (3072, 32, 72, 8.3170)),
+)
+def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions):
+    config = GPTConfig(
+        num_layers=layers, hidden_size=hidden, num_heads=heads, vocab_size=50_257, max_seq_len=1024
+    )
+    count = num_parameters(config, vocab_size=pad_vocab(config.vocab_size, 8))
+    L, h, V, s = layers, hidden, 51_200, 1024
+    assert count == 12 * L * h**2 + 13 * L * h + V * h + s * h + 2 * h
+    assert round(count / 1e9, 4) == billions
+
+
+@pytest.mark.parametrize("kv_heads, ffn", ((None, None), (4, 96), (1, 40)))
+def test_the_formula_counts_the_model(kv_heads, ffn):
+    config = replace(SMALL, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
+    model = GPT(config, groups=None, device="meta")
+    assert sum(param.numel() for param in model.parameters()) == num_parameters(config, pad_vocab(131, 1))
+
+
+def test_ranks_share_the_parameters_of_the_formula():
+    def case(rank, world):
+        model = make_gpt(SMALL, tp_groups(world))
+        return sum(param.numel() for param in model.parameters() if param.tensor_model_parallel or rank == 0)
+
+    assert sum(run_ranks(case, 2)) == num_parameters(SMALL, pad_vocab(131, 2))
+
+
+@pytest.mark.parametrize("kv_heads, ffn, seq_len", ((None, None, 16), (4, 96, 20)))
+def test_flops_are_what_torch_counts(kv_heads, ffn, seq_len):
+    """The counter has no formula for the CPU's fused attention, so attention runs as two products here."""
+    config = replace(SMALL, num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=256)
+    model, (tokens_BS, targets_BS) = make_gpt(config, None, torch.float32), text(config, sequence=seq_len)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model.loss(tokens_BS, targets_BS).mean().backward()
+    products = ("mm", "bmm", "addmm", "baddbmm")
+    counted = sum(
+        n for op, n in counter.get_flop_counts()["Global"].items() if str(op).split(".")[-1] in products
+    )
+    assert counted == tokens_BS.numel() * flops_per_token(config, seq_len)
+
+
+def test_flops_of_causal_attention_count_the_keys_that_are_seen():
+    keys = [position + 1 for position in range(SMALL.max_seq_len)]
+    saved = SMALL.max_seq_len - sum(keys) / len(keys)
+    difference = flops_per_token(SMALL) - flops_per_token(SMALL, causal=True)
+    assert difference == 3 * SMALL.num_layers * 4 * SMALL.hidden_size * saved
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp):
+    def case(rank, world):
+        one, many = make_gpt(SMALL, None), make_gpt(SMALL, tp_groups(tp))
+        assert len(list(one.parameters())) == len(list(many.parameters())) == 2 + 12 * SMALL.num_layers + 2
+        for (name, full), param in zip(one.named_parameters(), many.parameters()):
+            assert torch.equal(shard_of(full, param, many.group), param), name
+
+    run_ranks(case, tp)
+
+
+def test_a_bf16_model_starts_from_the_float32_weights():
+    pairs = zip(
+        *(make_gpt(SMALL, None, dtype).named_parameters() for dtype in (torch.float32, torch.bfloat16))
+    )
+    for (name, full), (_, half) in pairs:
+        assert half.dtype == torch.bfloat16 and torch.equal(full.bfloat16(), half), name
+
+
+@pytest.mark.parametrize("init", ("full", "sharded"))
+def test_the_spread_of_initial_weights(init):
+    config = GPTConfig(num_layers=8, hidden_size=128, num_heads=4, vocab_size=300, max_seq_len=64)
+
+    def case(rank, world):
+        model = make_gpt(config, tp_groups(world), torch.float32, init=init)
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                assert not param.any(), name
+            elif "norm" in name:
+                assert (param == 1).all(), name
+            else:
+                rows = param[: max(config.vocab_size - rank * 256, 0)] if "word" in name else param
+                std = 0.02 / 4 if name.endswith(("proj.weight", "down.weight")) else 0.02
+                assert abs(rows.std() / std - 1) < 0.03 and abs(rows.mean()) < 0.02 * std * 5, name
+        assert not model.word_embedding.weight[max(config.vocab_size - rank * 256, 0) :].any()
+        return model.layers[0].mlp.up.weight.detach(), model.position_embedding.weight.detach()
+
+    (first, positions), (second, positions1) = run_ranks(case, 2)
+    assert not torch.equal(first, second) and torch.equal(positions, positions1)
+
+
+def test_embeddings_are_tied():
+    model = make_gpt(SMALL, None)
+    names = [name for name, param in model.named_parameters() if param.shape[0] == pad_vocab(131, 1)]
+    assert names == ["word_embedding.weight"]
+    tokens_BS, targets_BS = text(SMALL)
+    (grad,) = torch.autograd.grad(model.loss(tokens_BS, targets_BS).sum(), [model.word_embedding.weight])
+    assert grad[:131].ne(0).all() and not grad[131:].any()  # every row is scored; padding is never reached
+
+
+def test_hidden_dropout_is_the_same_at_every_tp():
+    """It acts on replicas, so it draws from the stream that TP ranks share."""
+    config = replace(SMALL, dropout=0.3)
+
+    def case(rank, world):
+        losses = []
+        for groups in (None, tp_groups(world)):
+            model = make_gpt(config, groups)
+            RngTracker(SEED + 1, tp_rank=rank)
+            losses.append(model.loss(*text(config)))
+        without = model.eval().loss(*text(config))
+        torch.testing.assert_close(losses[0], losses[1], **CLOSE)
+        assert (losses[1] - without).abs().min() > 1e-4
+        assert torch.equal(without, model.loss(*text(config)))
+
+    run_ranks(case, 2)
+
+
+def test_the_whole_model_calls_one_op_where_one_is_enough():
+    model = make_gpt(SMALL, None)
+    with Calls() as calls:
+        model.loss(*text(SMALL)).mean().backward()
+    assert calls.ops == {
+        "bias_gelu": 2,
+        "bias_gelu_backward": 2,
+        "cross_entropy_stats": 1,
+        "cross_entropy_merge": 1,
+        "cross_entropy_grad_": 1,
+    }
+
+
+def test_loss_options_reach_the_loss():
+    model, (tokens_BS, targets_BS) = make_gpt(SMALL, None), text(SMALL)
+    targets_BS = targets_BS.clone()
+    targets_BS[1, 3:6] = -1
+    weight_BS = torch.rand(targets_BS.shape, dtype=torch.float64)
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": -1}
+    loss_BS = model.loss(tokens_BS, targets_BS, token_weight_BS=weight_BS, **options)
+    logits_BSV = model(tokens_BS)[..., :131].transpose(0, 1)
+    lse_BS = logits_BSV.logsumexp(-1)
+    expected = torch.nn.functional.cross_entropy(
+        logits_BSV.transpose(1, 2), targets_BS, ignore_index=-1, label_smoothing=0.1, reduction="none"
+    )
+    expected = torch.where(targets_BS == -1, 0.0, expected + 1e-2 * lse_BS**2) * weight_BS
+    torch.testing.assert_close(loss_BS, expected, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "tokens, message",
+    (
+        (torch.zeros(2, 21, dtype=torch.int64), "a sequence of 21 tokens is longer than max_seq_len 20"),
+        (torch.full((2, 4), 131), "token id 131 is outside the vocabulary of 131"),
+        (torch.full((2, 4), -1), "token id -1 is outside the vocabulary of 131"),
+        (torch.zeros(4, dtype=torch.int64), r"tokens must be \(batch, sequence\), got shape \(4,\)"),
+    ),
+)
+def test_tokens_that_do_not_fit_are_refused(tokens, message):
+    with pytest.raises(ValueError, match=f"GPT: {message}"):
+        make_gpt(SMALL, None)(tokens)
+
+
+def test_options_that_contradict_each_other_are_refused():
+    for options in ({"recompute": False}, {"recompute": True, "sequence_parallel": True}):
+        with pytest.raises(
+            ValueError, match="shard_recompute_input=True needs recompute=True and sequence_parallel=False"
+        ):
+            GPT(SMALL, groups=None, shard_recompute_input=True, **options)
+
+
+def test_sizes_that_tp_does_not_divide_are_refused():
+    def case(rank, world):
+        groups = tp_groups(world)
+        with pytest.raises(
+            ValueError, match="SelfAttention: num_heads 8 is not divisible by the tensor-parallel size 3"
+        ):
+            make_gpt(SMALL, groups)
+        fits = replace(SMALL, hidden_size=48, num_heads=6, num_kv_heads=3)
+        with pytest.raises(
+            ValueError, match="MLP: ffn_hidden_size 97 is not divisible by the tensor-parallel size 3"
+        ):
+            make_gpt(replace(fits, ffn_hidden_size=97), groups)
+        with pytest.raises(
+            ValueError, match="a sequence of 16 tokens must be divisible by the tensor-parallel size 3"
+        ):
+            make_gpt(fits, groups, sequence_parallel=True)(text(fits)[0])
+
+    run_ranks(case, 3)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    (
+        ({"hidden_size": 34}, "hidden_size 34 is not divisible by num_heads 8"),
+        ({"num_kv_heads": 3}, "num_heads 8 is not divisible by num_kv_heads 3"),
+        ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
+    ),
+)
+def test_a_config_that_does_not_fit_together_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"GPTConfig: {message}"):
+        replace(SMALL, **fields)

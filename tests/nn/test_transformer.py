@@ -1,0 +1,159 @@
+"""The transformer layer: its communication, its dropout, and one graph under torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo  # imported before ranks are forked
+import torch.nn.functional as F
+from nn_tools import SEED, SMALL, tp_groups
+
+from fastmp.nn import TransformerLayer
+from fastmp.nn.dropout import Dropout
+from fastmp.parallel.layers import parallel_attributes
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing import run_ranks
+from fastmp.testing.parallel import count_collectives
+
+S, B, H = 8, 3, SMALL.hidden_size
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def make(config=SMALL, group=None, tp_rank=0, **options):
+    rng = RngTracker(SEED, tp_rank=tp_rank)
+    return TransformerLayer(config, group=group, rng=rng, dtype=torch.float64, **options)
+
+
+def inputs():
+    return torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def test_a_layer_normalises_first_and_adds_back():
+    layer, x_SBH = make(), inputs()
+
+    def add(x_SBH, part, norm):
+        output, bias = part(F.layer_norm(x_SBH, (H,), norm.weight, norm.bias))
+        return x_SBH + output + bias
+
+    expected = add(add(x_SBH, layer.attention, layer.attention_norm), layer.mlp, layer.mlp_norm)
+    torch.testing.assert_close(layer(x_SBH), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("tp", (2, 4))
+def test_two_all_reduces_forward_and_two_backward(tp):
+    def case(rank, world):
+        layer, x_SBH = make(group=tp_groups(tp).tp, tp_rank=rank), inputs().requires_grad_()
+        with count_collectives() as forward:
+            output = layer(x_SBH)
+        with count_collectives() as backward:
+            output.sum().backward()
+        return forward.counts, backward.counts
+
+    for forward, backward in run_ranks(case, tp):
+        assert forward == backward == {"all_reduce": 2}
+
+
+def test_sequence_parallel_has_gather_and_scatter_instead():
+    """Backward gathers each column-parallel input once more: it is not kept."""
+
+    def case(rank, world):
+        layer = make(group=tp_groups(world).tp, tp_rank=rank, sequence_parallel=True)
+        x_SBH = inputs().chunk(world)[rank].requires_grad_()
+        with count_collectives() as forward:
+            output = layer(x_SBH)
+        with count_collectives() as backward:
+            output.sum().backward()
+        assert output.shape == (S // world, B, H)
+        return forward.counts, backward.counts
+
+    for forward, backward in run_ranks(case, 2):
+        assert forward == {"all_gather": 2, "reduce_scatter": 2}
+        assert backward == {"all_gather": 4, "reduce_scatter": 2}
+
+
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_parameters_carry_their_partition(sequence_parallel):
+    marks = {
+        name: parallel_attributes(param)
+        for name, param in make(sequence_parallel=sequence_parallel).named_parameters()
+    }
+    divided = {
+        "attention.qkv.weight": 0,
+        "attention.qkv.bias": 0,
+        "attention.proj.weight": 1,
+        "mlp.up.weight": 0,
+        "mlp.up.bias": 0,
+        "mlp.down.weight": 1,
+    }
+    for name, mark in marks.items():
+        assert mark.tensor_model_parallel == (name in divided), name
+        assert mark.partition_dim == divided.get(name, -1), name
+        assert mark.sequence_parallel == (sequence_parallel and name not in divided), name
+    assert len(marks) == 12
+
+
+def test_marks_survive_a_conversion_and_a_move():
+    layer = make(sequence_parallel=True, device="meta").to_empty(device="cpu").float()
+    assert all(parallel_attributes(param).sequence_parallel for param in layer.attention_norm.parameters())
+
+
+def test_hidden_dropout_is_equal_on_replicas_and_different_on_sequence_shards():
+    def case(rank, world):
+        group, ones = tp_groups(world).tp, torch.ones(40, 50)
+        rng = RngTracker(SEED, tp_rank=rank)
+        replica = Dropout(0.3, group=group, rng=rng, sharded=False)
+        shard = Dropout(0.3, group=group, rng=rng, sharded=True)
+        result = replica(ones), shard(ones), shard(ones), torch.get_rng_state()
+        shard.eval()
+        assert shard(ones) is ones
+        return result
+
+    (replica, shard, again, state), (replica1, shard1, _, state1) = run_ranks(case, 2)
+    assert torch.equal(replica, replica1) and torch.equal(state, state1)
+    assert not torch.equal(shard, shard1) and not torch.equal(shard, again)
+    for mask in (replica, shard, shard1):
+        assert abs((mask == 0).float().mean() - 0.3) < 0.05
+        assert torch.equal(mask.unique(), torch.tensor([0.0, 1 / 0.7]))
+
+
+def test_dropout_of_shards_without_a_tracker_is_refused():
+    def case(rank, world):
+        with pytest.raises(
+            ValueError, match=r"Dropout: dropout 0.1 of tensor-parallel shards over 2 ranks needs rng"
+        ):
+            TransformerLayer(replace(SMALL, dropout=0.1), group=tp_groups(world).tp, sequence_parallel=True)
+
+    run_ranks(case, 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
+@pytest.mark.parametrize("tp", (1, 2))
+def test_a_layer_compiles_to_one_graph(tp, sequence_parallel):
+    def case(rank, world):
+        torch._dynamo.reset()
+        group = None if tp == 1 else tp_groups(tp).tp
+        layer = make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        x_SBH = (inputs().chunk(tp)[rank] if sequence_parallel else inputs()).requires_grad_()
+        results = []
+        for run in (layer, compiled):
+            layer.zero_grad()
+            x_SBH.grad = None
+            output = run(x_SBH)
+            output.square().sum().backward()
+            results.append([output.detach(), x_SBH.grad, *(param.grad for param in layer.parameters())])
+        for eager, graph in zip(*results):
+            torch.testing.assert_close(graph, eager, **CLOSE)
+
+    run_ranks(case, tp)
+
+
+def test_a_copy_keeps_weights_and_marks():
+    layer = make(sequence_parallel=True)
+    twin = copy.deepcopy(layer)
+    for param, other in zip(layer.parameters(), twin.parameters()):
+        assert param is not other and torch.equal(param, other)
+        assert parallel_attributes(param) == parallel_attributes(other)
