@@ -1,0 +1,191 @@
+"""`fastmp train`: one recipe, one GPT, from text to a loss curve and a sample of what was learnt.
+
+A thin caller of the parts: groups, random streams, data, model, Trainer. Runs alone or under torchrun; the
+world size over `parallel.tp` is the data-parallel size.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmp.config import Environment, Recipe
+from fastmp.nn.models import GPT, flops_per_token, num_parameters
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.runtime import Runtime, init, main_guard
+from fastmp.train.data import IGNORE_INDEX, TokenDataset
+from fastmp.train.evaluate import Evaluation
+from fastmp.train.generate import generate_text
+from fastmp.train.metrics import RunInfo, TrainLog
+from fastmp.train.plot import plot_loss
+from fastmp.train.recipe import parse_arguments
+from fastmp.train.trainer import DTYPES, Trainer
+
+PATIENCE = 3.0  # seconds in which the first rank may report what all ranks found wrong
+SAMPLE_PROMPT = "The "
+SAMPLE_TOKENS = 240
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `fastmp train` with the arguments `argv`; returns the exit status."""
+    return main_guard(lambda: _main(list(argv or [])))
+
+
+def _main(argv: list[str]) -> int:
+    environment = Environment.read()
+    with _first_rank_speaks(environment.rank or 0):
+        recipe = parse_arguments(argv, quiet=bool(environment.rank))
+        runtime = init()
+        train(recipe, runtime, resume=recipe.train.resume or environment.restart_count > 0)
+    runtime.close()
+    return 0
+
+
+def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluation | None:
+    """Train the GPT of `recipe` on this rank of the job; all ranks call it. Returns the last evaluation.
+
+    ValueError, before anything is written, for a layout that does not fit the world or the model, and for
+    text that cannot be read or does not fit the model.
+    """
+    groups = ParallelGroups.create(RankGrid(world_size=runtime.world_size, tp=recipe.parallel.tp))
+    rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), device=runtime.device)
+    model = build_model(recipe, groups, rng, runtime.device)
+    data = open_data(recipe, runtime)
+    trainer = Trainer(
+        model,
+        data,
+        token_loss,
+        recipe.train,
+        optimizer=recipe.optimizer,
+        groups=groups,
+        rng=rng,
+        device=runtime.device,
+    )
+    run_dir = Path(recipe.train.run_dir) / recipe.train.name
+    resumed = resume and trainer.resume()
+    moved = None if resumed or runtime.rank else _move_aside(run_dir)
+    run = RunInfo(
+        total_steps=recipe.train.steps,
+        tokens_per_step=recipe.train.global_batch_size * recipe.data.seq_len,
+        flops_per_token=flops_per_token(recipe.model, recipe.data.seq_len),
+        bytes_per_token=data.train.info.bytes_per_token,
+        device=str(runtime.device),
+        world_size=runtime.world_size,
+    )
+    options = {"log_interval": recipe.train.log_interval, "start_step": trainer.step, "rank": runtime.rank}
+    with TrainLog(run_dir, run, **options) as log:
+        log.note(_describe(recipe, groups, runtime, model))
+        if moved is not None:
+            log.note(f"the earlier run of this name is now {moved}")
+        if resumed:
+            log.note(f"resumed after step {trainer.step}")
+        if runtime.rank == 0:
+            (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+        evaluation = trainer.train(log)
+    sample = generate_text(
+        model,
+        SAMPLE_PROMPT,
+        tokenizer=data.tokenizer,
+        max_new_tokens=SAMPLE_TOKENS,
+        max_seq_len=recipe.model.max_seq_len,
+        temperature=0.8,
+        seed=recipe.train.seed,
+        group=groups.tp,
+    )
+    if runtime.rank == 0:
+        _report(recipe, run_dir, evaluation, sample)
+    return evaluation
+
+
+def build_model(recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device) -> GPT:
+    """The GPT of `recipe` on `device`; dtype "auto" is bfloat16 on a GPU and float32 elsewhere."""
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return GPT(
+        recipe.model,
+        groups=groups,
+        rng=rng,
+        sequence_parallel=recipe.parallel.sequence_parallel,
+        recompute=recipe.parallel.recompute,
+        shard_recompute_input=recipe.parallel.shard_recompute_input,
+        device=device,
+        dtype=DTYPES.get(recipe.train.dtype, auto),
+    )
+
+
+def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
+    """The token files of `recipe`: the first rank of every machine builds them, the others wait for it."""
+    cache_dir = Path(recipe.train.run_dir) / "data"
+    if runtime.local_rank == 0:
+        data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
+    if runtime.world_size > 1:
+        dist.barrier()
+    if runtime.local_rank != 0:
+        data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
+    if data.vocab_size > recipe.model.vocab_size:
+        raise ValueError(
+            f"fastmp train: the data has a vocabulary of {data.vocab_size} tokens, "
+            f"model.vocab_size is {recipe.model.vocab_size}"
+        )
+    return data
+
+
+def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are."""
+    loss_BS = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX)
+    return loss_BS.sum(), (batch["targets"] != IGNORE_INDEX).sum()
+
+
+@contextmanager
+def _first_rank_speaks(rank: int) -> Iterator[None]:
+    """A user's mistake is found by all ranks alike: the others give the first one time to say so.
+
+    The launcher then ends them together with it, and there is one message.
+    """
+    try:
+        yield
+    except (ValueError, SystemExit):
+        if rank:
+            time.sleep(PATIENCE)
+        raise
+
+
+def _move_aside(run_dir: Path) -> Path | None:
+    """Rename what an earlier run of this name left; a new run never mixes with it nor deletes it."""
+    if not run_dir.exists():
+        return None
+    other = next(p for i in count(1) if not (p := run_dir.with_name(f"{run_dir.name}.{i}")).exists())
+    return run_dir.rename(other)
+
+
+def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, model: GPT) -> str:
+    grid = groups.grid
+    dtype = str(model.final_norm.weight.dtype).removeprefix("torch.")
+    sequence = " with sequence parallelism" if recipe.parallel.sequence_parallel and grid.tp > 1 else ""
+    return (
+        f"{num_parameters(recipe.model) / 1e6:.2f} M parameters in {dtype} on {runtime.device.type}, "
+        f"{runtime.world_size} ranks: TP {grid.tp}{sequence}, DP {grid.dp}"
+    )
+
+
+def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str) -> None:
+    if evaluation is not None:
+        below = evaluation.unigram_entropy - evaluation.loss_per_byte
+        print(
+            f"held-out loss {evaluation.loss_per_byte:.4f} nats per byte, {below:.2f} below the unigram "
+            f"entropy of the same text, {evaluation.unigram_entropy:.4f}"
+        )
+    picture = plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png", title=recipe.train.name)
+    print(f"metrics in {run_dir / 'metrics.jsonl'}" + (f", loss plot {picture}" if picture else ""))
+    print(f"a sample:\n{SAMPLE_PROMPT}{sample}")

@@ -1,0 +1,123 @@
+"""Recipes: a TOML file in `configs/`, and typed overrides of every field on the command line.
+
+    fastmp train --recipe configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
+
+Every field is `--table.field`; the ones in `SHORT` have a short name too. A key or option that does not
+exist is an error that says which one may have been meant.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from fastmp.config import Recipe
+
+__all__ = ["load_recipe", "parse_arguments"]
+
+SHORT = {
+    "--tp": "--parallel.tp",
+    "--steps": "--train.steps",
+    "--name": "--train.name",
+    "--resume": "--train.resume",
+}
+
+
+def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
+    """The recipe that `argv` describes: `--recipe FILE` (config's defaults without), then the other options.
+
+    ValueError for what is wrong in the file. What is wrong on the command line ends the program with status
+    2, after a message on stderr (none if `quiet`: the first of several ranks is enough).
+    """
+    try:
+        import tyro
+    except ImportError:
+        raise ValueError('fastmp train needs tyro: pip install "fastmp[train]"') from None
+    path, options = _split(argv)
+    short = ", ".join(
+        f"{name} = {full}" for name, full in {"--recipe FILE": "configs/*.toml", **SHORT}.items()
+    )
+    return tyro.cli(
+        Recipe,
+        prog="fastmp train",
+        description=f"Train a GPT; under torchrun on several ranks. Short names: {short}",
+        args=options,
+        default=Recipe() if path is None else load_recipe(path),
+        console_outputs=not quiet,
+    )
+
+
+def load_recipe(path: str | Path) -> Recipe:
+    """The recipe in the TOML file `path`: a table per dataclass; fields left out keep their defaults.
+
+    ValueError naming the file, and the key, the type or the value that is wrong.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"recipe {path}: cannot be read ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe {path}: not TOML: {error}") from None
+    try:
+        return _build(Recipe, content, "")
+    except ValueError as error:
+        raise ValueError(f"recipe {path}: {error}") from None
+
+
+def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The file of `--recipe`, and the other arguments with short names written out."""
+    path, options, rest = None, [], iter(argv)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == "--recipe":
+            path = value if equals else next(rest, None)
+            if not path:
+                raise ValueError("fastmp train: --recipe needs a file")
+        else:
+            options.append(SHORT.get(name, name) + equals + value)
+    return path, options
+
+
+def _build(cls: type, content: dict[str, Any], table: str) -> Any:
+    hints = typing.get_type_hints(cls)
+    known = [field.name for field in fields(cls)]
+    values = {}
+    for key, value in content.items():
+        if key not in known:
+            where = f"in [{table}]" if table else "table"
+            raise ValueError(f"unknown key {key!r} {where}{_suggestion(key, known)}")
+        if isinstance(hints[key], type) and hasattr(hints[key], "__dataclass_fields__"):
+            if not isinstance(value, dict):
+                raise ValueError(f"[{key}] must be a table, got {value!r}")
+            values[key] = _build(hints[key], value, key)
+        else:
+            values[key] = _convert(value, hints[key], f"{table}.{key}")
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    """`value`, if it is of type `hint` (int, float, str, bool, X | None, tuple of these)."""
+    if isinstance(hint, types.UnionType):
+        hint = next(option for option in hint.__args__ if option is not types.NoneType)
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)
+        if not isinstance(value, list) or len(value) != len(items):
+            raise ValueError(f"{name} must be a list of {len(items)} values, got {value!r}")
+        return tuple(_convert(v, item, name) for v, item in zip(value, items))
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ValueError(f"{name} must be of type {hint.__name__}, got {value!r}")
+    return value
+
+
+def _suggestion(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
