@@ -25,10 +25,11 @@
   namespace avx512 { __VA_ARGS__ }
 
 #if defined(FASTMP_WITH_AVX512)
-#define FASTMP_BEST(kernel) \
-  (fastmp::has_avx512() ? fastmp::avx512::kernel : fastmp::has_avx2() ? fastmp::avx2::kernel : fastmp::base::kernel)
+#define FASTMP_BEST(...)                                     \
+  (fastmp::has_avx512() ? fastmp::avx512::__VA_ARGS__        \
+                        : fastmp::has_avx2() ? fastmp::avx2::__VA_ARGS__ : fastmp::base::__VA_ARGS__)
 #else
-#define FASTMP_BEST(kernel) fastmp::base::kernel
+#define FASTMP_BEST(...) fastmp::base::__VA_ARGS__
 #endif
 
 namespace fastmp {
@@ -215,8 +216,20 @@ FASTMP_INLINE doubles exp(doubles x) {
   return x;
 }
 
+// 1 / x for x >= 1, infinity included, to about one unit in the last place. AVX-512 divides 16 lanes in 16 cycles;
+// an estimate of 14 bits and one Newton step take a quarter of that.
+FASTMP_INLINE floats reciprocal(floats x) {
+#if FASTMP_VECTOR_BYTES == 64
+  const floats estimate = (floats)_mm512_maskz_rcp14_ps(0xffff, (__m512)x);
+  const floats residual = max(1.0f - x * estimate, broadcast<floats>(-1.0f));  // NaN at infinity becomes -1
+  return estimate + estimate * residual;
+#else
+  return 1.0f / x;
+#endif
+}
+
 // 1 / (1 + e^-x), relative error below 2e-7 down to where e^-x overflows (x = -88.7), then 0.
-FASTMP_INLINE floats sigmoid(floats x) { return 1.0f / (1.0f + exp(-x)); }
+FASTMP_INLINE floats sigmoid(floats x) { return reciprocal(1.0f + exp(-x)); }
 FASTMP_INLINE doubles sigmoid(doubles x) { return 1.0 / (1.0 + exp(-x)); }
 
 // tanh x, absolute error below 2e-7.
@@ -235,7 +248,7 @@ struct Normal {
 FASTMP_INLINE Normal<floats> normal(floats x) {
   const floats a = abs(x);
   const floats e = exp(-0.5f * x * x);
-  const floats t = 1.0f / (1.0f + 0.27f * a);
+  const floats t = reciprocal(1.0f + 0.27f * a);
   floats q = t * 0.02882686630f - 0.1258091182f;
   q = q * t + 0.1683309972f;
   q = q * t - 0.06747164577f;
