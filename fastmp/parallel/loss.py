@@ -1,0 +1,71 @@
+"""Cross-entropy over a vocabulary that is sharded over a group: local ops and one collective.
+
+Each rank reads its logits once and reduces them to three numbers a token (row maximum, sum of exponentials,
+the target's logit; the sum of logits as a fourth with label smoothing). These are gathered; from them every
+rank computes the same loss, to the bit, and the gradient of its own shard. The backward does not communicate,
+and what is communicated does not grow with the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastmp import ops
+from fastmp.parallel.collectives import all_gather, group_rank, group_size
+
+__all__ = ["vocab_parallel_cross_entropy"]
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    token_weight: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+    grad_in_place: bool = False,
+) -> torch.Tensor:
+    """Loss per token (...) of logits (..., V/P) sharded over `group` along the vocabulary, for target (...).
+
+    Rank r holds columns [r * V/P, (r+1) * V/P); `target` holds global ids (int64), the same on every rank.
+    The loss is fp32 (float64 for float64 logits) and equal on all ranks; its definition, with label smoothing
+    over the whole vocabulary, z-loss, ignored tokens and `token_weight` (...), is that of
+    `fastmp.ops.cross_entropy`. Columns with a global id from `vocab_size` on are padding: they do not take
+    part and get no gradient. With `grad_in_place` the backward writes the gradient over the logits.
+
+    ValueError for shapes that do not match, and on a CPU for a target outside the vocabulary.
+    """
+    if logits.dim() < 1 or target.shape != logits.shape[:-1]:
+        raise ValueError(f"vocab_parallel_cross_entropy: target has shape {tuple(target.shape)}, which is "
+                         f"not that of the logits {tuple(logits.shape)} without the last dimension")
+    if target.dtype != torch.int64:
+        raise ValueError(f"vocab_parallel_cross_entropy: target must be {torch.int64}, got {target.dtype}")
+    if token_weight is not None:
+        if token_weight.shape != target.shape:
+            raise ValueError(f"vocab_parallel_cross_entropy: token_weight has shape "
+                             f"{tuple(token_weight.shape)}, target {tuple(target.shape)}")
+        token_weight = token_weight.reshape(-1)
+    size, shard = group_size(group), logits.shape[-1]
+    vocab_start = group_rank(group) * shard
+    if vocab_size is None:
+        vocab_size = size * shard
+    elif not 0 < vocab_size <= size * shard:
+        raise ValueError(f"vocab_parallel_cross_entropy: vocab_size is {vocab_size}, but {size} shards of "
+                         f"{shard} columns hold 1 to {size * shard}")
+    rows_NV, target_N = logits.reshape(target.numel(), shard), target.reshape(-1)
+    if rows_NV.stride(1) != 1:
+        rows_NV = rows_NV.contiguous()
+
+    stats = torch.ops.fastmp.cross_entropy_stats(
+        rows_NV.detach(), target_N, vocab_start, vocab_size, label_smoothing != 0).unsqueeze(0)
+    if size > 1:
+        stats, _ = all_gather(stats, group)
+    loss_N = ops.cross_entropy_from_stats(
+        rows_NV, target_N, stats, vocab_start=vocab_start, vocab_size=vocab_size,
+        label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,
+        grad_in_place=grad_in_place)
+    return loss_N.reshape(target.shape)
