@@ -8,8 +8,12 @@ from typing import Any
 _EXPORTS = {
     "RankError": "ranks",
     "run_ranks": "ranks",
+    "count_collectives": "parallel",
+    "full_gradient": "parallel",
+    "full_tensor": "parallel",
+    "check_op": "ops",
 }
-_MODULES = ("ops", "ranks")
+_MODULES = ("ops", "parallel", "ranks")
 
 __all__ = [*_EXPORTS, *_MODULES]
 

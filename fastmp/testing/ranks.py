@@ -36,6 +36,7 @@ __all__ = ["RankError", "run_ranks"]
 SEED = 1234  # every rank starts from this seed: a case that wants ranks to differ says so
 GRACE = 3.0  # seconds the other ranks get to report after the first one failed
 _PR_SET_PDEATHSIG = 1
+_AUTOGRAD_FORK = "Unable to handle autograd's threading in combination with fork"
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -212,6 +213,10 @@ def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> No
     elif wrong:
         first = wrong[0]
         text = f"rank {first.rank} of {n} raised\n{first.outcome[2]}"
+        if _AUTOGRAD_FORK in text:
+            text += (
+                "The parent has used autograd on a machine with GPUs: hide them with CUDA_VISIBLE_DEVICES=\n"
+            )
     else:
         first = hung[0]
         text = f"hung for {timeout:g} s: ranks {[c.rank for c in hung]} of {n}" + "".join(

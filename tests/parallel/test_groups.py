@@ -10,6 +10,7 @@ import torch._dynamo  # the first use of a DTensor imports it: once here, not in
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import fastmp.parallel
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import RankError, run_ranks
@@ -155,3 +156,9 @@ def late(rank: int, world_size: int) -> str:
 
 def test_a_collective_that_a_rank_never_joins_fails_at_the_timeout_of_the_groups():
     assert "Timed out waiting 1000ms" in run_ranks(late, 2, timeout=20)[0]
+
+
+def test_every_exported_name_is_there():
+    assert all(getattr(fastmp.parallel, name) is not None for name in fastmp.parallel.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'parallel_state'"):
+        fastmp.parallel.parallel_state  # noqa: B018
