@@ -71,15 +71,15 @@ def build(
     """
     out = Path(out)
     if not 0.0 <= validation_fraction <= 0.5:
-        raise ValueError(f"data: validation_fraction must be in [0, 0.5], got {validation_fraction}")
+        raise ValueError(f"validation_fraction must be in [0, 0.5], got {validation_fraction}")
     if vocab_size is not None and tokenizer != "bpe":
-        raise ValueError(f"data: vocab_size {vocab_size} goes with tokenizer bpe, not {tokenizer!r}")
+        raise ValueError(f"vocab_size {vocab_size} goes with tokenizer bpe, not {tokenizer!r}")
     _refuse_other_content(out)
     documents = find_documents(inputs)
     train, held_out = split_documents(documents, validation_fraction)
     if not train or (validation_fraction > 0 and not held_out):
         raise ValueError(
-            f"data: {sum(document.num_bytes for document in documents)} bytes of text are too little "
+            f"{sum(document.num_bytes for document in documents)} bytes of text are too little "
             f"to hold out {validation_fraction:g} of them"
         )
     source = {
@@ -113,11 +113,11 @@ def find_documents(inputs: Sequence[str]) -> list[Document]:
         else:
             found = [_file(Path(path)) for path in _matches(pattern)]
         if not found:
-            raise ValueError(f"data: no file matches {pattern!r}")
+            raise ValueError(f"no file matches {pattern!r}")
         for document in found:
             documents.setdefault(document.name, document)
     if not documents:
-        raise ValueError("data: no input given")
+        raise ValueError("no input text given")
     return list(documents.values())
 
 
@@ -262,9 +262,7 @@ def _pydoc() -> list[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ValueError(
-            "data: this Python comes without pydoc_data; use --input with files of your own"
-        ) from None
+        raise ValueError("this Python comes without pydoc_data; use --input with files of your own") from None
     texts = {name: text.encode() for name, text in sorted(topics.items()) if text}
     return [Document(f"pydoc:{name}", len(text), lambda text=text: text) for name, text in texts.items()]
 

@@ -57,13 +57,12 @@ def _points(records: list[dict[str, Any]], kind: str, key: str) -> list[tuple[in
 
 
 def _smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Exponential moving average without start-up bias, over about a thirtieth of the points."""
-    keep = 1.0 - 1.0 / max(1.0, len(points) / 30)
-    total = weight = 0.0
-    smooth = []
-    for step, loss in points:
-        total, weight = keep * total + loss, keep * weight + 1.0
-        smooth.append((step, total / weight))
+    """Mean over a window centred on each point (so it does not lag), about a twentieth of the run wide."""
+    half, smooth = len(points) // 40, []
+    for i, (step, _) in enumerate(points):
+        reach = min(half, i, len(points) - 1 - i)
+        window = [loss for _, loss in points[i - reach : i + reach + 1]]
+        smooth.append((step, sum(window) / len(window)))
     return smooth
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import json
 import math
 import os
@@ -64,7 +65,7 @@ class Index:
 
     def to_json(self) -> str:
         content = {"format": FORMAT, **asdict(self)}
-        return json.dumps({"crc32": _crc_of(content), "content": content}, indent=1) + "\n"
+        return json.dumps({"crc32": _crc_of(content), "content": content}, indent=1)
 
 
 class SplitWriter:
@@ -208,32 +209,50 @@ def verify(split: Split) -> None:
 def staged(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
 
-    FileExistsError if something stands at `out` by then: the first of several builders wins. What a killed
-    builder left is removed by the next one, which knows it by its lock that nobody holds.
+    FileExistsError if something stands at `out` by then: the first of several builders wins. A builder holds a
+    lock on its directory; one that nobody holds was left by a killed builder, and the next one removes it.
     """
     prefix = f".{out.name}.building-"
     out.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in out.parent.glob(f"{prefix}*/lock"):
-        with contextlib.suppress(OSError), leftover.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(leftover.parent)
-    stage = out.parent / f"{prefix}{secrets.token_hex(8)}"
-    stage.mkdir()
-    try:
-        with (stage / "lock").open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield stage
-            (stage / "lock").unlink()
-        sync_directory(stage)
+    for leftover in out.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError), _locked(leftover, fcntl.LOCK_NB):
+            shutil.rmtree(leftover)
+    while True:
+        stage = out.parent / f"{prefix}{secrets.token_hex(8)}"
+        stage.mkdir()
         try:
-            os.rename(stage, out)
+            with _locked(stage):
+                if not stage.exists():  # taken for a leftover before it was locked
+                    continue
+                yield stage
+                sync_directory(stage)
+                os.rename(stage, out)
+            break
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
-                raise FileExistsError(error.errno, "exists", str(out)) from None
+            if error.errno == errno.ENOTEMPTY:
+                raise FileExistsError(error.errno, error.strerror, str(out)) from None
             raise
-        sync_directory(out.parent)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+    sync_directory(out.parent)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, flags: int = 0) -> Iterator[None]:
+    """Hold the lock of `directory`; with LOCK_NB, OSError if that cannot be had at once.
+
+    A file system that cannot lock a directory (NFS) does without: then nobody takes it for a leftover either.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
+        except OSError:
+            if flags:
+                raise
+        yield
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        os.close(descriptor)
 
 
 def write_synced(path: Path, data: bytes) -> None:

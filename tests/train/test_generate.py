@@ -1,0 +1,142 @@
+"""Generated text: what is drawn, from which window, and that every tensor-parallel rank draws the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastmp.config import GPTConfig
+from fastmp.nn import GPT
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.testing import run_ranks
+from fastmp.train.generate import generate, generate_text
+from fastmp.train.tokenize import ByteTokenizer
+
+BYTES = ByteTokenizer()
+
+
+class NextLetter:
+    """Logits (S, 1, V): after token t comes t + 1, by `margin` nats over any other. Remembers inputs."""
+
+    def __init__(self, margin=50.0, vocab=384):
+        self.margin, self.vocab, self.seen = margin, vocab, []
+
+    def __call__(self, tokens_BS):
+        self.seen.append(tokens_BS)
+        logits = torch.zeros(tokens_BS.shape[1], 1, self.vocab)
+        logits[:, 0, 257:] = 1e9  # padding of the vocabulary: must never be drawn
+        return logits.scatter(2, (tokens_BS.t() + 1)[:, :, None] % 257, self.margin)
+
+
+def test_greedy_follows_the_likeliest():
+    text = generate_text(
+        NextLetter(), "abc", tokenizer=BYTES, max_new_tokens=5, max_seq_len=64, temperature=0.0
+    )
+    assert text == "defgh"
+
+
+def test_stops_before_end_of_text():
+    ids = generate(NextLetter(), [250], tokenizer=BYTES, max_new_tokens=20, max_seq_len=64, temperature=0.0)
+    assert ids == [251, 252, 253, 254, 255]
+
+
+def test_window_and_shapes():
+    model = NextLetter()
+    prompt = [i % 200 for i in range(150)]
+    generate(model, prompt, tokenizer=BYTES, max_new_tokens=60, max_seq_len=160, temperature=0.0)
+    assert {tuple(tokens.shape) for tokens in model.seen} == {(1, 160)}
+    assert model.seen[-1][0].tolist() == (prompt + list(range(150, 209)))[-160:]
+    short = NextLetter()
+    generate(short, [1, 2], tokenizer=BYTES, max_new_tokens=1, max_seq_len=160, temperature=0.0)
+    assert short.seen[0].shape == (1, 64) and short.seen[0][0, :3].tolist() == [1, 2, BYTES.end_of_text]
+
+
+def test_draws_have_the_right_frequencies():
+    """Token t + 1 is exp(margin) times likelier than each of 256 others: p = e^m / (e^m + 256)."""
+    margin, draws = 6.0, 600
+    p = torch.tensor([margin, *[0.0] * 256]).softmax(0)[0].item()
+    ids = [5]
+    hits = 0
+    for seed in range(draws):
+        (token,) = generate(
+            NextLetter(margin), ids, tokenizer=BYTES, max_new_tokens=1, max_seq_len=64, seed=seed
+        ) or [None]
+        hits += token == 6
+    assert abs(hits / draws - p) < 4 * (p * (1 - p) / draws) ** 0.5
+    cold = [
+        generate(
+            NextLetter(margin),
+            ids,
+            tokenizer=BYTES,
+            max_new_tokens=1,
+            max_seq_len=64,
+            seed=s,
+            temperature=0.2,
+        )
+        for s in range(100)
+    ]
+    assert cold == [[6]] * 100
+
+
+def test_one_seed_one_text_and_no_other_generator_moves():
+    options = {"tokenizer": BYTES, "max_new_tokens": 30, "max_seq_len": 64}
+    state = torch.get_rng_state()
+    texts = [generate_text(NextLetter(2.0), "x", seed=seed, **options) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_training_mode_is_restored_after_an_error():
+    class Failing(torch.nn.Module):
+        def forward(self, tokens_BS):
+            assert not self.training
+            raise RuntimeError("no")
+
+    model = Failing()
+    with pytest.raises(RuntimeError, match="no"):
+        generate(model, [1], tokenizer=BYTES, max_new_tokens=1, max_seq_len=8)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "named"),
+    [
+        ([], {}, "prompt is empty"),
+        ([257], {}, "prompt id 257 is outside the vocabulary of 257"),
+        ([1], {"temperature": -0.5}, "temperature must not be negative, got -0.5"),
+    ],
+)
+def test_bad_arguments(prompt, options, named):
+    with pytest.raises(ValueError, match=named):
+        generate(NextLetter(), prompt, tokenizer=BYTES, max_new_tokens=1, max_seq_len=8, **options)
+
+
+CONFIG = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, vocab_size=257, max_seq_len=64, init_std=0.3)
+
+
+def generate_on_rank(rank, tp, sequence_parallel):
+    groups = ParallelGroups.create(RankGrid(world_size=tp, tp=tp)) if tp > 1 else None
+    torch.manual_seed(0)
+    model = GPT(CONFIG, groups=groups, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    group = None if groups is None else groups.tp
+    return [
+        generate(
+            model,
+            [72, 105],
+            tokenizer=BYTES,
+            max_new_tokens=70,
+            max_seq_len=64,
+            temperature=t,
+            seed=3,
+            group=group,
+        )
+        for t in (0.0, 1.0)
+    ]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_every_rank_generates_what_one_rank_alone_does(sequence_parallel):
+    alone = generate_on_rank(0, 1, False)
+    assert run_ranks(generate_on_rank, 2, sequence_parallel) == [alone, alone]
+    assert len(alone[1]) > 10

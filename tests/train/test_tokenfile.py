@@ -1,0 +1,458 @@
+"""Damaged, hostile, half-written token files: one ValueError that names the file, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastmp.train import corpus, tokenfile
+from fastmp.train.corpus import build
+from fastmp.train.data import TokenDataset, main
+from fastmp.train.tokenfile import open_split, open_tokenizer, read_index, staged, verify
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"text number {i}\n" * (5 + i))
+    return folder
+
+
+@pytest.fixture
+def out(texts, tmp_path):
+    return build([f"{texts}/*.txt"], tmp_path / "d", tokenizer="bpe", vocab_size=270, validation_fraction=0.2)
+
+
+def open_all(directory):
+    return TokenDataset(directory, seq_len=8, micro_batch_size=2, seed=0)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def extend(path):
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("change", [cut, extend, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train.bin",
+        "validation.bin",
+        "train.documents",
+        "validation.documents",
+        "tokenizer.json",
+        "index.json",
+    ],
+)
+def test_a_damaged_file_is_named_when_opened(out, name, change, capsys):
+    change(out / name)
+    with pytest.raises(ValueError, match=name.replace(".", r"\.")) as caught:
+        open_all(out)
+    assert "\n" not in str(caught.value)
+    assert main(["stats", str(out)]) == 1
+    assert name in capsys.readouterr().err
+
+
+def test_what_is_wrong_is_said(out):
+    size = (out / "train.bin").stat().st_size
+    cut(out / "train.bin")
+    with pytest.raises(ValueError, match=rf"cut short: {size - 1} bytes, the index says {size}"):
+        open_all(out)
+    with pytest.raises(ValueError, match="is not a token dataset"):
+        open_all(out.parent / "absent")
+
+
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.documents"])
+def test_check_finds_one_flipped_bit_anywhere(out, name, capsys):
+    raw = bytearray((out / name).read_bytes())
+    for bit in (0, len(raw) * 4 + 3, len(raw) * 8 - 1):
+        raw[bit // 8] ^= 1 << bit % 8
+        (out / name).write_bytes(raw)
+        assert main(["check", str(out)]) == 1
+        assert name in capsys.readouterr().err
+        raw[bit // 8] ^= 1 << bit % 8
+    (out / name).write_bytes(raw)
+    assert main(["check", str(out)]) == 0
+
+
+def test_an_impossible_token_is_noticed_when_it_is_read(out):
+    tokens = np.memmap(out / "train.bin", "<u2", mode="r+")
+    tokens[:] = 60_000
+    data = open_all(out)
+    with pytest.raises(ValueError, match=r"train\.bin: damaged: token id 60000, the index says \d+ at most"):
+        data.batch(0, 0, 1, 0, 1)
+
+
+def test_another_tokenizer_is_noticed(out, tmp_path):
+    other = build([str(tmp_path / "texts/0*.txt")], tmp_path / "e", tokenizer="bpe", vocab_size=262)
+    (out / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
+    with pytest.raises(ValueError, match=r"tokenizer\.json: damaged, or not the tokenizer"):
+        open_all(out)
+
+
+def rewrite(directory, content):
+    """An index whose checksum is right, whatever it says."""
+    crc = zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    (directory / "index.json").write_text(json.dumps({"crc32": crc, "content": content}))
+
+
+def content_of(directory):
+    return json.loads((directory / "index.json").read_text())["content"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (["splits", "train", "max_token"], 270, "token id 270 is beyond the vocabulary of 270"),
+        (["splits", "train", "num_tokens"], 1 << 62, "num_tokens"),
+        (["splits", "train", "num_tokens"], True, "num_tokens True"),
+        (["splits", "train", "num_documents"], 0, "num_documents 0"),
+        (["splits", "train", "unigram_entropy"], float("nan"), "unigram_entropy nan"),
+        (["splits", "train", "unigram_entropy"], "3", "unigram_entropy '3'"),
+        (["splits", "../train"], {}, r"\.\./train"),
+        (["format"], "fastmp-tokens-2", "fastmp-tokens-2"),
+        (["dtype"], "O", "dtype 'O'"),
+        (["dtype"], "uint32", "dtype 'uint32'"),
+        (["vocab_size"], 0, "vocab_size 0"),
+        (["tokenizer"], "../../etc", "unknown tokenizer"),
+        (["tokenizer"], "byte", "vocab_size 270"),
+        (["splits"], [], "objects"),
+        ([], [], "damaged"),
+    ],
+)
+def test_an_index_that_lies_is_refused(out, path, value, named):
+    content = content_of(out)
+    if path:
+        *parents, last = path
+        target = content
+        for key in parents:
+            target = target[key]
+        target[last] = value
+    else:
+        content = value
+    rewrite(out, content)
+    with pytest.raises(
+        ValueError, match=rf"index\.json: damaged: .*{named}" if path else r"index\.json: damaged"
+    ):
+        read_index(out)
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    (folder / "one.txt").write_text("some text to fuzz\n" * 40)
+    return build([str(folder / "one.txt")], folder / "d", validation_fraction=0.2)
+
+
+def accept_or_value_error(directory):
+    """Opening gives a working dataset or a ValueError in one line; nothing else, and no pickle on the way."""
+    try:
+        index = read_index(directory)
+        open_tokenizer(directory, index)
+        for name in index.splits:
+            open_split(directory, index, name).tokens.max()
+    except ValueError as error:
+        assert str(directory) in str(error)
+        return None
+    return index
+
+
+@given(raw=st.binary(max_size=200) | st.text(max_size=50).map(str.encode))
+def test_index_of_arbitrary_bytes(sample, raw):
+    original = (sample / "index.json").read_bytes()
+    try:
+        (sample / "index.json").write_bytes(raw)
+        assert accept_or_value_error(sample) is None
+    finally:
+        (sample / "index.json").write_bytes(original)
+
+
+@given(data=st.data())
+def test_index_with_some_bytes_changed(sample, data):
+    original = (sample / "index.json").read_bytes()
+    expected = read_index(sample)
+    raw = bytearray(original)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at : at + data.draw(st.integers(0, 6))] = data.draw(st.binary(max_size=6))
+    try:
+        (sample / "index.json").write_bytes(raw)
+        assert accept_or_value_error(sample) in (None, expected)
+    finally:
+        (sample / "index.json").write_bytes(original)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def slots(node, path=()):
+    for key in node if isinstance(node, dict) else ():
+        yield (*path, key)
+        yield from slots(node[key], (*path, key))
+
+
+@given(data=st.data())
+def test_index_with_any_value_replaced_and_its_checksum_made_right(sample, data):
+    original = (sample / "index.json").read_bytes()
+    content = content_of(sample)
+    *parents, last = data.draw(st.sampled_from(list(slots(content))))
+    target = content
+    for key in parents:
+        target = target[key]
+    if data.draw(st.booleans()):
+        target[last] = data.draw(json_values)
+    else:
+        del target[last]
+    try:
+        rewrite(sample, content)
+        accept_or_value_error(sample)
+    finally:
+        (sample / "index.json").write_bytes(original)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 100_000, b'{"crc32": 1e999, "content": ' + b"9" * 10_000 + b"}", b"\xff" * 99]
+)
+def test_index_that_hurts_parsers(sample, raw):
+    original = (sample / "index.json").read_bytes()
+    try:
+        (sample / "index.json").write_bytes(raw)
+        assert accept_or_value_error(sample) is None
+        (sample / "index.json").write_bytes(b" " * (tokenfile.INDEX_LIMIT + 1))
+        with pytest.raises(ValueError, match="larger than any index"):
+            read_index(sample)
+    finally:
+        (sample / "index.json").write_bytes(original)
+
+
+def test_nothing_is_unpickled(out):
+    seen = []
+    armed = [True]
+    sys.addaudithook(lambda event, _: seen.append(event) if armed[0] and event.startswith("pickle") else None)
+    data = open_all(out)
+    data.batch(0, 0, 1, 0, 1)
+    list(data.validation_batches())
+    verify(data.train)
+    armed[0] = False
+    assert seen == []
+
+
+def assert_nothing_built(tmp_path):
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["texts"], ["d", "texts"]), list(
+        tmp_path.iterdir()
+    )
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda path: path.write_bytes(b""), "is empty"),
+        (lambda path: path.symlink_to("absent"), "cannot be read"),
+        (make_fifo, "not a regular file"),
+    ],
+)
+def test_a_bad_text_file_is_named(texts, tmp_path, make, named):
+    make(texts / "99.txt")
+    with pytest.raises(ValueError, match=rf"99\.txt.*{named}"):
+        build([f"{texts}/*.txt"], tmp_path / "d")
+    assert_nothing_built(tmp_path)
+
+
+def test_a_file_that_is_not_utf8_is_named_by_bpe_and_taken_by_bytes(texts, tmp_path):
+    (texts / "99.txt").write_bytes(b"fine\nuntil \xff here\n" * 10)
+    for fraction in (0.0, 0.5):  # in training, and (file order is fixed) possibly held out
+        with pytest.raises(ValueError, match=r"99\.txt: .*not UTF-8"):
+            build(
+                [f"{texts}/*.txt"],
+                tmp_path / "d",
+                tokenizer="bpe",
+                vocab_size=270,
+                validation_fraction=fraction,
+            )
+    assert_nothing_built(tmp_path)
+    assert open_all(build([f"{texts}/*.txt"], tmp_path / "d")).train.info.max_token == 256
+
+
+def test_a_file_without_permission_is_named(texts, tmp_path, monkeypatch):
+    real = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.name == "05.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=r"05\.txt: cannot be read \(Permission denied\)"):
+        build([f"{texts}/*.txt"], tmp_path / "d")
+    assert_nothing_built(tmp_path)
+
+
+def test_a_file_that_changes_meanwhile_is_named(texts, tmp_path, monkeypatch):
+    real = corpus.split_documents
+
+    def change_after_listing(documents, fraction):
+        result = real(documents, fraction)
+        (texts / "03.txt").write_text("other")
+        return result
+
+    monkeypatch.setattr(corpus, "split_documents", change_after_listing)
+    with pytest.raises(ValueError, match=r"03\.txt: changed while it was read"):
+        build([f"{texts}/*.txt"], tmp_path / "d")
+    assert_nothing_built(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "named"),
+    [
+        (["absent/**/*.md"], {}, r"no file matches 'absent/\*\*/\*\.md'"),
+        ([], {}, "no input"),
+        (["{texts}"], {}, r"is a directory; write a pattern such as .*/texts/\*\*/\*\.txt"),
+        (["{texts}/00.txt"], {"validation_fraction": 0.9}, r"\[0, 0\.5\], got 0\.9"),
+        (["{texts}/00.txt"], {"validation_fraction": 1e-6}, "too little to hold out"),
+        (["{texts}/00.txt"], {"vocab_size": 300}, "vocab_size 300 goes with tokenizer bpe, not 'byte'"),
+        (["{texts}/00.txt"], {"tokenizer": "bpe", "vocab_size": 10}, "at least 257.*got 10"),
+        (["{texts}/00.txt"], {"tokenizer": "bytes"}, "tokenizer bytes: cannot be read"),
+    ],
+)
+def test_bad_arguments_are_named(texts, tmp_path, inputs, options, named):
+    with pytest.raises(ValueError, match=named):
+        build([pattern.format(texts=texts) for pattern in inputs], tmp_path / "d", **options)
+    assert_nothing_built(tmp_path)
+
+
+def snapshot(directory):
+    return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir()}
+
+
+def test_building_again_changes_nothing_and_other_data_is_kept(texts, out):
+    before = snapshot(out)
+    build([f"{texts}/*.txt"], out, tokenizer="bpe", vocab_size=270, validation_fraction=0.2)
+    with pytest.raises(ValueError, match="already holds another dataset"):
+        build([f"{texts}/*.txt"], out)
+    assert snapshot(out) == before
+    assert_nothing_built(out.parent)
+
+
+def test_a_directory_of_something_else_is_not_touched(texts, tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="exists and is not a token dataset"):
+        build([f"{texts}/*.txt"], tmp_path / "d")
+    (tmp_path / "f").write_text("a file")
+    with pytest.raises(ValueError, match="not a token dataset"):
+        build([f"{texts}/*.txt"], tmp_path / "f")
+    assert (tmp_path / "d" / "thesis.tex").read_text() == "years of work"
+    assert (tmp_path / "f").read_text() == "a file"
+
+
+def test_an_empty_directory_is_filled(texts, tmp_path):
+    (tmp_path / "d").mkdir()
+    open_all(build([f"{texts}/*.txt"], tmp_path / "d"))
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failure_at_any_point_leaves_nothing(texts, tmp_path, monkeypatch, call, error):
+    real = getattr(os, call)
+    for failing in range(20):
+        calls = []
+
+        def fail(*arguments, calls=calls, failing=failing):
+            calls.append(arguments)
+            if len(calls) > failing:
+                raise error
+            return real(*arguments)
+
+        monkeypatch.setattr(os, call, fail)
+        try:
+            build([f"{texts}/*.txt"], tmp_path / "d")
+        except (ValueError, KeyboardInterrupt) as raised:
+            assert isinstance(raised, KeyboardInterrupt) or "No space left" in str(raised)
+        else:
+            break
+        finally:
+            monkeypatch.setattr(os, call, real)
+        if (tmp_path / "d").exists():  # only the last fsync, of the parent, comes after the rename
+            assert call == "fsync" and failing == 6
+            open_all(tmp_path / "d")
+        assert_nothing_built(tmp_path)
+    assert failing == {"fsync": 7, "rename": 1}[call]
+
+
+def fork(action):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            action()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return pid
+
+
+def test_what_a_killed_builder_left_is_removed_by_the_next(texts, tmp_path):
+    for kill_at in range(6):
+
+        def dying_build(kill_at=kill_at):
+            calls = []
+            real = os.fsync
+
+            def fsync(descriptor):
+                calls.append(descriptor)
+                if len(calls) > kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                real(descriptor)
+
+            os.fsync = fsync
+            build([f"{texts}/*.txt"], tmp_path / "d")
+
+        _, status = os.waitpid(fork(dying_build), 0)
+        assert os.WIFSIGNALED(status) and not (tmp_path / "d").exists()
+    open_all(build([f"{texts}/*.txt"], tmp_path / "d"))
+    assert_nothing_built(tmp_path)
+
+
+def test_a_living_builder_is_left_alone(tmp_path):
+    with staged(tmp_path / "d") as first:
+        (first / "work").write_text("half done")
+        with pytest.raises(FileExistsError):  # d is there by the time the outer one is done
+            with staged(tmp_path / "d") as second:
+                assert first.exists() and second != first
+                (second / "work").write_text("done")
+                (tmp_path / "d").mkdir()
+                (tmp_path / "d" / "work").write_text("someone else's")
+        assert (first / "work").read_text() == "half done"
+        (tmp_path / "d" / "work").unlink()
+    assert (tmp_path / "d" / "work").read_text() == "half done"
+
+
+def test_builders_at_the_same_time_are_harmless(texts, tmp_path):
+    def same():
+        open_all(build([f"{texts}/*.txt"], tmp_path / "d"))
+
+    children = [fork(same) for _ in range(4)]
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0, 0]
+    open_all(tmp_path / "d")
+    assert_nothing_built(tmp_path)
