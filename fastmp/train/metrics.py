@@ -182,23 +182,32 @@ class TrainLog:
         ]
         self._display.update("  ".join(parts), step / max(self._run.total_steps, 1))
 
-    def evaluation(self, step: int, *, loss: Any, unigram_entropy: float | None = None) -> None:
-        """Report a held-out `loss` (nats per token) after step `step`; `unigram_entropy` in nats per byte."""
+    def evaluation(
+        self,
+        step: int,
+        *,
+        loss: Any,
+        loss_per_byte: float | None = None,
+        unigram_entropy: float | None = None,
+    ) -> None:
+        """Report a held-out loss after step `step`: `loss` in nats per token, the others in nats per byte.
+
+        The held-out text has its own number of bytes per token, so `loss_per_byte` is not derived here.
+        """
         if not self._active:
             return
         value = float(loss)
-        per_byte = self._per_byte(value)
         self.record(
             "eval",
             step,
             loss=value,
-            loss_per_byte=per_byte,
+            loss_per_byte=loss_per_byte,
             unigram_entropy=unigram_entropy,
             elapsed_seconds=self._clock() - self._begin,
         )
         line = f"{self._progress(step)}  held-out loss {value:.4f}"
-        if per_byte is not None:
-            line += f"  {per_byte:.4f} nats/byte"
+        if loss_per_byte is not None:
+            line += f"  {loss_per_byte:.4f} nats/byte"
         if unigram_entropy is not None:
             line += f"  (unigram entropy {unigram_entropy:.4f})"
         self._display.note(line)

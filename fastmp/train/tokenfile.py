@@ -209,8 +209,8 @@ def verify(split: Split) -> None:
 def staged(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
 
-    FileExistsError if something stands at `out` by then: the first of several builders wins. A builder holds a
-    lock on its directory; one that nobody holds was left by a killed builder, and the next one removes it.
+    FileExistsError if something stands at `out` by then: the first of several builders wins. A builder holds
+    a lock on its directory; one that nobody holds was left by a killed builder, and the next one removes it.
     """
     prefix = f".{out.name}.building-"
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -175,7 +175,12 @@ class Trainer:
                 max_batches=max_batches,
             )
         if log is not None:
-            log.evaluation(self.step, loss=evaluation.loss, unigram_entropy=evaluation.unigram_entropy)
+            log.evaluation(
+                self.step,
+                loss=evaluation.loss,
+                loss_per_byte=evaluation.loss_per_byte,
+                unigram_entropy=evaluation.unigram_entropy,
+            )
         return evaluation
 
     def save(self) -> Path:
