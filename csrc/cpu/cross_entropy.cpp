@@ -1,8 +1,8 @@
 // Cross-entropy on the CPU: shard statistics, their merge, and the gradient (see fastmp/ops/cross_entropy.py).
 //
-// A thread takes whole rows. The statistics walk a row in blocks that stay in the first-level cache: a pass for the
-// block's maximum, which fetches it from memory, then a pass for the exponentials, which prefetches the next block. So
-// memory is read once and a logit costs one exponential. The gradient is one pass, equal in place and out of place.
+// A thread takes whole rows, and reads each once: a group of vectors in registers gives its part of the maximum and, with
+// one exponential a logit, its part of the sum. That sum is kept relative to a reference which moves only when a logit
+// exceeds it by kHeadroom, so rescaling is rare. The gradient is one pass, bitwise the same in place and out of place.
 #include "cpu/simd.h"
 
 #include <algorithm>
@@ -36,72 +36,79 @@ FASTMP_DECLARE(
 
 namespace FASTMP_ISA {
 
-constexpr int64_t kBlock = 4096;  // logits
-constexpr int kUnroll = 4;        // independent accumulators, enough to hide the latency of an addition
+constexpr int kPairs = FASTMP_VECTOR_BYTES == 64 ? 4 : 2;  // pairs of vectors in a group: they must fit the registers
+constexpr int kHeadroom = 16;                              // e^16 times the columns of a row is far from overflow
+constexpr int kPrefetchBytes = 2048;                       // ahead of the loads; reaches across page boundaries
 
 template <typename T>
 FASTMP_INLINE scalar_of<T> value_at(const T* row, int64_t column) {
   return load(row + column, 1, 0)[0];
 }
 
-// Maximum of x[0, count) and `top`; NaN is passed over.
-template <typename T>
-FASTMP_INLINE scalar_of<T> block_max(const T* x, int64_t count, scalar_of<T> top) {
-  using V = lanes_of<T>;
-  constexpr int kLanes = num_lanes<V>;
-  V tops[kUnroll];
-  for (V& lanes : tops) lanes = broadcast<V>(top);
-  int64_t i = 0;
-  for (; i + kUnroll * kLanes <= count; i += kUnroll * kLanes) {
-    for (int u = 0; u < kUnroll; ++u) tops[u] = max(load(x + i + u * kLanes), tops[u]);
-  }
-  for (; i < count; i += kLanes) tops[0] = max(load(x + i, count - i, top), tops[0]);
-  return max(max(max(tops[0], tops[1]), max(tops[2], tops[3])));
-}
+// The statistics of one row so far: lane-wise maximum, lane-wise sum of exp(x - reference), lane-wise sum of x.
+// A row that has shown only -inf so far has no reference: its limit is -inf, so that the next finite logit sets one.
+template <typename V, typename A>
+struct RowStats {
+  static constexpr A kLowest = -std::numeric_limits<A>::infinity();
+  V top = broadcast<V>(kLowest), limit = broadcast<V>(kLowest);
+  V sums[2] = {}, plain[2] = {};
+  A reference = 0;
 
-// Adds exp(x - top) over x[0, count) to the sums, and x itself to the plain sums where they are asked for.
-template <bool kWithSum, typename T, typename V>
-FASTMP_INLINE void block_sum(const T* x, int64_t count, scalar_of<T> top, V (&sums)[kUnroll], V (&plain)[kUnroll]) {
-  constexpr int kLanes = num_lanes<V>;
-  int64_t i = 0;
-  for (; i + kUnroll * kLanes <= count; i += kUnroll * kLanes) {
-    for (int u = 0; u < kUnroll; ++u) {
-      const T* at = x + i + u * kLanes;
-      __builtin_prefetch(at + kBlock);
-      const V lanes = load(at);
-      sums[u] += exp(lanes - top);
-      if constexpr (kWithSum) plain[u] += lanes;
+  // Makes room for a group whose lane-wise maximum is `tops`.
+  FASTMP_INLINE void admit(V tops) {
+    top = max(tops, top);
+    if (any_greater(tops, limit)) [[unlikely]] {
+      const A higher = max(top);
+      const V shrink = exp(broadcast<V>(reference - higher));
+      sums[0] *= shrink;
+      sums[1] *= shrink;
+      reference = higher;
+      limit = broadcast<V>(higher + kHeadroom);
     }
   }
-  for (; i < count; i += kLanes) {
-    sums[0] += exp(load(x + i, count - i, -std::numeric_limits<scalar_of<T>>::infinity()) - top);
-    if constexpr (kWithSum) plain[0] += load(x + i, count - i, 0);
+  A maximum() const { return max(top); }
+  // Relative to the maximum, or to 0 where that is -inf: the sum of a row of -inf is 0.
+  A sum_of_exp() const {
+    const A highest = max(top);
+    const A shift = highest == kLowest ? 0 : reference - highest;
+    return sum((sums[0] + sums[1]) * exp(broadcast<V>(shift)));
   }
-}
+};
 
-// out = (maximum, sum of exp(x - maximum)[, sum of x]) of a row; an infinite maximum does not enter the difference
-// where it is negative, so that a row of -inf has the sum 0.
-template <bool kWithSum, typename T>
-void stats_row(const T* x, int64_t real, scalar_of<T>* top_out, scalar_of<T>* sum_out, scalar_of<T>* plain_out) {
+template <bool kWithSum, typename T, typename A>
+void stats_row(const T* x, int64_t real, A* highest, A* sum_of_exp, A* plain_sum) {
   using V = lanes_of<T>;
-  using A = scalar_of<T>;
-  constexpr A kLowest = -std::numeric_limits<A>::infinity();
-  A top = kLowest;
-  V sums[kUnroll] = {}, plain[kUnroll] = {};
-  for (int64_t at = 0; at < real; at += kBlock) {
-    const int64_t count = std::min(kBlock, real - at);
-    const A higher = block_max(x + at, count, top);
-    const A finite = higher == kLowest ? 0 : higher;
-    if (higher > top) {
-      const V shrink = exp(broadcast<V>(top - finite));
-      for (V& lanes : sums) lanes *= shrink;
-      top = higher;
+  constexpr int kLanes = num_lanes<V>;
+  constexpr int kGroup = 2 * kPairs * kLanes;
+  RowStats<V, A> row;
+  int64_t i = 0;
+  for (; i + kGroup <= real; i += kGroup) {
+    Pair<V> group[kPairs];
+    for (int k = 0; k < kPairs; ++k) {
+      const T* at = x + i + 2 * k * kLanes;
+      __builtin_prefetch(at + kPrefetchBytes / sizeof(T));
+      if constexpr (sizeof(T) >= 4) __builtin_prefetch(at + kLanes + kPrefetchBytes / sizeof(T));
+      group[k] = load_pair(at);
     }
-    block_sum<kWithSum>(x + at, count, finite, sums, plain);
+    V tops = max(group[0].first, group[0].second);
+    for (int k = 1; k < kPairs; ++k) tops = max(max(group[k].first, group[k].second), tops);
+    row.admit(tops);
+    for (const Pair<V>& pair : group) {
+      row.sums[0] += exp(pair.first - row.reference);
+      row.sums[1] += exp(pair.second - row.reference);
+      if constexpr (kWithSum) row.plain[0] += pair.first;
+      if constexpr (kWithSum) row.plain[1] += pair.second;
+    }
   }
-  *top_out = top;
-  *sum_out = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  if constexpr (kWithSum) *plain_out = sum((plain[0] + plain[1]) + (plain[2] + plain[3]));
+  for (; i < real; i += kLanes) {
+    const V lanes = load(x + i, real - i, RowStats<V, A>::kLowest);
+    row.admit(lanes);
+    row.sums[0] += exp(lanes - row.reference);
+    if constexpr (kWithSum) row.plain[0] += load(x + i, real - i, 0);
+  }
+  *highest = row.maximum();
+  *sum_of_exp = row.sum_of_exp();
+  if constexpr (kWithSum) *plain_sum = sum(row.plain[0] + row.plain[1]);
 }
 
 template <typename T, typename A>
@@ -113,16 +120,34 @@ void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool wit
     if (with_sum) {
       stats_row<true>(x, shard.real, to, to + 1, to + 3);
     } else {
-      stats_row<false, T>(x, shard.real, to, to + 1, nullptr);
+      stats_row<false>(x, shard.real, to, to + 1, static_cast<A*>(nullptr));
     }
     to[2] = column >= 0 ? value_at(x, column) : 0;
   }
 }
 
-// The part of the gradient that is the same for every column of a row.
-template <typename V, typename A>
-FASTMP_INLINE V gradient(V logits, A lse, A slope, A shift, A scale) {
-  return (exp(logits - lse) * slope - shift) * scale;
+// The gradient of a row but for the target's own share.
+template <typename A>
+struct Row {
+  A lse, slope, shift, scale;
+  template <typename V>
+  FASTMP_INLINE V gradient(V logits) const {
+    return (exp(logits - lse) * slope - shift) * scale;
+  }
+};
+
+template <bool kNan, typename T, typename A>
+void grad_row(const T* x, T* out, int64_t count, Row<A> row) {
+  using V = lanes_of<T>;
+  constexpr int kLanes = num_lanes<V>;
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    __builtin_prefetch(x + i + kPrefetchBytes / sizeof(T));
+    if constexpr (sizeof(T) >= 4) __builtin_prefetch(x + i + kLanes + kPrefetchBytes / sizeof(T));
+    const Pair<V> pair = load_pair(x + i);
+    store_pair<kNan>(out + i, {row.gradient(pair.first), row.gradient(pair.second)});
+  }
+  for (; i < count; i += kLanes) store(out + i, row.gradient(load(x + i, count - i, 0)), count - i);
 }
 
 template <typename T, typename A>
@@ -143,11 +168,15 @@ void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A*
     const A slope = 1 + 2 * static_cast<A>(options.z_loss) * lse[row];
     const int64_t column = shard.column_of(target[row]);
     const A target_logit = column < 0 ? 0 : value_at(x, column);
-    for (int64_t i = 0; i < live; i += num_lanes<V>) {
-      store(to + i, gradient(load(x + i, live - i, 0), lse[row], slope, shift, scale), live - i);
+    const Row<A> row_constants{lse[row], slope, shift, scale};
+    // exp(x - lse) is finite where x is, so that NaN needs no care in a row of finite constants.
+    if (std::isfinite(lse[row]) && std::isfinite(scale) && std::isfinite(slope)) {
+      grad_row<false>(x, to, live, row_constants);
+    } else {
+      grad_row<true>(x, to, live, row_constants);
     }
     if (column >= 0) {
-      const V there = gradient(broadcast<V>(target_logit), lse[row], slope, shift, scale);
+      const V there = row_constants.gradient(broadcast<V>(target_logit));
       store(to + column, there - target_share * scale, 1);
     }
   }

@@ -114,6 +114,21 @@ FASTMP_INLINE doubles max(doubles a, doubles b) { return a > b ? a : b; }
 FASTMP_INLINE doubles min(doubles a, doubles b) { return a < b ? a : b; }
 FASTMP_INLINE floats abs(floats x) { return floats_of(bits_of(x) & 0x7fffffffu); }
 
+// Whether a > b in any lane.
+template <typename V>
+FASTMP_INLINE bool any_greater(V a, V b) {
+#if FASTMP_VECTOR_BYTES == 64
+  if constexpr (std::is_same_v<V, floats>) return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0;
+#elif FASTMP_VECTOR_BYTES == 32
+  if constexpr (std::is_same_v<V, floats>) {
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ)) != 0;
+  }
+#endif
+  bool any = false;
+  for (int i = 0; i < num_lanes<V>; ++i) any |= a[i] > b[i];
+  return any;
+}
+
 template <typename V>
 FASTMP_INLINE auto sum(V v) {
   auto total = v[0];
@@ -173,6 +188,39 @@ FASTMP_INLINE void store(Half* p, floats v) {
   out = select(magnitude > 0x7f800000u, out * 0u + 0x7e00u, out);
   const shorts packed = __builtin_convertvector(out | ((bits >> 16) & 0x8000u), shorts);
   std::memcpy(p, &packed, sizeof packed);
+}
+
+// Two vectors of neighbouring elements. For bfloat16 they hold the even and the odd elements: that saves the widening,
+// and half of the narrowing, which the order of elements costs. `kNan = false` promises that no lane is NaN, which
+// makes rounding to bfloat16 half as expensive.
+template <typename V>
+struct Pair {
+  V first, second;
+};
+template <typename T>
+FASTMP_INLINE Pair<lanes_of<T>> load_pair(const T* p) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    words both;
+    std::memcpy(&both, p, sizeof both);
+    return {floats_of(both << 16), floats_of(both & 0xffff0000u)};
+  } else {
+    return {load(p), load(p + num_lanes<lanes_of<T>>)};
+  }
+}
+template <bool kNan, typename T>
+FASTMP_INLINE void store_pair(T* p, Pair<lanes_of<T>> v) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const auto rounded = [](floats lanes) __attribute__((always_inline)) {
+      const words bits = bits_of(lanes);
+      const words up = bits + 0x7fffu + ((bits >> 16) & 1u);
+      return kNan ? select(lanes == lanes, up, bits | 0x400000u) : up;
+    };
+    const words both = (rounded(v.first) >> 16) | (rounded(v.second) & 0xffff0000u);
+    std::memcpy(p, &both, sizeof both);
+  } else {
+    store(p, v.first);
+    store(p + num_lanes<lanes_of<T>>, v.second);
+  }
 }
 
 // The first `count` lanes only (0 < count <= lanes); a load fills the rest with `fill`, which must be exact in T.
