@@ -24,7 +24,13 @@ import torch.distributed as dist
 from fastmp.config import Environment
 
 _POLL_SECONDS = 0.02
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "remote process exited",
+    "lost the store",
+)
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (dist.DistError, RuntimeError) as error:
+    except RuntimeError as error:
         raise RuntimeError(
             f"fastmp.init: rank {rank} cannot reach the store at {address}: {error}"
         ) from error
@@ -171,23 +177,39 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     that was misled by an old name does not find its token in the echo. RuntimeError, naming the ranks that
     did not come, when `timeout` is over.
     """
-    token = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
-    if rank == 0:
-        prefix = f"fastmp/{token}"
-        store.set("fastmp/leader", token)
-        keys = [f"{prefix}/{other}" for other in range(1, world_size)]
-        try:
-            if keys:
-                store.wait(keys, timeout)
-        except dist.DistStoreError:
-            missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
-            raise RuntimeError(
-                f"fastmp.init: ranks {missing} of {world_size} did not join in {timeout}"
-            ) from None
-        store.set(f"{prefix}/all", " ".join(store.get(key).decode() for key in keys))
-        return dist.PrefixStore(prefix, store)
-    answered = None
+    try:
+        prefix = _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, deadline)
+    except dist.DistNetworkError as error:
+        raise RuntimeError(f"fastmp.init: rank {rank} of {world_size} lost the store: {error}") from error
+    if prefix is None:
+        raise RuntimeError(
+            f"fastmp.init: rank {rank} of {world_size} waited {timeout}, but not every rank joined"
+        )
+    return dist.PrefixStore(prefix, store)
+
+
+def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    """Rank 0's part of the agreement: publish a new name, collect the answers, echo them."""
+    name = uuid.uuid4().hex
+    prefix = f"fastmp/{name}"
+    store.set("fastmp/leader", name)
+    keys = [f"{prefix}/{rank}" for rank in range(1, world_size)]
+    try:
+        if keys:
+            store.wait(keys, timeout)
+    except dist.DistStoreError:
+        missing = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
+        raise RuntimeError(
+            f"fastmp.init: ranks {missing} of {world_size} did not join in {timeout}"
+        ) from None
+    store.set(f"{prefix}/all", " ".join(store.get(key).decode() for key in keys))
+    return prefix
+
+
+def _follow(store: dist.Store, rank: int, deadline: float) -> str | None:
+    """Any other rank's part: answer whichever name is published until one echoes this rank's token."""
+    token, answered = uuid.uuid4().hex, None
     while time.monotonic() < deadline:
         if store.check(["fastmp/leader"]):
             prefix = "fastmp/" + store.get("fastmp/leader").decode()
@@ -195,14 +217,13 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
                 store.set(f"{prefix}/{rank}", token)
                 answered = prefix
             if store.check([f"{prefix}/all"]) and token in store.get(f"{prefix}/all").decode().split():
-                return dist.PrefixStore(prefix, store)
+                return prefix
         time.sleep(_POLL_SECONDS)
-    who = "rank 0 did not publish the job" if answered is None else "not every rank joined"
-    raise RuntimeError(f"fastmp.init: rank {rank} of {world_size}: {who} in {timeout}")
+    return None
 
 
 def _say(env: Environment, message: str) -> None:
-    sys.stderr.write(f"fastmp: rank {env.rank or 0}: {message}\n")  # one write: lines of ranks stay whole
+    sys.stderr.write(f"fastmp: rank {env.rank or 0}: {message}\n")  # one write: the lines of ranks stay whole
     sys.stderr.flush()
 
 
