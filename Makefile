@@ -7,6 +7,7 @@ AT_LEAST_311 := import sys; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(AT_LEAST_311)' 2>/dev/null && echo $(p))) python3)
 VENV := .venv/bin/python
 SETUP := $(PYTHON) .ci/environment.py
+KEEP_GOING := --continue-on-collection-errors
 
 .PHONY: train test test-full lint build clean
 
@@ -25,8 +26,8 @@ train:
 define run_tests
 	@$(SETUP) test
 	@status=0; \
-	$(VENV) -m pytest $(1) $(PYTEST) || status=1; \
-	TRITON_INTERPRET=1 $(VENV) -m pytest -m interpret $(1) $(PYTEST) || status=1; \
+	$(VENV) -m pytest $(KEEP_GOING) $(1) $(PYTEST) || status=1; \
+	TRITON_INTERPRET=1 $(VENV) -m pytest -m interpret $(KEEP_GOING) $(1) $(PYTEST) || status=1; \
 	exit $$status
 endef
 

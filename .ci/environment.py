@@ -9,6 +9,7 @@ second run does nothing: the requirements, and for fastmp itself the sources and
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -31,7 +32,7 @@ PROBE = """
 import json, site, sys
 try:
     import torch
-    found = torch.__version__
+    found = str(torch.__version__)
 except ImportError:
     found = ""
 sites = site.getsitepackages() + ([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])
@@ -43,12 +44,14 @@ def say(message: str) -> None:
     print(f"environment: {message}", flush=True)
 
 
-def run(*command: str | Path) -> bool:
-    return subprocess.run([str(part) for part in command], cwd=ROOT, check=False).returncode == 0
+def run(*command: str | Path, silent: bool = False) -> bool:
+    output = subprocess.DEVNULL if silent else None
+    words = [str(part) for part in command]
+    return subprocess.run(words, cwd=ROOT, stdout=output, stderr=output, check=False).returncode == 0
 
 
-def pip(*arguments: str) -> bool:
-    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", "install", *arguments)
+def pip(*arguments: str, silent: bool = False) -> bool:
+    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", "install", *arguments, silent=silent)
 
 
 def probe(python: str | Path) -> tuple[str, list[str]]:
@@ -63,7 +66,9 @@ def probe(python: str | Path) -> tuple[str, list[str]]:
 def make_venv() -> None:
     say(f"making .venv with {sys.executable} (Python {sys.version.split()[0]})")
     version, sites = probe(sys.executable)
-    if not run(sys.executable, "-m", "venv", VENV):
+    # Seen through the .pth, the pip and setuptools that are there serve; those of a new venv are older.
+    bare = ["--without-pip"] if version and importlib.util.find_spec("pip") else []
+    if not run(sys.executable, "-m", "venv", *bare, VENV):
         raise SystemExit("environment: python -m venv failed (on Debian and Ubuntu: install python3-venv)")
     if version:
         say(f"torch {version} is there already: .venv sees the packages of {', '.join(sites)}")
@@ -88,7 +93,7 @@ def requirements(project: dict, extra: str) -> list[str]:
 def install(wanted: list[str]) -> None:
     if pip("--quiet", *wanted):
         return
-    absent = [one for one in wanted if not pip("--quiet", "--no-index", "--no-deps", one)]
+    absent = [one for one in wanted if not pip("--no-index", "--no-deps", one, silent=True)]
     if not next(VENV.glob(f"lib/*/site-packages/{OUTER}"), None):
         raise SystemExit(f"environment: could not install {', '.join(absent)}")
     say(f"going on without {', '.join(absent)}: what needs them will say so")
