@@ -2,8 +2,8 @@
 
 `@triton.jit` chooses the compiler or the interpreter when it decorates, so one process can only do one of
 them: tests marked `interpret` run where TRITON_INTERPRET=1, all others where it is not set (`make test` runs
-both). Tests marked `gpu` are skipped without a GPU and run last, because a process that has used CUDA must not
-fork. Tests marked `full` need --full.
+both). Tests marked `gpu` are skipped without a GPU and run last, because a process that has used CUDA must
+not fork. Tests marked `full` need --full.
 """
 
 from __future__ import annotations
