@@ -91,7 +91,8 @@ class Trainer:
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self.model = model.to(device=device, dtype=DTYPES.get(config.dtype)).train()
+        dtype = DTYPES.get(config.dtype)
+        self.model = model if device is None and dtype is None else model.to(device=device, dtype=dtype)
         self.data, self.loss_fn, self.config, self.groups, self.rng = data, loss_fn, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.device = next(model.parameters()).device
@@ -115,6 +116,7 @@ class Trainer:
             description=asdict(model_config) if is_dataclass(model_config) else None,
         )
         self.step = 0
+        self.model.train()
 
     def train(self, log: TrainLog | None = None) -> Evaluation | None:
         """Train from `self.step` to `config.steps`, reporting to `log`.

@@ -1,0 +1,372 @@
+"""The training loop is one function of the data, whatever the layout, the microbatches and the restarts."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
+from fastmp.nn.models import GPT
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.layers import parallel_attributes
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing.parallel import count_collectives, full_tensor
+from fastmp.testing.ranks import run_ranks
+from fastmp.train.main import token_loss
+from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
+from fastmp.train.trainer import Trainer
+
+CONFIG = GPTConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=131, max_seq_len=32, init_std=0.1)
+OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4)
+GLOBAL_BATCH = 8
+# (tp, dp, sequence_parallel)
+LAYOUTS = [
+    (1, 2, False),
+    (1, 4, False),
+    (2, 1, False),
+    (2, 1, True),
+    (4, 1, True),
+    (2, 2, False),
+    (2, 2, True),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Samples:
+    """Counting modulo 17 from somewhere, each sample a function of its number.
+
+    Of the targets, 0, 3, 6 or 9 of 16 are ignored, so that microbatches hold very different numbers of
+    tokens.
+    """
+
+    def __init__(self, micro_batch_size):
+        self.micro_batch_size = micro_batch_size
+
+    def sample(self, number):
+        start = torch.randint(17, (1,), generator=torch.Generator().manual_seed(1000 + number))
+        ids = (start + torch.arange(17)) % 17
+        targets = ids[1:].clone()
+        targets[16 - number % 4 * 3 :] = -100
+        return ids[:-1], targets
+
+    def samples(self, first):
+        tokens, targets = zip(*(self.sample(first + i) for i in range(self.micro_batch_size)))
+        return {"tokens": torch.stack(tokens), "targets": torch.stack(targets)}
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
+        return self.samples(slot * self.micro_batch_size)
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
+        for number in range(2 if max_batches is None else min(2, max_batches)):
+            yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
+
+
+def make_trainer(
+    groups=None,
+    *,
+    dtype=torch.float64,
+    micro_batch_size=2,
+    seed=11,
+    model=CONFIG,
+    sp=False,
+    optimizer=OPTIMIZER,
+    **train,
+):
+    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp))
+    gpt = GPT(model, groups=groups, rng=rng, sequence_parallel=sp, dtype=dtype)
+    config = TrainConfig(**{"steps": 40, "global_batch_size": GLOBAL_BATCH, "eval_interval": 0, **train})
+    return Trainer(
+        gpt, Samples(micro_batch_size), token_loss, config, optimizer=optimizer, groups=groups, rng=rng
+    )
+
+
+def make_groups(world_size, tp):
+    return None if world_size == 1 else ParallelGroups.create(RankGrid(world_size=world_size, tp=tp))
+
+
+def gradients(trainer):
+    """{name: gradient of the whole parameter}, padding rows of the vocabulary cut off."""
+    group = None if trainer.groups is None else trainer.groups.tp
+    full = {n: full_tensor(p.main_grad, p, group) for n, p in trainer.model.named_parameters()}
+    full["word_embedding.weight"] = full["word_embedding.weight"][: CONFIG.vocab_size]
+    return {name: grad.clone() for name, grad in full.items()}
+
+
+def one_step(trainer):
+    result = trainer.train_step()
+    return result.loss.item(), result.grad_norm.item(), result.num_tokens.item(), gradients(trainer)
+
+
+UNCLIPPED = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4, clip_grad_norm=0.0)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """What one rank computes: the first step in float64, and the losses of 40 steps in float32."""
+    step = one_step(make_trainer(optimizer=UNCLIPPED))
+    trainer = make_trainer(dtype=torch.float32)
+    return step, [trainer.train_step().loss.item() for _ in range(40)]
+
+
+@pytest.mark.parametrize(("tp", "dp", "sp"), LAYOUTS)
+def test_every_layout_is_one_rank(one_rank, tp, dp, sp):
+    """Loss, every full gradient and the norm to 1e-10 in float64, the same bits on all ranks.
+
+    Then 40 steps (10 on TP=4) in float32 to 1e-4, after which replicas are still bitwise equal.
+    """
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, tp)
+        step = one_step(make_trainer(groups, sp=sp, optimizer=UNCLIPPED))
+        trainer = make_trainer(groups, sp=sp, dtype=torch.float32)
+        results = [trainer.train_step() for _ in range(40 if tp < 4 else 10)]
+        curve = [(r.loss.item().hex(), r.grad_norm.item().hex()) for r in results]
+        bits = {}
+        for name, param in trainer.model.named_parameters():
+            shard = f"@{group_rank(groups.tp)}" if parallel_attributes(param).tensor_model_parallel else ""
+            bits[name + shard] = zlib.crc32(param.detach().numpy().tobytes())
+        return step, curve, bits
+
+    (loss, norm, num_tokens, grads), curve = one_rank
+    results = run_ranks(rank_main, tp * dp)
+    for step, _, _ in results:
+        assert step[:3] == results[0][0][:3], "bits differ between ranks"
+        assert abs(step[0] - loss) < 1e-10 and abs(step[1] - norm) < 1e-10 and step[2] == num_tokens
+        for name, grad in grads.items():
+            torch.testing.assert_close(step[3][name], grad, rtol=0, atol=1e-10, msg=name)
+    assert all(result[1] == results[0][1] for result in results), "bits differ between ranks"
+    for (mine, _), expected in zip(results[0][1], curve):
+        assert abs(float.fromhex(mine) - expected) < 1e-4
+    replicas = {}
+    for _, _, bits in results:
+        for name, checksum in bits.items():
+            assert replicas.setdefault(name, checksum) == checksum, f"{name} differs between its replicas"
+    assert curve[-1] < 0.7 * curve[0], "the model must learn for this to mean anything"
+
+
+def test_step_is_exact_for_uneven_microbatches():
+    """The mean over all tokens of the global batch, as plain autograd finds it for all of it at once."""
+    trainer = make_trainer(micro_batch_size=1, optimizer=UNCLIPPED)
+    reference = make_trainer().model
+    batch = Samples(GLOBAL_BATCH).batch(0, 0, 1, 0, 1)
+    losses = reference.loss(batch["tokens"], batch["targets"])
+    counts = (batch["targets"] != -100).sum(1)
+    assert counts.min() < counts.max() / 2
+    expected = losses.sum() / counts.sum()
+    expected_grads = torch.autograd.grad(expected, list(reference.parameters()))
+    loss, norm, num_tokens, _ = one_step(trainer)
+    assert num_tokens == counts.sum() and abs(loss - expected.item()) < 1e-12
+    assert abs(norm - math.sqrt(sum(g.square().sum().item() for g in expected_grads))) < 1e-10
+    for param, grad in zip(trainer.model.parameters(), expected_grads, strict=True):
+        torch.testing.assert_close(param.main_grad, grad, rtol=0, atol=1e-12)
+
+
+def test_accumulation_does_not_change_the_training():
+    runs = []
+    for num_microbatches in (1, 2, 4):
+        trainer = make_trainer(micro_batch_size=GLOBAL_BATCH // num_microbatches)
+        assert trainer.num_microbatches == num_microbatches
+        runs.append([trainer.train_step().loss.item() for _ in range(10)])
+    for run in runs[1:]:
+        assert max(abs(a - b) for a, b in zip(run, runs[0], strict=True)) < 1e-10
+
+
+def test_a_step_sends_gradients_once_however_many_microbatches():
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 1), micro_batch_size=1)
+        with count_collectives() as seen:
+            trainer.train_step()
+        num_elements = sum(p.numel() for p in trainer.model.parameters())
+        return trainer.num_microbatches, seen.calls, num_elements
+
+    for num_microbatches, calls, num_elements in run_ranks(rank_main, 2):
+        assert num_microbatches == 4
+        assert calls == [("all_reduce", [(num_elements,)]), ("all_reduce", [(2,)])]
+
+
+def test_replicas_start_equal_even_if_made_from_different_seeds():
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 1), seed=rank)
+        return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    left, right = run_ranks(rank_main, 2)
+    assert torch.equal(left, right)
+
+
+DROPOUT = GPTConfig(**{**CONFIG.__dict__, "dropout": 0.1, "attention_dropout": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "tp", "dtype"),
+    [(1, 1, torch.float32), (1, 1, torch.bfloat16), (2, 2, torch.float32), (2, 1, torch.float32)],
+)
+def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
+    """Six steps in one go, and three, a checkpoint, new objects from another seed, and three more.
+
+    The same losses, parameters and optimizer state; with dropout, so that random states matter.
+    """
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, tp)
+        options = {"model": DROPOUT, "dtype": dtype, "run_dir": str(tmp_path)}
+        straight = make_trainer(groups, **options)
+        expected = [straight.train_step().loss.item() for _ in range(6)]
+        assert not make_trainer(groups, **options, name="never-saved").resume()
+        first = make_trainer(groups, **options)
+        losses = [first.train_step().loss.item() for _ in range(3)]
+        first.save()
+        second = make_trainer(groups, seed=99, **options)
+        assert second.resume() and second.step == 3
+        losses += [second.train_step().loss.item() for _ in range(3)]
+        assert losses == expected
+        for (name, tensor), other in zip(
+            straight._tensors().items(), second._tensors().values(), strict=True
+        ):
+            assert torch.equal(tensor, other), name
+        return {name: tensor.detach() for name, tensor in second._tensors().items()}
+
+    if world_size == 1:
+        rank_main(0, 1)
+        return
+    left, right = run_ranks(rank_main, world_size)
+    same = torch.equal(left["model/layers.0.mlp.up.weight"], right["model/layers.0.mlp.up.weight"])
+    assert same == (tp == 1), "TP ranks hold different shards, DP ranks the same"
+
+
+def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path):
+    def rank_main(rank, world_size):
+        def poisoned(model, batch):
+            loss, num_tokens = token_loss(model, batch)
+            return (loss * math.nan if trainer.step == 2 and rank == 1 else loss), num_tokens
+
+        trainer = make_trainer(make_groups(world_size, 1), dtype=torch.float32)
+        trainer.loss_fn = poisoned
+        for _ in range(2):
+            trainer.train_step()
+        before = {name: tensor.detach().clone() for name, tensor in trainer._tensors().items()}
+        assert not math.isfinite(trainer.train_step().grad_norm)
+        for name, tensor in trainer._tensors().items():
+            assert torch.equal(tensor, before[name]), name
+        assert trainer.optimizer.skipped_steps == 1
+        return trainer.train_step().loss.item()
+
+    left, right = run_ranks(rank_main, 2)
+    assert left == right and math.isfinite(left)
+
+
+class Regression:
+    """A user's own data for a user's own model: batches with other names than fastmp's."""
+
+    micro_batch_size = 4
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        generator = torch.Generator().manual_seed((step * num_microbatches + microbatch) * dp_size + dp_rank)
+        x = torch.randn(self.micro_batch_size, 6, generator=generator)
+        return {"x": x, "y": x.cumsum(1)[:, 3:]}
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
+        yield self.batch(10**6, 0, 1, dp_rank, dp_size)
+
+
+def regression_loss(model, batch):
+    error = model(batch["x"]) - batch["y"]
+    return error.square().sum(), torch.tensor(error.numel(), device=error.device)
+
+
+def plain_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_whole_run_of_a_plain_model(tmp_path, dtype):
+    """`train()` logs, evaluates and saves when it should, and a second trainer picks up where it stopped."""
+    config = TrainConfig(
+        steps=50,
+        global_batch_size=8,
+        dtype=dtype,
+        eval_interval=20,
+        save_interval=20,
+        name="plain",
+        run_dir=str(tmp_path),
+        log_interval=10,
+    )
+    optimizer = OptimizerConfig(lr=3e-2, min_lr=0.0, warmup_steps=5)
+    trainer = Trainer(plain_model(), Cast(dtype), regression_loss, config, optimizer=optimizer)
+    with TrainLog(tmp_path / "plain", RunInfo(total_steps=50, tokens_per_step=24)) as log:
+        final = trainer.train(log)
+    records = read_metrics(tmp_path / "plain" / "metrics.jsonl")
+    steps = {kind: [r["step"] for r in records if r["kind"] == kind] for kind in ("train", "eval")}
+    assert steps == {"train": [1, 10, 20, 30, 40, 50], "eval": [20, 40, 50]}
+    losses = [r["loss"] for r in records if r["kind"] == "train"]
+    assert final.loss < 0.3 * losses[0] and final.loss_per_byte is None
+    assert trainer.model.training
+    saved = sorted(path.name for path in (tmp_path / "plain" / "checkpoints").iterdir())
+    assert saved == ["latest", "step-00000040", "step-00000050"]
+    again = Trainer(plain_model(), Cast(dtype), regression_loss, config, optimizer=optimizer)
+    assert again.resume() and again.step == 50
+    assert again.evaluate().loss == final.loss  # the running statistics of the batch norm came back too
+    expected = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    assert {p.dtype for p in again.model.parameters()} == {expected}
+
+
+class Cast(Regression):
+    def __init__(self, dtype):
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+
+    def batch(self, *args):
+        return {name: tensor.to(self.dtype) for name, tensor in super().batch(*args).items()}
+
+
+def test_global_batch_must_divide():
+    with pytest.raises(ValueError, match=r"global_batch_size 8 is not divisible by micro_batch_size 3 x 1"):
+        make_trainer(micro_batch_size=3)
+
+
+class NoDeviceCopies(TorchDispatchMode):
+    """Refuses to copy from the device to the host. Reading a value raises under fakes by itself."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device != result.device:
+            assert args[0].device.type == "cpu", f"copy from {args[0].device} to {result.device}"
+        return result
+
+
+def test_a_step_never_waits_for_the_device():
+    """The whole step on tensors without values, on a device that is not the host's.
+
+    Whatever needs a value raises: .item(), branching on a tensor, a shape that depends on data.
+    """
+
+    class OnDevice(Trainer):
+        def _to_device(self, batch):
+            return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = GPT(CONFIG, groups=None, rng=None, device="meta")
+        trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=GLOBAL_BATCH))
+        with NoDeviceCopies():
+            result = trainer.train_step()
+            assert result.loss.device.type == "meta"
+            with pytest.raises(AssertionError, match="copy from meta to cpu"):
+                result.loss.cpu()
+            with pytest.raises(RuntimeError):
+                result.loss.item()
