@@ -16,7 +16,12 @@ COMMANDS = {
 
 
 def usage() -> str:
-    lines = [f"fastmp {fastmp.__version__}", "", "usage: fastmp COMMAND [options]    (fastmp COMMAND --help)", ""]
+    lines = [
+        f"fastmp {fastmp.__version__}",
+        "",
+        "usage: fastmp COMMAND [options]    (fastmp COMMAND --help)",
+        "",
+    ]
     return "\n".join(lines + [f"  {name:<8} {summary}" for name, (_, summary) in COMMANDS.items()])
 
 

@@ -14,7 +14,17 @@ from pathlib import Path
 
 import fastmp
 
-_PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "tyro", "rich", "matplotlib", "transformer-engine")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "tyro",
+    "rich",
+    "matplotlib",
+    "transformer-engine",
+)
 
 
 def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
@@ -35,7 +45,10 @@ def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 
 
 def _versions() -> list[str]:
-    lines = [f"fastmp {fastmp.__version__} in {Path(fastmp.__file__).parent}", f"python {platform.python_version()}"]
+    lines = [
+        f"fastmp {fastmp.__version__} in {Path(fastmp.__file__).parent}",
+        f"python {platform.python_version()}",
+    ]
     for name in _PACKAGES:
         try:
             lines.append(f"{name} {version(name)}")
@@ -55,7 +68,9 @@ def _devices(archs: Sequence[str]) -> list[str]:
         capability = (properties.major, properties.minor)
         line = f"cuda:{index}: {properties.name}, sm_{capability[0]}{capability[1]}, {properties.total_memory >> 30} GiB"
         if archs and not fits(archs, capability):
-            line += f"; the compiled kernels ({' '.join(archs)}) do not run on it: Triton serves, rebuild with "
+            line += (
+                f"; the compiled kernels ({' '.join(archs)}) do not run on it: Triton serves, rebuild with "
+            )
             line += f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]}"
         lines.append(line)
     return lines
@@ -70,7 +85,9 @@ def _check(device: str) -> tuple[list[str], bool]:
         for result in check_op(name, device):
             good &= result.ok
             verdict = "ok" if result.ok else "WRONG"
-            lines.append(f"{device} {name} {result.dtype}: error {result.error:.1e}, bound {result.bound:.1e}: {verdict}")
+            lines.append(
+                f"{device} {name} {result.dtype}: {verdict} (error {result.error:.1e}, bound {result.bound:.1e})"
+            )
     return lines, good
 
 
@@ -83,7 +100,7 @@ def _print(title: str, lines: Sequence[str]) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Print the report; with --check run every op against float64 on every device and exit 1 on an error."""
     parser = argparse.ArgumentParser(prog="fastmp doctor", description=__doc__.partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="run every op against float64 on this machine's devices")
+    parser.add_argument("--check", action="store_true", help="run every op against float64 here")
     options = parser.parse_args(argv)
 
     import torch

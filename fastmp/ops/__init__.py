@@ -12,7 +12,10 @@ from fastmp.ops.registry import OPS
 
 def backends() -> dict[str, dict[str, tuple[str, str]]]:
     """Who serves each op on each device, and why: {op: {"cpu": (backend, reason), "cuda": ...}}."""
-    return {name: {device: (op.serving[device], op.reasons[device]) for device in op.serving} for name, op in OPS.items()}
+    return {
+        name: {device: (op.serving[device], op.reasons[device]) for device in op.serving}
+        for name, op in OPS.items()
+    }
 
 
 __all__ = ["backends", "bias_gelu", "cross_entropy", "cross_entropy_from_stats"]

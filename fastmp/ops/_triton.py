@@ -82,14 +82,18 @@ def compile_to_cubin(
     names = kernel.arg_names
     types = {n: signature.get(n, "constexpr") for n in names}
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-    source = ASTSource(kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs)
+    source = ASTSource(
+        kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=attrs
+    )
     compiled = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps, "num_stages": num_stages}
     )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.check_output([_tool("cuobjdump"), "-res-usage", path], text=True, stderr=subprocess.STDOUT)
+        usage = subprocess.check_output(
+            [_tool("cuobjdump"), "-res-usage", path], text=True, stderr=subprocess.STDOUT
+        )
         sass = subprocess.check_output([_tool("cuobjdump"), "-sass", path], text=True)
     figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Cubin(

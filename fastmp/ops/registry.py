@@ -148,6 +148,8 @@ def register(
     if overload._schema.is_mutable:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
     if flops is not None:
-        register_flop_formula(overload.overloadpacket, get_raw=True)(lambda *a, out_val=None, **k: flops(*a, **k))
+        register_flop_formula(overload.overloadpacket, get_raw=True)(
+            lambda *a, out_val=None, **k: flops(*a, **k)
+        )
     OPS[name] = Op(name, overload, implementations, serving, reasons, flops, traffic)
     return OPS[name]
