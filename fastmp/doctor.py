@@ -57,6 +57,11 @@ def _versions() -> list[str]:
     return lines
 
 
+def _build(record: dict) -> list[str]:
+    texts = {key: " ".join(value) if isinstance(value, list) else value for key, value in record.items()}
+    return [f"{key}: {text}" for key, text in texts.items() if text] or ["nothing was compiled"]
+
+
 def _devices(archs: Sequence[str]) -> list[str]:
     import torch
 
@@ -64,15 +69,11 @@ def _devices(archs: Sequence[str]) -> list[str]:
     if not torch.cuda.is_available():
         return [*lines, "cuda: no device" if torch.version.cuda else "cuda: this torch is built without CUDA"]
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        capability = (properties.major, properties.minor)
-        line = f"cuda:{index}: {properties.name}, sm_{capability[0]}{capability[1]}, {properties.total_memory >> 30} GiB"
-        if archs and not fits(archs, capability):
-            line += (
-                f"; the compiled kernels ({' '.join(archs)}) do not run on it: Triton serves, rebuild with "
-            )
-            line += f"TORCH_CUDA_ARCH_LIST={capability[0]}.{capability[1]}"
-        lines.append(line)
+        gpu = torch.cuda.get_device_properties(index)
+        lines.append(f"cuda:{index}: {gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory >> 30} GiB")
+        if archs and not fits(archs, (gpu.major, gpu.minor)):
+            lines.append(f"  the compiled kernels ({' '.join(archs)}) do not run on it; Triton serves")
+            lines.append(f"  rebuild with TORCH_CUDA_ARCH_LIST={gpu.major}.{gpu.minor} to compare them")
     return lines
 
 
@@ -85,9 +86,8 @@ def _check(device: str) -> tuple[list[str], bool]:
         for result in check_op(name, device):
             good &= result.ok
             verdict = "ok" if result.ok else "WRONG"
-            lines.append(
-                f"{device} {name} {result.dtype}: {verdict} (error {result.error:.1e}, bound {result.bound:.1e})"
-            )
+            figures = f"error {result.error:.1e}, bound {result.bound:.1e}"
+            lines.append(f"{device} {name} {result.dtype}: {verdict} ({figures})")
     return lines, good
 
 
@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     record = Path(fastmp.__file__).with_name("_build.json")
     build = json.loads(record.read_text()) if record.exists() else {}
     _print("versions", _versions())
-    _print("build", [f"{key}: {value}" for key, value in build.items()] or ["nothing was compiled"])
+    _print("build", _build(build))
     _print("devices", _devices(build.get("archs", [])))
     table = backends()
     width = max(map(len, table))
