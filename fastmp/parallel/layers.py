@@ -385,8 +385,8 @@ class VocabParallelEmbedding(_ParallelModule):
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            self._check(ids)
+        if ids.device.type == "cpu" and type(ids) is torch.Tensor and not torch.compiler.is_compiling():
+            self._check(ids)  # where looking makes no device wait
         if self.tp_size == 1:
             return F.embedding(ids, self.weight)
         # The first rank lets ids below 0 through, the last those beyond the table: they fail in the lookup.

@@ -161,4 +161,4 @@ def check_traced(rank, world_size):
 
 
 def test_traceable(warm_compiler):
-    run_ranks(check_traced, 2)
+    run_ranks(check_traced, 2, timeout=240)

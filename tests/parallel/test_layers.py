@@ -539,7 +539,7 @@ def test_errors_name_both_values():
     run_ranks(check_errors, 2)
 
 
-def check_compiled(rank, tp, sp):
+def check_compiled(rank, tp, sp, backend):
     group = dist.group.WORLD
     torch.manual_seed(0)
     options = {"group": group, "sequence_parallel": sp, "dtype": torch.float64}
@@ -558,7 +558,7 @@ def check_compiled(rank, tp, sp):
     params = [p for layer in (table, column, row, split) for p in layer.parameters()]
     eager = run(ids)
     eager_grads = torch.autograd.grad(eager.square().sum(), params)
-    logits = torch.compile(run, fullgraph=True, backend="aot_eager")(ids)
+    logits = torch.compile(run, fullgraph=True, backend=backend)(ids)
     grads = torch.autograd.grad(logits.square().sum(), params)
     close(logits, eager)
     for grad, eager_grad in zip(grads, eager_grads, strict=True):
@@ -566,8 +566,9 @@ def check_compiled(rank, tp, sp):
 
 
 @sequence
-def test_compiles_in_one_graph(sp, warm_compiler):
-    run_ranks(check_compiled, 2, sp)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_compiles_in_one_graph(sp, backend, warm_compiler):
+    run_ranks(check_compiled, 2, sp, backend, timeout=240)
 
 
 def check_autocast(rank, tp, sp):

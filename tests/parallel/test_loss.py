@@ -204,4 +204,4 @@ def check_compiled(rank, tp, options):
 
 
 def test_compiles_in_one_graph(warm_compiler):
-    run_ranks(check_compiled, 2, OPTIONS["everything"])
+    run_ranks(check_compiled, 2, OPTIONS["everything"], timeout=240)
