@@ -9,10 +9,12 @@ exist is an error that says which one may have been meant.
 from __future__ import annotations
 
 import difflib
+import io
 import tomllib
 import types
 import typing
 from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,17 +42,19 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
     except ImportError:
         raise ValueError('fastmp train needs tyro: pip install "fastmp[train]"') from None
     path, options = _split(argv)
-    short = ", ".join(
-        f"{name} = {full}" for name, full in {"--recipe FILE": "configs/*.toml", **SHORT}.items()
-    )
-    return tyro.cli(
-        Recipe,
-        prog="fastmp train",
-        description=f"Train a GPT; under torchrun on several ranks. Short names: {short}",
-        args=options,
-        default=Recipe() if path is None else load_recipe(path),
-        console_outputs=not quiet,
-    )
+    default = Recipe() if path is None else load_recipe(path)
+    short = ", ".join(f"{name} is {full}" for name, full in SHORT.items())
+    with ExitStack() as stack:
+        if quiet:
+            stack.enter_context(redirect_stdout(io.StringIO()))
+            stack.enter_context(redirect_stderr(io.StringIO()))
+        return tyro.cli(
+            Recipe,
+            prog="fastmp train [--recipe FILE]",
+            description=f"Train a GPT, under torchrun on several ranks. {short}.",
+            args=options,
+            default=default,
+        )
 
 
 def load_recipe(path: str | Path) -> Recipe:

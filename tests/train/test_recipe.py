@@ -1,0 +1,122 @@
+"""Recipes: what a file and the command line may say, and how a mistake in either is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastmp.config import Recipe
+from fastmp.train.recipe import load_recipe, parse_arguments
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+def write(tmp_path, text):
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_recipes_of_the_project_load(path):
+    recipe = load_recipe(path)
+    assert recipe.train.name == path.stem, "a run is found under the name of its recipe"
+    assert recipe.train.global_batch_size % recipe.data.micro_batch_size == 0
+
+
+def test_a_file_changes_what_it_names_and_nothing_else(tmp_path):
+    path = write(tmp_path, "[optimizer]\nlr = 1\nbetas = [0.8, 0.9]\n[model]\nnum_kv_heads = 3\n")
+    recipe = load_recipe(path)
+    assert recipe.optimizer.lr == 1.0 and isinstance(recipe.optimizer.lr, float)
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.model.num_kv_heads == 3
+    assert recipe.train == Recipe().train and recipe.data == Recipe().data
+    assert load_recipe(write(tmp_path, "")) == Recipe()
+
+
+MISTAKES = {
+    "[optimizer]\nlearning_rate = 1": r"unknown key 'learning_rate' in \[optimizer\]",
+    "[optimizer]\nwarmup_step = 1": r"unknown key .* in \[optimizer\]; did you mean 'warmup_steps'\?",
+    "[optimiser]\nlr = 1": r"unknown key 'optimiser' table; did you mean 'optimizer'\?",
+    "lr = 1": r"unknown key 'lr' table; there are model, parallel, data, optimizer, train",
+    "model = 3": r"\[model\] must be a table, got 3",
+    "[model]\nnum_layers = '4'": r"model\.num_layers must be of type int, got '4'",
+    "[model]\nnum_layers = true": r"model\.num_layers must be of type int, got True",
+    "[optimizer]\nlr = 'fast'": r"optimizer\.lr must be of type float, got 'fast'",
+    "[optimizer]\nbetas = [0.9]": r"optimizer\.betas must be a list of 2 values, got \[0\.9\]",
+    "[model]\nnum_heads = 7": r"GPTConfig: hidden_size 192 is not divisible by num_heads 7",
+    "[data]\nseq_len = 512": r"data\.seq_len 512 is longer than model\.max_seq_len 256",
+    "[optimizer]\nlr = 1e-5": r"min_lr 0\.0001 and lr 1e-05",
+    "[train]\ndtype = 'fp8'": r"dtype must be one of auto, float32, bfloat16, got 'fp8'",
+    "[train]\nname = '../x'": r"name must be the name of a directory, got '\.\./x'",
+    "[train\n": "not TOML",
+    "[train]\nsteps = 1\nsteps = 2": "not TOML",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path, text):
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError, match=rf"recipe .*recipe\.toml: .*{MISTAKES[text]}"):
+        load_recipe(path)
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match=r"recipe .*nothing\.toml: cannot be read \(No such file"):
+        load_recipe(tmp_path / "nothing.toml")
+    path = tmp_path / "binary.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"binary\.toml: not TOML"):
+        load_recipe(path)
+
+
+def test_the_command_line_goes_over_the_file(tmp_path):
+    path = write(tmp_path, "[optimizer]\nlr = 0.5\neps = 1e-6\n[train]\nsteps = 50\n")
+    for recipe_option in (["--recipe", str(path)], [f"--recipe={path}"]):
+        recipe = parse_arguments(
+            [
+                *recipe_option,
+                "--optimizer.lr",
+                "1e-2",
+                "--tp=2",
+                "--steps",
+                "60",
+                "--name",
+                "mine",
+                "--resume",
+            ]
+        )
+        assert recipe.optimizer.lr == 1e-2 and recipe.optimizer.eps == 1e-6
+        assert recipe.parallel.tp == 2
+        assert (recipe.train.steps, recipe.train.name, recipe.train.resume) == (60, "mine", True)
+    assert parse_arguments([]) == Recipe()
+    assert parse_arguments(["--parallel.sequence-parallel"]).parallel.sequence_parallel
+    assert parse_arguments(["--optimizer.betas", "0.1", "0.2"]).optimizer.betas == (0.1, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--optimizer.learning-rate", "1"], "--optimizer.learning-rate"),
+        (["--optimizer.warmup-step", "1"], "--optimizer.warmup-steps"),
+        (["--optimizer.lr", "fast"], "'fast'"),
+        (["--tp", "0"], "tp must be positive, got 0"),
+        (["--model.num-heads", "7"], "num_heads 7"),
+        (["gpt-small"], "gpt-small"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_status_2(capsys, arguments, said):
+    with pytest.raises(SystemExit) as leaving:
+        parse_arguments(arguments)
+    assert leaving.value.code == 2
+    captured = capsys.readouterr()
+    assert said in " ".join(captured.err.replace("│", " ").split()) and captured.out == ""
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments, quiet=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_recipe_option_without_a_file():
+    with pytest.raises(ValueError, match="--recipe needs a file"):
+        parse_arguments(["--recipe"])
