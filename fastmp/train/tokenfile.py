@@ -217,24 +217,23 @@ def staged(out: Path) -> Iterator[Path]:
     for leftover in out.parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), _locked(leftover, fcntl.LOCK_NB):
             shutil.rmtree(leftover)
-    while True:
-        stage = out.parent / f"{prefix}{secrets.token_hex(8)}"
-        stage.mkdir()
+    with contextlib.ExitStack() as held:
+        stage = None
+        while stage is None or not stage.exists():  # taken for a leftover before it was locked: once more
+            stage = out.parent / f"{prefix}{secrets.token_hex(8)}"
+            stage.mkdir()
+            held.callback(shutil.rmtree, stage, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                held.enter_context(_locked(stage))
+        yield stage
+        sync_directory(stage)
         try:
-            with _locked(stage):
-                if not stage.exists():  # taken for a leftover before it was locked
-                    continue
-                yield stage
-                sync_directory(stage)
-                os.rename(stage, out)
-            break
+            os.rename(stage, out)
         except OSError as error:
             if error.errno == errno.ENOTEMPTY:
                 raise FileExistsError(error.errno, error.strerror, str(out)) from None
             raise
-        finally:
-            shutil.rmtree(stage, ignore_errors=True)
-    sync_directory(out.parent)
+        sync_directory(out.parent)
 
 
 @contextlib.contextmanager

@@ -456,3 +456,19 @@ def test_builders_at_the_same_time_are_harmless(texts, tmp_path):
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0, 0]
     open_all(tmp_path / "d")
     assert_nothing_built(tmp_path)
+
+
+def test_a_builder_whose_directory_was_taken_for_a_leftover_makes_another(texts, tmp_path, monkeypatch):
+    """Another builder may sweep between the making of a directory and the taking of its lock."""
+    real, swept = os.open, []
+
+    def sweep_first(path, *arguments):
+        if "building-" in str(path) and not swept:
+            swept.append(path)
+            Path(path).rmdir()
+        return real(path, *arguments)
+
+    monkeypatch.setattr(os, "open", sweep_first)
+    open_all(build([f"{texts}/*.txt"], tmp_path / "d"))
+    assert swept
+    assert_nothing_built(tmp_path)
