@@ -6,6 +6,7 @@
 // multiples of 16 bytes a thread owns one column instead.
 // The semantics are those of the references in fastmp/ops/activation.py.
 #include "common.cuh"
+#include "rows.h"
 
 #include <tuple>
 
@@ -193,30 +194,12 @@ __global__ void __launch_bounds__(kWarp * kWarp)
   dbias[column] = narrow<T>(sum);
 }
 
-// Two-dimensional view of x with unit column stride: `pitch` elements from row to row. Copies where there is none.
-struct Rows {
-  Tensor tensor;
-  int64_t num_rows, num_cols, pitch;
-
-  explicit Rows(const Tensor& any) : tensor(any) {
-    num_cols = any.size(any.dim() - 1);
-    num_rows = any.numel() / num_cols;
-    pitch = num_cols;
-    if (any.is_contiguous()) return;
-    if (any.dim() == 2 && any.stride(1) == 1) {
-      pitch = any.stride(0);
-    } else {
-      tensor = torch::stable::contiguous(any);
-    }
-  }
-
-  // Whether all rows can be read 16 bytes at a time.
-  bool is_aligned() const {
-    const int64_t lanes = kVectorBytes / static_cast<int64_t>(tensor.element_size());
-    const bool base = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
-    return base && (num_rows == 1 || (pitch % lanes == 0 && num_cols % lanes == 0));
-  }
-};
+// Whether all rows can be read 16 bytes at a time.
+bool is_aligned(const Rows& rows) {
+  const int64_t lanes = kVectorBytes / static_cast<int64_t>(rows.tensor.element_size());
+  const bool base = reinterpret_cast<uintptr_t>(rows.tensor.const_data_ptr()) % kVectorBytes == 0;
+  return base && (rows.num_rows == 1 || (rows.pitch % lanes == 0 && rows.num_cols % lanes == 0));
+}
 
 // Threads (x over columns, y over rows): as many columns as a row has, up to the whole block.
 dim3 block_for(int64_t num_cols, int64_t width) {
@@ -258,7 +241,7 @@ Tensor forward(const Tensor& x, std::optional<Tensor> bias_any, std::string appr
   const Rows rows(x);
   std::optional<Tensor> bias;
   if (bias_any) bias = torch::stable::contiguous(*bias_any);
-  dispatch(kOp, x, approximate, rows.is_aligned(), [&](auto tag, auto form, auto width) {
+  dispatch(kOp, x, approximate, is_aligned(rows), [&](auto tag, auto form, auto width) {
     using T = typename decltype(tag)::type;
     const dim3 block = block_for(rows.num_cols, width);
     const int64_t strips = ceil_div(rows.num_rows, static_cast<int64_t>(block.y) * kRows<T>);
@@ -275,9 +258,11 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_any, const Tensor& x, std
                                     std::string approximate) {
   constexpr const char* kOp = "bias_gelu_backward";
   check_arguments(kOp, x, bias_any, approximate);
-  FASTMP_CHECK(grad_any.scalar_type() == x.scalar_type() && grad_any.numel() == x.numel(), kOp, ": grad is ",
+  FASTMP_CHECK(grad_any.scalar_type() == x.scalar_type() && grad_any.numel() == x.numel() &&
+                   grad_any.dim() == x.dim() && grad_any.size(grad_any.dim() - 1) == x.size(x.dim() - 1),
+               kOp, ": grad is ",
                dtype_name(grad_any.scalar_type()), " of ", grad_any.numel(), " elements but x is ",
-               dtype_name(x.scalar_type()), " of ", x.numel());
+               dtype_name(x.scalar_type()), " of ", x.numel(), ", or their last dimensions differ");
   const DeviceGuard guard(x);
   Tensor dx = fastmp::empty(x.sizes(), x.scalar_type(), x);
   Tensor dbias = fastmp::empty({bias_any ? x.size(x.dim() - 1) : 0}, x.scalar_type(), x);
@@ -288,7 +273,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_any, const Tensor& x, std
   const Rows rows(x), grad(grad_any);
   std::optional<Tensor> bias, partials;
   if (bias_any) bias = torch::stable::contiguous(*bias_any);
-  dispatch(kOp, x, approximate, rows.is_aligned() && grad.is_aligned(), [&](auto tag, auto form, auto width) {
+  dispatch(kOp, x, approximate, is_aligned(rows) && is_aligned(grad), [&](auto tag, auto form, auto width) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
     const dim3 block = block_for(rows.num_cols, width);

@@ -1,0 +1,241 @@
+// bias_gelu and its backward on the CPU.
+//
+// Both walk tiles of at most 64 rows and 8192 columns, which are spread over the threads. The backward adds a
+// tile's column sums up in one row of partial sums (32 KiB, which stays in the caches); the rows of
+// partial sums are then added in order. Tiles depend on the shape alone: results do not depend on the number of
+// threads. Half types are computed in fp32 and rounded once.
+// The semantics are those of the references in fastmp/ops/activation.py.
+#include "rows.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <string>
+#include <tuple>
+
+namespace fastmp {
+
+constexpr int64_t kTileRows = 64;
+constexpr int64_t kTileCols = 8192;
+
+// A tile of (num_rows, num_cols); pitches are in elements. `bias` and `partials` may be null.
+struct GeluTile {
+  const void* grad;
+  const void* x;
+  const void* bias;
+  void* out;
+  void* partials;  // compute type
+  int64_t num_rows, num_cols, grad_pitch, x_pitch, out_pitch;
+  ScalarType dtype;
+  bool tanh;
+};
+
+FASTMP_DECLARE(void bias_gelu_tile(const GeluTile&); void bias_gelu_backward_tile(const GeluTile&);)
+
+namespace FASTMP_ISA {
+
+template <bool kTanh, class V>
+FASTMP_INLINE V gelu(V h) {
+  using S = std::remove_reference_t<decltype(h[0])>;
+  if constexpr (kTanh) {
+    return h * sigmoid(h * (S(1.5957691216057308) + S(0.071354816272600265) * h * h));
+  } else {
+    return h * normal(h).cdf;
+  }
+}
+
+template <bool kTanh, class V>
+FASTMP_INLINE V gelu_slope(V h) {
+  using S = std::remove_reference_t<decltype(h[0])>;
+  if constexpr (kTanh) {
+    const V s = sigmoid(h * (S(1.5957691216057308) + S(0.071354816272600265) * h * h));
+    return s + h * (s * (S(1) - s)) * (S(1.5957691216057308) + S(0.21406444881780076) * h * h);
+  } else {
+    const auto n = normal(h);
+    return n.cdf + h * n.pdf;
+  }
+}
+
+// Calls body(T, std::bool_constant) for the tile's element type and form.
+template <class Body>
+FASTMP_INLINE void dispatch_tile(const GeluTile& tile, const Body& body) {
+  dispatch_float(tile.dtype, "bias_gelu", [&](auto tag) {
+    tile.tanh ? body(tag, std::true_type{}) : body(tag, std::false_type{});
+  });
+}
+
+void bias_gelu_tile(const GeluTile& tile) {
+  dispatch_tile(tile, [&](auto tag, auto form) {
+    using T = typename decltype(tag)::type;
+    using V = lanes_of<T>;
+    constexpr int64_t kStep = num_lanes<V>;
+    const T* bias = static_cast<const T*>(tile.bias);
+    for (int64_t row = 0; row < tile.num_rows; ++row) {
+      const T* x = static_cast<const T*>(tile.x) + row * tile.x_pitch;
+      T* y = static_cast<T*>(tile.out) + row * tile.out_pitch;
+      int64_t col = 0;
+      for (; col + kStep <= tile.num_cols; col += kStep) {
+        V h = load(x + col);
+        if (bias) h += load(bias + col);
+        store(y + col, gelu<form>(h));
+      }
+      if (const int64_t rest = tile.num_cols - col; rest > 0) {
+        V h = load(x + col, rest, 0);
+        if (bias) h += load(bias + col, rest, 0);
+        store(y + col, gelu<form>(h), rest);
+      }
+    }
+  });
+}
+
+void bias_gelu_backward_tile(const GeluTile& tile) {
+  dispatch_tile(tile, [&](auto tag, auto form) {
+    using T = typename decltype(tag)::type;
+    using V = lanes_of<T>;
+    constexpr int64_t kStep = num_lanes<V>;
+    const T* bias = static_cast<const T*>(tile.bias);
+    auto* partials = static_cast<scalar_of<T>*>(tile.partials);
+    for (int64_t row = 0; row < tile.num_rows; ++row) {
+      const T* grad = static_cast<const T*>(tile.grad) + row * tile.grad_pitch;
+      const T* x = static_cast<const T*>(tile.x) + row * tile.x_pitch;
+      T* dx = static_cast<T*>(tile.out) + row * tile.out_pitch;
+      int64_t col = 0;
+      for (; col + kStep <= tile.num_cols; col += kStep) {
+        V h = load(x + col);
+        if (bias) h += load(bias + col);
+        const V dh = load(grad + col) * gelu_slope<form>(h);
+        store(dx + col, dh);
+        if (partials) store(partials + col, row == 0 ? dh : load(partials + col) + dh);
+      }
+      if (const int64_t rest = tile.num_cols - col; rest > 0) {
+        V h = load(x + col, rest, 0);
+        if (bias) h += load(bias + col, rest, 0);
+        const V dh = load(grad + col, rest, 0) * gelu_slope<form>(h);
+        store(dx + col, dh, rest);
+        if (partials) store(partials + col, row == 0 ? dh : load(partials + col, rest, 0) + dh, rest);
+      }
+    }
+  });
+}
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& bias, const std::string& approximate) {
+  FASTMP_CHECK(approximate == "tanh" || approximate == "none", op, ": approximate must be 'tanh' or 'none', got '",
+               approximate, "'");
+  FASTMP_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
+  dispatch_float(x.scalar_type(), op, [](auto) {});
+  if (!bias) return;
+  FASTMP_CHECK(bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1), op, ": bias of ", bias->numel(),
+               " elements does not fit rows of ", x.size(x.dim() - 1));
+  FASTMP_CHECK(bias->scalar_type() == x.scalar_type(), op, ": x is ", dtype_name(x.scalar_type()), " but bias is ",
+               dtype_name(bias->scalar_type()));
+}
+
+const char* at(const void* base, int64_t element, int64_t itemsize) {
+  return static_cast<const char*>(base) + element * itemsize;
+}
+
+// Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
+template <class Kernel>
+void for_tiles(const Kernel& kernel, const Rows* grad, const Rows& x, const Tensor* bias, const Tensor& out,
+               const Tensor* partials, const std::string& approximate) {
+  const auto itemsize = static_cast<int64_t>(x.tensor.element_size());
+  const int64_t strips = (x.num_rows + kTileRows - 1) / kTileRows;
+  const int64_t blocks = (x.num_cols + kTileCols - 1) / kTileCols;
+  const auto run = [&](int64_t index) {
+    const int64_t strip = index / blocks, row = strip * kTileRows, col = index % blocks * kTileCols;
+    GeluTile tile{};
+    tile.num_rows = std::min(kTileRows, x.num_rows - row);
+    tile.num_cols = std::min(kTileCols, x.num_cols - col);
+    tile.x_pitch = x.pitch;
+    tile.x = at(x.tensor.const_data_ptr(), row * x.pitch + col, itemsize);
+    if (grad) {
+      tile.grad_pitch = grad->pitch;
+      tile.grad = at(grad->tensor.const_data_ptr(), row * grad->pitch + col, itemsize);
+    }
+    if (bias) tile.bias = at(bias->const_data_ptr(), col, itemsize);
+    tile.out_pitch = x.num_cols;
+    tile.out = const_cast<char*>(at(out.mutable_data_ptr(), row * x.num_cols + col, itemsize));
+    if (partials) {
+      const auto size = static_cast<int64_t>(partials->element_size());
+      tile.partials = const_cast<char*>(at(partials->mutable_data_ptr(), strip * x.num_cols + col, size));
+    }
+    tile.dtype = x.tensor.scalar_type();
+    tile.tanh = approximate == "tanh";
+    kernel(tile);
+  };
+  const int64_t elements = std::min(kTileRows, x.num_rows) * std::min(kTileCols, x.num_cols);
+  parallel_for(0, strips * blocks, std::max<int64_t>(1, 16384 / elements), [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) run(index);
+  });
+}
+
+Tensor bias_gelu(const Tensor& x, std::optional<Tensor> bias, std::string approximate) {
+  check_arguments("bias_gelu", x, bias, approximate);
+  Tensor y = fastmp::empty(x.sizes(), x.scalar_type(), x);
+  if (x.numel() == 0) return y;
+  const Rows rows(x);
+  if (bias) bias = torch::stable::contiguous(*bias);
+  for_tiles(FASTMP_BEST(bias_gelu_tile), nullptr, rows, bias ? &*bias : nullptr, y, nullptr, approximate);
+  return y;
+}
+
+// Sum of the rows of `partials`, first to last.
+template <class T>
+void sum_rows(const Tensor& partials, const Tensor& out) {
+  using C = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const C* in = static_cast<const C*>(partials.const_data_ptr());
+  T* sums = static_cast<T*>(out.mutable_data_ptr());
+  const int64_t num_rows = partials.size(0), num_cols = partials.size(1);
+  parallel_for(0, num_cols, 4096, [&](int64_t begin, int64_t end) {
+    for (int64_t col = begin; col < end; ++col) {
+      C sum = 0;
+      for (int64_t row = 0; row < num_rows; ++row) sum += in[row * num_cols + col];
+      sums[col] = static_cast<T>(sum);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, std::optional<Tensor> bias,
+                                              std::string approximate) {
+  constexpr const char* kOp = "bias_gelu_backward";
+  check_arguments(kOp, x, bias, approximate);
+  FASTMP_CHECK(grad.scalar_type() == x.scalar_type() && grad.numel() == x.numel() && grad.dim() == x.dim() &&
+                   grad.size(grad.dim() - 1) == x.size(x.dim() - 1),
+               kOp, ": grad is ", dtype_name(grad.scalar_type()), " of ", grad.numel(), " elements but x is ",
+               dtype_name(x.scalar_type()), " of ", x.numel(), ", or their last dimensions differ");
+  Tensor dx = fastmp::empty(x.sizes(), x.scalar_type(), x);
+  Tensor dbias = fastmp::empty({bias ? x.size(x.dim() - 1) : 0}, x.scalar_type(), x);
+  if (x.numel() == 0) {
+    if (dbias.numel() > 0) torch::stable::zero_(dbias);
+    return {dx, dbias};
+  }
+  const Rows x_rows(x), grad_rows(grad);
+  if (!bias) {
+    for_tiles(FASTMP_BEST(bias_gelu_backward_tile), &grad_rows, x_rows, nullptr, dx, nullptr, approximate);
+    return {dx, dbias};
+  }
+  bias = torch::stable::contiguous(*bias);
+  const ScalarType compute = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const int64_t strips = (x_rows.num_rows + kTileRows - 1) / kTileRows;
+  const Tensor partials = fastmp::empty({strips, x_rows.num_cols}, compute, x);
+  for_tiles(FASTMP_BEST(bias_gelu_backward_tile), &grad_rows, x_rows, &*bias, dx, &partials, approximate);
+  dispatch_float(x.scalar_type(), kOp, [&](auto tag) { sum_rows<typename decltype(tag)::type>(partials, dbias); });
+  return {dx, dbias};
+}
+
+}  // namespace
+}  // namespace fastmp
+
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
+  m.impl("bias_gelu", TORCH_BOX(&fastmp::bias_gelu));
+  m.impl("bias_gelu_backward", TORCH_BOX(&fastmp::bias_gelu_backward));
+}
+
+#endif  // FASTMP_ISA_BASE
