@@ -1,0 +1,226 @@
+"""`fastmp train` from end to end: alone, on forked ranks, under torchrun; and everything it must refuse."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from fastmp.parallel.runtime import Runtime
+from fastmp.testing.ranks import RankError, run_ranks
+from fastmp.train.corpus import build
+from fastmp.train.main import main, train
+from fastmp.train.metrics import read_metrics
+from fastmp.train.recipe import parse_arguments
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "model.num-layers": 1,
+    "model.hidden-size": 16,
+    "model.num-heads": 2,
+    "model.max-seq-len": 32,
+    "data.seq-len": 32,
+    "data.micro-batch-size": 4,
+    "train.global-batch-size": 8,
+    "train.steps": 6,
+    "train.eval-interval": 3,
+    "train.log-interval": 1,
+    "optimizer.warmup-steps": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """A small directory of token files: 256 bytes and end-of-text."""
+    folder = tmp_path_factory.mktemp("text")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    return build([str(text)], folder / "tokens")
+
+
+def arguments(run_dir, tokens, name="tiny", **changes):
+    options = {**TINY, "data.path": tokens, "train.run-dir": run_dir, "train.name": name}
+    options |= {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    return [part for key, value in options.items() for part in (f"--{key}", str(value))]
+
+
+def losses(run):
+    return [(r["step"], r["loss"]) for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+
+
+def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
+    run = tmp_path / "runs" / "tiny"
+    assert main(arguments(tmp_path / "runs", tokens, train__save_interval=3)) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"held-out loss \d\.\d+ nats per byte, .* unigram entropy of the same text, \d", said)
+    assert "a sample:\nThe " in said
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in run.iterdir()) == [
+        "checkpoints",
+        "loss.png",
+        "metrics.jsonl",
+        "recipe.json",
+    ]
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]
+    first = losses(run)
+
+    # On from step 6, with no other change than the number of steps.
+    assert main([*arguments(tmp_path / "runs", tokens, train__steps=8), "--resume"]) == 0
+    assert "resumed after step 6" in capsys.readouterr().out
+    assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert losses(run)[:6] == first
+
+    # Without --resume the run starts anew, and the earlier one is kept under another name.
+    assert main(arguments(tmp_path / "runs", tokens)) == 0
+    assert f"the earlier run of this name is now {run}.1" in capsys.readouterr().out
+    assert losses(run) == first and len(losses(tmp_path / "runs" / "tiny.1")) == 8
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(2, True), (1, False)], ids=["tp2", "dp2"])
+def test_two_ranks_train_as_one(tmp_path, tokens, tp, sequence):
+    """TP=2 with sequence parallelism and DP=2: the same losses to 1e-4, saved and resumed."""
+    assert main(arguments(tmp_path, tokens, "one", train__save_interval=3)) == 0
+    options = arguments(tmp_path, tokens, "two", train__save_interval=3, parallel__tp=tp)
+    options += ["--parallel.sequence-parallel"] if sequence else []
+
+    def rank_main(rank, world_size, extra):
+        recipe = parse_arguments([*options, *extra])
+        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        return train(recipe, runtime, resume=recipe.train.resume)
+
+    evaluations = run_ranks(rank_main, 2, [])
+    assert evaluations[0] == evaluations[1]
+    for (step, loss), (_, expected) in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
+        assert abs(loss - expected) < 1e-4, f"step {step}"
+    run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
+    assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.fixture
+def cut_tokens(tmp_path, tokens):
+    directory = tmp_path / "cut"
+    directory.mkdir()
+    for path in tokens.iterdir():
+        (directory / path.name).write_bytes(path.read_bytes())
+    content = (directory / "train.bin").read_bytes()
+    (directory / "train.bin").write_bytes(content[:-2])
+    return directory
+
+
+BAD = {
+    "world smaller than tp": ({"parallel__tp": 2}, r"world_size.*1.*tp.*2|tp.*2.*world_size.*1"),
+    "token ids beyond the vocabulary": ({"model__vocab_size": 200}, r"vocabulary of 257 .*vocab_size is 200"),
+    "no such data": ({"data__path": "/nowhere"}, r"/nowhere"),
+    "sequence longer than positions": ({"data__seq_len": 64}, r"seq_len 64 .*max_seq_len 32"),
+    "batch that does not divide": (
+        {"train__global_batch_size": 6},
+        r"global_batch_size 6 .*micro_batch_size 4",
+    ),
+    "text too short for a sample": (
+        {"data__seq_len": 32000, "model__max_seq_len": 32000},
+        r"do not hold one sample",
+    ),
+    "no checkpoint that is whole": ({}, r"none in .* is whole"),
+    "checkpoint of another model": (
+        {"model__hidden_size": 32},
+        r"another model.*hidden_size=16.*hidden_size=32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_does_not_fit_is_one_line_and_leaves_nothing(tmp_path, tokens, case, capsys):
+    changes, message = BAD[case]
+    resume = "checkpoint" in case
+    if resume:
+        assert main(arguments(tmp_path, tokens, train__save_interval=6)) == 0
+        if "whole" in case:
+            next((tmp_path / "tiny" / "checkpoints" / "step-00000006").glob("*.safetensors")).unlink()
+    before = sorted(tmp_path.rglob("*"))
+    capsys.readouterr()
+    try:
+        status = main(arguments(tmp_path, tokens, **changes) + (["--resume"] if resume else []))
+    except SystemExit as leaving:  # the command line itself is wrong
+        status = leaving.code
+    captured = capsys.readouterr()
+    assert status in (1, 2)
+    said = " ".join(captured.err.replace("│", " ").split())
+    assert re.search(message, said) and "Traceback" not in said and captured.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_token_file_cut_short_ends_all_ranks(tmp_path, cut_tokens):
+    options = arguments(tmp_path / "runs", cut_tokens)
+
+    def rank_main(rank, world_size):
+        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        train(parse_arguments(options), runtime)
+
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=r"train\.bin") as error:
+        run_ranks(rank_main, 2)
+    assert error.value.rank == 0 and time.monotonic() - begin < 10
+    assert not (tmp_path / "runs").exists()
+
+
+def torchrun(options, marker):
+    """Run `fastmp train` on two ranks under torchrun.
+
+    Returns the exit status, the output, and how long the ranks stayed after fastmp's first message.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = subprocess.Popen(
+        [*command, "-m", "fastmp", "train", *options],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    lines, first = [], None
+    for line in process.stdout:
+        lines.append(line)
+        if first is None and line.startswith(("fastmp:", "╭")):
+            first = time.monotonic()
+    status = process.wait(timeout=60)
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or [])]
+    assert left == [], "ranks are left"
+    return status, "".join(lines), None if first is None else time.monotonic() - first
+
+
+def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
+    options = arguments(tmp_path, tokens, "by-torchrun", parallel__tp=2)
+    status, output, _ = torchrun(options, str(tmp_path))
+    assert status == 0, output
+    assert "TP 2, DP 1" in output and output.count("held-out loss") == 3
+    assert len(losses(tmp_path / "by-torchrun")) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"parallel__tp": 3}, "tp"), ({"parallel__tp": 2, "model__num_heads": 1}, "num_heads 1")],
+    ids=["world not divisible by tp", "heads not divisible by tp"],
+)
+def test_torchrun_with_a_bad_layout_says_it_once_and_leaves(tmp_path, tokens, changes, message):
+    status, output, seconds = torchrun(arguments(tmp_path / "runs", tokens, **changes), str(tmp_path))
+    said = [line for line in output.splitlines() if line.startswith("fastmp:")]
+    assert status != 0 and seconds < 10
+    assert len(said) == 1 and said[0].startswith("fastmp: rank 0:") and message in said[0], output
+    assert not (tmp_path / "runs").exists()
