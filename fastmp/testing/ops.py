@@ -1,0 +1,210 @@
+"""Sample inputs of every op, and the check of an op on a device against float64.
+
+The truth is the op's reference on the same inputs in float64. Uninitialised memory is made NaN while an op
+runs, so that an element it forgets to write shows. Used by the tests, `fastmp doctor --check` and
+`benchmarks/gpu_check.py`; takes seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.registry import OPS
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Result:
+    """An op's largest error over its outputs and samples, relative (see `relative_error`), and its bound.
+
+    `error` is infinite where NaN or infinity stand in the wrong places.
+    """
+
+    op: str
+    dtype: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty and its kin return with NaN (integers: the largest), also for C++ kernels."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+
+
+def _cross_entropy_cases(
+    dtype: torch.dtype, generator: torch.Generator, with_nan: bool
+) -> Iterator[dict[str, Any]]:
+    """Rows apart in memory, padding, a shard of padding only, no tokens, one column, special values."""
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    #   tokens, columns, gap between rows, first id, vocabulary, smoothing, z-loss, weighted
+    cases = (
+        (64, 1000, 0, 0, 1000, 0.0, 0.0, False),
+        (64, 1000, 0, 1000, 4000, 0.1, 1e-3, True),
+        (17, 257, 7, 0, 250, 0.1, 0.0, True),
+        (3, 9001, 3, 0, 9001, 0.0, 1e-2, False),
+        (5, 64, 0, 64, 60, 0.0, 0.0, False),
+        (0, 128, 0, 0, 128, 0.0, 0.0, True),
+        (1, 1, 0, 0, 1, 0.0, 0.0, False),
+    )
+    for tokens, columns, gap, start, vocabulary, smoothing, z_loss, weighted in cases:
+        rows = torch.randn(tokens, columns + gap, generator=generator, dtype=torch.float64) * 3
+        target = torch.randint(vocabulary, (tokens,), generator=generator)
+        if tokens >= 5:
+            target[0] = -100
+            rows[1] = -torch.inf
+            rows[2, 0] = torch.nan if with_nan else torch.inf
+            target[3] = vocabulary
+        yield {
+            "logits": rows.to(dtype)[:, :columns],
+            "target": target,
+            "weight": torch.rand(tokens, generator=generator, dtype=statistics) if weighted else None,
+            "grad_loss": torch.randn(tokens, generator=generator, dtype=statistics),
+            "shard": (start, vocabulary),
+            "options": (vocabulary, -100, smoothing, z_loss),
+        }
+
+
+def _cross_entropy_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    stats_of, merge = (
+        OPS[f"cross_entropy_{name}"].implementations["reference"] for name in ("stats", "merge")
+    )
+    # which maximum a row with NaN reports is left open: its sum is NaN, and so is what follows from it
+    for case in _cross_entropy_cases(dtype, generator, with_nan=op != "cross_entropy_stats"):
+        logits, target, options = case["logits"], case["target"], case["options"]
+        with_sum = options[2] > 0
+        if op == "cross_entropy_stats":
+            yield logits, target, *case["shard"], with_sum
+            continue
+        own = stats_of(logits, target, *case["shard"], with_sum)
+        stats = torch.stack(
+            [stats_of(logits.flip(1), target, options[0], options[0], with_sum), own, own + 1]
+        )
+        if op == "cross_entropy_merge":
+            yield stats, target, case["weight"], *options
+            continue
+        lse = merge(stats, target, None, *options)[1]
+        yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options
+
+
+def _bias_gelu_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    for rows, columns, gap, with_bias in (
+        (64, 512, 0, True),
+        (37, 129, 5, True),
+        (33, 64, 0, False),
+        (0, 8, 0, True),
+    ):
+        for approximate in ("tanh", "none"):
+            x, grad = (
+                (torch.randn(rows, columns + gap, generator=generator) * 2).to(dtype)[:, :columns]
+                for _ in range(2)
+            )
+            bias = torch.randn(columns, generator=generator).to(dtype) if with_bias else None
+            yield (x, bias, approximate) if op == "bias_gelu" else (grad, x, bias, approximate)
+
+
+_SAMPLES = {"cross_entropy": _cross_entropy_samples, "bias_gelu": _bias_gelu_samples}
+
+
+def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> list[tuple]:
+    """Argument tuples for `torch.ops.fastmp.<op>`, the same values on every device; strides are part of them.
+
+    Args:
+        op: a name in `fastmp.ops.registry.OPS`.
+        dtype: of the activations; what an op keeps in higher precision is float32 then (float64 for float64).
+    """
+    family = next((name for name in _SAMPLES if op.startswith(name)), None)
+    if op not in OPS or family is None:
+        raise ValueError(f"samples: no op {op!r}; there are {sorted(OPS)}")
+    generator = torch.Generator().manual_seed(seed)
+    made = list(_SAMPLES[family](op, dtype, generator))
+    return [tuple(_like(a, device) if isinstance(a, Tensor) else a for a in arguments) for arguments in made]
+
+
+def _like(tensor: Tensor, device: str | torch.device) -> Tensor:
+    """A copy on `device` that keeps the strides."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).copy_(tensor)
+
+
+def _in_float64(argument: Any) -> Any:
+    if isinstance(argument, Tensor) and argument.is_floating_point():
+        return argument.detach().cpu().double()
+    return argument.cpu() if isinstance(argument, Tensor) else argument
+
+
+def run(op: str, implementation: Any, arguments: tuple) -> tuple[Tensor, ...]:
+    """Outputs of one implementation, or what a mutating op wrote. The arguments stay as they are."""
+    written = [
+        i for i, a in enumerate(OPS[op].overload._schema.arguments) if a.alias_info and a.alias_info.is_write
+    ]
+    if not written:
+        result = implementation(*arguments)
+        return result if isinstance(result, tuple) else (result,)
+    arguments = tuple(_like(a, a.device) if i in written else a for i, a in enumerate(arguments))
+    implementation(*arguments)
+    return tuple(arguments[i] for i in written)
+
+
+def relative_error(value: Tensor, truth: Tensor) -> float:
+    """2-norm of the difference over 2-norm of the truth, infinite where NaN or infinities are misplaced."""
+    value, truth = value.detach().cpu().double(), truth.detach().cpu().double()
+    special = ~truth.isfinite()
+    if value.shape != truth.shape or not torch.equal(special, ~value.isfinite()):
+        return torch.inf
+    if not torch.equal(value[special].nan_to_num(nan=0.5), truth[special].nan_to_num(nan=0.5)):
+        return torch.inf
+    difference = (value - truth)[~special].norm().item()
+    return (
+        difference / max(truth[~special].norm().item(), torch.finfo(torch.float32).tiny)
+        if difference
+        else 0.0
+    )
+
+
+def _bound(dtype: torch.dtype) -> float:
+    """Rounding once to 16 bits has an error of about a fifth of eps; wider types are also computed in."""
+    eps = torch.finfo(dtype).eps
+    return eps / 2 if dtype.itemsize == 2 else 16 * eps
+
+
+def check_op(
+    op: str, device: str | torch.device, *, backend: str | None = None, seed: int = 0
+) -> list[Result]:
+    """Run all samples of an op on `device` in every dtype; one result a dtype.
+
+    Args:
+        backend: a key of `OPS[op].implementations`; by default what serves the op on the device.
+    """
+    entry = OPS[op]
+    implementation = entry.overload if backend is None else entry.implementations[backend]
+    results = []
+    for dtype in DTYPES:
+        worst = (0.0, 1.0)
+        for arguments in samples(op, device=device, dtype=dtype, seed=seed):
+            with poisoned_memory():
+                outputs = run(op, implementation, arguments)
+            truths = run(op, entry.implementations["reference"], tuple(map(_in_float64, arguments)))
+            pairs = [(relative_error(a, b), _bound(a.dtype)) for a, b in zip(outputs, truths, strict=True)]
+            worst = max([worst, *pairs], key=lambda pair: pair[0] / pair[1])
+        results.append(Result(op, str(dtype).removeprefix("torch."), *worst))
+    return results
