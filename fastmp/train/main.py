@@ -138,6 +138,8 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
             f"fastmp train: the data has a vocabulary of {data.vocab_size} tokens, "
             f"model.vocab_size is {recipe.model.vocab_size}"
         )
+    if recipe.train.eval_interval:
+        _ = data.validation  # raises now rather than at the first evaluation
     return data
 
 

@@ -136,6 +136,7 @@ BAD = {
         {"data__seq_len": 32000, "model__max_seq_len": 32000},
         r"do not hold one sample",
     ),
+    "nothing held out": ({"data__path": "all of it"}, r"no text was held out"),
     "no checkpoint that is whole": ({}, r"none in .* is whole"),
     "checkpoint of another model": (
         {"model__hidden_size": 32},
@@ -152,6 +153,10 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(tmp_path, tokens, case
         assert main(arguments(tmp_path, tokens, train__save_interval=6)) == 0
         if "whole" in case:
             next((tmp_path / "tiny" / "checkpoints" / "step-00000006").glob("*.safetensors")).unlink()
+    if case == "nothing held out":
+        text = tmp_path / "text.txt"
+        text.write_text("All of it is for training. " * 100)
+        changes = {"data__path": build([str(text)], tmp_path / "tokens", validation_fraction=0.0)}
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     try:
