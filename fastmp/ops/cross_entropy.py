@@ -194,7 +194,7 @@ def _grad_kernel(
         scale *= tl.load(token_weight + row)
     scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
     slope = 1 + 2 * Z_LOSS * row_lse
-    shift = SMOOTHING / vocab_size
+    shift = tl.full((), SMOOTHING, row_lse.dtype) / vocab_size
     column = wanted - vocab_start
     target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
     for start in range(0, begin + columns, BLOCK):
