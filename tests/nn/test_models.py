@@ -147,6 +147,12 @@ def test_hidden_dropout_is_the_same_at_every_tp():
     run_ranks(case, 2)
 
 
+def test_the_sum_of_the_embeddings_is_dropped_out():
+    model, (tokens_BS, _) = make_gpt(replace(SMALL, dropout=0.3), None), text(SMALL)
+    dropped = model.embed(tokens_BS).eq(0).double().mean()
+    assert abs(dropped - 0.3) < 0.05 and model.eval().embed(tokens_BS).ne(0).all()
+
+
 def test_the_whole_model_calls_one_op_where_one_is_enough():
     model = make_gpt(SMALL, None)
     with Calls() as calls:

@@ -50,8 +50,14 @@ def test_loss_and_every_gradient(tp, variant, loss_options):
 
 
 # (forward, backward) of L layers, with embedding and logits around them; the loss gathers once, forward.
+# Recomputing a layer repeats one of its two sums: nothing needs the last.
 COLLECTIVES = {
     "plain": lambda L: ({"all_reduce": 2 * L + 1, "all_gather": 1}, {"all_reduce": 2 * L + 1}),
+    "recompute": lambda L: ({"all_reduce": 2 * L + 1, "all_gather": 1}, {"all_reduce": 3 * L + 1}),
+    "recompute-sharded": lambda L: (
+        {"all_reduce": 2 * L + 1, "all_gather": 1},
+        {"all_reduce": 3 * L + 1, "all_gather": L},
+    ),
     "sequence": lambda L: (
         {"all_gather": 2 * L + 1 + 1, "reduce_scatter": 2 * L + 1},
         {"all_gather": 4 * L + 2, "reduce_scatter": 2 * L + 1},

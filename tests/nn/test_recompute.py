@@ -119,6 +119,20 @@ def test_other_arguments_pass_through():
     assert torch.equal(again, direct)
 
 
+def test_a_frozen_layer_passes_the_gradient_on():
+    def case(rank, world):
+        group = tp_groups(world).tp
+        layer = TransformerLayer(SMALL, group=group).requires_grad_(False)
+        x_SBH = torch.randn(8, 3, SMALL.hidden_size, requires_grad=True)
+        (again,) = torch.autograd.grad(
+            recompute(layer, x_SBH, rng=None, shard_over=group).square().sum(), x_SBH
+        )
+        (direct,) = torch.autograd.grad(layer(x_SBH).square().sum(), x_SBH)
+        assert torch.equal(again, direct)
+
+    run_ranks(case, 2)
+
+
 def test_without_a_tracker_the_default_generator_is_restored():
     x = torch.ones(1000, requires_grad=True)
     output = recompute(torch.nn.Dropout(0.5), x, rng=None)

@@ -100,6 +100,18 @@ def test_marks_survive_a_conversion_and_a_move():
     assert all(parallel_attributes(param).sequence_parallel for param in layer.attention_norm.parameters())
 
 
+def test_both_outputs_are_dropped_with_their_bias_before_they_are_added():
+    layer, x_SBH = make(replace(SMALL, dropout=0.3)), inputs()
+    with torch.no_grad():
+        for projection in (layer.attention.proj, layer.mlp.down):
+            projection.weight.zero_()
+            projection.bias.fill_(1.0)
+    added = ((layer(x_SBH) - x_SBH) * 0.7).round(decimals=6)
+    assert set(added.unique().tolist()) == {0.0, 1.0, 2.0}
+    assert abs((added == 0).double().mean() - 0.3**2) < 0.04
+    torch.testing.assert_close(layer.eval()(x_SBH), x_SBH + 2.0, **CLOSE)
+
+
 def test_hidden_dropout_is_equal_on_replicas_and_different_on_sequence_shards():
     def case(rank, world):
         group, ones = tp_groups(world).tp, torch.ones(40, 50)
