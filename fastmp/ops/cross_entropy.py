@@ -195,6 +195,7 @@ def _grad_kernel(
     scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
     slope = 1 + 2 * Z_LOSS * row_lse
     shift = tl.full((), SMOOTHING, row_lse.dtype) / vocab_size
+    share = tl.full((), 1 - SMOOTHING, row_lse.dtype)
     column = wanted - vocab_start
     target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
     for start in range(0, begin + columns, BLOCK):
@@ -205,7 +206,7 @@ def _grad_kernel(
         else:
             x = tl.load(source + at, mask=live & (at >= begin) & (at < end), other=0.0)
         grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
-        grad -= tl.where(at == target_at, 1 - SMOOTHING, 0.0)
+        grad -= tl.where(at == target_at, share, 0.0)
         grad = tl.where(live, grad * scale, 0.0)
         if whole:
             tl.store(sink + at, grad)
