@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -135,8 +136,24 @@ def test_compiled_libraries_load(installed, tmp_path):
 
 def test_doctor_of_the_wheel(installed, tmp_path):
     report = succeed(installed.with_name("fastmp"), "doctor", cwd=tmp_path)
-    for part, state in record_of(installed).items():
-        assert f"{part}: {state}" in report
+    record = record_of(installed)
+    for part in ("cpp", "cuda", "host"):
+        assert f"{part}: {record[part]}" in report
+    for arch in record["archs"]:
+        assert arch in report
+
+
+def test_wheel_trains_five_steps(installed, tmp_path):
+    recipe = ROOT / "configs" / "gpt-small.toml"
+    command = (installed.with_name("fastmp"), "train", "--recipe", recipe, "--steps", "5", "--name", "five")
+    loop = "--optimizer.warmup-steps=1 --train.eval-batches=1 --train.log-interval=1 --train.save-interval=0"
+    small = "--model.num-layers=1 --data.seq-len=64 --data.micro-batch-size=4 --train.global-batch-size=4"
+    succeed(*command, *loop.split(), *small.split(), cwd=tmp_path)
+    lines = (tmp_path / "runs" / "five" / "metrics.jsonl").read_text().splitlines()
+    losses = [line["loss"] for line in map(json.loads, lines) if line["kind"] == "train"]
+    assert len(losses) == 5
+    assert losses[0] == pytest.approx(math.log(257), abs=0.4)
+    assert losses[-1] < losses[0] - 0.3
 
 
 def test_libraries_hold_no_python_symbol(installed):
