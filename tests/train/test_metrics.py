@@ -44,7 +44,8 @@ def log_run(folder, *, stream=None, steps=range(1, 21), **options):
             if step % 10 == 0:
                 with log.paused():
                     clock.now += 50.0
-                    log.evaluation(step, loss=torch.tensor(4.0 / step), loss_per_byte=1.0 / step, unigram_entropy=3.25)
+                    loss = torch.tensor(4.0 / step)
+                    log.evaluation(step, loss=loss, loss_per_byte=1.0 / step, unigram_entropy=3.25)
     return folder / "metrics.jsonl"
 
 

@@ -151,6 +151,15 @@ def test_an_index_that_lies_is_refused(out, path, value, named):
         read_index(out)
 
 
+def test_an_index_edited_by_hand_is_refused(out):
+    path = out / "index.json"
+    raw = path.read_text()
+    num_bytes = f'"num_bytes": {read_index(out).splits["train"].num_bytes}'
+    path.write_text(raw.replace(num_bytes, num_bytes + "0"))
+    with pytest.raises(ValueError, match=r"index\.json: damaged: its checksum does not match"):
+        read_index(out)
+
+
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
