@@ -2,6 +2,7 @@
 
 Replicated activations draw from the default generator, which is alike on the ranks of a TP group; shards
 (heads of the attention, parts of the sequence) draw inside `rng.fork("tensor-parallel")`.
+torch.compile cannot take a fork into a graph: it breaks there, or raises under fullgraph=True.
 """
 
 from __future__ import annotations
