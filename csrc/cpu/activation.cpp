@@ -33,6 +33,9 @@ FASTMP_DECLARE(void bias_gelu_tile(const GeluTile&); void bias_gelu_backward_til
 
 namespace FASTMP_ISA {
 
+FASTMP_INLINE doubles abs(doubles x) { return select(x < 0, -x, x); }
+
+// gelu(h) = h sigmoid(2u) with u = sqrt(2/pi) (h + 0.044715 h^3), or h cdf(h).
 template <bool kTanh, class V>
 FASTMP_INLINE V gelu(V h) {
   using S = std::remove_reference_t<decltype(h[0])>;
@@ -47,8 +50,9 @@ template <bool kTanh, class V>
 FASTMP_INLINE V gelu_slope(V h) {
   using S = std::remove_reference_t<decltype(h[0])>;
   if constexpr (kTanh) {
-    const V s = sigmoid(h * (S(1.5957691216057308) + S(0.071354816272600265) * h * h));
-    return s + h * (s * (S(1) - s)) * (S(1.5957691216057308) + S(0.21406444881780076) * h * h);
+    const V e = exp(-abs(h * (S(1.5957691216057308) + S(0.071354816272600265) * h * h)));
+    const V r = S(1) / (S(1) + e);  // sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
+    return select(h > S(0), r, e * r) + h * (e * r * r) * (S(1.5957691216057308) + S(0.21406444881780076) * h * h);
   } else {
     const auto n = normal(h);
     return n.cdf + h * n.pdf;

@@ -26,27 +26,28 @@ constexpr int kBackwardRows = kRows<T> / 2;
 // GeLU and its derivative. tanh form: h * sigmoid(2u), u = sqrt(2/pi) (h + 0.044715 h^3).
 template <class C, bool kTanh>
 struct Gelu {
-  __device__ static C sigmoid(C h) {
-    const C minus_2u = h * (C(-1.5957691216057308) - C(0.071354816272600265) * h * h);
+  __device__ static C twice_u(C h) { return h * (C(1.5957691216057308) + C(0.071354816272600265) * h * h); }
+  __device__ static C reciprocal(C x) {
     if constexpr (std::is_same_v<C, float>) {
-      return __fdividef(1.0f, 1.0f + fast_exp(minus_2u));  // 0 for a denominator above 2^126
+      return __fdividef(1.0f, x);  // 0 above 2^126
     } else {
-      return 1 / (1 + exp(minus_2u));
+      return 1 / x;
     }
   }
   __device__ static C cdf(C h) { return C(0.5) + C(0.5) * erf(h * C(0.70710678118654752)); }
 
   __device__ static C value(C h) {
     if constexpr (kTanh) {
-      return h * sigmoid(h);
+      return h * reciprocal(1 + fast_exp(-twice_u(h)));
     } else {
       return h * cdf(h);
     }
   }
   __device__ static C slope(C h) {
     if constexpr (kTanh) {
-      const C s = sigmoid(h);
-      return s + h * (s * (1 - s)) * (C(1.5957691216057308) + C(0.21406444881780076) * h * h);
+      const C e = fast_exp(-fabs(twice_u(h)));
+      const C r = reciprocal(1 + e);  // sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
+      return (h > 0 ? r : e * r) + h * (e * r * r) * (C(1.5957691216057308) + C(0.21406444881780076) * h * h);
     } else {
       return cdf(h) + h * (C(0.39894228040143268) * fast_exp(C(-0.5) * h * h));
     }

@@ -40,7 +40,7 @@ def reference_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate
     """Gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
     dh = torch.ops.aten.gelu_backward(grad.to(h.dtype), h, approximate=approximate).contiguous()
-    dbias = x.new_empty(0) if bias is None else dh.reshape(-1, x.shape[-1]).sum(0).to(x.dtype)
+    dbias = x.new_empty(0) if bias is None else dh.unsqueeze(0).flatten(0, -2).sum(0).to(x.dtype)
     return dh.to(x.dtype), dbias
 
 
@@ -56,9 +56,9 @@ def _gelu(h, TANH: tl.constexpr):
 @jit
 def _gelu_slope(h, TANH: tl.constexpr):
     if TANH:
-        t = h * (-2.302208198144325 - 0.1029432395800235 * h * h)
-        sigmoid = 1.0 / (1.0 + tl.exp2(t))
-        return sigmoid + h * (sigmoid * (1.0 - sigmoid)) * (1.5957691216057308 + 0.21406444881780073 * h * h)
+        e = tl.exp2(-tl.abs(h) * (2.302208198144325 + 0.1029432395800235 * h * h))
+        r = 1.0 / (1.0 + e)  # sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
+        return tl.where(h > 0, r, e * r) + h * (e * r * r) * (1.5957691216057308 + 0.21406444881780073 * h * h)
     else:
         cdf = 0.5 + 0.5 * tl.erf(h * 0.7071067811865476)
         return cdf + h * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h))
@@ -154,7 +154,7 @@ def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
 
 
 def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """(number of strips, rows a strip): about 1024 programs, which is one wave on 132 SMs; whole blocks of rows."""
+    """(number of strips, rows a strip): whole blocks of rows, about 1024 programs (two waves on 132 SMs)."""
     wanted = max(1, _NUM_PROGRAMS // cdiv(num_cols, block_n))
     rows_per_strip = cdiv(cdiv(num_rows, wanted), block_m) * block_m
     return cdiv(num_rows, rows_per_strip), rows_per_strip
@@ -239,8 +239,8 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
             **constants,
         )
         if partials is not None:
-            sum_strips_kernel[(cdiv(num_cols, 128),)](
-                partials, dbias, num_strips, num_cols, BLOCK_M=16, BLOCK_N=128, num_warps=NUM_WARPS
+            sum_strips_kernel[(cdiv(num_cols, 32),)](
+                partials, dbias, num_strips, num_cols, BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS
             )
     return dx, dbias
 
