@@ -5,24 +5,10 @@ Importing the package is free: torch is loaded when a name that needs it is firs
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fastmp._lazy import exports
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"init": "fastmp.parallel.runtime"}
-_SUBPACKAGES = frozenset({"config", "nn", "ops", "parallel", "train"})
-
-__all__ = ["__version__", "config", "init", "nn", "ops", "parallel", "train"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    if name in _SUBPACKAGES:
-        return import_module(f"fastmp.{name}")
-    raise AttributeError(f"module 'fastmp' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = exports(
+    __name__, {"parallel.runtime": "init", "config": "", "nn": "", "ops": "", "parallel": "", "train": ""}
+)

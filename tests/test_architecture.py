@@ -15,20 +15,21 @@ PACKAGE = ROOT / "fastmp"
 
 # What each part may import from the others. A part not listed may not import fastmp at all.
 ALLOWED = {
-    "fastmp": set(),
+    "fastmp": {"_lazy"},
+    "fastmp._lazy": set(),
     "fastmp.__main__": {"cli"},
     "fastmp.config": set(),
     "fastmp.parallel.grid": set(),
     "fastmp.plan": {"parallel.grid"},
     "fastmp.ops": {"ops", "config"},
-    "fastmp.parallel": {"parallel", "ops", "config"},
-    "fastmp.nn": {"nn", "parallel", "ops", "config"},
-    "fastmp.train": {"train", "nn", "parallel", "ops", "config", "_host"},
-    "fastmp.testing": {"testing", "parallel", "ops"},
+    "fastmp.parallel": {"parallel", "ops", "config", "_lazy"},
+    "fastmp.nn": {"nn", "parallel", "ops", "config", "_lazy"},
+    "fastmp.train": {"train", "nn", "parallel", "ops", "config", "_host", "_lazy"},
+    "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.doctor": {"ops", "testing"},
     "fastmp.cli": {"train", "plan", "doctor"},
 }
-STDLIB_ONLY = ("fastmp.config", "fastmp.parallel.grid", "fastmp.plan", "fastmp", "fastmp.cli")
+STDLIB_ONLY = ("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan")
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

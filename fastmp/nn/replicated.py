@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
-from fastmp.parallel.layers import ParallelAttributes, _ParallelModule
+from fastmp.parallel.layers import ParallelAttributes, ParallelModule
 
 __all__ = ["LayerNorm", "PositionEmbedding"]
 
 
-class _Replicated(_ParallelModule):
+class _Replicated(ParallelModule):
     def __init__(self, group: ProcessGroup | None, sequence_parallel: bool) -> None:
         super().__init__(group)
         self.sequence_parallel = sequence_parallel

@@ -106,9 +106,7 @@ class RankGrid:
     def _groups(self, wanted: set[str], grid_axes: tuple[str, ...]) -> list[list[int]]:
         member_offsets, first_ranks = [0], [0]
         stride = 1
-        for (
-            axis
-        ) in grid_axes:  # fastest first: each axis multiplies what is there, and both lists stay ascending
+        for axis in grid_axes:  # fastest first: each multiplies what is there, and both lists stay ascending
             size = self.size(axis)
             steps = range(0, size * stride, stride)
             if axis in wanted:

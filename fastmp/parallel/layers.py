@@ -76,7 +76,7 @@ def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) ->
     return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
 
 
-class _ParallelModule(nn.Module):
+class ParallelModule(nn.Module):
     """What the layers share: the group, the marks on their parameters, and how a weight is filled."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -103,12 +103,12 @@ class _ParallelModule(nn.Module):
                 for field, value in marks._asdict().items():
                     setattr(param, field, value)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _ParallelModule:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
         super()._apply(fn, recurse)
         self._mark()  # a conversion may replace a parameter by a new one
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ParallelModule:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         memo[id(self.group)] = self.group  # a copy of the layer works in the same group
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
@@ -165,7 +165,7 @@ _SHAPE_DEPENDENT = (nn.init.xavier_normal_, nn.init.xavier_uniform_, nn.init.kai
                     nn.init.kaiming_uniform_, nn.init.orthogonal_)
 
 
-class _ParallelLinear(_ParallelModule):
+class _ParallelLinear(ParallelModule):
     def _make(self, shape: tuple[int, int], bias_size: int | None, init_method: InitMethod | None, init: str,
               rng: RngTracker | None, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """This rank's parameters, filled; the default is Xavier normal with the fans of the full weight."""
@@ -329,7 +329,7 @@ class RowParallelLinear(_ParallelLinear):
         return split_to_group(x, self.group)
 
 
-class VocabParallelEmbedding(_ParallelModule):
+class VocabParallelEmbedding(ParallelModule):
     """An embedding table (num_embeddings, embedding_dim) whose rows are divided over `group`.
 
     Rank r holds rows [r * num_embeddings/P, (r+1) * num_embeddings/P). Input: ids of any shape (int64), the

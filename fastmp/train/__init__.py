@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from fastmp._lazy import exports
 
-_EXPORTS = {
-    "BpeTokenizer": "fastmp.train.tokenize",
-    "ByteTokenizer": "fastmp.train.tokenize",
-    "RunInfo": "fastmp.train.metrics",
-    "TokenDataset": "fastmp.train.data",
-    "TrainLog": "fastmp.train.metrics",
-    "Trainer": "fastmp.train.trainer",
-    "build": "fastmp.train.corpus",
-    "generate": "fastmp.train.generate",
-    "generate_text": "fastmp.train.generate",
-    "load_tokenizer": "fastmp.train.tokenize",
-    "plot_loss": "fastmp.train.plot",
-    "read_metrics": "fastmp.train.metrics",
-    "warmup_cosine": "fastmp.train.lr",
-}
-
-__all__ = sorted(_EXPORTS)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(import_module(_EXPORTS[name]), name)
-    raise AttributeError(f"module 'fastmp.train' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "tokenize": "BpeTokenizer ByteTokenizer load_tokenizer",
+        "corpus": "build",
+        "data": "TokenDataset",
+        "lr": "warmup_cosine",
+        "trainer": "Trainer",
+        "checkpoint": "Checkpointer",
+        "metrics": "RunInfo TrainLog read_metrics",
+        "plot": "plot_loss",
+        "generate": "generate_text",
+    },
+)
