@@ -59,9 +59,11 @@ struct RowStats {
     top = max(tops, top);
     if (any_greater(tops, limit)) [[unlikely]] {
       const A higher = max(top);
-      const V shrink = exp(broadcast<V>(reference - higher));
-      sums[0] *= shrink;
-      sums[1] *= shrink;
+      if (limit[0] != kLowest) {
+        const V shrink = exp(broadcast<V>(reference - higher));
+        sums[0] *= shrink;
+        sums[1] *= shrink;
+      }
       reference = higher;
       limit = broadcast<V>(higher + kHeadroom);
     }
