@@ -41,8 +41,8 @@ class GradBuffer:
     end)} within the parameter's buffer. A parameter without a gradient in a step keeps a main gradient of
     zero.
 
-    Raises ValueError for a parameter that already has a GradBuffer, and for parameters of one main dtype on
-    two devices.
+    Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, and for
+    parameters of one main dtype on two devices.
     """
 
     def __init__(
@@ -77,7 +77,9 @@ class GradBuffer:
         for name, (start, end) in self.ranges.items():
             param = self.parameters[name]
             param.grad = None
-            param.main_grad = self.buffers[main_dtype(param.dtype)][start:end].view(param.shape)
+            # As the parameter lies in memory, also transposed or channels-last: fused kernels go by address.
+            buffer = self.buffers[main_dtype(param.dtype)]
+            param.main_grad = buffer[start:end].as_strided(param.shape, param.stride())
 
     def zero(self) -> None:
         """Set all main gradients to zero: once at the start of a step."""
@@ -133,6 +135,11 @@ def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict
     for name, param in named_parameters:
         if id(param) in seen or not param.requires_grad:
             continue
+        if not torch.ops.aten.is_non_overlapping_and_dense(param):
+            raise ValueError(
+                f"GradBuffer: parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} "
+                "leaves gaps in memory; make it contiguous"
+            )
         if hasattr(param, "main_grad"):
             raise ValueError(f"GradBuffer: parameter {name!r} is already in one; remove_hooks() lets it go")
         seen.add(id(param))

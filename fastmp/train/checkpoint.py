@@ -92,6 +92,7 @@ class Checkpointer:
         tensors = self._named(own, f"rank{self.rank}")
         if self._owns_shard:
             tensors |= self._named(shard, self._shard)
+        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         with self._together(remove=staging):
             self._write(tensors, staging)
         files = self._gather_checksums(staging)

@@ -221,7 +221,10 @@ class Trainer:
     def _make_replicas_equal(self) -> None:
         if self._dp_cp is not None:
             for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                dist.broadcast(tensor, group=self._dp_cp, group_src=0)
+                contiguous = tensor.contiguous()
+                dist.broadcast(contiguous, group=self._dp_cp, group_src=0)
+                if contiguous is not tensor:
+                    tensor.copy_(contiguous)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cuda":  # a copy from pageable memory would wait

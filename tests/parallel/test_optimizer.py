@@ -65,6 +65,37 @@ def test_twenty_steps_equal_torch():
     assert ours.skipped_steps == 0
 
 
+def test_parameters_that_are_not_contiguous():
+    """Transposed and channels-last: gradient, state and parameter must agree on where an element lies."""
+    torch.manual_seed(0)
+    ours = {
+        "transposed": nn.Parameter(torch.randn(3, 5).t()),
+        "channels last": nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)),
+    }
+    theirs = {
+        name: nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))
+        for name, p in ours.items()
+    }
+    GradBuffer(ours.items())
+    optimizer = AdamW(ours.items(), lr=1e-2, weight_decay=0.0)
+    reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        for params in (ours, theirs):
+            sum(
+                (p * torch.arange(p.numel()).reshape(p.shape)).square().sum() for p in params.values()
+            ).backward()
+        optimizer.step()
+        reference.step()
+        reference.zero_grad()
+        for param in ours.values():
+            param.main_grad.zero_()
+    for name, param in ours.items():
+        assert not param.is_contiguous()
+        torch.testing.assert_close(param, theirs[name], msg=name)
+    with pytest.raises(ValueError, match="leaves gaps in memory"):
+        GradBuffer([("every second", nn.Parameter(torch.zeros(4, 4)[:, ::2]))])
+
+
 def test_decay_is_decoupled_and_spares_one_dimensional_parameters():
     model = make_model()
     GradBuffer(model.named_parameters())

@@ -24,6 +24,7 @@ def state(seed, *, shape=(3, 4)):
         "optimizer/double": torch.randn(2, generator=generator, dtype=torch.float64),
         "optimizer/view": torch.randn(9, generator=generator)[3:7],
         "optimizer/empty": torch.zeros(0, 3),
+        "optimizer/transposed": torch.randn(3, 2, generator=generator).t(),
     }
     return shard, {"rng/cpu": torch.randint(0, 256, (64,), generator=generator, dtype=torch.uint8)}
 
