@@ -47,7 +47,9 @@ struct alignas(kVectorBytes) Vector {
 
 template <class T>
 __device__ inline Vector<T> load_vector(const T* p) {
-  return *reinterpret_cast<const Vector<T>*>(p);
+  Vector<T> out;
+  *reinterpret_cast<uint4*>(&out) = *reinterpret_cast<const uint4*>(p);  // copied whole, not lane by lane
+  return out;
 }
 
 template <class T>
@@ -65,7 +67,7 @@ __device__ inline void store_vector(T* p, const Compute<T> (&value)[kLanes<T>]) 
 #pragma unroll
     for (int i = 0; i < kLanes<T>; ++i) out.lane[i] = value[i];
   }
-  *reinterpret_cast<Vector<T>*>(p) = out;
+  *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&out);
 }
 
 template <class T>

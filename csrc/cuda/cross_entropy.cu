@@ -403,7 +403,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
   m.def("cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum) -> Tensor");
   m.def(
       "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index, "
-      "float label_smoothing, float z_loss) -> (Tensor, Tensor)");
+      "float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)");
   m.def(
       "cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, "
       "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor");

@@ -36,7 +36,9 @@ def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     return F.gelu(_pre_activation(x, bias), approximate=approximate).to(x.dtype).contiguous()
 
 
-def reference_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
+def reference_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
     dh = torch.ops.aten.gelu_backward(grad.to(h.dtype), h, approximate=approximate).contiguous()
@@ -58,7 +60,8 @@ def _gelu_slope(h, TANH: tl.constexpr):
     if TANH:
         e = tl.exp2(-tl.abs(h) * (2.302208198144325 + 0.1029432395800235 * h * h))
         r = 1.0 / (1.0 + e)  # sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
-        return tl.where(h > 0, r, e * r) + h * (e * r * r) * (1.5957691216057308 + 0.21406444881780073 * h * h)
+        twice_du = 1.5957691216057308 + 0.21406444881780073 * h * h
+        return tl.where(h > 0, r, e * r) + h * (e * r * r) * twice_du
     else:
         cdf = 0.5 + 0.5 * tl.erf(h * 0.7071067811865476)
         return cdf + h * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h))
@@ -79,7 +82,7 @@ def bias_gelu_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of y. Row length and pitch come in vectors of VECTOR elements, which proves their alignment."""
+    """One tile of y. Row length and pitch count vectors of VECTOR elements, which proves their alignment."""
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -124,9 +127,9 @@ def bias_gelu_backward_kernel(
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-        g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
-        h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
-        dh = g * _gelu_slope(h + shift[None, :], TANH)
+        g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+        h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+        dh = g.to(COMPUTE) * _gelu_slope(h.to(COMPUTE) + shift[None, :], TANH)
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
         total += dh
     if HAS_BIAS:
@@ -141,12 +144,13 @@ def sum_strips_kernel(partials, dbias, num_strips, num_cols, BLOCK_M: tl.constex
     for start in range(0, num_strips, BLOCK_M):
         strips = start + tl.arange(0, BLOCK_M)
         mask = (strips < num_strips)[:, None] & (cols < num_cols)[None, :]
-        total += tl.load(partials + strips[:, None].to(tl.int64) * num_cols + cols[None, :], mask=mask, other=0.0)
+        offsets = strips[:, None].to(tl.int64) * num_cols + cols[None, :]
+        total += tl.load(partials + offsets, mask=mask, other=0.0)
     tl.store(dbias + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
 def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N) such that each thread has four 16-byte loads in flight and few columns are padding."""
+    """(BLOCK_M, BLOCK_N): each thread has four 16-byte loads in flight, and few columns are padding."""
     per_row = 32 * NUM_WARPS * 16 // itemsize
     block_n = min((per_row, per_row // 2, per_row // 4), key=lambda n: (cdiv(num_cols, n) * n, -n))
     block_n = min(block_n, max(16, next_power_of_2(num_cols)))
@@ -336,7 +340,8 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
         raise ValueError("bias_gelu: x must have at least one dimension, got shape ()")
     if bias is not None:
         if bias.shape != x.shape[-1:]:
-            raise ValueError(f"bias_gelu: bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}")
+            shapes = f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}"
+            raise ValueError(f"bias_gelu: {shapes}")
         if bias.dtype != x.dtype:
             raise ValueError(f"bias_gelu: x is {x.dtype} but bias is {bias.dtype}")
         if bias.device != x.device:

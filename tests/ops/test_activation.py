@@ -41,7 +41,9 @@ def _ours(x, bias, grad, approximate):
 
 @pytest.mark.parametrize("with_bias", (True, False), ids=("bias", "no-bias"))
 @pytest.mark.parametrize("approximate", FORMS)
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 17), (130, 9001), (65, 64), (0, 8), (4, 0), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1,), (7,), (3, 5, 17), (130, 9001), (65, 64), (0, 8), (4, 0), (2, 0, 3)], ids=str
+)
 def test_equals_torch_in_float64(shape, approximate, with_bias):
     inputs = _inputs(shape, with_bias=with_bias)
     for ours, theirs in zip(_ours(*inputs, approximate), _eager(*inputs, approximate), strict=True):
@@ -102,7 +104,9 @@ def test_results_do_not_depend_on_the_number_of_threads():
     rows=st.sampled_from((0, 1, 2, 13, 67)),
     cols=st.sampled_from((0, 1, 2, 15, 16, 17, 31, 127)),
     dtype=st.sampled_from((torch.float64, torch.float32, torch.bfloat16)),
-    layout=st.sampled_from(("contiguous", "padded rows", "transposed", "every second", "expanded", "3d slice")),
+    layout=st.sampled_from(
+        ("contiguous", "padded rows", "transposed", "every second", "expanded", "3d slice")
+    ),
     approximate=st.sampled_from(FORMS),
     with_bias=st.booleans(),
 )
@@ -139,7 +143,9 @@ def test_any_size_and_layout(rows, cols, dtype, layout, approximate, with_bias):
 @pytest.mark.parametrize("approximate", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values_are_those_of_torch(dtype, approximate):
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 100.0, -100.0, 1e4, -1e4, 13.5, -13.5], dtype=dtype)
+    x = torch.tensor(
+        [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 100.0, -100.0, 1e4, -1e4, 13.5, -13.5], dtype=dtype
+    )
     grad = torch.ones_like(x)
     wide = _eager(x.double(), None, grad.double(), approximate)
     for ours, truth in zip(_ours(x, None, grad, approximate), wide, strict=True):
