@@ -1,0 +1,119 @@
+"""How ops are registered, who serves them, and what a mutating op does to autograd."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastmp.ops import backends
+from fastmp.ops.registry import OPS
+from fastmp.testing.ops import check_op, poisoned_memory, relative_error, run, samples
+
+MUTATING = [name for name, op in OPS.items() if op.overload._schema.is_mutable]
+
+
+def backends_with(environment: str) -> dict:
+    code = "import json, fastmp.ops; print(json.dumps(fastmp.ops.backends()))"
+    variables = {**os.environ, "FASTMP_OPS": environment}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_every_op_has_one_server_a_device_and_a_reason():
+    table = backends()
+    assert set(table) == set(OPS) and len(table) >= 6
+    for served in table.values():
+        assert served["cpu"][0] in ("c++", "reference") and served["cuda"][0] in ("triton", "reference")
+        assert all(reason for _, reason in served.values())
+
+
+def test_an_environment_variable_names_who_serves():
+    table = backends_with("cross_entropy_stats=reference")
+    assert table["cross_entropy_stats"]["cpu"] == ["reference", "named by FASTMP_OPS"]
+    assert table["cross_entropy_merge"]["cpu"] == list(backends()["cross_entropy_merge"]["cpu"])
+    table = backends_with("reference,cross_entropy_grad=triton")
+    exception = table.pop("cross_entropy_grad")
+    assert exception["cuda"][0] == OPS["cross_entropy_grad"].serving["cuda"]
+    assert {served["cpu"][0] for served in table.values()} == {"reference"}
+    assert {served["cuda"][0] for served in table.values()} == {"reference"}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    """On the samples without NaN, which opcheck takes for a difference."""
+    reference = OPS[op].implementations["reference"]
+    checked = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        for arguments in samples(op, device="cpu", dtype=dtype):
+            if all(out.isfinite().all() for out in run(op, reference, arguments)):
+                torch.library.opcheck(OPS[op].overload, arguments)
+                checked += 1
+    assert checked >= 6
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_every_op_is_right_on_poisoned_memory(op, backend):
+    results = check_op(op, "cpu", backend=backend)
+    assert [r.dtype for r in results] == ["float64", "float32", "bfloat16", "float16"]
+    assert all(r.ok for r in results), results
+
+
+def test_poison_reaches_memory_allocated_in_python_and_in_kernels():
+    with poisoned_memory():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+    def forgetful(x, bias, approximate):
+        out = torch.empty_like(x)
+        out[:-1] = torch.nn.functional.gelu(x + bias, approximate=approximate)[:-1]
+        return out
+
+    arguments = samples("bias_gelu", device="cpu", dtype=torch.float64)[0]
+    with poisoned_memory():
+        outputs = run("bias_gelu", forgetful, arguments)
+    (truth,) = run("bias_gelu", OPS["bias_gelu"].implementations["reference"], arguments)
+    assert relative_error(outputs[0], truth) == float("inf")
+    assert relative_error(truth, truth) == 0
+
+
+def test_samples_depend_on_the_seed_only_and_refuse_unknown_ops():
+    first, second, other = (
+        samples("cross_entropy_merge", device="cpu", dtype=torch.float32, seed=s) for s in (0, 0, 1)
+    )
+    assert torch.equal(first[0][0].nan_to_num(), second[0][0].nan_to_num())
+    assert not torch.equal(first[0][0].nan_to_num(), other[0][0].nan_to_num())
+    with pytest.raises(ValueError, match="no op 'cross_entropy'"):
+        samples("cross_entropy", device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("op", MUTATING)
+def test_a_mutating_op_bumps_the_version_of_what_it_writes(op):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmp::{op}", "ADInplaceOrView")
+    arguments = samples(op, device="cpu", dtype=torch.float32)[0]
+    before = arguments[0]._version
+    OPS[op].overload(*arguments)
+    assert arguments[0]._version > before
+
+
+def test_cost_formulas():
+    logits, target = torch.zeros(8, 100, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.int64)
+    stats = OPS["cross_entropy_stats"]
+    assert stats.traffic(logits, target, 0, 90, False) == 8 * (90 * 2 + 8 + 3 * 4)
+    with FlopCounterMode(display=False) as counter:
+        stats.overload(logits, target, 0, 90, False)
+    assert counter.get_total_flops() == stats.flops(logits, target, 0, 90, False) == 8 * 90 * 4
+    lse = torch.zeros(8)
+    arguments = (logits, target, lse, lse, None, 0, 90, -100, 0.0, 0.0)
+    assert OPS["cross_entropy_grad"].traffic(*arguments) == 8 * (190 * 2 + 8 + 2 * 4)
+    for name, op in OPS.items():
+        for arguments in samples(name, device="cpu", dtype=torch.float32)[:2]:
+            assert op.flops(*arguments) > 0 and op.traffic(*arguments) > 0
