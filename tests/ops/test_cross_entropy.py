@@ -62,7 +62,7 @@ def keywords(options: dict, weight: Tensor) -> dict:
 def sharded(
     logits: Tensor, target: Tensor, shards: int, vocab_size: int, **options
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The loss on each of `shards` equal shards, and the shards, as vocabulary-parallel ranks would have them."""
+    """The loss on each of `shards` equal shards, and these, as vocabulary-parallel ranks have them."""
     with_sum = options.get("label_smoothing", 0) > 0
     width = logits.shape[1] // shards
     parts = [part.detach().clone().requires_grad_() for part in logits.split(width, 1)]
