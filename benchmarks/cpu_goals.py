@@ -1,0 +1,114 @@
+"""The CPU goals, pass or fail: `python -m benchmarks.cpu_goals [--out FILE] [--rounds N]`.
+
+Speed-ups over plain torch in the same process, called in turn, by the least CPU time of each over the rounds.
+Fresh outputs are mostly page faults, so their goals depend on whether the system grants huge pages. fastmp
+may not be slower than torch.compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import cpu_ms, environment, in_turn
+from benchmarks.peers import COMPILE, EAGER, Case, bias_gelu_case, cross_entropy_case
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Speed-up of `rival` over plain torch; `without_huge_pages` where the system refuses them."""
+
+    op: str
+    dtype: str
+    direction: str
+    rival: str
+    factor: float
+    without_huge_pages: float
+
+
+GOALS = (
+    Goal("cross_entropy", "float32", "both", "fastmp in place", 8.0, 8.0),
+    Goal("cross_entropy", "float32", "both", "fastmp", 4.0, 3.0),
+    Goal("cross_entropy", "bfloat16", "both", "fastmp in place", 5.5, 5.5),
+    Goal("cross_entropy", "bfloat16", "both", "fastmp", 3.0, 2.5),
+    Goal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0),
+    Goal("bias_gelu", "float32", "both", "fastmp", 3.0, 2.0),
+)
+SHAPES = {"cross_entropy": (2048, 50304), "bias_gelu": (4096, 8192)}
+CASES = {"cross_entropy": cross_entropy_case, "bias_gelu": bias_gelu_case}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    goal: Goal
+    case: str
+    wanted: float
+    ours_ms: float
+    eager_ms: float
+    compile_ms: float
+
+    @property
+    def factor(self) -> float:
+        return self.eager_ms / self.ours_ms
+
+    @property
+    def ok(self) -> bool:
+        return self.factor >= self.wanted and self.ours_ms <= self.compile_ms
+
+    def line(self) -> str:
+        return (
+            f"{'ok  ' if self.ok else 'FAIL'} {self.case:<40} {self.goal.direction:<8} {self.goal.rival:<16}"
+            f" {self.ours_ms:8.1f} ms  eager {self.eager_ms:8.1f} ms"
+            f"  {self.factor:5.2f}x (goal {self.wanted}x)"
+            f"  {self.compile_ms / self.ours_ms:5.2f}x torch.compile"
+        )
+
+
+def measure(case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int) -> list[Outcome]:
+    """All goals of one case and direction, with plain torch and torch.compile in the same rounds."""
+    outcomes = []
+    for direction in dict.fromkeys(goal.direction for goal in goals):
+        wanted = [goal for goal in goals if goal.direction == direction]
+        calls = {
+            name: getattr(case, direction)(name) for name in (*(g.rival for g in wanted), EAGER, COMPILE)
+        }
+        for call in calls.values():
+            call()
+        times = in_turn({name: lambda call=call: cpu_ms(call) for name, call in calls.items()}, rounds)
+        best = {name: min(values) for name, values in times.items()}
+        for goal in wanted:
+            factor = goal.factor if huge_pages else goal.without_huge_pages
+            outcomes.append(Outcome(goal, case.name, factor, best[goal.rival], best[EAGER], best[COMPILE]))
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_goals", description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args(arguments)
+    described = environment("cpu")
+    print(f"{described['device']}, {described['threads']} threads, huge pages: {described['huge_pages']}")
+    outcomes = []
+    for op, dtype in dict.fromkeys((goal.op, goal.dtype) for goal in GOALS):
+        goals = [goal for goal in GOALS if (goal.op, goal.dtype) == (op, dtype)]
+        case = CASES[op](*SHAPES[op], getattr(torch, dtype), "cpu")
+        for outcome in measure(case, goals, described["huge_pages"], options.rounds):
+            print(outcome.line(), flush=True)
+            outcomes.append(outcome)
+    if options.out:
+        rows = [{**asdict(o), "factor": round(o.factor, 3), "ok": o.ok} for o in outcomes]
+        options.out.write_text(
+            json.dumps({**described, "rounds": options.rounds, "goals": rows}, indent=2) + "\n"
+        )
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

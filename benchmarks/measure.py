@@ -1,0 +1,192 @@
+"""How things are timed: CPU time on a CPU, events around CUDA graphs on a GPU, rivals always in turn.
+
+Ratios are taken between calls made in turn in one process. A GPU runs a graph of calls over several copies of
+the inputs, so that no call finds its data in the cache. Floors are the bytes an op must move over the copy
+bandwidth measured in the same process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import platform
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+def summarize(times_ms: Sequence[float]) -> dict[str, float]:
+    """Median, 20th and 80th percentile and least of some times."""
+    ordered = sorted(times_ms)
+
+    def at(share: float) -> float:
+        return ordered[round(share * (len(ordered) - 1))]
+
+    return {"ms": statistics.median(ordered), "p20": at(0.2), "p80": at(0.8), "min": ordered[0]}
+
+
+def speedup(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> float:
+    """Median over the rounds of theirs / ours."""
+    return statistics.median(b / a for a, b in zip(ours_ms, theirs_ms, strict=True))
+
+
+def in_turn(rivals: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Times of each rival, one after the other, `rounds` times over, each starting a round in its turn."""
+    times: dict[str, list[float]] = {name: [] for name in rivals}
+    names = list(rivals)
+    for turn in range(rounds):
+        start = turn % len(names)
+        for name in names[start:] + names[:start]:
+            times[name].append(rivals[name]())
+    return times
+
+
+def cpu_ms(call: Call) -> float:
+    """CPU time of one call over all threads of this process, in ms."""
+    start = time.process_time()
+    call()
+    return (time.process_time() - start) * 1e3
+
+
+class EventClock:
+    """Seconds on the GPU's own clock since the first call; waits for the work before it."""
+
+    def __init__(self) -> None:
+        self.origin: torch.cuda.Event | None = None
+
+    def __call__(self) -> float:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        event.synchronize()
+        if self.origin is None:
+            self.origin = event
+        return self.origin.elapsed_time(event) / 1e3
+
+
+class GraphRun:
+    """A CUDA graph of calls; calling it replays the graph and returns the time of one call in ms."""
+
+    def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
+        self.count = len(calls) * rounds
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        self.graph.replay()
+        torch.cuda.synchronize()
+
+    def __call__(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / self.count
+
+
+class CpuRun:
+    """The same interface on a CPU: CPU time of one call in ms, averaged over the calls."""
+
+    def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
+        self.calls = list(calls) * rounds
+        calls[0]()
+
+    def __call__(self) -> float:
+        return cpu_ms(lambda: [call() for call in self.calls]) / len(self.calls)
+
+
+def runner(device: str) -> type[GraphRun] | type[CpuRun]:
+    return GraphRun if torch.device(device).type == "cuda" else CpuRun
+
+
+def num_copies(bytes_per_call: int, cache_bytes: int = 60 << 20) -> int:
+    """Copies of the inputs that together exceed the cache three times; 2 to 16."""
+    return min(16, max(2, -(-3 * cache_bytes // max(bytes_per_call, 1))))
+
+
+def synchronize(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
+    """Bytes read plus bytes written per second by a large copy: best of several, in place of a data sheet."""
+    on_gpu = torch.device(device).type == "cuda"
+    sources = [torch.ones(num_bytes // 4, device=device) for _ in range(2 if on_gpu else 1)]
+    sinks = [torch.empty_like(s).fill_(0) for s in sources]
+    pairs = zip(sources, sinks, strict=True)
+    run = runner(device)([lambda s=s, t=t: t.copy_(s) for s, t in pairs], rounds=2 if on_gpu else 1)
+    return 2 * num_bytes / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
+
+
+def huge_pages_granted(num_bytes: int = 32 << 20) -> bool:
+    """Whether the system backs memory with huge pages when asked to."""
+    rollup = Path("/proc/self/smaps_rollup")
+    if not rollup.exists() or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return False
+
+    def granted() -> int:
+        return int(re.search(r"AnonHugePages:\s+(\d+)", rollup.read_text()).group(1)) << 10
+
+    before = granted()
+    with mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for offset in range(0, num_bytes, 4096):
+            memory[offset] = 1
+        return granted() - before >= num_bytes // 4
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
+    return match.group(1).strip() if match else platform.machine()
+
+
+def environment(device: str) -> dict[str, Any]:
+    """What a result needs to be read later: device, versions and commit; nothing that names a machine."""
+    import fastmp
+    from fastmp.ops import _triton
+
+    root = Path(fastmp.__file__).resolve().parent.parent
+    try:
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = "unknown"
+    versions = {
+        "fastmp": fastmp.__version__,
+        "torch": torch.__version__,
+        "triton": _triton.VERSION,
+        "python": platform.python_version(),
+    }
+    if torch.device(device).type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        described = {
+            "device": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": properties.total_memory >> 30,
+        }
+        versions["cuda"] = torch.version.cuda
+    else:
+        described = {
+            "device": _cpu_name(),
+            "threads": torch.get_num_threads(),
+            "isa": torch.backends.cpu.get_cpu_capability(),
+            "huge_pages": huge_pages_granted(),
+        }
+    return {**described, "versions": versions, "commit": commit}
