@@ -86,16 +86,15 @@ void stats_row(const T* x, int64_t real, A* highest, A* sum_of_exp, A* plain_sum
   int64_t i = 0;
   for (; i + kGroup <= real; i += kGroup) {
     Pair<V> group[kPairs];
-    for (int k = 0; k < kPairs; ++k) {
-      const T* at = x + i + 2 * k * kLanes;
-      __builtin_prefetch(at + kPrefetchBytes / sizeof(T));
-      if constexpr (sizeof(T) >= 4) __builtin_prefetch(at + kLanes + kPrefetchBytes / sizeof(T));
-      group[k] = load_pair(at);
-    }
+    for (int k = 0; k < kPairs; ++k) group[k] = load_pair(x + i + 2 * k * kLanes);
     V tops = max(group[0].first, group[0].second);
     for (int k = 1; k < kPairs; ++k) tops = max(max(group[k].first, group[k].second), tops);
     row.admit(tops);
+    const T* ahead = x + i + kPrefetchBytes / sizeof(T);
     for (const Pair<V>& pair : group) {
+      __builtin_prefetch(ahead);
+      if constexpr (sizeof(T) >= 4) __builtin_prefetch(ahead + kLanes);
+      ahead += 2 * kLanes;
       row.sums[0] += exp(pair.first - row.reference);
       row.sums[1] += exp(pair.second - row.reference);
       if constexpr (kWithSum) row.plain[0] += pair.first;
