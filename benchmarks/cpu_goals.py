@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import cpu_ms, environment, in_turn
+from benchmarks.measure import copy_bandwidth, cpu_ms, environment, in_turn
 from benchmarks.peers import COMPILE, EAGER, Case, bias_gelu_case, cross_entropy_case
 
 
@@ -52,6 +52,7 @@ class Outcome:
     ours_ms: float
     eager_ms: float
     compile_ms: float
+    floor_ms: float
 
     @property
     def factor(self) -> float:
@@ -66,12 +67,17 @@ class Outcome:
             f"{'ok  ' if self.ok else 'FAIL'} {self.case:<40} {self.goal.direction:<8} {self.goal.rival:<16}"
             f" {self.ours_ms:8.1f} ms  eager {self.eager_ms:8.1f} ms"
             f"  {self.factor:5.2f}x (goal {self.wanted}x)"
-            f"  {self.compile_ms / self.ours_ms:5.2f}x torch.compile"
+            f"  {self.compile_ms / self.ours_ms:5.2f}x torch.compile  floor {self.floor_ms:.1f} ms"
         )
 
 
-def measure(case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int) -> list[Outcome]:
-    """All goals of one case and direction, with plain torch and torch.compile in the same rounds."""
+def measure(
+    case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int, bandwidth: float
+) -> list[Outcome]:
+    """All goals of one case, with plain torch and torch.compile in the same rounds.
+
+    The floor is the bytes to move over `bandwidth`, that of a copy into memory that is already there.
+    """
     outcomes = []
     for direction in dict.fromkeys(goal.direction for goal in goals):
         wanted = [goal for goal in goals if goal.direction == direction]
@@ -82,9 +88,12 @@ def measure(case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int) ->
             call()
         times = in_turn({name: lambda call=call: cpu_ms(call) for name, call in calls.items()}, rounds)
         best = {name: min(values) for name, values in times.items()}
+        num_bytes = case.forward_bytes + (case.backward_bytes if direction == "both" else 0)
+        floor = num_bytes / bandwidth * 1e3
         for goal in wanted:
             factor = goal.factor if huge_pages else goal.without_huge_pages
-            outcomes.append(Outcome(goal, case.name, factor, best[goal.rival], best[EAGER], best[COMPILE]))
+            rivals = best[goal.rival], best[EAGER], best[COMPILE]
+            outcomes.append(Outcome(goal, case.name, factor, *rivals, floor))
     return outcomes
 
 
@@ -96,14 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described = environment("cpu")
     print(f"{described['device']}, {described['threads']} threads, huge pages: {described['huge_pages']}")
     outcomes = []
+    bandwidth = copy_bandwidth("cpu", 1 << 28)
     for op, dtype in dict.fromkeys((goal.op, goal.dtype) for goal in GOALS):
         goals = [goal for goal in GOALS if (goal.op, goal.dtype) == (op, dtype)]
         case = CASES[op](*SHAPES[op], getattr(torch, dtype), "cpu")
-        for outcome in measure(case, goals, described["huge_pages"], options.rounds):
+        for outcome in measure(case, goals, described["huge_pages"], options.rounds, bandwidth):
             print(outcome.line(), flush=True)
             outcomes.append(outcome)
     if options.out:
         rows = [{**asdict(o), "factor": round(o.factor, 3), "ok": o.ok} for o in outcomes]
+        described["copy_gbs"] = bandwidth / 1e9
         options.out.write_text(
             json.dumps({**described, "rounds": options.rounds, "goals": rows}, indent=2) + "\n"
         )

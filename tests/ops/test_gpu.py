@@ -130,9 +130,9 @@ def test_goals_are_those_of_the_page_size():
     case = _without_compile(lambda: cpu_goals.bias_gelu_case(8, 16, torch.float32, "cpu"))()
     case.rivals["torch.compile"] = case.rivals["torch eager"]
     for huge_pages, wanted in ((True, 4.0), (False, 2.0)):
-        (outcome,) = cpu_goals.measure(case, [goal], huge_pages, rounds=2)
+        (outcome,) = cpu_goals.measure(case, [goal], huge_pages, rounds=2, bandwidth=1e10)
         assert outcome.wanted == wanted and outcome.factor > 0
-    slow = cpu_goals.Outcome(goal, "x", 4.0, ours_ms=1.0, eager_ms=5.0, compile_ms=0.5)
+    slow = cpu_goals.Outcome(goal, "x", 4.0, ours_ms=1.0, eager_ms=5.0, compile_ms=0.5, floor_ms=0.1)
     assert not slow.ok and "FAIL" in slow.line()
-    assert cpu_goals.Outcome(goal, "x", 4.0, ours_ms=1.0, eager_ms=5.0, compile_ms=1.5).ok
+    assert cpu_goals.Outcome(goal, "x", 4.0, ours_ms=1.0, eager_ms=5.0, compile_ms=1.5, floor_ms=0.1).ok
     assert sys.modules["benchmarks.cpu_goals"] is cpu_goals
