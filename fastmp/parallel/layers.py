@@ -320,7 +320,7 @@ class RowParallelLinear(_ParallelLinear):
             y = F.linear(x if self.input_is_parallel else self._split(x), self.weight)
             y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group_)(y, self.group)
             if bias is not None:
-                y = y.add_(bias)  # in place keeps the dtype under autocast, and saves a tensor
+                y = y + bias.to(y.dtype)  # under autocast y has the lower precision, and keeps it
         return (y, self.bias) if self.skip_bias_add else y
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
