@@ -1,8 +1,8 @@
 // Cross-entropy on the CPU: shard statistics, their merge, and the gradient (see fastmp/ops/cross_entropy.py).
 //
-// A thread takes whole rows, and reads each once: a group of vectors in registers gives its part of the maximum and, with
-// one exponential a logit, its part of the sum. That sum is kept relative to a reference which moves only when a logit
-// exceeds it by kHeadroom, so rescaling is rare. The gradient is one pass, bitwise the same in place and out of place.
+// A thread takes whole rows, and reads each once: a group of vectors in registers gives its part of the maximum and,
+// with one exponential a logit, its part of the sum. That sum is kept relative to a reference which moves only when a
+// logit exceeds it by kHeadroom, so rescaling is rare. The gradient is one pass, bitwise the same in place.
 #include "cpu/simd.h"
 
 #include <algorithm>

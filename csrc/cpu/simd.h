@@ -63,7 +63,6 @@ constexpr int kDoubles = kVectorBytes / 8;
 
 typedef float floats __attribute__((vector_size(kVectorBytes)));
 typedef double doubles __attribute__((vector_size(kVectorBytes)));
-typedef int32_t ints __attribute__((vector_size(kVectorBytes)));
 typedef uint32_t words __attribute__((vector_size(kVectorBytes)));
 typedef uint16_t shorts __attribute__((vector_size(kVectorBytes / 2)));
 
@@ -111,7 +110,6 @@ FASTMP_INLINE floats min(floats a, floats b) {
 #endif
 }
 FASTMP_INLINE doubles max(doubles a, doubles b) { return a > b ? a : b; }
-FASTMP_INLINE doubles min(doubles a, doubles b) { return a < b ? a : b; }
 FASTMP_INLINE floats abs(floats x) { return floats_of(bits_of(x) & 0x7fffffffu); }
 
 // Whether a > b in any lane.
@@ -242,9 +240,10 @@ FASTMP_INLINE void store(T* p, lanes_of<T> v, int64_t count) {
   std::memcpy(p, buffer, count * sizeof(T));
 }
 
-// e^x, relative error below 1e-7 (about one unit in the last place). Zero below -86.9, infinity above 88.73, NaN for NaN. With n = round(x / ln 2), e^x = 2^(n-1) * 2e^r where |r| <= ln(2)/2; ln 2 is subtracted in two parts so
-// that r is exact to fp32, and 2e^r = 2 + 2r + r^2 q(r), q fitted for the smallest largest relative error (4.2e-9).
-// The power of two is put together from the bits of n: adding 1.5 * 2^23 leaves n in the low bits of the sum.
+// e^x, relative error below 1e-7 (about one unit in the last place). Zero below -86.9, infinity above 88.73, NaN for
+// NaN. With n = round(x / ln 2), e^x = 2^(n-1) * 2e^r where |r| <= ln(2)/2; ln 2 is subtracted in two parts so that r
+// is exact to fp32, and 2e^r = 2 + 2r + r^2 q(r), q fitted for the smallest largest relative error (4.2e-9). The power of
+// two is put together from the bits of n: adding 1.5 * 2^23 leaves n in the low bits of the sum.
 FASTMP_INLINE floats exp(floats x) {
   constexpr float kMagic = 12582912.0f;
   x = max(broadcast<floats>(-87.5f), x);
@@ -280,12 +279,6 @@ FASTMP_INLINE floats reciprocal(floats x) {
 FASTMP_INLINE floats sigmoid(floats x) { return reciprocal(1.0f + exp(-x)); }
 FASTMP_INLINE doubles sigmoid(doubles x) { return 1.0 / (1.0 + exp(-x)); }
 
-// tanh x, absolute error below 2e-7.
-template <typename V>
-FASTMP_INLINE V tanh(V x) {
-  return 2 * sigmoid(x + x) - 1;
-}
-
 // The normal distribution's function cdf(x) = (1 + erf(x / sqrt 2)) / 2 and density pdf(x), for one exponential.
 // For a = |x|: 1 - cdf(a) = e^(-a^2/2) t q(t) with t = 1 / (1 + 0.27 a), q fitted on a <= 13.3 (relative error 4.5e-8).
 // Absolute error below 2.5e-7 in cdf; in its lower tail the relative error is about 1e-7 (1 + a^2/2).
@@ -312,12 +305,6 @@ FASTMP_INLINE Normal<doubles> normal(doubles x) {
   doubles cdf;
   for (int i = 0; i < kDoubles; ++i) cdf[i] = 0.5 * std::erfc(-x[i] * 0.70710678118654752);
   return {cdf, exp(-0.5 * x * x) * 0.39894228040143268};
-}
-
-// erf x = 2 cdf(sqrt 2 x) - 1, absolute error below 5e-7.
-template <typename V>
-FASTMP_INLINE V erf(V x) {
-  return 2 * normal(x * static_cast<std::remove_reference_t<decltype(x[0])>>(1.41421356237309505)).cdf - 1;
 }
 
 }  // namespace fastmp::FASTMP_ISA

@@ -58,18 +58,8 @@ def _merge_reference(stats, target, token_weight, vocab_size, ignore_index, labe
     return loss.masked_fill(target == ignore_index, 0), lse
 
 
-def _grad_reference(
-    logits,
-    target,
-    lse,
-    grad_loss,
-    token_weight,
-    vocab_start,
-    vocab_size,
-    ignore_index,
-    label_smoothing,
-    z_loss,
-):
+def _grad_reference(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
+    ignore_index, label_smoothing, z_loss = options
     real = _real_columns(logits.shape[1], vocab_start, vocab_size)
     scale = grad_loss if token_weight is None else grad_loss * token_weight
     scale = scale.where((target >= 0) & (target < vocab_size), _NAN)[:, None]
@@ -221,10 +211,6 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     return block, vec, min(max(block // (64 * vec), 1), 16)
 
 
-def _aligned(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % 16 == 0
-
-
 def _stats_triton(logits, target, vocab_start, vocab_size, with_sum):
     tokens, columns = logits.shape
     out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=_accumulator(logits.dtype))
@@ -234,7 +220,7 @@ def _stats_triton(logits, target, vocab_start, vocab_size, with_sum):
         if tokens:
             _stats_kernel[(tokens,)](
                 logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
-                WITH_SUM=with_sum, BLOCK=block, VEC=vec if _aligned(logits) else 1, num_warps=num_warps,
+                WITH_SUM=with_sum, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
             )  # fmt: skip
     return out
 
@@ -252,22 +238,11 @@ def _merge_triton(stats, target, token_weight, vocab_size, ignore_index, label_s
     return loss, lse
 
 
-def _launch_grad(
-    out,
-    logits,
-    target,
-    lse,
-    grad_loss,
-    token_weight,
-    vocab_start,
-    vocab_size,
-    ignore_index,
-    smoothing,
-    z_loss,
-):
+def _launch_grad(out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
+    ignore_index, smoothing, z_loss = options
     tokens, columns = logits.shape
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
-    if not (_aligned(logits) and _aligned(out) and (logits.stride(0) - out.stride(0)) % vec == 0):
+    if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
         vec = 1
     weight = None if token_weight is None else token_weight.contiguous()
     with torch.cuda.device_of(logits):
@@ -284,10 +259,6 @@ def _grad_triton(logits, *options):
     out = logits.new_empty(logits.shape)
     _launch_grad(out, logits, *options)
     return out
-
-
-def _grad_triton_(logits, *options):
-    _launch_grad(logits, logits, *options)
 
 
 # What each op costs: operations (an exponential counts as one) and the fewest bytes across device memory.
@@ -347,21 +318,20 @@ _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
     "int ignore_index, float label_smoothing, float z_loss"
 )
+_GRAD_COSTS = {"flops": _grad_flops, "traffic": _grad_traffic}
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     reference=_grad_reference,
     triton=_grad_triton,
-    fake=lambda logits, *args: logits.new_empty(logits.shape),
-    flops=_grad_flops,
-    traffic=_grad_traffic,
+    fake=lambda logits, *options: logits.new_empty(logits.shape),
+    **_GRAD_COSTS,
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
     reference=_grad_reference_,
-    triton=_grad_triton_,
-    fake=lambda logits, *args: None,
-    flops=_grad_flops,
-    traffic=_grad_traffic,
+    triton=lambda logits, *options: _launch_grad(logits, logits, *options),
+    fake=lambda logits, *options: None,
+    **_GRAD_COSTS,
 )
 
 
@@ -406,23 +376,19 @@ def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, tok
 
     shape = tuple(logits.shape)
     require(
-        logits.is_floating_point() and logits.dim() > 0,
-        f"logits are {logits.dtype} {shape}, not float (..., V)",
+        logits.is_floating_point() and logits.dim() > 0, f"logits {shape} of {logits.dtype} are not floats"
     )
     require(target.dtype == torch.int64, f"target must be int64, got {target.dtype}")
+    require(target.device == logits.device, f"target is on {target.device}, logits on {logits.device}")
     require(target.shape == logits.shape[:-1], f"target {tuple(target.shape)} does not fit logits {shape}")
     require(vocab_size > 0, f"vocab_size must be positive, got {vocab_size} for logits {shape}")
     require(vocab_start >= 0, f"vocab_start must not be negative, got {vocab_start}")
     require(0 <= label_smoothing <= 1, f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     require(z_loss >= 0, f"z_loss must not be negative, got {z_loss}")
     if token_weight is not None:
-        shape = tuple(target.shape)
-        require(
-            token_weight.shape == target.shape, f"token_weight {tuple(token_weight.shape)}, target {shape}"
-        )
-        require(
-            not token_weight.requires_grad, "token_weight receives no gradient, but requires one: detach it"
-        )
+        weights, tokens = tuple(token_weight.shape), tuple(target.shape)
+        require(weights == tokens, f"token_weight {weights} does not fit target {tokens}")
+        require(not token_weight.requires_grad, "token_weight requires a gradient, but receives none")
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -526,16 +492,9 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {logits.shape[-1]} columns")
     rows, targets = _rows(logits), target.reshape(-1)
     stats = torch.ops.fastmp.cross_entropy_stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
+    weight = None if token_weight is None else token_weight.reshape(-1)
     loss = cross_entropy_from_stats(
-        rows,
-        targets,
-        stats[None],
-        vocab_start=0,
-        vocab_size=vocab_size,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        ignore_index=ignore_index,
-        token_weight=None if token_weight is None else token_weight.reshape(-1),
-        grad_in_place=grad_in_place,
-    )
+        rows, targets, stats[None], vocab_start=0, vocab_size=vocab_size, label_smoothing=label_smoothing,
+        z_loss=z_loss, ignore_index=ignore_index, token_weight=weight, grad_in_place=grad_in_place,
+    )  # fmt: skip
     return loss.reshape(target.shape)
