@@ -152,9 +152,8 @@ __global__ void merge_kernel(const C* __restrict__ stats, const int64_t* __restr
     loss[token] = 0;
     return;
   }
-  C value = (1 - label_smoothing) * (log_sum - target_logit);
+  C value = (1 - label_smoothing) * (log_sum - target_logit) + z_loss * log_sum * log_sum;
   if (label_smoothing != 0) value += label_smoothing * (log_sum - total / static_cast<C>(vocab_size));
-  if (z_loss != 0) value += z_loss * log_sum * log_sum;
   if (token_weight != nullptr) value *= token_weight[token];
   loss[token] = id < 0 || id >= vocab_size ? static_cast<C>(NAN) : value;
 }
@@ -217,7 +216,7 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (id < 0 || id >= vocab_size) scale = NAN;
   RowGradient<C> row;
   row.lse = lse[row_index];
-  row.slope = z_loss == 0 ? scale : scale * (1 + 2 * z_loss * row.lse);
+  row.slope = scale * (1 + 2 * z_loss * row.lse);
   row.uniform = scale * label_smoothing / static_cast<C>(vocab_size);
   row.hit = scale * (1 - label_smoothing);
   row.target = id - vocab_start;
