@@ -39,6 +39,11 @@ _PR_SET_PDEATHSIG = 1
 _AUTOGRAD_FORK = "Unable to handle autograd's threading in combination with fork"
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
+# Autograd counts GPUs at its first use; where it finds one, no forked rank can use it. On a machine without
+# GPUs, FakeTensorMode (and so torch.compile) makes a CUDA build of torch pretend to one: count before that.
+if not torch.cuda.is_available():
+    torch.zeros((), requires_grad=True).backward()
+
 
 class RankError(RuntimeError):
     """A rank failed. `rank` is the one that failed first; the message holds its traceback or its stack."""
@@ -215,7 +220,7 @@ def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> No
         text = f"rank {first.rank} of {n} raised\n{first.outcome[2]}"
         if _AUTOGRAD_FORK in text:
             text += (
-                "The parent has used autograd on a machine with GPUs: hide them with CUDA_VISIBLE_DEVICES=\n"
+                "The parent has used autograd on a machine with GPUs: hide them by CUDA_VISIBLE_DEVICES=''\n"
             )
     else:
         first = hung[0]
