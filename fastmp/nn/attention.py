@@ -104,7 +104,7 @@ class SelfAttention(nn.Module):
         k_BGSD, v_BGSD = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
         mask = None if key_padding_mask_BS is None else self._mask(key_padding_mask_BS, (B, S))
         dropout = self.dropout if self.training else 0.0
-        with sharded_region(self.rng) if dropout > 0.0 else nullcontext():
+        with sharded_region(self.rng, qkv.device) if dropout > 0.0 else nullcontext():
             context_BNSD = F.scaled_dot_product_attention(
                 q_BNSD,
                 k_BGSD,

@@ -29,9 +29,10 @@ def require_rng(owner: str, probability: float, group: ProcessGroup | None, rng:
         )
 
 
-def sharded_region(rng: RngTracker | None) -> AbstractContextManager:
-    """Random numbers inside are of this rank's shard. Without a tracker (one rank): torch's own generator."""
-    return nullcontext() if rng is None else rng.fork("tensor-parallel")
+def sharded_region(rng: RngTracker | None, device: torch.device) -> AbstractContextManager:
+    """Random numbers drawn inside on `device` are of this rank's shard. Without a tracker (one rank): torch's
+    own generator."""
+    return nullcontext() if rng is None else rng.fork("tensor-parallel", device=device)
 
 
 class Dropout(nn.Module):
@@ -48,7 +49,7 @@ class Dropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training or self.probability == 0.0:
             return x
-        with sharded_region(self.rng) if self.sharded else nullcontext():
+        with sharded_region(self.rng, x.device) if self.sharded else nullcontext():
             return F.dropout(x, self.probability)
 
     def extra_repr(self) -> str:

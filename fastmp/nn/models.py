@@ -189,7 +189,7 @@ class GPT(nn.Module):
         """
         weight_SB = None if token_weight_BS is None else token_weight_BS.t().contiguous()
         loss_SB = vocab_parallel_cross_entropy(
-            self.forward(tokens_BS),
+            self(tokens_BS),
             targets_BS.t().contiguous(),
             group=self.group,
             label_smoothing=label_smoothing,

@@ -108,6 +108,10 @@ class ParallelModule(nn.Module):
         self._mark()  # a conversion may replace a parameter by a new one
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()  # load_state_dict(assign=True) puts new parameters in place
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         memo[id(self.group)] = self.group  # a copy of the layer works in the same group
         twin = self.__class__.__new__(self.__class__)
@@ -157,7 +161,7 @@ class ParallelModule(nn.Module):
         elif rng is None:
             init_method(weight)
         else:
-            with rng.fork("tensor-parallel"):
+            with rng.fork("tensor-parallel", device=weight.device):
                 init_method(weight)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -39,15 +40,28 @@ class RngTracker:
         self._streams = {"tensor-parallel": own}
         self._current = "default"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
+        """A copy of a model draws from the same streams: there is one default generator."""
+        return self
+
     @contextmanager
-    def fork(self, name: str = "tensor-parallel") -> Iterator[None]:
+    def fork(
+        self, name: str = "tensor-parallel", *, device: torch.device | None = None
+    ) -> Iterator[None]:
         """Draw from stream `name` inside the block. Outside nothing has moved; the next block goes on where
         it ended.
 
-        A block inside a block of the same stream changes nothing. ValueError for an unknown stream.
+        A block inside a block of the same stream changes nothing. ValueError for an unknown stream, and where
+        `device`, on which the block is about to draw, is not the one whose generator the streams take turns
+        in: equal numbers on all ranks would go unnoticed.
         """
         if name not in self._streams:
             raise ValueError(f"RngTracker.fork: no stream {name!r}; there is {', '.join(self._streams)}")
+        if device is not None and device.type != "meta" and device != self._default.device:
+            raise ValueError(
+                f"RngTracker.fork: the streams are those of {self._default.device}, and do not reach tensors "
+                f"on {device}; make the tracker with device={str(device)!r}"
+            )
         if name == self._current:
             yield
             return

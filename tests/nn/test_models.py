@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,21 @@ def test_hidden_dropout_is_the_same_at_every_tp():
         torch.testing.assert_close(losses[0], losses[1], **CLOSE)
         assert (losses[1] - without).abs().min() > 1e-4
         assert torch.equal(without, model.loss(*text(config)))
+
+    run_ranks(case, 2)
+
+
+def test_a_copy_drops_out_as_its_model_does():
+    """Its shards differ between ranks as well: it draws from the same streams, not from copies of them."""
+
+    def case(rank, world):
+        model = make_gpt(replace(SMALL, attention_dropout=0.3), tp_groups(world))
+        twin, start = copy.deepcopy(model), model.rng.states()
+        tokens_BS, _ = text(SMALL)
+        expected = model(tokens_BS)
+        model.rng.restore(start)
+        assert torch.equal(twin(tokens_BS), expected)
+        assert twin.rng is model.rng and twin.group is model.group
 
     run_ranks(case, 2)
 

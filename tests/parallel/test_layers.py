@@ -441,6 +441,8 @@ def check_marks(rank, tp):
     assert marks(model) == expected
     model.to(torch.bfloat16)
     assert marks(model) == expected
+    model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True)
+    assert marks(model) == expected
     twin = copy.deepcopy(model)
     assert marks(twin) == expected
     assert twin["row"].group is group and twin["row"].weight is not row.weight

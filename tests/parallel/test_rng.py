@@ -128,6 +128,11 @@ def test_errors_name_both_values():
     rng = RngTracker(3)
     with pytest.raises(ValueError, match="no stream 'expert'; there is tensor-parallel"), rng.fork("expert"):
         pass
+    with (
+        pytest.raises(ValueError, match="those of cpu, and do not reach tensors on cuda:0"),
+        rng.fork("tensor-parallel", device=torch.device("cuda", 0)),
+    ):
+        pass
     with pytest.raises(ValueError, match=r"got streams \['default'\], expected \['default', 'tensor-"):
         rng.restore({"default": torch.get_rng_state()})
     with pytest.raises(ValueError, match="no generator for device meta"):
