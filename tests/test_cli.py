@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import fastmp
@@ -71,8 +73,7 @@ def test_doctor_check_measures_every_op_against_float64(capsys):
 def test_doctor_check_fails_on_a_wrong_op(capsys, monkeypatch):
     from fastmp import testing
 
-    result = testing.check_op("bias_gelu", "cpu")[0]
-    wrong = type(result)(**{**vars(result), "ok": False})
+    wrong = replace(testing.check_op("bias_gelu", "cpu")[0], error=1.0)
     monkeypatch.setattr(testing, "check_op", lambda name, device: [wrong])
     assert doctor.main(["--check"]) == 1
     assert "WRONG" in capsys.readouterr().out

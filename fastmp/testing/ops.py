@@ -199,12 +199,12 @@ def check_op(
     implementation = entry.overload if backend is None else entry.implementations[backend]
     results = []
     for dtype in DTYPES:
-        worst = (0.0, 1.0)
+        pairs = []
         for arguments in samples(op, device=device, dtype=dtype, seed=seed):
             with poisoned_memory():
                 outputs = run(op, implementation, arguments)
             truths = run(op, entry.implementations["reference"], tuple(map(_in_float64, arguments)))
-            pairs = [(relative_error(a, b), _bound(a.dtype)) for a, b in zip(outputs, truths, strict=True)]
-            worst = max([worst, *pairs], key=lambda pair: pair[0] / pair[1])
-        results.append(Result(op, str(dtype).removeprefix("torch."), *worst))
+            pairs += [(relative_error(a, b), _bound(a.dtype)) for a, b in zip(outputs, truths, strict=True)]
+        error, bound = max(pairs, key=lambda pair: pair[0] / pair[1])
+        results.append(Result(op, str(dtype).removeprefix("torch."), error, bound))
     return results
