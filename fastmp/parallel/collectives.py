@@ -95,6 +95,10 @@ def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup | None) ->
     return x if group_size(group) == 1 else _ReduceScatterSequence.apply(x, group)
 
 
+# A forward returns what it has written to as `.detach()`: compiled by torch 2.11, the gradient of a Function
+# whose output was written in place is zero.
+
+
 class _Copy(Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -112,7 +116,7 @@ class _Reduce(Function):
         ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
         all_reduce_(total, group)
-        return total
+        return total.detach()
 
     @staticmethod
     def backward(ctx, grad):
@@ -151,7 +155,7 @@ class _Gather(Function):
         dim = dim % x.dim()
         joined, _ = all_gather(x, group)
         if dim == 0:
-            return joined
+            return joined.detach()
         return torch.cat(joined.chunk(group.size()), dim)
 
     @staticmethod
@@ -163,7 +167,7 @@ class _GatherSequence(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return all_gather(x, group)[0]
+        return all_gather(x, group)[0].detach()
 
     @staticmethod
     def backward(ctx, grad):
@@ -174,7 +178,7 @@ class _ReduceScatterSequence(Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return reduce_scatter(x, group)[0]
+        return reduce_scatter(x, group)[0].detach()
 
     @staticmethod
     def backward(ctx, grad):
