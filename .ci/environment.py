@@ -1,4 +1,4 @@
-"""Brings .venv up to date for a purpose: an extra of pyproject.toml such as `train` or `test`.
+"""Brings .venv up to date for a purpose: extras of pyproject.toml such as `train` or `test`.
 
 Standard library only, run by the Python that .venv is made from. Where that Python already has a torch of
 2.10 or later, .venv sees its packages through a .pth file and nothing that is there is downloaded again;
@@ -76,11 +76,11 @@ def make_venv() -> None:
         (library / OUTER).write_text("\n".join(sites) + "\n")
 
 
-def requirements(project: dict, extra: str) -> list[str]:
-    """What fastmp, its build and one extra need, the extras it names included; torch is apart."""
+def requirements(project: dict, names: list[str]) -> list[str]:
+    """What fastmp, its build and some extras need, the extras they name included; torch is apart."""
     listed = project["build-system"]["requires"] + ["wheel"] + project["project"]["dependencies"]
     extras = project["project"]["optional-dependencies"]
-    waiting = [extra]
+    waiting = list(names)
     while waiting:
         for requirement in extras[waiting.pop()]:
             if requirement.startswith("fastmp["):
@@ -120,15 +120,16 @@ def outputs_present() -> bool:
 
 
 def main() -> None:
-    extra = sys.argv[1]
+    extras = sys.argv[1:]
     if not PYTHON.exists():
         make_venv()
     stamps = VENV / "stamps"
     stamps.mkdir(exist_ok=True)
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    wanted = requirements(project, extra)
-    stamp = stamps / f"requirements-{extra}-{digest([item.encode() for item in wanted])[:16]}"
+    wanted = requirements(project, extras)
+    name = "-".join(["requirements", *extras, digest([item.encode() for item in wanted])[:16]])
+    stamp = stamps / name
     if not stamp.exists():
         if not probe(PYTHON)[0]:
             say(f"installing {TORCH}")
