@@ -193,7 +193,7 @@ class Checkpointer:
         _sync_directory(self.directory)
         if self.keep:
             others = [path for path in self._by_age() if path != final]
-            for path in others[: len(others) - (self.keep - 1)]:
+            for path in others[: max(0, len(others) - (self.keep - 1))]:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _by_age(self) -> list[Path]:

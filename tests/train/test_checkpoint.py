@@ -60,6 +60,15 @@ def test_round_trip_is_bitwise_and_prunes(tmp_path):
     assert_equal({**shard, **own}, {**state(3)[0], **state(3)[1]})
 
 
+@pytest.mark.parametrize("keep", [0, 1, 2, 3, 4, 5])
+def test_as_many_stay_as_asked_for(tmp_path, keep):
+    checkpointer = Checkpointer(tmp_path, keep=keep)
+    for step in range(1, 7):
+        checkpointer.save(step, *state(step), {})
+        first = max(1, step - keep + 1) if keep else 1
+        assert names(tmp_path) == ["latest", *(f"step-{s:08d}" for s in range(first, step + 1))]
+
+
 @pytest.mark.parametrize("tp", [2, 1])
 def test_every_shard_of_every_rank_comes_back(tmp_path, tp):
     """World of 2 as TP=2 (two different shards) and as DP=2 (one shard, two random states)."""
