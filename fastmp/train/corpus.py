@@ -9,6 +9,7 @@ text alone.
 from __future__ import annotations
 
 import glob
+import os
 import platform
 import stat
 import sysconfig
@@ -226,9 +227,14 @@ def _groups(documents: Sequence[Document]) -> Iterator[list[Document]]:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Paths that `pattern` matches, without the directories that a wildcard matches on the way."""
+    """Paths that `pattern` matches, without the directories that a wildcard matches on the way.
+
+    What exists under that very name is meant, whatever wildcards are in the name ("notes[1].txt").
+    """
+    if os.path.lexists(pattern):
+        return [pattern]
     paths = sorted(glob.glob(pattern, recursive=True))
-    return [path for path in paths if path == pattern or not Path(path).is_dir()]
+    return [path for path in paths if not Path(path).is_dir()]
 
 
 def _file(path: Path) -> Document:
@@ -273,7 +279,7 @@ def _stdlib() -> list[Document]:
     paths = (
         path for path in sorted(root.rglob("*.py")) if not _NOT_LIBRARY & set(path.relative_to(root).parts)
     )
-    return [_file(path) for path in paths if path.stat().st_size > 0]
+    return [_file(path) for path in paths if path.is_file() and path.stat().st_size > 0]
 
 
 def _refuse_other_content(out: Path) -> None:

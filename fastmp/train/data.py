@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from fastmp.config import DataConfig
 from fastmp.train.corpus import RECIPES, build
 from fastmp.train.sampling import sample_starts
 from fastmp.train.tokenfile import Split, open_split, open_tokenizer, read_index, verify
+from fastmp.train.tokenize import load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +69,11 @@ class TokenDataset:
         else:
             if config.text not in RECIPES:
                 raise ValueError(f"DataConfig: text must be one of {', '.join(RECIPES)}, got {config.text!r}")
-            name = f"{config.text}-python{platform.python_version()}-{Path(config.tokenizer).stem}"
+            tokenizer = config.tokenizer
+            if tokenizer not in ("byte", "bpe"):  # a file: others may have the same name
+                description = load_tokenizer(tokenizer).to_json() or ""
+                tokenizer = f"{Path(tokenizer).stem}-{zlib.crc32(description.encode()):08x}"
+            name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
             directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}"
             if not directory.exists():
                 build(
@@ -185,7 +191,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--tokenizer", default="byte", help="byte, bpe, or the path of a tokenizer.json (byte)")
     make.add_argument("--vocab-size", type=int, default=None, help="tokens that bpe learns (4096)")
     make.add_argument(
-        "--validation-fraction", type=float, default=0.1, help="share of the bytes held out (0.1)"
+        "--validation-fraction", type=float, default=0.05, help="share of the bytes held out (0.05)"
     )
     for name, summary in (
         ("stats", "what a directory holds"),
@@ -211,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             directory = Path(options.dir)
         print(_report(directory, check=options.command == "check"))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"fastmp data: {error}", file=sys.stderr)
         return 1
     return 0

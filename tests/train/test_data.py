@@ -15,7 +15,7 @@ from fastmp.train import data as data_module
 from fastmp.train.corpus import build, find_documents, split_documents
 from fastmp.train.data import IGNORE_INDEX, TokenDataset, main
 from fastmp.train.tokenfile import SplitWriter, open_split, read_index
-from fastmp.train.tokenize import ByteTokenizer, unigram_entropy
+from fastmp.train.tokenize import BpeTokenizer, ByteTokenizer, unigram_entropy
 
 DOCUMENTS = [f"document {i}: " + f"line {i} of many, number {i * i}\n" * (3 + i % 7) for i in range(40)]
 
@@ -266,6 +266,39 @@ def test_from_config_builds_once(tmp_path, monkeypatch):
     assert len(TokenDataset.from_config(by_path, cache_dir=tmp_path / "unused").train.tokens)
     with pytest.raises(ValueError, match="pydoc, stdlib, got 'wikipedia'"):
         TokenDataset.from_config(DataConfig(text="wikipedia"), cache_dir=tmp_path)
+
+
+def test_tokenizer_files_of_one_name_are_not_mixed_up(tmp_path):
+    """The text built with one is not served to a recipe that names another."""
+    sizes = []
+    for size in (300, 310):
+        path = tmp_path / str(size) / "tokenizer.json"
+        path.parent.mkdir()
+        path.write_text(BpeTokenizer.train([text.encode() for text in DOCUMENTS], size).to_json())
+        config = DataConfig(text="pydoc", tokenizer=str(path), seq_len=32, micro_batch_size=1)
+        sizes.append(TokenDataset.from_config(config, cache_dir=tmp_path / "cache").vocab_size)
+    assert sizes == [300, 310]
+
+
+def test_standard_library_with_a_dangling_link(tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("1\n")
+    (tmp_path / "link.py").symlink_to("absent")
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert [document.name for document in find_documents(["stdlib"])] == [str(tmp_path / "one.py")]
+
+
+def test_a_file_whose_name_has_wildcards(tmp_path):
+    (tmp_path / "notes[1].txt").write_text("text")
+    assert [document.name for document in find_documents([f"{tmp_path}/notes[1].txt"])] == [
+        f"{tmp_path}/notes[1].txt"
+    ]
+
+
+def test_an_impossible_directory_is_one_line(texts, tmp_path, capsys):
+    out = str(tmp_path / ("d" * 300))
+    assert main(["build", "--input", f"{texts}/*.txt", "--out", out]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("fastmp data: ") and said.count("\n") == 1 and out in said
 
 
 def test_command_line(texts, tmp_path, capsys):
