@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastmp.ops import _triton
-from fastmp.ops._triton import jit, tl
+from fastmp.ops.cross_entropy_triton import (
+    accumulator,
+    launch_grad,
+    launch_grad_into,
+    launch_merge,
+    launch_stats,
+    real_columns,
+)
 from fastmp.ops.registry import register
 
 _NAN = float("nan")
 
 
-def _real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
-    """How many of a shard's columns are not padding."""
-    return min(max(vocab_size - vocab_start, 0), columns)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _stats_reference(logits, target, vocab_start, vocab_size, with_sum):
-    real = _real_columns(logits.shape[1], vocab_start, vocab_size)
-    x = logits[:, :real].to(_accumulator(logits.dtype))
+    real = real_columns(logits.shape[1], vocab_start, vocab_size)
+    x = logits[:, :real].to(accumulator(logits.dtype))
     if real == 0:
         empty = x.new_tensor([-torch.inf, 0, 0, 0][: 4 if with_sum else 3])
         return empty.repeat(len(x), 1)
@@ -60,7 +57,7 @@ def _merge_reference(stats, target, token_weight, vocab_size, ignore_index, labe
 
 def _grad_reference(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
     ignore_index, label_smoothing, z_loss = options
-    real = _real_columns(logits.shape[1], vocab_start, vocab_size)
+    real = real_columns(logits.shape[1], vocab_start, vocab_size)
     scale = grad_loss if token_weight is None else grad_loss * token_weight
     scale = scale.where((target >= 0) & (target < vocab_size), _NAN)[:, None]
     probability = (logits[:, :real].to(lse.dtype) - lse[:, None]).exp()
@@ -76,201 +73,16 @@ def _grad_reference_(logits, *options):
     logits.copy_(_grad_reference(logits, *options))
 
 
-# Triton. One program a row, walked in blocks of (BLOCK / VEC, VEC) elements: a thread holds VEC neighbours,
-# 16 bytes, takes their maximum first and then spends one exponential a logit, and one more a fragment to
-# rescale its own sum; lanes meet once, at the end of the row. A row that does not start on 16 bytes is walked
-# from the last boundary before it. Only blocks that stick out of the row are masked: a mask that may end
-# anywhere splits every load.
-
-
-@jit
-def _exp(x):
-    return tl.exp2(x * 1.4426950408889634)
-
-
-@jit
-def _offsets(BLOCK: tl.constexpr, VEC: tl.constexpr):
-    return tl.arange(0, BLOCK // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
-
-
-@jit
-def _stats_kernel(
-    logits, target, out, row_stride, real, vocab_start,
-    WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    ACC: tl.constexpr = out.dtype.element_ty
-    LANES: tl.constexpr = BLOCK // VEC
-    row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    end = begin + real
-    base = logits + tl.multiple_of(aligned, VEC)
-    top = tl.full((LANES,), float("-inf"), ACC)
-    total = tl.zeros((LANES,), ACC)
-    plain = tl.zeros((LANES,), ACC)
-    for start in range(0, end, BLOCK):
-        at = start + _offsets(BLOCK, VEC)
-        if (start >= begin) & (start + BLOCK <= end):
-            x = tl.load(base + at).to(ACC)
-        else:
-            x = tl.load(base + at, mask=(at >= begin) & (at < end), other=float("-inf")).to(ACC)
-        higher = tl.maximum(top, tl.max(x, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * _exp(top - finite) + tl.sum(_exp(x - finite[:, None]), 1)
-        top = higher
-        if WITH_SUM:
-            plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
-    row_top = tl.max(top, 0)
-    finite = tl.where(row_top == float("-inf"), 0.0, row_top)
-    column = tl.load(target + row) - vocab_start
-    here = (column >= 0) & (column < real)
-    out += row * (4 if WITH_SUM else 3)
-    tl.store(out, row_top)
-    tl.store(out + 1, tl.sum(total * _exp(top - finite), 0))
-    tl.store(out + 2, tl.load(base + begin + column, mask=here, other=0.0).to(ACC))
-    if WITH_SUM:
-        tl.store(out + 3, tl.sum(plain, 0))
-
-
-@jit
-def _merge_kernel(
-    stats, target, token_weight, loss, lse, tokens, shards, vocab_size, ignore_index,
-    WIDTH: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < tokens
-    top = tl.full((BLOCK,), float("-inf"), stats.dtype.element_ty)
-    for shard in range(shards):
-        top = tl.maximum(top, tl.load(stats + (shard * tokens + token) * WIDTH, mask=inside, other=0.0))
-    top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros_like(top)
-    target_logit = tl.zeros_like(top)
-    plain = tl.zeros_like(top)
-    for shard in range(shards):
-        at = stats + (shard * tokens + token) * WIDTH
-        total += tl.load(at + 1, mask=inside, other=1.0) * _exp(tl.load(at, mask=inside, other=0.0) - top)
-        target_logit += tl.load(at + 2, mask=inside, other=0.0)
-        if SMOOTHING > 0:
-            plain += tl.load(at + 3, mask=inside, other=0.0)
-    row_lse = top + tl.log(total)
-    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
-    if SMOOTHING > 0:
-        value += SMOOTHING * (row_lse - plain / vocab_size)
-    if token_weight is not None:
-        value *= tl.load(token_weight + token, mask=inside, other=0.0)
-    wanted = tl.load(target + token, mask=inside, other=0)
-    value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
-    tl.store(loss + token, tl.where(wanted == ignore_index, 0.0, value), mask=inside)
-    tl.store(lse + token, row_lse, mask=inside)
-
-
-@jit
-def _grad_kernel(
-    logits, out, target, lse, grad_loss, token_weight, row_stride, out_stride, columns, real,
-    vocab_start, vocab_size, ignore_index,
-    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    end = begin + real
-    source = logits + tl.multiple_of(aligned, VEC)
-    sink = out + tl.multiple_of(row * out_stride - begin, VEC)
-    row_lse = tl.load(lse + row)
-    wanted = tl.load(target + row)
-    live = wanted != ignore_index
-    scale = tl.load(grad_loss + row)
-    if token_weight is not None:
-        scale *= tl.load(token_weight + row)
-    scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
-    slope = 1 + 2 * Z_LOSS * row_lse
-    shift = tl.full((), SMOOTHING, row_lse.dtype) / vocab_size
-    share = tl.full((), 1 - SMOOTHING, row_lse.dtype)
-    column = wanted - vocab_start
-    target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
-    for start in range(0, begin + columns, BLOCK):
-        at = start + _offsets(BLOCK, VEC)
-        whole = (start >= begin) & (start + BLOCK <= end)
-        if whole:
-            x = tl.load(source + at, mask=live, other=0.0)
-        else:
-            x = tl.load(source + at, mask=live & (at >= begin) & (at < end), other=0.0)
-        grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
-        grad -= tl.where(at == target_at, share, 0.0)
-        grad = tl.where(live, grad * scale, 0.0)
-        if whole:
-            tl.store(sink + at, grad)
-        else:
-            tl.store(sink + at, tl.where(at < end, grad, 0.0), mask=(at >= begin) & (at < begin + columns))
-
-
-def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
-    """(BLOCK, VEC, num_warps) for rows of so many columns: 16 bytes a load, at most 32 KiB a block."""
-    vec = 16 // itemsize
-    block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), 2048 * vec)
-    return block, vec, min(max(block // (64 * vec), 1), 16)
-
-
-def _stats_triton(logits, target, vocab_start, vocab_size, with_sum):
-    tokens, columns = logits.shape
-    out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=_accumulator(logits.dtype))
-    block, vec, num_warps = launch_sizes(columns, logits.element_size())
-    real = _real_columns(columns, vocab_start, vocab_size)
-    with torch.cuda.device_of(logits):
-        if tokens:
-            _stats_kernel[(tokens,)](
-                logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
-                WITH_SUM=with_sum, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
-            )  # fmt: skip
-    return out
-
-
-def _merge_triton(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
-    shards, tokens, width = stats.shape
-    loss, lse = stats.new_empty(tokens), stats.new_empty(tokens)
-    weight = None if token_weight is None else token_weight.contiguous()
-    with torch.cuda.device_of(stats):
-        if tokens:
-            _merge_kernel[(_triton.cdiv(tokens, 128),)](
-                stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
-                ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
-            )  # fmt: skip
-    return loss, lse
-
-
-def _launch_grad(out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
-    ignore_index, smoothing, z_loss = options
-    tokens, columns = logits.shape
-    block, vec, num_warps = launch_sizes(columns, logits.element_size())
-    if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
-        vec = 1
-    weight = None if token_weight is None else token_weight.contiguous()
-    with torch.cuda.device_of(logits):
-        if tokens:
-            _grad_kernel[(tokens,)](
-                logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
-                logits.stride(0), out.stride(0), columns, _real_columns(columns, vocab_start, vocab_size),
-                vocab_start, vocab_size, ignore_index,
-                SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=vec, num_warps=num_warps,
-            )  # fmt: skip
-
-
-def _grad_triton(logits, *options):
-    out = logits.new_empty(logits.shape)
-    _launch_grad(out, logits, *options)
-    return out
-
-
 # What each op costs: operations (an exponential counts as one) and the fewest bytes across device memory.
 
 
 def _stats_flops(logits, target, vocab_start, vocab_size, with_sum) -> int:
-    return logits.shape[0] * _real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
+    return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
 
 
 def _stats_traffic(logits, target, vocab_start, vocab_size, with_sum) -> int:
-    real = _real_columns(logits.shape[1], vocab_start, vocab_size)
-    row = real * logits.element_size() + 8 + (4 if with_sum else 3) * _accumulator(logits.dtype).itemsize
+    real = real_columns(logits.shape[1], vocab_start, vocab_size)
+    row = real * logits.element_size() + 8 + (4 if with_sum else 3) * accumulator(logits.dtype).itemsize
     return logits.shape[0] * row
 
 
@@ -284,12 +96,12 @@ def _merge_traffic(stats, target, token_weight, *options) -> int:
 
 
 def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
-    return logits.shape[0] * _real_columns(logits.shape[1], vocab_start, vocab_size) * 5
+    return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * 5
 
 
 def _grad_traffic(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
     tokens, columns = logits.shape
-    touched = columns + _real_columns(columns, vocab_start, vocab_size)
+    touched = columns + real_columns(columns, vocab_start, vocab_size)
     per_token = 2 + (token_weight is not None)
     return tokens * (touched * logits.element_size() + 8 + per_token * lse.element_size())
 
@@ -298,9 +110,9 @@ register(
     "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
     " -> Tensor",
     reference=_stats_reference,
-    triton=_stats_triton,
+    triton=launch_stats,
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
-        (logits.shape[0], 4 if with_sum else 3), dtype=_accumulator(logits.dtype)
+        (logits.shape[0], 4 if with_sum else 3), dtype=accumulator(logits.dtype)
     ),
     flops=_stats_flops,
     traffic=_stats_traffic,
@@ -309,7 +121,7 @@ register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
     " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
     reference=_merge_reference,
-    triton=_merge_triton,
+    triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
     flops=_merge_flops,
     traffic=_merge_traffic,
@@ -322,14 +134,14 @@ _GRAD_COSTS = {"flops": _grad_flops, "traffic": _grad_traffic}
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     reference=_grad_reference,
-    triton=_grad_triton,
+    triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
     **_GRAD_COSTS,
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
     reference=_grad_reference_,
-    triton=lambda logits, *options: _launch_grad(logits, logits, *options),
+    triton=lambda logits, *options: launch_grad_into(logits, logits, *options),
     fake=lambda logits, *options: None,
     **_GRAD_COSTS,
 )
@@ -428,9 +240,9 @@ def cross_entropy_from_stats(
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight)
     rows, targets = _rows(logits), target.reshape(-1)
     expected = (len(rows), 4 if label_smoothing else 3)
-    if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != _accumulator(logits.dtype):
+    if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != accumulator(logits.dtype):
         raise ValueError(
-            f"cross_entropy: stats must be {_accumulator(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
+            f"cross_entropy: stats must be {accumulator(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
             f"for logits {tuple(logits.shape)}, got {stats.dtype} {tuple(stats.shape)}"
         )
     if grad_in_place and len(rows) > 1 and rows.stride(0) < rows.shape[1]:

@@ -6,7 +6,6 @@ for rows of 8192 columns; the CUDA C++ library is taken as it was built.
 
 from __future__ import annotations
 
-import importlib
 import re
 import shutil
 import subprocess
@@ -20,13 +19,13 @@ import fastmp
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from fastmp.ops import _triton, activation
-
-cross_entropy = importlib.import_module("fastmp.ops.cross_entropy")
+from fastmp.ops import cross_entropy_triton as cross_entropy
 
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 LIBRARY = Path(fastmp.__file__).parent / "_C_cuda.so"
+REGISTERS = 64 << 10  # of a multiprocessor
 COLUMNS = 8192
 FULL = pytest.mark.full
 
@@ -65,19 +64,19 @@ def _kernel(name, dtype):
     elif name.startswith("stats"):
         tensors = {"logits": data, "target": "*i64", "out": stats}
         sizes = ("row_stride", "real", "vocab_start")
-        kernel = cross_entropy._stats_kernel
+        kernel = cross_entropy.stats_kernel
         constants = {"WITH_SUM": name == "stats sum", "BLOCK": block, "VEC": vec}
     elif name == "merge":
         tensors = {"stats": stats, "target": "*i64", "token_weight": stats, "loss": stats, "lse": stats}
         sizes = ("tokens", "shards", "vocab_size", "ignore_index")
-        kernel = cross_entropy._merge_kernel
+        kernel = cross_entropy.merge_kernel
         constants = {"WIDTH": 4, "SMOOTHING": 0.1, "Z_LOSS": 1e-4, "BLOCK": 128}
         num_warps = 4
     else:
         tensors = {"logits": data, "out": data, "target": "*i64", "lse": stats, "grad_loss": stats}
         tensors["token_weight"] = stats
         sizes = ("row_stride", "out_stride", "columns", "real", "vocab_start", "vocab_size", "ignore_index")
-        kernel = cross_entropy._grad_kernel
+        kernel = cross_entropy.grad_kernel
         constants = {"SMOOTHING": 0.1, "Z_LOSS": 1e-4, "BLOCK": block, "VEC": vec}
     if kernel.__module__ == activation.__name__:
         num_warps = activation.NUM_WARPS
@@ -124,6 +123,11 @@ def test_triton_kernel(name, dtype, arch):
         assert loads, "no 16-byte load"
     if name.startswith(("bias_gelu", "grad")):
         assert stores, "no 16-byte store"
+    if name.startswith(("stats", "grad")):
+        vectors = per_thread // constants["VEC"]
+        assert len(loads) >= 2 * vectors, "whole blocks or edges are not read 16 bytes at a time"
+        assert name != "grad" or len(stores) >= 2 * vectors, "edges are not written 16 bytes at a time"
+        assert 2 * 32 * num_warps * cubin.registers <= REGISTERS, "one program fills a multiprocessor"
     if dtype == "fp64":
         return
     exponentials = cubin.ptx.count("ex2.approx")
@@ -135,6 +139,21 @@ def test_triton_kernel(name, dtype, arch):
         assert exponentials <= copies * 1.3 * per_thread + 32, (
             f"{exponentials} for {per_thread} logits a thread"
         )
+
+
+@pytest.mark.parametrize("name", ["bias_gelu tanh", "bias_gelu_backward tanh", "stats", "merge", "grad"])
+def test_sizes_of_one_and_absent_tensors_compile(name):
+    """The launcher makes constants of integers that equal 1 and of None."""
+    kernel, signature, constants, num_warps, aligned, _ = _kernel(name, "bf16")
+    ones = {name: 1 for name, kind in signature.items() if kind == "i32"}
+    absent = {name: None for name in signature if name in ("bias", "partials", "token_weight")}
+    constants |= ones | absent | ({"HAS_BIAS": False} if "HAS_BIAS" in constants else {})
+    signature = {name: kind for name, kind in signature.items() if name not in constants}
+    aligned = [name for name in aligned if name in signature]
+    cubin = _triton.compile_to_cubin(
+        kernel, signature, constants, arch=90, num_warps=num_warps, aligned=aligned
+    )
+    assert cubin.spill_bytes == 0
 
 
 @pytest.fixture(scope="module")

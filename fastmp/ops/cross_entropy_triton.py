@@ -1,0 +1,228 @@
+"""Triton kernels of the cross-entropy family and their launchers; semantics as in `cross_entropy`.
+
+One program a row, walked in blocks of (BLOCK / VEC, VEC) elements: a thread holds VEC neighbours, 16 bytes,
+takes their maximum first and then spends one exponential a logit, and one more a fragment to rescale its own
+sum; lanes meet once, at the end of the row. A row that does not start on 16 bytes is walked from the last
+boundary before it. Only blocks that stick out of the row are masked, vector by vector: a mask that may end
+anywhere splits every access, so it is left to rows that do begin or end within a vector.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fastmp.ops import _triton
+from fastmp.ops._triton import jit, tl
+
+
+def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
+    """How many of a shard's columns are not padding."""
+    return min(max(vocab_size - vocab_start, 0), columns)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+def _offsets(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+    """Where the vectors of a block begin (BLOCK / VEC, 1), and where its elements are (BLOCK / VEC, VEC)."""
+    first = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC
+    return first, first + tl.arange(0, VEC)[None, :]
+
+
+@jit
+def _load_edge(base, first, at, begin, end, OTHER: tl.constexpr, VEC: tl.constexpr):
+    """base[at] for begin <= at < end, else OTHER."""
+    whole = (first >= begin) & (first + VEC <= end)
+    x = tl.load(base + at, mask=whole, other=OTHER)
+    if (begin > 0) | (end % VEC > 0):
+        rest = (at >= begin) & (at < end) & ~whole
+        x = tl.where(rest, tl.load(base + at, mask=rest, other=OTHER), x)
+    return x
+
+
+@jit
+def _store_edge(base, first, at, value, begin, end, VEC: tl.constexpr):
+    """base[at] = value for begin <= at < end."""
+    whole = (first >= begin) & (first + VEC <= end)
+    tl.store(base + at, value, mask=whole)
+    if (begin > 0) | (end % VEC > 0):
+        tl.store(base + at, value, mask=(at >= begin) & (at < end) & ~whole)
+
+
+@jit
+def stats_kernel(
+    logits, target, out, row_stride, real, vocab_start,
+    WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = out.dtype.element_ty
+    LANES: tl.constexpr = BLOCK // VEC
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    end = begin + real
+    base = logits + tl.multiple_of(aligned, VEC)
+    top = tl.full((LANES,), float("-inf"), ACC)
+    total = tl.zeros((LANES,), ACC)
+    plain = tl.zeros((LANES,), ACC)
+    for start in range(0, end, BLOCK):
+        first, at = _offsets(start, BLOCK, VEC)
+        if (start >= begin) & (start + BLOCK <= end):
+            x = tl.load(base + at).to(ACC)
+        else:
+            x = _load_edge(base, first, at, begin, end, float("-inf"), VEC).to(ACC)
+        higher = tl.maximum(top, tl.max(x, 1))
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * _exp(top - finite) + tl.sum(_exp(x - finite[:, None]), 1)
+        top = higher
+        if WITH_SUM:
+            plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
+    row_top = tl.max(top, 0)
+    finite = tl.where(row_top == float("-inf"), 0.0, row_top)
+    column = tl.load(target + row) - vocab_start
+    here = (column >= 0) & (column < real)
+    out += row * (4 if WITH_SUM else 3)
+    tl.store(out, row_top)
+    tl.store(out + 1, tl.sum(total * _exp(top - finite), 0))
+    tl.store(out + 2, tl.load(base + begin + column, mask=here, other=0.0).to(ACC))
+    if WITH_SUM:
+        tl.store(out + 3, tl.sum(plain, 0))
+
+
+@jit
+def merge_kernel(
+    stats, target, token_weight, loss, lse, tokens, shards, vocab_size, ignore_index,
+    WIDTH: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    top = tl.full((BLOCK,), float("-inf"), stats.dtype.element_ty)
+    for shard in range(shards):
+        top = tl.maximum(top, tl.load(stats + (shard * tokens + token) * WIDTH, mask=inside, other=0.0))
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros_like(top)
+    target_logit = tl.zeros_like(top)
+    plain = tl.zeros_like(top)
+    for shard in range(shards):
+        at = stats + (shard * tokens + token) * WIDTH
+        total += tl.load(at + 1, mask=inside, other=1.0) * _exp(tl.load(at, mask=inside, other=0.0) - top)
+        target_logit += tl.load(at + 2, mask=inside, other=0.0)
+        if SMOOTHING > 0:
+            plain += tl.load(at + 3, mask=inside, other=0.0)
+    row_lse = top + tl.log(total)
+    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
+    if SMOOTHING > 0:
+        value += SMOOTHING * (row_lse - plain / vocab_size)
+    if token_weight is not None:
+        value *= tl.load(token_weight + token, mask=inside, other=0.0)
+    wanted = tl.load(target + token, mask=inside, other=0)
+    value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
+    tl.store(loss + token, tl.where(wanted == ignore_index, 0.0, value), mask=inside)
+    tl.store(lse + token, row_lse, mask=inside)
+
+
+@jit
+def grad_kernel(
+    logits, out, target, lse, grad_loss, token_weight, row_stride, out_stride, columns, real,
+    vocab_start, vocab_size, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    end = begin + real
+    source = logits + tl.multiple_of(aligned, VEC)
+    sink = out + tl.multiple_of(row * out_stride - begin, VEC)
+    row_lse = tl.load(lse + row)
+    wanted = tl.load(target + row)
+    live = wanted != ignore_index
+    scale = tl.load(grad_loss + row)
+    if token_weight is not None:
+        scale *= tl.load(token_weight + row)
+    scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
+    slope = 1 + 2 * Z_LOSS * row_lse
+    shift = tl.full((), SMOOTHING, row_lse.dtype) / vocab_size
+    share = tl.full((), 1 - SMOOTHING, row_lse.dtype)
+    column = wanted - vocab_start
+    target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
+    for start in range(0, begin + columns, BLOCK):
+        first, at = _offsets(start, BLOCK, VEC)
+        whole = (start >= begin) & (start + BLOCK <= end)
+        if whole:
+            x = tl.load(source + at, mask=live, other=0.0)
+        else:
+            x = _load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC)
+        grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
+        grad -= tl.where(at == target_at, share, 0.0)
+        grad = tl.where(live, grad * scale, 0.0)
+        if whole:
+            tl.store(sink + at, grad)
+        else:
+            _store_edge(sink, first, at, tl.where(at < end, grad, 0.0), begin, begin + columns, VEC)
+
+
+def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
+    """(BLOCK, VEC, num_warps) for rows of so many columns: 16 bytes a load, at most 8 KiB a block.
+
+    Two loads a thread leave registers for several programs on a multiprocessor, so that some load while
+    others compute, and little of a row's last block is padding.
+    """
+    vec = 16 // itemsize
+    block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), 512 * vec)
+    return block, vec, max(block // (64 * vec), 1)
+
+
+def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
+    tokens, columns = logits.shape
+    out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=accumulator(logits.dtype))
+    block, vec, num_warps = launch_sizes(columns, logits.element_size())
+    real = real_columns(columns, vocab_start, vocab_size)
+    with torch.cuda.device_of(logits):
+        if tokens:
+            stats_kernel[(tokens,)](
+                logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
+                WITH_SUM=with_sum, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+            )  # fmt: skip
+    return out
+
+
+def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss):
+    shards, tokens, width = stats.shape
+    loss, lse = stats.new_empty(tokens), stats.new_empty(tokens)
+    weight = None if token_weight is None else token_weight.contiguous()
+    with torch.cuda.device_of(stats):
+        if tokens:
+            merge_kernel[(_triton.cdiv(tokens, 128),)](
+                stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
+                ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
+            )  # fmt: skip
+    return loss, lse
+
+
+def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
+    ignore_index, smoothing, z_loss = options
+    tokens, columns = logits.shape
+    block, vec, num_warps = launch_sizes(columns, logits.element_size())
+    if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
+        vec = 1
+    weight = None if token_weight is None else token_weight.contiguous()
+    with torch.cuda.device_of(logits):
+        if tokens:
+            grad_kernel[(tokens,)](
+                logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
+                logits.stride(0), out.stride(0), columns, real_columns(columns, vocab_start, vocab_size),
+                vocab_start, vocab_size, ignore_index,
+                SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=vec, num_warps=num_warps,
+            )  # fmt: skip
+
+
+def launch_grad(logits, *options):
+    out = logits.new_empty(logits.shape)
+    launch_grad_into(out, logits, *options)
+    return out
