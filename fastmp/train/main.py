@@ -6,10 +6,12 @@ world size over `parallel.tp` is the data-parallel size.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -57,8 +59,13 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     """Train the GPT of `recipe` on this rank of the job; all ranks call it. Returns the last evaluation.
 
     ValueError, before anything is written, for a layout that does not fit the world or the model, and for
-    text that cannot be read or does not fit the model.
+    text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
+    if recipe.parallel.tp > runtime.world_size == 1:
+        raise ValueError(
+            f"fastmp train: parallel.tp is {recipe.parallel.tp}, but world_size is 1; start the ranks with "
+            f"torchrun --nproc-per-node {recipe.parallel.tp} -m fastmp train"
+        )
     groups = ParallelGroups.create(RankGrid(world_size=runtime.world_size, tp=recipe.parallel.tp))
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), device=runtime.device)
     model = build_model(recipe, groups, rng, runtime.device)
@@ -74,8 +81,28 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
         device=runtime.device,
     )
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
-    resumed = resume and trainer.resume()
-    moved = None if resumed or runtime.rank else _move_aside(run_dir)
+    with ExitStack() as held:
+        notes = [_describe(recipe, groups, runtime, model)]
+        existed = runtime.rank == 0 and run_dir.exists()
+        if existed:
+            held.enter_context(_claimed(run_dir))
+        if resume and trainer.resume():
+            notes.append(f"resumed after step {trainer.step}")
+        elif runtime.rank == 0:
+            if resume:
+                notes.append(f"no checkpoint in {run_dir}: starting at step 0")
+            if existed:
+                notes.append(f"the earlier run of this name is now {_move_aside(run_dir)}")
+            run_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(_claimed(run_dir))
+        return _run(recipe, runtime, trainer, run_dir, notes)
+
+
+def _run(
+    recipe: Recipe, runtime: Runtime, trainer: Trainer, run_dir: Path, notes: Sequence[str]
+) -> Evaluation | None:
+    """The run itself, into a directory that is this job's own; `notes` open its log."""
+    data = trainer.data
     run = RunInfo(
         total_steps=recipe.train.steps,
         tokens_per_step=recipe.train.global_batch_size * recipe.data.seq_len,
@@ -86,23 +113,20 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     )
     options = {"log_interval": recipe.train.log_interval, "start_step": trainer.step, "rank": runtime.rank}
     with TrainLog(run_dir, run, **options) as log:
-        log.note(_describe(recipe, groups, runtime, model))
-        if moved is not None:
-            log.note(f"the earlier run of this name is now {moved}")
-        if resumed:
-            log.note(f"resumed after step {trainer.step}")
+        for note in notes:
+            log.note(note)
         if runtime.rank == 0:
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         evaluation = trainer.train(log)
     sample = generate_text(
-        model,
+        trainer.model,
         SAMPLE_PROMPT,
         tokenizer=data.tokenizer,
         max_new_tokens=SAMPLE_TOKENS,
-        max_seq_len=recipe.model.max_seq_len,
+        max_seq_len=recipe.data.seq_len,  # positions beyond it are untrained
         temperature=0.8,
         seed=recipe.train.seed,
-        group=groups.tp,
+        group=trainer.groups.tp,
     )
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
@@ -127,6 +151,8 @@ def build_model(recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device:
 def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
     """The token files of `recipe`: the first rank of every machine builds them, the others wait for it."""
     cache_dir = Path(recipe.train.run_dir) / "data"
+    if recipe.train.name == cache_dir.name:
+        raise ValueError(f"fastmp train: {cache_dir} is for token files; choose another name for the run")
     if runtime.local_rank == 0:
         data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
     if runtime.world_size > 1:
@@ -163,10 +189,26 @@ def _first_rank_speaks(rank: int) -> Iterator[None]:
         raise
 
 
-def _move_aside(run_dir: Path) -> Path | None:
+@contextmanager
+def _claimed(run_dir: Path) -> Iterator[None]:
+    """Hold a lock on `run_dir`, wherever it is moved: two jobs of one name would mix their checkpoints."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"fastmp train: another process is training into {run_dir}; choose another train.name"
+            ) from None
+        except OSError:
+            pass  # a file system that cannot lock a directory (NFS) does without
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _move_aside(run_dir: Path) -> Path:
     """Rename what an earlier run of this name left; a new run never mixes with it nor deletes it."""
-    if not run_dir.exists():
-        return None
     other = next(p for i in count(1) if not (p := run_dir.with_name(f"{run_dir.name}.{i}")).exists())
     return run_dir.rename(other)
 
