@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
@@ -31,9 +30,45 @@ def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
     return h if bias is None else h + bias.to(h.dtype)
 
 
+def _sum_rows(rows: Tensor) -> Tensor:
+    """Column sums by halving: as accurate as pairwise summation, and the same on any number of threads.
+
+    Tensor.sum adds a column in an order that depends on where the columns are split between the threads.
+    """
+    while len(rows) > 1:
+        half = len(rows) // 2
+        sums = rows[:half] + rows[half : 2 * half]
+        if len(rows) % 2:
+            sums[0] += rows[-1]
+        rows = sums
+    return rows.sum(0)
+
+
+# The references use no fused function of torch, for those of torch on a CPU (gelu and its backward) round
+# differently where a thread's share ends, and float32 gelu is NaN at infinity.
+
+
+def _twice_u(h: Tensor) -> Tensor:
+    return h * (1.5957691216057308 + 0.071354816272600265 * h * h)
+
+
+def _cdf(h: Tensor) -> Tensor:
+    return 0.5 + 0.5 * torch.erf(h * math.sqrt(0.5))
+
+
 def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """gelu(x + bias), rounded once."""
-    return F.gelu(_pre_activation(x, bias), approximate=approximate).to(x.dtype).contiguous()
+    h = _pre_activation(x, bias)
+    y = h / (1 + torch.exp(-_twice_u(h))) if approximate == "tanh" else h * _cdf(h)
+    return y.to(x.dtype).contiguous()
+
+
+def _slope(h: Tensor, approximate: str) -> Tensor:
+    if approximate == "none":
+        return _cdf(h) + h * (1 / math.sqrt(2 * math.pi) * torch.exp(-0.5 * h * h))
+    e = torch.exp(-_twice_u(h).abs())
+    r = 1 / (1 + e)  # sigmoid(|2u|)
+    return torch.where(h > 0, r, e * r) + h * (e * r * r) * (1.5957691216057308 + 0.21406444881780076 * h * h)
 
 
 def reference_backward(
@@ -41,8 +76,8 @@ def reference_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
-    dh = torch.ops.aten.gelu_backward(grad.to(h.dtype), h, approximate=approximate).contiguous()
-    dbias = x.new_empty(0) if bias is None else dh.unsqueeze(0).flatten(0, -2).sum(0).to(x.dtype)
+    dh = (grad.to(h.dtype) * _slope(h, approximate)).contiguous()
+    dbias = x.new_empty(0) if bias is None else _sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
     return dh.to(x.dtype), dbias
 
 
@@ -215,9 +250,9 @@ def launch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
 
 def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = x.new_zeros(0 if bias is None else x.shape[-1])
+    dbias = x.new_empty(0 if bias is None else x.shape[-1])
     if x.numel() == 0:
-        return dx, dbias
+        return dx, dbias.zero_()
     x_rows, grad_rows = _as_rows(x), _as_rows(grad)
     bias = None if bias is None else bias.contiguous()
     num_rows, num_cols = x_rows.shape

@@ -86,14 +86,21 @@ def test_compiled_kernel_equals_reference(dtype, approximate):
                 torch.testing.assert_close(value, want, msg=lambda m, name=name: f"{name}: {m}", **tolerance)
 
 
-def test_results_do_not_depend_on_the_number_of_threads():
-    x, bias, grad = _inputs((1000, 300), torch.float32)
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("cols", (1, 300))
+def test_results_do_not_depend_on_the_number_of_threads(backend, approximate, cols):
+    x, bias, grad = _inputs((300_301 // cols, cols), torch.float32)
+    forward, backward = (
+        OPS[op].implementations[backend] if backend else OPS[op].overload
+        for op in ("bias_gelu", "bias_gelu_backward")
+    )
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 2):
             torch.set_num_threads(count)
-            results.append(_ours(x, bias, grad, "tanh"))
+            results.append((forward(x, bias, approximate), *backward(grad, x, bias, approximate)))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -148,8 +155,13 @@ def test_special_values_are_those_of_torch(dtype, approximate):
     )
     grad = torch.ones_like(x)
     wide = _eager(x.double(), None, grad.double(), approximate)
-    for ours, truth in zip(_ours(x, None, grad, approximate), wide, strict=True):
-        torch.testing.assert_close(ours.double(), truth, rtol=1e-2, atol=1e-6, equal_nan=True)
+    reference = (
+        module.reference(x, None, approximate),
+        module.reference_backward(grad, x, None, approximate)[0],
+    )
+    for results in (_ours(x, None, grad, approximate), reference):
+        for ours, truth in zip(results, wide, strict=True):
+            torch.testing.assert_close(ours.double(), truth, rtol=1e-2, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("approximate", FORMS)
