@@ -20,11 +20,13 @@ from typing import Any
 import torch
 
 from benchmarks.measure import (
-    EventClock,
     copy_bandwidth,
+    cpu_ms,
     environment,
+    event_ms,
     in_turn,
     num_copies,
+    num_rounds,
     runner,
     speedup,
     summarize,
@@ -140,10 +142,12 @@ def kernel_times(
             for dtype in sizes.dtypes:
                 first = op_arguments(op, shape, dtype, device, 0)
                 traffic = entry.traffic(*first)
-                copies = num_copies(traffic) if torch.device(device).type == "cuda" else 1
+                on_gpu = torch.device(device).type == "cuda"
+                copies = num_copies(traffic) if on_gpu else 1
+                rounds = num_rounds(copies * traffic) if on_gpu else 1
                 inputs = [first] + [op_arguments(op, shape, dtype, device, s) for s in range(1, copies)]
                 runs = {
-                    b: runner(device)([lambda f=entry.implementations[b], a=a: f(*a) for a in inputs])
+                    b: runner(device)([lambda f=entry.implementations[b], a=a: f(*a) for a in inputs], rounds)
                     for b in backends
                 }
                 for backend, times in in_turn(runs, sizes.replays).items():
@@ -160,16 +164,10 @@ def as_used(device: str, sizes: Sizes, cases: Sequence[Callable[[], Case]], copy
     """Public functions forward+backward through autograd, rivals in turn, with speed-ups over plain torch."""
     rows = []
     on_gpu = torch.device(device).type == "cuda"
-    clock = EventClock() if on_gpu else time.process_time
+    timed = event_ms if on_gpu else cpu_ms
     for make in cases:
         case = make()
         calls = {name: case.both(name) for name in case.rivals}
-
-        def timed(call: Callable[[], Any]) -> float:
-            start = clock()
-            call()
-            return (clock() - start) * 1e3
-
         extra = {}
         for name, call in calls.items():
             call()

@@ -55,23 +55,43 @@ def cpu_ms(call: Call) -> float:
     return (time.process_time() - start) * 1e3
 
 
+def event_ms(call: Call) -> float:
+    """Time of one call on the GPU's own clock, in ms; waits for it."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
 class EventClock:
-    """Seconds on the GPU's own clock since the first call; waits for the work before it."""
+    """Seconds on the GPU's own clock; waits for the work before it.
+
+    Each step is measured from the event before and the steps are summed here: a time between two events is
+    a float32, which resolves microseconds over seconds but not over minutes.
+    """
 
     def __init__(self) -> None:
-        self.origin: torch.cuda.Event | None = None
+        self.last: torch.cuda.Event | None = None
+        self.total_ms = 0.0
 
     def __call__(self) -> float:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         event.synchronize()
-        if self.origin is None:
-            self.origin = event
-        return self.origin.elapsed_time(event) / 1e3
+        if self.last is not None:
+            self.total_ms += self.last.elapsed_time(event)
+        self.last = event
+        return self.total_ms / 1e3
 
 
 class GraphRun:
-    """A CUDA graph of calls; calling it replays the graph and returns the time of one call in ms."""
+    """A CUDA graph of calls; calling it replays the graph and returns the time of one call in ms.
+
+    Results are kept until the same call comes round again, so that no call writes where the one before it
+    wrote, which would be in the cache.
+    """
 
     def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
         self.count = len(calls) * rounds
@@ -81,21 +101,19 @@ class GraphRun:
             for call in calls:
                 call()
         torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
+        results: list[Any] = [None] * len(calls)
         with torch.cuda.graph(self.graph):
             for _ in range(rounds):
-                for call in calls:
-                    call()
+                for i, call in enumerate(calls):
+                    results[i] = call()
         self.graph.replay()
         torch.cuda.synchronize()
 
     def __call__(self) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / self.count
+        self.graph.replay()  # busy while the timed replay is enqueued: else its launch would count
+        return event_ms(self.graph.replay) / self.count
 
 
 class CpuRun:
@@ -116,6 +134,11 @@ def runner(device: str) -> type[GraphRun] | type[CpuRun]:
 def num_copies(bytes_per_call: int, cache_bytes: int = 60 << 20) -> int:
     """Copies of the inputs that together exceed the cache three times; 2 to 16."""
     return min(16, max(2, -(-3 * cache_bytes // max(bytes_per_call, 1))))
+
+
+def num_rounds(bytes_per_round: int, total_bytes: int = 2 << 30) -> int:
+    """Rounds that move 2 GiB, half a millisecond on a large GPU, beside which a launch is little; 1 to 20."""
+    return min(20, max(1, total_bytes // max(bytes_per_round, 1)))
 
 
 def synchronize(device: str) -> None:

@@ -112,8 +112,30 @@ def test_correctness_rows_tell_a_wrong_implementation(monkeypatch):
     assert all(row["ok"] for row in rows if row["backend"] == "reference")
 
 
+def test_event_clock_sums_short_steps(monkeypatch):
+    """Times between far events are float32: a step of 10 us an hour after the start must not be lost."""
+    from benchmarks import measure
+
+    now = iter([0.0, 3.6e6, 3.6e6 + 0.01])
+
+    class Event:
+        def __init__(self, enable_timing):
+            self.at = next(now)
+
+        record = synchronize = lambda self: None
+
+        def elapsed_time(self, end):
+            return torch.tensor(end.at - self.at, dtype=torch.float32).item()
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = measure.EventClock()
+    clock()
+    start = clock()
+    assert clock() - start == pytest.approx(1e-5, rel=1e-3)
+
+
 def test_statistics_of_times():
-    from benchmarks.measure import in_turn, num_copies, speedup, summarize
+    from benchmarks.measure import in_turn, num_copies, num_rounds, speedup, summarize
 
     assert summarize([3.0, 1.0, 2.0, 5.0, 4.0]) == {"ms": 3.0, "p20": 2.0, "p80": 4.0, "min": 1.0}
     assert speedup([1.0, 2.0, 1.0], [3.0, 2.0, 2.0]) == 2.0
@@ -121,6 +143,7 @@ def test_statistics_of_times():
     in_turn({name: lambda name=name: order.append(name) or 1.0 for name in "ab"}, 2)
     assert order == ["a", "b", "b", "a"]
     assert num_copies(1 << 30) == 2 and num_copies(1 << 20) == 16 and num_copies(60 << 20) == 3
+    assert num_rounds(4 << 30) == 1 and num_rounds(512 << 20) == 4 and num_rounds(1 << 20) == 20
 
 
 def test_goals_are_those_of_the_page_size():
