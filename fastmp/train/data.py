@@ -3,7 +3,7 @@
     data = TokenDataset.from_config(recipe.data, cache_dir="runs/data")   # several ranks may build at once
     data = TokenDataset(directory, seq_len=256, micro_batch_size=8, seed=1234)
     data.batch(step, microbatch, num_microbatches, dp_rank, dp_size)   # {"tokens", "targets"} (B, S) int64
-    data.validation_batches(dp_rank, dp_size)   # the same and "weights" (B, S); all held-out text once
+    data.validation_batches(dp_rank, dp_size)   # the same; all held-out text once, padding's target is -100
     loss_per_byte = loss_per_token / data.validation.info.bytes_per_token    # data.train.info likewise
     data.validation.info.unigram_entropy   # nats per byte;  data.vocab_size, data.tokenizer
 The state of a run is its step alone: a step's global batch is the same set of samples at every dp_size.
@@ -93,10 +93,6 @@ class TokenDataset:
             raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
         return self._validation
 
-    @property
-    def samples_per_epoch(self) -> int:
-        return self.train.info.num_tokens // self.seq_len
-
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
     ) -> dict[str, torch.Tensor]:
@@ -131,9 +127,8 @@ class TokenDataset:
     ) -> Iterator[dict[str, torch.Tensor]]:
         """All held-out text, over the ranks together: each token but the first is a target exactly once.
 
-        As `batch`, and "weights" (B, S) float32: 1, or 0 where the last windows are padding (there the
-        target is -100). Every rank gets equally many batches, the same ones at every call; `max_batches`
-        stops earlier, for a quick look.
+        As `batch`; the target is -100 where the last windows are padding. Every rank gets equally many
+        batches, the same ones at every call; `max_batches` stops earlier, for a quick look.
         """
         count = self.num_validation_batches(dp_size)
         for number in range(count if max_batches is None else min(count, max_batches)):
@@ -145,14 +140,13 @@ class TokenDataset:
         shape = (self.micro_batch_size, seq_len)
         tokens = np.full(shape, self.tokenizer.end_of_text, np.int64)
         targets = np.full(shape, IGNORE_INDEX, np.int64)
-        weights = np.zeros(shape, np.float32)
         for row in range(self.micro_batch_size):
             begin = (first + row) * seq_len
             real = min(seq_len, split.info.num_tokens - 1 - begin)
             if real > 0:
                 window = _windows(split, np.array([begin]), real)[0]
-                tokens[row, :real], targets[row, :real], weights[row, :real] = window[:-1], window[1:], 1.0
-        return _tensors(tokens=tokens, targets=targets, weights=weights)
+                tokens[row, :real], targets[row, :real] = window[:-1], window[1:]
+        return _tensors(tokens=tokens, targets=targets)
 
 
 def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
