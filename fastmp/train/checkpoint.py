@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from fastmp.parallel.collectives import group_rank
+from fastmp.train.tokenfile import sync_directory, write_synced
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
@@ -101,7 +102,7 @@ class Checkpointer:
                 state = {"format": FORMAT, "step": step, "layout": self.layout}
                 state |= {"description": self.description, "scalars": dict(scalars), "files": files}
                 document = {"crc32": zlib.crc32(json.dumps(state).encode()), "state": state}
-                _write_synced(staging / STATE_FILE, json.dumps(document, indent=1))
+                write_synced(staging / STATE_FILE, json.dumps(document, indent=1).encode())
                 self._publish(staging, step)
         return self.directory / (self.directory / POINTER).read_text().strip()
 
@@ -184,13 +185,13 @@ class Checkpointer:
         A kill between any two lines is harmless: where a step of that number is there already, the new one
         gets a suffix, so nothing that is in place is ever moved away.
         """
-        _sync_directory(staging)
+        sync_directory(staging)
         final = next(path for i in count() if not (path := self.directory / _name(step, i)).exists())
         staging.rename(final)
-        _sync_directory(self.directory)
-        _write_synced(self.directory / f"{POINTER}.new", final.name + "\n")
+        sync_directory(self.directory)
+        write_synced(self.directory / f"{POINTER}.new", f"{final.name}\n".encode())
         os.replace(self.directory / f"{POINTER}.new", self.directory / POINTER)
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         if self.keep:
             others = [path for path in self._by_age() if path != final]
             for path in others[: max(0, len(others) - (self.keep - 1))]:
@@ -306,18 +307,3 @@ def _checksum(path: Path) -> tuple[int, int]:
             size += len(block)
             checksum = zlib.crc32(block, checksum)
     return size, checksum
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
