@@ -178,8 +178,14 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     return block, vec, max(block // (64 * vec), 1)
 
 
+def _shape(op, logits):
+    if logits.shape[1] > 1 and logits.stride(1) != 1:
+        raise RuntimeError(f"{op}: columns must lie next to each other, got stride {logits.stride(1)}")
+    return logits.shape
+
+
 def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
-    tokens, columns = logits.shape
+    tokens, columns = _shape("cross_entropy_stats", logits)
     out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=accumulator(logits.dtype))
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     real = real_columns(columns, vocab_start, vocab_size)
@@ -207,7 +213,7 @@ def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_sm
 
 def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
     ignore_index, smoothing, z_loss = options
-    tokens, columns = logits.shape
+    tokens, columns = _shape("cross_entropy_grad", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
         vec = 1

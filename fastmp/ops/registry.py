@@ -96,6 +96,9 @@ def _serve_cuda(name: str, implementations: dict[str, Callable]) -> tuple[str, s
         backend, reason = "triton", "default on CUDA"
     else:
         backend, reason = "reference", _triton.ABSENT or "no Triton kernel for this op"
+    if choice not in (None, backend):
+        absent = _CUDA_ABSENT if choice == "cuda" else _triton.ABSENT if choice == "triton" else ""
+        reason += f"; FASTMP_OPS names {choice}: {absent or 'not known here'}"
     LIBRARY.impl(name, implementations[backend], "CUDA")
     return backend, reason
 

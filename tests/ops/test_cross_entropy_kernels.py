@@ -265,6 +265,15 @@ def test_triton_on_rows_that_start_anywhere(offset):
                 assert relative_error(a, b) < 1e-3
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("op", ["cross_entropy_stats", "cross_entropy_grad", "cross_entropy_grad_"])
+def test_triton_refuses_columns_apart(op):
+    logits, *options = samples(op, device="cpu", dtype=torch.float32)[0]
+    apart = logits.t().contiguous().t()
+    with pytest.raises(RuntimeError, match=r"cross_entropy_.*next to each other, got stride 64"):
+        OPS[op].implementations["triton"](apart, *options)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -44,6 +44,8 @@ def test_an_environment_variable_names_who_serves():
     assert exception["cuda"][0] == OPS["cross_entropy_grad"].serving["cuda"]
     assert {served["cpu"][0] for served in table.values()} == {"reference"}
     assert {served["cuda"][0] for served in table.values()} == {"reference"}
+    backend, reason = backends_with("bias_gelu=fast")["bias_gelu"]["cuda"]
+    assert backend != "fast" and reason.endswith("; FASTMP_OPS names fast: not known here")
 
 
 @pytest.mark.parametrize("op", OPS)
