@@ -264,13 +264,24 @@ def _file(path: Path) -> Document:
 
 
 def _pydoc() -> list[Document]:
-    """Python's own documentation, a document a topic: about 0.5 MB in every CPython."""
+    """Python's own documentation, a document a topic: about 0.4 MB in every CPython.
+
+    Topics repeat whole sections of each other; a paragraph is kept where it first stands, or a fifth of the
+    held-out text would be a copy of training text.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
         raise ValueError("this Python comes without pydoc_data; use --input with files of your own") from None
-    texts = {name: text.encode() for name, text in sorted(topics.items()) if text}
-    return [Document(f"pydoc:{name}", len(text), lambda text=text: text) for name, text in texts.items()]
+    seen: set[str] = set()
+    documents = []
+    for name, topic in sorted(topics.items()):
+        paragraphs = {" ".join(paragraph.split()): paragraph for paragraph in topic.split("\n\n")}
+        text = "\n\n".join(p for key, p in paragraphs.items() if key not in seen).encode()
+        seen.update(paragraphs)
+        if text:
+            documents.append(Document(f"pydoc:{name}", len(text), lambda text=text: text))
+    return documents
 
 
 def _stdlib() -> list[Document]:
