@@ -8,6 +8,7 @@ second run does nothing: the requirements, and for fastmp itself the sources and
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -26,7 +27,8 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 TORCH = "torch==2.13.0"
 OUTER = "outer.pth"
-BUILD_VARIABLES = ("FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST", "CXX", "CUDACXX")
+BUILD_VARIABLES = ("FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST")
+BUILD_TOOLS = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
 
 PROBE = """
 import json, site, sys
@@ -90,13 +92,15 @@ def requirements(project: dict, names: list[str]) -> list[str]:
     return [requirement for requirement in dict.fromkeys(listed) if not requirement.startswith("torch>")]
 
 
-def install(wanted: list[str]) -> None:
+def install(wanted: list[str]) -> bool:
+    """Install what can be had; False if something is missing that fastmp can do without."""
     if pip("--quiet", *wanted):
-        return
+        return True
     absent = [one for one in wanted if not pip("--no-index", "--no-deps", one, silent=True)]
     if not next(VENV.glob(f"lib/*/site-packages/{OUTER}"), None):
         raise SystemExit(f"environment: could not install {', '.join(absent)}")
     say(f"going on without {', '.join(absent)}: what needs them will say so")
+    return not absent
 
 
 def digest(parts: list[bytes]) -> str:
@@ -106,7 +110,9 @@ def digest(parts: list[bytes]) -> str:
 def build_digest(torch_version: str) -> str:
     files = [ROOT / name for name in ("setup.py", "CMakeLists.txt", "pyproject.toml", "MANIFEST.in")]
     files += sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
-    variables = sorted(f"{key}={value}" for key, value in os.environ.items() if key in BUILD_VARIABLES)
+    variables = sorted(
+        f"{key}={value}" for key, value in os.environ.items() if key in BUILD_VARIABLES + BUILD_TOOLS
+    )
     parts = [part for path in files for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
     return digest([*parts, *map(str.encode, variables), torch_version.encode(), str(ROOT).encode()])
 
@@ -121,10 +127,10 @@ def outputs_present() -> bool:
 
 def main() -> None:
     extras = sys.argv[1:]
-    if not PYTHON.exists():
-        make_venv()
     stamps = VENV / "stamps"
-    stamps.mkdir(exist_ok=True)
+    if not stamps.exists():  # made last: without it a .venv is one that was interrupted, or not ours
+        make_venv()
+        stamps.mkdir()
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = requirements(project, extras)
@@ -136,11 +142,11 @@ def main() -> None:
             if not pip(TORCH):
                 raise SystemExit(f"environment: could not install {TORCH}")
         say(f"installing {', '.join(wanted)}")
-        install(wanted)
-        stamp.write_text(probe(PYTHON)[0])
+        if install(wanted):
+            stamp.write_text(probe(PYTHON)[0])
 
     build = stamps / "build"
-    want = build_digest(stamp.read_text())
+    want = build_digest(stamp.read_text() if stamp.exists() else probe(PYTHON)[0])
     if not (build.exists() and build.read_text() == want and outputs_present()):
         say("building fastmp in place")
         build.unlink(missing_ok=True)
@@ -150,4 +156,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with open(ROOT / ".venv.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once take turns
+        main()

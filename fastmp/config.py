@@ -62,6 +62,9 @@ class Environment:
         )
 
 
+_FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """A pre-LN GPT with learned positions, bias-GeLU MLP and tied embeddings.
@@ -82,10 +85,10 @@ class GPTConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len"):
-            _require(
-                getattr(self, name) > 0, "GPTConfig", f"{name} must be positive, got {getattr(self, name)}"
-            )
+        sizes = ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len")
+        for name in (*sizes, "kv_heads", "ffn_size", "init_std", "layernorm_epsilon"):
+            value = getattr(self, name)
+            _require(value > 0, "GPTConfig", f"{_FIELDS.get(name, name)} must be positive, got {value}")
         _require(
             self.hidden_size % self.num_heads == 0,
             "GPTConfig",

@@ -167,7 +167,7 @@ class Trainer:
 
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
         """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
-        with _paused(log):
+        with _paused(log, self.device):
             evaluation = evaluate(
                 self.model,
                 self.data,
@@ -248,7 +248,7 @@ class Trainer:
         return skipped
 
     def _save(self, log: TrainLog | None) -> int:
-        with _paused(log):
+        with _paused(log, self.device):
             path = self.save()
         if log is not None:
             log.note(f"step {self.step}: saved {path}")
@@ -284,5 +284,10 @@ def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _paused(log: TrainLog | None) -> AbstractContextManager[None]:
-    return nullcontext() if log is None else log.paused()
+def _paused(log: TrainLog | None, device: torch.device) -> AbstractContextManager[None]:
+    """Stops the log's clock, once the steps queued so far are done."""
+    if log is None:
+        return nullcontext()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return log.paused()

@@ -246,6 +246,8 @@ def test_sizes_that_tp_does_not_divide_are_refused():
         ({"hidden_size": 34}, "hidden_size 34 is not divisible by num_heads 8"),
         ({"num_kv_heads": 3}, "num_heads 8 is not divisible by num_kv_heads 3"),
         ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
+        ({"init_std": -0.1}, "init_std must be positive, got -0.1"),
     ),
 )
 def test_a_config_that_does_not_fit_together_is_refused(fields, message):
