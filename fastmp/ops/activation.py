@@ -49,26 +49,30 @@ def _sum_rows(rows: Tensor) -> Tensor:
 
 
 def _twice_u(h: Tensor) -> Tensor:
-    return h * (1.5957691216057308 + 0.071354816272600265 * h * h)
+    return (h * h).mul_(0.071354816272600265).add_(1.5957691216057308).mul_(h)
 
 
 def _cdf(h: Tensor) -> Tensor:
-    return 0.5 + 0.5 * torch.erf(h * math.sqrt(0.5))
+    return (h * math.sqrt(0.5)).erf_().mul_(0.5).add_(0.5)
 
 
 def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     """gelu(x + bias), rounded once."""
     h = _pre_activation(x, bias)
-    y = h / (1 + torch.exp(-_twice_u(h))) if approximate == "tanh" else h * _cdf(h)
+    y = h / _twice_u(h).neg_().exp_().add_(1) if approximate == "tanh" else _cdf(h).mul_(h)
     return y.to(x.dtype).contiguous()
 
 
 def _slope(h: Tensor, approximate: str) -> Tensor:
     if approximate == "none":
-        return _cdf(h) + h * (1 / math.sqrt(2 * math.pi) * torch.exp(-0.5 * h * h))
-    e = torch.exp(-_twice_u(h).abs())
-    r = 1 / (1 + e)  # sigmoid(|2u|)
-    return torch.where(h > 0, r, e * r) + h * (e * r * r) * (1.5957691216057308 + 0.21406444881780076 * h * h)
+        density = (h * h).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
+        return _cdf(h).add_(density.mul_(h))
+    e = _twice_u(h).abs_().neg_().exp_()
+    r = (1 + e).reciprocal_()  # sigmoid(|2u|)
+    e.mul_(r)
+    cdf = torch.where(h > 0, r, e)
+    twice_du = (h * h).mul_(0.21406444881780076).add_(1.5957691216057308)
+    return cdf.add_(e.mul_(r).mul_(h).mul_(twice_du))
 
 
 def reference_backward(
@@ -76,7 +80,7 @@ def reference_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
-    dh = (grad.to(h.dtype) * _slope(h, approximate)).contiguous()
+    dh = _slope(h, approximate).mul_(grad).contiguous()
     dbias = x.new_empty(0) if bias is None else _sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
     return dh.to(x.dtype), dbias
 
