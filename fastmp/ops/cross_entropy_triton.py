@@ -146,9 +146,9 @@ def grad_kernel(
     if token_weight is not None:
         scale *= tl.load(token_weight + row)
     scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
-    slope = 1 + 2 * Z_LOSS * row_lse
-    shift = tl.full((), SMOOTHING, row_lse.dtype) / vocab_size
-    share = tl.full((), 1 - SMOOTHING, row_lse.dtype)
+    slope = scale * (1 + 2 * Z_LOSS * row_lse)
+    shift = scale * SMOOTHING / vocab_size
+    share = scale * (1 - SMOOTHING)
     column = wanted - vocab_start
     target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
     for start in range(0, begin + columns, BLOCK):
@@ -160,7 +160,7 @@ def grad_kernel(
             x = _load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC)
         grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
         grad -= tl.where(at == target_at, share, 0.0)
-        grad = tl.where(live, grad * scale, 0.0)
+        grad = tl.where(live, grad, 0.0)
         if whole:
             tl.store(sink + at, grad)
         else:
