@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 
@@ -38,4 +39,10 @@ def main(argv: list[str] | None = None) -> int:
     if command not in COMMANDS:
         print(f"fastmp: unknown command {command!r}; choose from {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return import_module(COMMANDS[command][0]).main(rest)
+    try:
+        status = import_module(COMMANDS[command][0]).main(rest)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import fastmp
 from fastmp import cli, doctor
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_help_lists_every_command(capsys):
@@ -24,6 +29,12 @@ def test_no_command_is_a_usage_error(capsys):
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.strip() == fastmp.__version__
+
+
+def test_a_reader_that_leaves_is_no_traceback():
+    command = f"{sys.executable} -m fastmp plan --world-size 4096 --json | head -c 10"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == '{"dense": ' and not done.stderr
 
 
 def test_unknown_command_names_the_choices(capsys):
