@@ -109,7 +109,7 @@ struct TypeTag {
 };
 
 // Calls body(TypeTag<T>{}) with the C++ type of a floating-point dtype: `using T = typename decltype(tag)::type`.
-template <class Body>
+template <class Bf16 = BFloat16, class Fp16 = Half, class Body>
 auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
   switch (dtype) {
     case ScalarType::Float:
@@ -117,9 +117,9 @@ auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
     case ScalarType::Double:
       return body(TypeTag<double>{});
     case ScalarType::BFloat16:
-      return body(TypeTag<BFloat16>{});
+      return body(TypeTag<Bf16>{});
     case ScalarType::Half:
-      return body(TypeTag<Half>{});
+      return body(TypeTag<Fp16>{});
     default:
       throw std::runtime_error(
           message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));

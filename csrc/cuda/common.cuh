@@ -98,19 +98,7 @@ __device__ inline C finite_shift(C top) {
 // Calls body(TypeTag<T>{}) with the device type of a floating-point dtype.
 template <class Body>
 auto dispatch_device(ScalarType dtype, const char* op, const Body& body) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return body(TypeTag<float>{});
-    case ScalarType::Double:
-      return body(TypeTag<double>{});
-    case ScalarType::BFloat16:
-      return body(TypeTag<__nv_bfloat16>{});
-    case ScalarType::Half:
-      return body(TypeTag<__half>{});
-    default:
-      throw std::runtime_error(
-          message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
-  }
+  return dispatch_float<__nv_bfloat16, __half>(dtype, op, body);
 }
 
 inline ScalarType compute_dtype(ScalarType dtype) {

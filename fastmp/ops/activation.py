@@ -14,19 +14,15 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.registry import LIBRARY, register
+from fastmp.ops.registry import LIBRARY, compute_dtype, register
 
 NUM_WARPS = 4
 _NUM_PROGRAMS = 1024
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
-    h = x.to(_compute_dtype(x.dtype))
+    h = x.to(compute_dtype(x.dtype))
     return h if bias is None else h + bias.to(h.dtype)
 
 
@@ -265,7 +261,7 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
     num_strips, rows_per_strip = strip_shape(num_rows, num_cols, constants["BLOCK_M"], constants["BLOCK_N"])
     partials = None
     if bias is not None:
-        partials = torch.empty((num_strips, num_cols), dtype=_compute_dtype(x.dtype), device=x.device)
+        partials = torch.empty((num_strips, num_cols), dtype=compute_dtype(x.dtype), device=x.device)
     with torch.cuda.device_of(x):
         bias_gelu_backward_kernel[(num_strips * cdiv(num_cols, constants["BLOCK_N"]),)](
             grad_rows,

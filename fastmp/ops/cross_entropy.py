@@ -15,21 +15,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastmp.ops.cross_entropy_triton import (
-    accumulator,
     launch_grad,
     launch_grad_into,
     launch_merge,
     launch_stats,
     real_columns,
 )
-from fastmp.ops.registry import register
+from fastmp.ops.registry import compute_dtype, register
 
 _NAN = float("nan")
 
 
 def _stats_reference(logits, target, vocab_start, vocab_size, with_sum):
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
-    x = logits[:, :real].to(accumulator(logits.dtype))
+    x = logits[:, :real].to(compute_dtype(logits.dtype))
     if real == 0:
         empty = x.new_tensor([-torch.inf, 0, 0, 0][: 4 if with_sum else 3])
         return empty.repeat(len(x), 1)
@@ -82,7 +81,7 @@ def _stats_flops(logits, target, vocab_start, vocab_size, with_sum) -> int:
 
 def _stats_traffic(logits, target, vocab_start, vocab_size, with_sum) -> int:
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
-    row = real * logits.element_size() + 8 + (4 if with_sum else 3) * accumulator(logits.dtype).itemsize
+    row = real * logits.element_size() + 8 + (4 if with_sum else 3) * compute_dtype(logits.dtype).itemsize
     return logits.shape[0] * row
 
 
@@ -112,7 +111,7 @@ register(
     reference=_stats_reference,
     triton=launch_stats,
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
-        (logits.shape[0], 4 if with_sum else 3), dtype=accumulator(logits.dtype)
+        (logits.shape[0], 4 if with_sum else 3), dtype=compute_dtype(logits.dtype)
     ),
     flops=_stats_flops,
     traffic=_stats_traffic,
@@ -240,9 +239,9 @@ def cross_entropy_from_stats(
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight)
     rows, targets = _rows(logits), target.reshape(-1)
     expected = (len(rows), 4 if label_smoothing else 3)
-    if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != accumulator(logits.dtype):
+    if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != compute_dtype(logits.dtype):
         raise ValueError(
-            f"cross_entropy: stats must be {accumulator(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
+            f"cross_entropy: stats must be {compute_dtype(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
             f"for logits {tuple(logits.shape)}, got {stats.dtype} {tuple(stats.shape)}"
         )
     if grad_in_place and len(rows) > 1 and rows.stride(0) < rows.shape[1]:

@@ -13,15 +13,12 @@ import torch
 
 from fastmp.ops import _triton
 from fastmp.ops._triton import jit, tl
+from fastmp.ops.registry import compute_dtype
 
 
 def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
     """How many of a shard's columns are not padding."""
     return min(max(vocab_size - vocab_start, 0), columns)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @jit
@@ -186,7 +183,7 @@ def _shape(op, logits):
 
 def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
     tokens, columns = _shape("cross_entropy_stats", logits)
-    out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=accumulator(logits.dtype))
+    out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=compute_dtype(logits.dtype))
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     real = real_columns(columns, vocab_start, vocab_size)
     with torch.cuda.device_of(logits):

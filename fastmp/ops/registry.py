@@ -44,6 +44,11 @@ class Op:
 OPS: dict[str, Op] = {}
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels compute and accumulate in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def _load(library: str, wanted: bool, otherwise: str) -> str:
     """Load a compiled library; "" on success, else the reason why its kernels are absent."""
     path = _PACKAGE / f"{library}.so"

@@ -154,7 +154,7 @@ class ParallelModule(nn.Module):
         if weight.is_meta:
             return
         if init == "full":
-            dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(weight.dtype, torch.float32)
             master = torch.empty(full_shape, dtype=dtype, device=weight.device)
             init_method(master)
             weight.copy_(self._slice(master, marks))
