@@ -190,7 +190,7 @@ class TrainConfig:
     `dtype` of the parameters: "auto" (bfloat16 on a GPU, float32 without), "float32" or "bfloat16".
     Intervals are in steps, 0 means never: `eval_interval` looks at `eval_batches` held-out batches,
     `save_interval` also saves at the end. The run writes to `run_dir`/`name`; `resume` continues from its
-    latest checkpoint.
+    latest checkpoint. `join_seconds` is how long ranks wait for each other at first (0: as `fastmp.init`).
     """
 
     steps: int = 400
@@ -204,13 +204,14 @@ class TrainConfig:
     name: str = "gpt"
     run_dir: str = "runs"
     resume: bool = False
+    join_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "log_interval", "eval_batches"):
             _require(
                 getattr(self, name) > 0, "TrainConfig", f"{name} must be positive, got {getattr(self, name)}"
             )
-        for name in ("eval_interval", "save_interval"):
+        for name in ("eval_interval", "save_interval", "join_seconds"):
             value = getattr(self, name)
             _require(value >= 0, "TrainConfig", f"{name} must not be negative, got {value}")
         dtypes = ("auto", "float32", "bfloat16")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from fastmp.config import Environment
 
 _POLL_SECONDS = 0.02
+_JOIN_SECONDS = 8.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -48,13 +49,16 @@ class Runtime:
             dist.destroy_process_group()
 
 
-def init(*, backend: str | None = None, timeout_minutes: float = 10) -> Runtime:
+def init(
+    *, backend: str | None = None, join_seconds: float | None = None, timeout_minutes: float = 10
+) -> Runtime:
     """Join the job that the launcher describes and choose this rank's device.
 
     With a GPU the device is `cuda:LOCAL_RANK`, CUDA tensors travel over NCCL and CPU tensors over gloo;
-    without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds both the wait for the
-    other ranks and every collective of the default group. Without a RANK variable this is a world
-    of one and no process group is made.
+    without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds every collective of the
+    default group, `join_seconds` the wait for ranks that are not there yet: 8 by default, and as long as
+    a collective under torchrun, which itself ends a job one of whose ranks does not start. Without a RANK
+    variable this is a world of one and no process group is made.
 
     Safe under `torchrun --max-restarts`: a restarted job never reads what dead workers left in the agent's
     store.
@@ -64,8 +68,9 @@ def init(*, backend: str | None = None, timeout_minutes: float = 10) -> Runtime:
     """
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f"fastmp.init: backend must be None, 'gloo' or 'nccl', got {backend!r}")
-    if timeout_minutes <= 0:
-        raise ValueError(f"fastmp.init: timeout_minutes must be positive, got {timeout_minutes}")
+    for name, value in (("timeout_minutes", timeout_minutes), ("join_seconds", join_seconds)):
+        if value is not None and value <= 0:
+            raise ValueError(f"fastmp.init: {name} must be positive, got {value}")
     if dist.is_available() and dist.is_initialized():
         raise RuntimeError(
             f"fastmp.init: torch.distributed is already initialised (rank {dist.get_rank()} of "
@@ -84,9 +89,11 @@ def init(*, backend: str | None = None, timeout_minutes: float = 10) -> Runtime:
     if not 0 <= rank < world_size:
         raise ValueError(f"fastmp.init: RANK {rank} is outside 0 .. WORLD_SIZE - 1 = {world_size - 1}")
     timeout = timedelta(minutes=timeout_minutes)
+    if join_seconds is None:
+        join_seconds = timeout.total_seconds() if env.agent_store else _JOIN_SECONDS
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=_join_store(env, rank, timeout),
+        store=_join_store(env, rank, timedelta(seconds=join_seconds)),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -163,7 +170,8 @@ def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"fastmp.init: rank {rank} cannot reach the store at {address}: {error}"
+            f"fastmp.init: rank {rank} cannot reach the store of rank 0 at {address} in "
+            f"{_seconds(timeout)}: {error}"
         ) from error
     return fresh_store(store, rank, env.world_size, timeout)
 
@@ -184,7 +192,7 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
         raise RuntimeError(f"fastmp.init: rank {rank} of {world_size} lost the store: {error}") from error
     if prefix is None:
         raise RuntimeError(
-            f"fastmp.init: rank {rank} of {world_size} waited {timeout}, but not every rank joined"
+            f"fastmp.init: rank {rank} of {world_size} waited {_seconds(timeout)}, but not every rank joined"
         )
     return dist.PrefixStore(prefix, store)
 
@@ -201,7 +209,8 @@ def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
     except dist.DistStoreError:
         missing = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
         raise RuntimeError(
-            f"fastmp.init: ranks {missing} of {world_size} did not join in {timeout}"
+            f"fastmp.init: ranks {missing} of {world_size} did not join in {_seconds(timeout)}; start them, "
+            "or give slow ones more join_seconds"
         ) from None
     store.set(f"{prefix}/all", " ".join(store.get(key).decode() for key in keys))
     return prefix
@@ -220,6 +229,10 @@ def _follow(store: dist.Store, rank: int, deadline: float) -> str | None:
                 return prefix
         time.sleep(_POLL_SECONDS)
     return None
+
+
+def _seconds(duration: timedelta) -> str:
+    return f"{duration.total_seconds():g} s"
 
 
 def _say(env: Environment, message: str) -> None:

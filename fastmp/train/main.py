@@ -49,7 +49,7 @@ def _main(argv: list[str]) -> int:
     environment = Environment.read()
     with _first_rank_speaks(environment.rank or 0):
         recipe = parse_arguments(argv, quiet=bool(environment.rank))
-        runtime = init()
+        runtime = init(join_seconds=recipe.train.join_seconds or None)
         train(recipe, runtime, resume=recipe.train.resume or environment.restart_count > 0)
     runtime.close()
     return 0

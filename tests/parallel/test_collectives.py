@@ -162,3 +162,30 @@ def check_traced(rank, world_size):
 
 def test_traceable(warm_compiler):
     run_ranks(check_traced, 2, timeout=240)
+
+
+class Between(torch.nn.Module):
+    """A collective with a pointwise op before and after it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x.sin(), dist.group.WORLD).cos()
+
+
+def check_exported(rank, world_size):
+    """An exported program holds the collective as an op, waits for it, and computes what eager does."""
+    for name, (function, launched, *_) in FUNCTIONS.items():
+        model, x = Between(function), torch.randn(4, 8, 12, dtype=torch.float64)
+        program = torch.export.export(model, (x,), strict=False)
+        assert torch.equal(program.module()(x), model(x)), name
+        ops = [str(node.target) for node in program.graph.nodes if "_c10d_functional" in str(node.target)]
+        assert [re.sub("_into_tensor|_tensor|_single", "", op.split(".")[1]) for op in ops] == [
+            op for collective in launched for op in (collective, "wait")
+        ], (name, ops)
+
+
+def test_exportable(warm_compiler):
+    run_ranks(check_exported, 2, timeout=240)

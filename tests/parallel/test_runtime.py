@@ -21,7 +21,6 @@ from fastmp.parallel.runtime import fresh_store
 from fastmp.testing import run_ranks
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FASTMP_DEBUG")
-SECONDS = 1 / 60  # of timeout_minutes
 
 WORKER = """
 import json, os, signal, sys, time
@@ -109,6 +108,7 @@ def test_without_a_launcher_a_rank_is_a_world_of_one(launcher):
         ({"WORLD_SIZE": 2, "RANK": "one"}, {}, "RANK must be an integer, got 'one'"),
         ({}, {"backend": "mpi"}, "backend must be None, 'gloo' or 'nccl', got 'mpi'"),
         ({}, {"timeout_minutes": 0}, "timeout_minutes must be positive, got 0"),
+        ({}, {"join_seconds": -1}, "join_seconds must be positive, got -1"),
     ],
 )
 def test_variables_that_make_no_sense_are_errors_that_name_them(launcher, variables, arguments, message):
@@ -139,7 +139,7 @@ def join(rank: int, world_size: int, ports: list[int]) -> tuple:
     sums = []
     for port in ports:
         os.environ["MASTER_PORT"] = str(port)
-        runtime = fastmp.init(backend="gloo", timeout_minutes=20 * SECONDS)
+        runtime = fastmp.init(backend="gloo", join_seconds=20)
         x = torch.full((1,), rank + 1.0)
         dist.all_reduce(x)
         sums.append(x.item())
@@ -160,28 +160,54 @@ def miss(rank: int, world_size: int, port: int) -> str:
     dist.destroy_process_group()
     os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with pytest.raises(RuntimeError) as caught:
-        fastmp.init(backend="gloo", timeout_minutes=3 * SECONDS)
+        fastmp.init(backend="gloo", join_seconds=3)
     return str(caught.value)
 
 
 def test_ranks_that_never_come_are_named():
     messages = run_ranks(miss, 2, free_port(), timeout=30)
-    assert "ranks [2, 3] of 4 did not join in 0:00:03" in messages[0]
-    assert "rank 1 of 4 waited 0:00:03" in messages[1] or "rank 1 of 4 lost the store" in messages[1]
+    assert "ranks [2, 3] of 4 did not join in 3 s" in messages[0]
+    assert "rank 1 of 4 waited 3 s" in messages[1] or "rank 1 of 4 lost the store" in messages[1]
 
 
 def no_store(rank: int, world_size: int, port: int) -> str:
     dist.destroy_process_group()
     os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
     with pytest.raises(RuntimeError) as caught:
-        fastmp.init(backend="gloo", timeout_minutes=SECONDS)
+        fastmp.init(backend="gloo", join_seconds=1)
     return str(caught.value)
 
 
 def test_a_store_that_is_not_there_is_named():
     port = free_port()
     (message,) = run_ranks(no_store, 1, port, timeout=30)
-    assert f"rank 1 cannot reach the store at localhost:{port}" in message
+    assert f"rank 1 cannot reach the store of rank 0 at localhost:{port} in 1 s" in message
+
+
+def test_a_job_without_one_of_its_ranks_is_gone_within_ten_seconds(worker, tmp_path):
+    """From where the last rank that did start waits for it; nobody supervises the ranks, nothing is set."""
+    port = free_port()
+    run = f"import runpy; print('here', flush=True); runpy.run_path({str(worker)!r}, run_name='__main__')"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", "import fastmp.parallel; " + run, "plain", str(tmp_path)],
+            env=child_environment(RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, MASTER_PORT=port),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "here\n"
+        started = time.monotonic()
+        errors = [process.communicate(timeout=30)[1] for process in ranks]
+        assert time.monotonic() - started < 10
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [1, 1]
+    assert "fastmp.init: ranks [2] of 3 did not join in 8 s" in errors[0]
+    assert not list(tmp_path.glob("result-*"))
 
 
 def incarnations(rank: int, world_size: int, port: int) -> list[int]:
