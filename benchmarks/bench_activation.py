@@ -2,28 +2,74 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
-from benchmarks.peers import COMPILE, EAGER, bias_gelu_case
-
-SHAPES = {"cpu": [(4096, 8192)], "cuda": [(8192, 16384), (2048, 6144), (4096, 49152)]}[DEVICE]
+from fastmp.ops import OPS, bias_gelu
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
-@lru_cache(maxsize=1)
-def _case(shape, dtype, approximate):
-    return bias_gelu_case(*shape, dtype, DEVICE, approximate)
+def bias_gelu_case(
+    rows: int, columns: int, approximate: str, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    x, bias, grad = (
+        random(rows, columns).requires_grad_(),
+        random(columns).requires_grad_(),
+        random(rows, columns),
+    )
+
+    def eager(x: Tensor, bias: Tensor) -> Tensor:
+        return F.gelu(x + bias, approximate=approximate)
+
+    with_compile = compiled(eager)
+    rivals = {
+        OURS: lambda: bias_gelu(x, bias, approximate=approximate),
+        EAGER: lambda: eager(x, bias),
+        COMPILE: lambda: with_compile(x, bias),
+    }
+    return Case(
+        title(f"bias_gelu {approximate}", (rows, columns), dtype),
+        (x, bias),
+        grad,
+        rivals,
+        OPS["bias_gelu"].traffic(x, bias, approximate),
+        OPS["bias_gelu_backward"].traffic(grad, x, bias, approximate),
+    )
 
 
-@pytest.mark.parametrize("rival", ("fastmp", EAGER, COMPILE))
-@pytest.mark.parametrize("direction", ("forward", "both"))
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("approximate", ("tanh", "none"))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bias_gelu(compare, shape, approximate, dtype, direction, rival):
-    compare(_case(shape, dtype, approximate), rival, direction)
+WORKLOADS = (
+    Workload(
+        "bias_gelu",
+        bias_gelu_case,
+        cpu=((4096, 8192, "tanh"), (4096, 8192, "none")),
+        cuda=((8192, 16384, "tanh"), (2048, 6144, "tanh"), (4096, 49152, "tanh"), (8192, 16384, "none")),
+        rivals=(OURS, EAGER, COMPILE),
+    ),
+)
+GOALS = (
+    Goal("bias_gelu", "float32", "forward", OURS, 4.0, 2.0),
+    Goal("bias_gelu", "float32", "both", OURS, 3.0, 2.0),
+)
+SHAPES = dict.fromkeys(("bias_gelu", "bias_gelu_backward"), ((8192, 16384), (2048, 6144), (4096, 49152)))
+
+
+def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x, grad = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    return (x, x[0].clone(), "tanh") if op == "bias_gelu" else (grad, x, x[0].clone(), "tanh")
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_bias_gelu(compare, case, rival, direction):
+    compare(case(), rival, direction)

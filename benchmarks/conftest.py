@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
+from benchmarks.cases import EAGER, Case
 from benchmarks.measure import EventClock, copy_bandwidth, cpu_ms, in_turn, speedup
-from benchmarks.peers import EAGER, Case
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CLOCK = EventClock() if DEVICE == "cuda" else time.process_time

@@ -8,40 +8,18 @@ may not be slower than torch.compile.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
+from benchmarks.cases import COMPILE, EAGER, Case, Goal, Workload
 from benchmarks.measure import copy_bandwidth, cpu_ms, environment, in_turn
-from benchmarks.peers import COMPILE, EAGER, Case, bias_gelu_case, cross_entropy_case
-
-
-@dataclass(frozen=True)
-class Goal:
-    """Speed-up of `rival` over plain torch; `without_huge_pages` where the system refuses them."""
-
-    op: str
-    dtype: str
-    direction: str
-    rival: str
-    factor: float
-    without_huge_pages: float
-
-
-GOALS = (
-    Goal("cross_entropy", "float32", "both", "fastmp in place", 8.0, 8.0),
-    Goal("cross_entropy", "float32", "both", "fastmp", 4.0, 3.0),
-    Goal("cross_entropy", "bfloat16", "both", "fastmp in place", 5.5, 5.5),
-    Goal("cross_entropy", "bfloat16", "both", "fastmp", 3.0, 2.5),
-    Goal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0),
-    Goal("bias_gelu", "float32", "both", "fastmp", 3.0, 2.0),
-)
-SHAPES = {"cross_entropy": (2048, 50304), "bias_gelu": (4096, 8192)}
-CASES = {"cross_entropy": cross_entropy_case, "bias_gelu": bias_gelu_case}
 
 
 @dataclass(frozen=True)
@@ -60,7 +38,7 @@ class Outcome:
 
     @property
     def ok(self) -> bool:
-        return self.factor >= self.wanted and self.ours_ms <= self.compile_ms
+        return self.factor >= self.wanted and self.compile_ms / self.ours_ms >= self.goal.over_compile
 
     def line(self) -> str:
         return (
@@ -97,18 +75,35 @@ def measure(
     return outcomes
 
 
+def families() -> list[ModuleType]:
+    """The bench_<family>.py that have goals."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
+    return [module for module in modules if getattr(module, "GOALS", ())]
+
+
+def goals_by_case() -> Iterator[tuple[Workload, str, list[Goal]]]:
+    """(workload, dtype, its goals), in the order of the files."""
+    for module in families():
+        works = {work.name: work for work in module.WORKLOADS}
+        for name, dtype in dict.fromkeys((goal.workload, goal.dtype) for goal in module.GOALS):
+            yield works[name], dtype, [g for g in module.GOALS if (g.workload, g.dtype) == (name, dtype)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_goals", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", default="", metavar="NAME", help="workloads with NAME in theirs")
     options = parser.parse_args(arguments)
     described = environment("cpu")
     print(f"{described['device']}, {described['threads']} threads, huge pages: {described['huge_pages']}")
     outcomes = []
     bandwidth = copy_bandwidth("cpu", 1 << 28)
-    for op, dtype in dict.fromkeys((goal.op, goal.dtype) for goal in GOALS):
-        goals = [goal for goal in GOALS if (goal.op, goal.dtype) == (op, dtype)]
-        case = CASES[op](*SHAPES[op], getattr(torch, dtype), "cpu")
+    for work, dtype, goals in goals_by_case():
+        if not any(options.only in goal.workload for goal in goals):
+            continue
+        case = work.make(*work.cpu[0], getattr(torch, dtype), "cpu")
         for outcome in measure(case, goals, described["huge_pages"], options.rounds, bandwidth):
             print(outcome.line(), flush=True)
             outcomes.append(outcome)

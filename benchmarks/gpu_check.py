@@ -9,16 +9,19 @@ forward and backward, run in turn with plain torch, torch.compile and Liger. The
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from benchmarks.cases import EAGER, Case
 from benchmarks.measure import (
     copy_bandwidth,
     cpu_ms,
@@ -32,7 +35,6 @@ from benchmarks.measure import (
     summarize,
     synchronize,
 )
-from benchmarks.peers import EAGER, Case, bias_gelu_case, cross_entropy_case
 from fastmp.ops import OPS
 from fastmp.testing.ops import check_op
 
@@ -41,15 +43,9 @@ BACKENDS = ("triton", "cuda", "reference")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is timed: (tokens, vocabulary), (rows, columns), bytes of the bandwidth test, rounds in turn."""
+    """How much is timed: shapes in place of a family's own, bytes of the bandwidth test, rounds in turn."""
 
-    cross_entropy: tuple[tuple[int, int], ...] = (
-        (8192, 50304),
-        (8192, 128256),
-        (4096, 129280),
-        (8192, 16032),
-    )
-    bias_gelu: tuple[tuple[int, int], ...] = ((8192, 16384), (2048, 6144), (4096, 49152))
+    shapes: dict[str, tuple[tuple, ...]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     bandwidth_bytes: int = 1 << 30
     gemm: int = 8192
@@ -102,27 +98,11 @@ def ceilings(device: str, sizes: Sizes) -> dict[str, float]:
     }
 
 
-def op_arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
-    """Random arguments of an op at a size worth timing."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def random(*dims: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(dims, device=device, generator=generator).to(dtype)
-
-    rows, columns = shape
-    if op.startswith("bias_gelu"):
-        x, bias = random(rows, columns), random(columns)
-        return (x, bias, "tanh") if op == "bias_gelu" else (random(rows, columns), x, bias, "tanh")
-    target = torch.randint(columns, (rows,), device=device, generator=generator)
-    per_row = torch.float64 if dtype == torch.float64 else torch.float32
-    if op == "cross_entropy_merge":
-        stats = random(8, rows, 3, dtype=per_row).abs() + 1
-        return stats, target, None, columns, -100, 0.0, 0.0
-    logits = random(rows, columns)
-    if op == "cross_entropy_stats":
-        return logits, target, 0, columns, False
-    lse = torch.full((rows,), 11.0, dtype=per_row, device=device)
-    return logits, target, lse, torch.full_like(lse, 1 / rows), None, 0, columns, -100, 0.0, 0.0
+def families() -> list[ModuleType]:
+    """The bench_<family>.py that time kernels of the registry."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
+    return [module for module in modules if hasattr(module, "SHAPES")]
 
 
 def kernel_times(
@@ -133,19 +113,19 @@ def kernel_times(
     A mutating op overwrites its logits call after call; the numbers change, the time does not.
     """
     rows = []
-    for op, entry in OPS.items():
-        shapes = sizes.bias_gelu if op.startswith("bias_gelu") else sizes.cross_entropy
+    for family, op in ((f, op) for f in families() for op in f.SHAPES):
+        entry = OPS[op]
         backends = backends_of(op)
         if not backends:
             continue
-        for shape in shapes:
+        for shape in sizes.shapes.get(op, family.SHAPES[op]):
             for dtype in sizes.dtypes:
-                first = op_arguments(op, shape, dtype, device, 0)
+                first = family.arguments(op, shape, dtype, device, 0)
                 traffic = entry.traffic(*first)
                 on_gpu = torch.device(device).type == "cuda"
                 copies = num_copies(traffic) if on_gpu else 1
                 rounds = num_rounds(copies * traffic) if on_gpu else 1
-                inputs = [first] + [op_arguments(op, shape, dtype, device, s) for s in range(1, copies)]
+                inputs = [first] + [family.arguments(op, shape, dtype, device, s) for s in range(1, copies)]
                 runs = {
                     b: runner(device)([lambda f=entry.implementations[b], a=a: f(*a) for a in inputs], rounds)
                     for b in backends
@@ -205,9 +185,10 @@ def check(device: str, sizes: Sizes, timing: bool = True) -> dict[str, Any]:
         copy_gbs,
     )
     cases = [
-        lambda make=make, shape=shape, dtype=dtype: make(*shape, dtype, device)
-        for make, shapes in ((cross_entropy_case, sizes.cross_entropy), (bias_gelu_case, sizes.bias_gelu))
-        for shape in shapes
+        lambda make=work.make, shape=shape, dtype=dtype: make(*shape, dtype, device)
+        for family in families()
+        for work in family.WORKLOADS
+        for shape in work.cuda
         for dtype in sizes.dtypes
     ]
     result["as_used"] = as_used(device, sizes, cases, copy_gbs)

@@ -50,13 +50,27 @@ class Cubin:
     spill_bytes: int
     shared: int
     ptx: str
-    sass: str
+    code: bytes
+
+    @property
+    def sass(self) -> str:
+        """The machine code as text; the disassembler inside Triton 3.6 does not know sm_103."""
+        return _cuobjdump("-sass", self.code)
 
 
 @cache
 def _tool(name: str) -> str:
     """Path of a CUDA tool that ships inside Triton."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def _cuobjdump(option: str, code: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(code)
+        return subprocess.check_output(
+            [_tool("cuobjdump"), option, path], text=True, stderr=subprocess.STDOUT
+        )
 
 
 def compile_to_cubin(
@@ -69,7 +83,7 @@ def compile_to_cubin(
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
 ) -> Cubin:
-    """Compile `kernel` for `arch` (80, 90, 100) with no GPU at hand.
+    """Compile `kernel` for `arch` (80, 90, 100, 103) with no GPU at hand.
 
     Args:
         signature: Triton type of each run-time argument in order, e.g. {"x": "*bf16", "n": "i32"}.
@@ -88,13 +102,7 @@ def compile_to_cubin(
     compiled = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps, "num_stages": num_stages}
     )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.check_output(
-            [_tool("cuobjdump"), "-res-usage", path], text=True, stderr=subprocess.STDOUT
-        )
-        sass = subprocess.check_output([_tool("cuobjdump"), "-sass", path], text=True)
+    usage = _cuobjdump("-res-usage", compiled.asm["cubin"])
     figures = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     return Cubin(
         registers=figures["REG"],
@@ -102,5 +110,5 @@ def compile_to_cubin(
         spill_bytes=figures["LOCAL"],
         shared=compiled.metadata.shared,
         ptx=compiled.asm["ptx"],
-        sass=sass,
+        code=compiled.asm["cubin"],
     )

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.profiling import traced
 
 NUM_WARPS = 4
 _NUM_PROGRAMS = 1024
@@ -336,6 +337,7 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, bias)
 
 
+@traced("fastmp.bias_gelu_backward")
 def _backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
     dx, dbias = torch.ops.fastmp.bias_gelu_backward(grad, x, bias, ctx.approximate)
@@ -350,8 +352,9 @@ torch.library.register_autograd("fastmp::bias_gelu", _backward, setup_context=_s
 torch.library.register_autograd("fastmp::bias_gelu_backward", _no_second_backward, lib=LIBRARY)
 
 
+@traced("fastmp.bias_gelu")
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """gelu(x + bias), fused; differentiable once in x and bias.
+    """gelu(x + bias), fused; differentiable once in x and bias. Under autocast, in its dtype.
 
     Args:
         x: (..., N), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
@@ -369,6 +372,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
     """
     if approximate not in ("tanh", "none"):
         raise ValueError(f"bias_gelu: approximate must be 'tanh' or 'none', got {approximate!r}")
+    x, bias = autocast(x, bias)
     if x.dtype not in _DTYPES:
         raise ValueError(f"bias_gelu: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
     if x.dim() == 0:

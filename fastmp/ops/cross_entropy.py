@@ -22,6 +22,7 @@ from fastmp.ops.cross_entropy_triton import (
     real_columns,
 )
 from fastmp.ops.registry import compute_dtype, register
+from fastmp.profiling import traced
 
 _NAN = float("nan")
 
@@ -159,6 +160,7 @@ class _LossFromStats(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @traced("fastmp.cross_entropy_backward")
     def backward(ctx, grad_loss):
         logits, target, lse, token_weight = ctx.saved_tensors
         arguments = (logits.detach(), target, lse, grad_loss, token_weight, *ctx.options)
@@ -208,6 +210,7 @@ def _rows(logits: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+@traced("fastmp.cross_entropy_from_stats")
 def cross_entropy_from_stats(
     logits: Tensor,
     target: Tensor,
@@ -256,6 +259,7 @@ def cross_entropy_from_stats(
     return loss.reshape(target.shape)
 
 
+@traced("fastmp.cross_entropy")
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

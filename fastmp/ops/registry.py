@@ -40,6 +40,11 @@ class Op:
     flops: Callable[..., int] | None
     traffic: Callable[..., int] | None
 
+    @property
+    def family(self) -> str:
+        """Name of the file in fastmp/ops that defines the op, and of its tests, samples and benchmark."""
+        return self.implementations["reference"].__module__.rpartition(".")[2]
+
 
 OPS: dict[str, Op] = {}
 
@@ -47,6 +52,22 @@ OPS: dict[str, Op] = {}
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """What kernels compute and accumulate in: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors as torch.autocast wants them: where it is on for their device, in its dtype.
+
+    None and float64 stay as they are, as in torch's own rules. Public functions call it first: their kernels
+    compute in float32 whatever the storage, so the narrow dtype costs one rounding.
+    """
+    device = next((t.device.type for t in tensors if t is not None), "cpu")
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
+        for t in tensors
+    )
 
 
 def _load(library: str, wanted: bool, otherwise: str) -> str:

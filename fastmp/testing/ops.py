@@ -8,6 +8,7 @@ runs, so that an element it forgets to write shows. Used by the tests, `fastmp d
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -52,80 +53,6 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
 
-def _cross_entropy_cases(
-    dtype: torch.dtype, generator: torch.Generator, with_nan: bool
-) -> Iterator[dict[str, Any]]:
-    """Rows apart in memory, padding, a shard of padding only, no tokens, one column, special values."""
-    statistics = torch.float64 if dtype == torch.float64 else torch.float32
-    #   tokens, columns, gap between rows, first id, vocabulary, smoothing, z-loss, weighted
-    cases = (
-        (64, 1000, 0, 0, 1000, 0.0, 0.0, False),
-        (64, 1000, 0, 1000, 4000, 0.1, 1e-3, True),
-        (17, 257, 7, 0, 250, 0.1, 0.0, True),
-        (3, 9001, 3, 0, 9001, 0.0, 1e-2, False),
-        (5, 64, 0, 64, 60, 0.0, 0.0, False),
-        (0, 128, 0, 0, 128, 0.0, 0.0, True),
-        (1, 1, 0, 0, 1, 0.0, 0.0, False),
-    )
-    for tokens, columns, gap, start, vocabulary, smoothing, z_loss, weighted in cases:
-        rows = torch.randn(tokens, columns + gap, generator=generator, dtype=torch.float64) * 3
-        target = torch.randint(vocabulary, (tokens,), generator=generator)
-        if tokens >= 5:
-            target[0] = -100
-            rows[1] = -torch.inf
-            rows[2, 0] = torch.nan if with_nan else torch.inf
-            target[3] = vocabulary
-        yield {
-            "logits": rows.to(dtype)[:, :columns],
-            "target": target,
-            "weight": torch.rand(tokens, generator=generator, dtype=statistics) if weighted else None,
-            "grad_loss": torch.randn(tokens, generator=generator, dtype=statistics),
-            "shard": (start, vocabulary),
-            "options": (vocabulary, -100, smoothing, z_loss),
-        }
-
-
-def _cross_entropy_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    stats_of, merge = (
-        OPS[f"cross_entropy_{name}"].implementations["reference"] for name in ("stats", "merge")
-    )
-    # which maximum a row with NaN reports is left open: its sum is NaN, and so is what follows from it
-    for case in _cross_entropy_cases(dtype, generator, with_nan=op != "cross_entropy_stats"):
-        logits, target, options = case["logits"], case["target"], case["options"]
-        with_sum = options[2] > 0
-        if op == "cross_entropy_stats":
-            yield logits, target, *case["shard"], with_sum
-            continue
-        own = stats_of(logits, target, *case["shard"], with_sum)
-        stats = torch.stack(
-            [stats_of(logits.flip(1), target, options[0], options[0], with_sum), own, own + 1]
-        )
-        if op == "cross_entropy_merge":
-            yield stats, target, case["weight"], *options
-            continue
-        lse = merge(stats, target, None, *options)[1]
-        yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options
-
-
-def _bias_gelu_samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    for rows, columns, gap, with_bias in (
-        (64, 512, 0, True),
-        (37, 129, 5, True),
-        (33, 64, 0, False),
-        (0, 8, 0, True),
-    ):
-        for approximate in ("tanh", "none"):
-            x, grad = (
-                (torch.randn(rows, columns + gap, generator=generator) * 2).to(dtype)[:, :columns]
-                for _ in range(2)
-            )
-            bias = torch.randn(columns, generator=generator).to(dtype) if with_bias else None
-            yield (x, bias, approximate) if op == "bias_gelu" else (grad, x, bias, approximate)
-
-
-_SAMPLES = {"cross_entropy": _cross_entropy_samples, "bias_gelu": _bias_gelu_samples}
-
-
 def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: int = 0) -> list[tuple]:
     """Argument tuples for `torch.ops.fastmp.<op>`, the same values on every device; strides are part of them.
 
@@ -133,11 +60,10 @@ def samples(op: str, *, device: str | torch.device, dtype: torch.dtype, seed: in
         op: a name in `fastmp.ops.registry.OPS`.
         dtype: of the activations; what an op keeps in higher precision is float32 then (float64 for float64).
     """
-    family = next((name for name in _SAMPLES if op.startswith(name)), None)
-    if op not in OPS or family is None:
+    if op not in OPS:
         raise ValueError(f"samples: no op {op!r}; there are {sorted(OPS)}")
-    generator = torch.Generator().manual_seed(seed)
-    made = list(_SAMPLES[family](op, dtype, generator))
+    family = importlib.import_module(f"fastmp.testing.samples.{OPS[op].family}")
+    made = list(family.samples(op, dtype, torch.Generator().manual_seed(seed)))
     return [tuple(_like(a, device) if isinstance(a, Tensor) else a for a in arguments) for arguments in made]
 
 

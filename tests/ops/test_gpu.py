@@ -67,11 +67,10 @@ def test_gpu_check_without_gpu(monkeypatch, capsys):
 
 def test_gpu_check_runs_on_the_cpu_at_small_sizes():
     """The same code, timed by CPU time: every op is right and has a time, and the result is JSON."""
-    from benchmarks import gpu_check
+    from benchmarks import bench_activation, gpu_check
 
     sizes = gpu_check.Sizes(
-        cross_entropy=((16, 512),),
-        bias_gelu=((16, 256),),
+        shapes=dict.fromkeys(OPS, ((16, 256),)),
         dtypes=(torch.float32,),
         bandwidth_bytes=1 << 22,
         gemm=64,
@@ -83,7 +82,7 @@ def test_gpu_check_runs_on_the_cpu_at_small_sizes():
     copy_gbs = result["ceilings"]["copy_gbs"]
     assert copy_gbs > 0
     result["kernels"] = gpu_check.kernel_times("cpu", sizes, lambda op: ["reference"], copy_gbs)
-    cases = [lambda: gpu_check.bias_gelu_case(16, 256, torch.float32, "cpu")]
+    cases = [lambda: bench_activation.bias_gelu_case(16, 256, "tanh", torch.float32, "cpu")]
     result["as_used"] = gpu_check.as_used("cpu", sizes, [_without_compile(case) for case in cases], copy_gbs)
     rivals = {row["rival"]: row for row in result["as_used"]}
     assert rivals["torch eager"]["over_eager"] == 1.0 and set(rivals) == {"fastmp", "torch eager"}
@@ -147,10 +146,10 @@ def test_statistics_of_times():
 
 
 def test_goals_are_those_of_the_page_size():
-    from benchmarks import cpu_goals
+    from benchmarks import bench_activation, cpu_goals
 
     goal = cpu_goals.Goal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0)
-    case = _without_compile(lambda: cpu_goals.bias_gelu_case(8, 16, torch.float32, "cpu"))()
+    case = _without_compile(lambda: bench_activation.bias_gelu_case(8, 16, "tanh", torch.float32, "cpu"))()
     case.rivals["torch.compile"] = case.rivals["torch eager"]
     for huge_pages, wanted in ((True, 4.0), (False, 2.0)):
         (outcome,) = cpu_goals.measure(case, [goal], huge_pages, rounds=2, bandwidth=1e10)

@@ -1,0 +1,1 @@
+"""Sample arguments of the ops: a module for each family, whose `samples` yields argument tuples of one op."""

@@ -1,0 +1,97 @@
+"""What nvcc made of csrc/cuda, with no GPU: architectures, resources, access widths, schemas."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastmp
+
+pytest.importorskip("triton", reason="cuobjdump ships with Triton, which is not installed")
+
+from fastmp.ops import _triton
+
+LIBRARY = Path(fastmp.__file__).parent / "_C_cuda.so"
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    if not LIBRARY.exists():
+        pytest.skip("_C_cuda.so was not built: no nvcc, or FASTMP_CUDA=0")
+    return LIBRARY
+
+
+def _cuobjdump(library: Path, *options: str) -> str:
+    tool = _triton._tool("cuobjdump")
+    return subprocess.check_output([tool, *options, library], text=True, stderr=subprocess.STDOUT)
+
+
+def test_cuda_library_holds_all_architectures(library):
+    code = set(re.findall(r"sm_\d+", _cuobjdump(library, "-lelf")))
+    assert {"sm_80", "sm_90", "sm_100"} <= code
+    assert "sm_100" in _cuobjdump(library, "-lptx")
+
+
+def test_cuda_library_does_not_spill(library):
+    """No local memory, and no stack but in f64 kernels; every op is there on every architecture."""
+    usage = _cuobjdump(library, "-res-usage")
+    kernels = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    for op in ("stats_kernel", "merge_kernel", "gradient_kernel", "forward_kernel", "backward_kernel"):
+        assert sum(op in name for name, *_ in kernels) >= 3, op
+    for name, _, stack, shared, local in kernels:
+        assert int(local) == 0, name
+        assert int(stack) == 0 or "Id" in name, (name, stack)
+        assert int(shared) <= 48 << 10, name
+
+
+def test_cuda_library_reads_and_writes_sixteen_bytes(library):
+    sass = _cuobjdump(library, "-sass", "-arch", "sm_90")
+    functions = re.split(r"Function : ", sass)[1:]
+    for op, writes in (("stats_kernel", False), ("gradient_kernel", True), ("forward_kernel", True)):
+        bodies = [body for body in functions if op in body.split()[0] and "bfloat16" in body.split()[0]]
+        assert bodies
+        wide = [body for body in bodies if re.search(r"LDG\.E\.128", body)]
+        assert wide, op
+        assert not writes or any(re.search(r"STG\.E\.128", body) for body in wide), op
+
+
+STUB = """
+extern "C" __attribute__((visibility("default"))) int aoti_torch_get_current_cuda_stream(int, void** stream) {
+  *stream = nullptr;
+  return 0;
+}
+"""
+SCHEMAS = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+import torch
+import fastmp.ops
+torch.ops.load_library(sys.argv[2])
+exported = {name: op for name, op in fastmp.ops.OPS.items() if hasattr(torch.ops.fastmp_cuda, name)}
+for name, op in exported.items():
+    ours = str(op.overload._schema).partition("::")[2]
+    theirs = str(getattr(torch.ops.fastmp_cuda, name).default._schema).partition("::")[2]
+    assert ours == theirs, (ours, theirs)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmp_cuda::{name}", "CUDA"), name
+print("same", len(exported))
+"""
+
+
+def test_cuda_library_exports_the_same_schemas(library, tmp_path):
+    """Where torch has no CUDA, a stand-in gives the library the one symbol it lacks, so that it loads."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("no C++ compiler for the stand-in")
+    source, stub = tmp_path / "stub.cpp", tmp_path / "stub.so"
+    source.write_text(STUB)
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", stub], check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", SCHEMAS, stub, library], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("same 6")
