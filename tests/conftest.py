@@ -19,6 +19,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+if INTERPRET:
+    os.environ["FASTMP_OPS"] = "triton"  # public functions then run through the interpreted kernels
 
 try:
     import hypothesis

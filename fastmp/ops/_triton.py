@@ -23,10 +23,12 @@ try:
     next_power_of_2 = triton.next_power_of_2
     ABSENT = ""
     VERSION = triton.__version__
+    INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:
     triton = tl = None
     ABSENT = "Triton is not installed"
     VERSION = None
+    INTERPRETED = False
 
     def jit(fn):
         return fn

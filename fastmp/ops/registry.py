@@ -3,7 +3,8 @@
 One default per (op, device). CPU: the compiled kernel where `_C_cpu` brings one, else the reference in
 plain torch. CUDA: the Triton kernel, else the reference; the CUDA C++ kernels that `_C_cuda` exports under
 `torch.ops.fastmp_cuda` serve only where FASTMP_OPS names them: `FASTMP_OPS=cuda`, or per op
-`FASTMP_OPS=bias_gelu=cuda,cross_entropy_stats=reference`.
+`FASTMP_OPS=bias_gelu=cuda,cross_entropy_stats=reference`. Under TRITON_INTERPRET=1, `FASTMP_OPS=triton` lets
+the Triton kernels serve the CPU, interpreted.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     compute in float32 whatever the storage, so the narrow dtype costs one rounding.
     """
     device = next((t.device.type for t in tensors if t is not None), "cpu")
-    if not torch.is_autocast_enabled(device):
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
@@ -102,9 +103,10 @@ def _requested(name: str) -> str | None:
 
 def _serve_cpu(name: str, implementations: dict[str, Callable]) -> tuple[str, str]:
     compiled = torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmp::{name}", "CPU")
-    if _requested(name) == "reference":
-        LIBRARY.impl(name, implementations["reference"], "CPU", allow_override=compiled)
-        return "reference", "named by FASTMP_OPS"
+    choice = _requested(name)
+    if choice == "reference" or (choice == "triton" and _triton.INTERPRETED and choice in implementations):
+        LIBRARY.impl(name, implementations[choice], "CPU", allow_override=compiled)
+        return choice, "named by FASTMP_OPS"
     if compiled:
         return "c++", "compiled kernel"
     LIBRARY.impl(name, implementations["reference"], "CPU")

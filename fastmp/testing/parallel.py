@@ -60,8 +60,11 @@ class _Recorder(TorchDispatchMode):
         if space in ("c10d", "_c10d_functional"):
             name = _NAMES.get(name, name)
             if name != "wait_tensor":
-                shapes = [tuple(t.shape) for t in torch.utils._pytree.tree_leaves(args)
-                          if isinstance(t, torch.Tensor)]
+                shapes = [
+                    tuple(t.shape)
+                    for t in torch.utils._pytree.tree_leaves(args)
+                    if isinstance(t, torch.Tensor)
+                ]
                 self.seen.calls.append((name, shapes))
         return func(*args, **(kwargs or {}))
 
@@ -88,8 +91,10 @@ def full_tensor(shard: torch.Tensor, param: torch.Tensor, group: dist.ProcessGro
     parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(size)]
     dist.all_gather(parts, shard.contiguous(), group=group)
     pieces = [part.chunk(marks.partition_stride, marks.partition_dim) for part in parts]
-    return torch.cat([pieces[rank][block] for block in range(marks.partition_stride) for rank in range(size)],
-                     marks.partition_dim)
+    return torch.cat(
+        [pieces[rank][block] for block in range(marks.partition_stride) for rank in range(size)],
+        marks.partition_dim,
+    )
 
 
 def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

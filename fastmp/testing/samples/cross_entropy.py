@@ -10,9 +10,7 @@ import torch
 from fastmp.ops.registry import OPS
 
 
-def _cases(
-    dtype: torch.dtype, generator: torch.Generator, with_nan: bool
-) -> Iterator[dict[str, Any]]:
+def _cases(dtype: torch.dtype, generator: torch.Generator, with_nan: bool) -> Iterator[dict[str, Any]]:
     """Rows apart in memory, padding, a shard of padding only, no tokens, one column, special values."""
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     #   tokens, columns, gap between rows, first id, vocabulary, smoothing, z-loss, weighted
