@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 SETUP := $(PYTHON) .ci/environment.py
 KEEP_GOING := --continue-on-collection-errors
 
-.PHONY: train test test-full lint build clean
+.PHONY: train test test-full test-newest-triton lint build clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores.
 train:
@@ -40,6 +40,13 @@ test:
 # Also the slow tests, and those against transformers.
 test-full:
 	$(call run_tests,test hf,--full)
+	@$(MAKE) --no-print-directory test-newest-triton
+
+# The kernels' cubins once more, by the newest Triton instead of the pinned one.
+test-newest-triton:
+	@$(SETUP) test
+	$(VENV) -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton triton
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=.venv/newest-triton $(VENV) -m pytest tests/ops/test_*_cubins.py
 
 lint:
 	@$(SETUP) dev
