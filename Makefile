@@ -39,7 +39,8 @@ test:
 
 # Also the slow tests, and those against transformers.
 test-full:
-	$(call run_tests,test hf,--full)
+	@rm -f tests/results/full.json
+	$(call run_tests,test hf,--full --record tests/results/full.json)
 	@$(MAKE) --no-print-directory test-newest-triton
 
 # The kernels' cubins once more, by the newest Triton instead of the pinned one.

@@ -8,7 +8,10 @@ not fork. Tests marked `full` need --full.
 
 from __future__ import annotations
 
+import json
 import os
+import platform
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +43,7 @@ else:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
+    parser.addoption("--record", metavar="FILE", help="add counts, versions and fuzz draws to this JSON file")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -70,3 +74,28 @@ def _reason_without_gpu() -> str | None:
     if torch.version.cuda is None:
         return f"no GPU: torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else "no GPU: torch.cuda.is_available() is False"
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """What a whole run was, kept in the repository: tests/results/full.json."""
+    if not config.getoption("--record"):
+        return
+    import torch
+
+    from fastmp.ops import _triton
+
+    path = Path(config.getoption("--record"))
+    record = json.loads(path.read_text()) if path.exists() else {}
+    stats = terminalreporter.stats
+    counts = {kind: len(stats.get(kind, ())) for kind in ("passed", "failed", "error", "skipped")}
+    draws = {
+        report.nodeid.rpartition("::")[2]: value
+        for report in stats.get("passed", ())
+        for key, value in report.user_properties
+        if key == "draws"
+    }
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": _triton.VERSION}
+    kernels = "interpreted" if INTERPRET else config.getoption("-m") or "all"
+    path.write_text(
+        json.dumps(record | {kernels: {**counts, "versions": versions, "draws": draws}}, indent=1) + "\n"
+    )

@@ -58,55 +58,49 @@ def test_equals_plain_torch_in_float64(name, seed):
     agree(name, *drawn(name, random.Random(seed)), torch.float64)
 
 
-def fuzz(examples: int, **options):
-    def run(name: str) -> None:
-        @settings(max_examples=examples)
-        @given(source=st.randoms(use_true_random=False), dtype=st.sampled_from(DTYPES))
-        def case(source, dtype):
-            agree(name, *drawn(name, source, dtype, special=dtype == torch.float64, **options), dtype)
-
-        case()
-
-    return run
-
-
-@EVERY
-def test_fuzz(name):
-    fuzz(200)(name)
-
-
-@pytest.mark.full
-@EVERY
-def test_fuzz_longer(name):
-    fuzz(2000)(name)
-
-
-@pytest.mark.interpret
-@EVERY
-def test_fuzz_interpreted(name):
-    if not FUNCTIONS[name].interpret:
-        pytest.skip(f"{name} cannot be interpreted")
-    interpreted(name, 10)
-
-
-@pytest.mark.full
-@pytest.mark.interpret
-@EVERY
-def test_fuzz_interpreted_longer(name):
-    if not FUNCTIONS[name].interpret:
-        pytest.skip(f"{name} cannot be interpreted")
-    interpreted(name, 60)
-
-
-def interpreted(name: str, examples: int) -> None:
-    """Without bfloat16, which the interpreter does not round to nearest."""
+def fuzz(name: str, examples: int, dtypes, record, **options) -> None:
+    draws = 0
 
     @settings(max_examples=examples)
-    @given(source=st.randoms(use_true_random=False), dtype=st.sampled_from((torch.float32, torch.float16)))
+    @given(source=st.randoms(use_true_random=False), dtype=st.sampled_from(dtypes))
     def case(source, dtype):
-        agree(name, *drawn(name, source, dtype, small=True), dtype)
+        nonlocal draws
+        agree(name, *drawn(name, source, dtype, special=dtype == torch.float64, **options), dtype)
+        draws += 1
 
     case()
+    record("draws", draws)
+
+
+@EVERY
+def test_fuzz(name, record_property):
+    fuzz(name, 200, DTYPES, record_property)
+
+
+@pytest.mark.full
+@EVERY
+def test_fuzz_longer(name, record_property):
+    fuzz(name, 2000, DTYPES, record_property)
+
+
+INTERPRETED = (torch.float32, torch.float16)  # the interpreter does not round bfloat16 to nearest
+
+
+@pytest.mark.interpret
+@EVERY
+def test_fuzz_interpreted(name, record_property):
+    if not FUNCTIONS[name].interpret:
+        pytest.skip(f"{name} cannot be interpreted")
+    fuzz(name, 10, INTERPRETED, record_property, small=True)
+
+
+@pytest.mark.full
+@pytest.mark.interpret
+@EVERY
+def test_fuzz_interpreted_longer(name, record_property):
+    if not FUNCTIONS[name].interpret:
+        pytest.skip(f"{name} cannot be interpreted")
+    fuzz(name, 60, INTERPRETED, record_property, small=True)
 
 
 @EVERY
