@@ -13,32 +13,17 @@ import math
 import torch
 from torch import Tensor
 
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
 from fastmp.profiling import traced
 
-NUM_WARPS = 4
-_NUM_PROGRAMS = 1024
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
     h = x.to(compute_dtype(x.dtype))
     return h if bias is None else h + bias.to(h.dtype)
-
-
-def _sum_rows(rows: Tensor) -> Tensor:
-    """Column sums by halving: as accurate as pairwise summation, and the same on any number of threads.
-
-    Tensor.sum adds a column in an order that depends on where the columns are split between the threads.
-    """
-    while len(rows) > 1:
-        half = len(rows) // 2
-        sums = rows[:half] + rows[half : 2 * half]
-        if len(rows) % 2:
-            sums[0] += rows[-1]
-        rows = sums
-    return rows.sum(0)
 
 
 # The references use no fused function of torch, for those of torch on a CPU (gelu and its backward) round
@@ -78,7 +63,7 @@ def reference_backward(
     """Gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
     dh = _slope(h, approximate).mul_(grad).contiguous()
-    dbias = x.new_empty(0) if bias is None else _sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
+    dbias = x.new_empty(0) if bias is None else sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
     return dh.to(x.dtype), dbias
 
 
@@ -172,46 +157,6 @@ def bias_gelu_backward_kernel(
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
-@jit
-def sum_strips_kernel(partials, dbias, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Column sums of `partials` (num_strips, num_cols), always in the same order."""
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_M, BLOCK_N], partials.dtype.element_ty)
-    for start in range(0, num_strips, BLOCK_M):
-        strips = start + tl.arange(0, BLOCK_M)
-        mask = (strips < num_strips)[:, None] & (cols < num_cols)[None, :]
-        offsets = strips[:, None].to(tl.int64) * num_cols + cols[None, :]
-        total += tl.load(partials + offsets, mask=mask, other=0.0)
-    tl.store(dbias + cols, tl.sum(total, 0), mask=cols < num_cols)
-
-
-def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): each thread has four 16-byte loads in flight, and few columns are padding."""
-    per_row = 32 * NUM_WARPS * 16 // itemsize
-    block_n = min((per_row, per_row // 2, per_row // 4), key=lambda n: (cdiv(num_cols, n) * n, -n))
-    block_n = min(block_n, max(16, next_power_of_2(num_cols)))
-    return 4 * per_row // block_n, block_n
-
-
-def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """(number of strips, rows a strip): whole blocks of rows, about 1024 programs (two waves on 132 SMs)."""
-    wanted = max(1, _NUM_PROGRAMS // cdiv(num_cols, block_n))
-    rows_per_strip = cdiv(cdiv(num_rows, wanted), block_m) * block_m
-    return cdiv(num_rows, rows_per_strip), rows_per_strip
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    """x as (rows, columns) with unit column stride; copied only where no such view exists."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _vector(*rows: Tensor) -> int:
-    """Elements of the widest access, up to 16 bytes, to which all rows are aligned if the first ones are."""
-    num_cols = rows[0].shape[1]
-    return math.gcd(16 // rows[0].element_size(), num_cols, *(t.stride(0) for t in rows))
-
-
 def _constants(x: Tensor, bias: Tensor | None, approximate: str) -> dict:
     compute = tl.float64 if x.dtype == torch.float64 else tl.float32
     block_m, block_n = block_shape(x.shape[-1], x.element_size())
@@ -229,11 +174,11 @@ def launch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return y
-    rows = _as_rows(x)
+    rows = as_rows(x)
     bias = None if bias is None else bias.contiguous()
     num_rows, num_cols = rows.shape
     constants = _constants(x, bias, approximate)
-    vector = _vector(rows)
+    vector = vector_width(rows)
     grid = (cdiv(num_rows, constants["BLOCK_M"]) * cdiv(num_cols, constants["BLOCK_N"]),)
     with torch.cuda.device_of(x):
         bias_gelu_kernel[grid](
@@ -254,11 +199,11 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
     dbias = x.new_empty(0 if bias is None else x.shape[-1])
     if x.numel() == 0:
         return dx, dbias.zero_()
-    x_rows, grad_rows = _as_rows(x), _as_rows(grad)
+    x_rows, grad_rows = as_rows(x), as_rows(grad)
     bias = None if bias is None else bias.contiguous()
     num_rows, num_cols = x_rows.shape
     constants = _constants(x, bias, approximate)
-    vector = _vector(x_rows, grad_rows)
+    vector = vector_width(x_rows, grad_rows)
     num_strips, rows_per_strip = strip_shape(num_rows, num_cols, constants["BLOCK_M"], constants["BLOCK_N"])
     partials = None
     if bias is not None:
@@ -279,9 +224,7 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
             **constants,
         )
         if partials is not None:
-            sum_strips_kernel[(cdiv(num_cols, 32),)](
-                partials, dbias, num_strips, num_cols, BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS
-            )
+            sum_strips(partials, dbias)
     return dx, dbias
 
 

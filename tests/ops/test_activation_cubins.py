@@ -17,7 +17,7 @@ from cubin_tools import (
     wide_stores,
 )
 
-from fastmp.ops import _triton, activation
+from fastmp.ops import _triton, activation, rows
 
 COLUMNS = 8192
 
@@ -27,11 +27,11 @@ def launch(name: str, dtype: str) -> Launch:
     data, sums = f"*{dtype}", f"*{compute(dtype)}"
     if name == "sum_strips":
         return Launch(
-            activation.sum_strips_kernel, {"partials": sums, "dbias": data}, ("num_strips", "num_cols"),
-            {"BLOCK_M": 128, "BLOCK_N": 32}, activation.NUM_WARPS, aligned=("num_cols",),
+            rows.sum_strips_kernel, {"partials": sums, "sums": data}, ("num_strips", "num_cols"),
+            {"BLOCK_M": 128, "BLOCK_N": 32}, rows.NUM_WARPS, aligned=("num_cols",),
         )  # fmt: skip
     kernel, form = name.split()
-    block_m, block_n = activation.block_shape(COLUMNS, ITEMSIZE[dtype])
+    block_m, block_n = rows.block_shape(COLUMNS, ITEMSIZE[dtype])
     constants = {
         "HAS_BIAS": True,
         "TANH": form == "tanh",
@@ -43,10 +43,10 @@ def launch(name: str, dtype: str) -> Launch:
     if kernel == "bias_gelu":
         tensors = {"x": data, "bias": data, "y": data}
         sizes = ("num_rows", "num_vectors", "x_pitch")
-        return Launch(activation.bias_gelu_kernel, tensors, sizes, constants, activation.NUM_WARPS)
+        return Launch(activation.bias_gelu_kernel, tensors, sizes, constants, rows.NUM_WARPS)
     tensors = {"grad": data, "x": data, "bias": data, "dx": data, "partials": sums}
     sizes = ("num_rows", "rows_per_strip", "num_vectors", "grad_pitch", "x_pitch")
-    return Launch(activation.bias_gelu_backward_kernel, tensors, sizes, constants, activation.NUM_WARPS)
+    return Launch(activation.bias_gelu_backward_kernel, tensors, sizes, constants, rows.NUM_WARPS)
 
 
 NAMES = (

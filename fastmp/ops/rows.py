@@ -1,0 +1,80 @@
+"""Tensors seen as rows of their last dimension, and sums over rows: what the element-wise families share.
+
+A backward kernel that also needs column sums takes one strip of rows a program, writes the strip's sums to a
+row of fp32 partial sums, and `sum_strips` adds those rows in order: no atomics, the same result every run.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+
+NUM_WARPS = 4
+_NUM_PROGRAMS = 1024
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """Column sums by halving: as accurate as pairwise summation, and the same on any number of threads.
+
+    Tensor.sum adds a column in an order that depends on where the columns are split between the threads.
+    """
+    while len(rows) > 1:
+        half = len(rows) // 2
+        sums = rows[:half] + rows[half : 2 * half]
+        if len(rows) % 2:
+            sums[0] += rows[-1]
+        rows = sums
+    return rows.sum(0)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x as (rows, columns) with unit column stride; copied only where no such view exists."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def vector_width(*rows: Tensor) -> int:
+    """Elements of the widest access, up to 16 bytes, to which all rows are aligned if the first ones are."""
+    num_cols = rows[0].shape[1]
+    return math.gcd(16 // rows[0].element_size(), num_cols, *(t.stride(0) for t in rows))
+
+
+def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): each thread has four 16-byte loads in flight, and few columns are padding."""
+    per_row = 32 * NUM_WARPS * 16 // itemsize
+    block_n = min((per_row, per_row // 2, per_row // 4), key=lambda n: (cdiv(num_cols, n) * n, -n))
+    block_n = min(block_n, max(16, next_power_of_2(num_cols)))
+    return 4 * per_row // block_n, block_n
+
+
+def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tuple[int, int]:
+    """(number of strips, rows a strip): whole blocks of rows, about 1024 programs (two waves on 132 SMs)."""
+    wanted = max(1, _NUM_PROGRAMS // cdiv(num_cols, block_n))
+    rows_per_strip = cdiv(cdiv(num_rows, wanted), block_m) * block_m
+    return cdiv(num_rows, rows_per_strip), rows_per_strip
+
+
+@jit
+def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Column sums of `partials` (num_strips, num_cols), always in the same order."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], partials.dtype.element_ty)
+    for start in range(0, num_strips, BLOCK_M):
+        strips = start + tl.arange(0, BLOCK_M)
+        mask = (strips < num_strips)[:, None] & (cols < num_cols)[None, :]
+        offsets = strips[:, None].to(tl.int64) * num_cols + cols[None, :]
+        total += tl.load(partials + offsets, mask=mask, other=0.0)
+    tl.store(sums + cols, tl.sum(total, 0), mask=cols < num_cols)
+
+
+def sum_strips(partials: Tensor, sums: Tensor) -> None:
+    """Launch: sums = the rows of `partials` (num_strips, num_cols) added up, in the dtype of `sums`."""
+    num_strips, num_cols = partials.shape
+    with torch.cuda.device_of(partials):
+        sum_strips_kernel[(cdiv(num_cols, 32),)](
+            partials, sums, num_strips, num_cols, BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS
+        )
