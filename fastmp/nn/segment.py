@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fastmp.profiling import region
+
 __all__ = ["Segment", "SegmentedLayer"]
 
 Tensors = tuple[torch.Tensor, ...]
@@ -31,7 +33,7 @@ class Segment:
 
 
 class SegmentedLayer(nn.Module):
-    """A layer that consists of `segments()`; forward runs them in order.
+    """A layer that consists of `segments()`; forward runs them in order, each a range for profilers.
 
     Takes the tensors of the first segment as positional arguments; returns what the last one returns, without
     the tuple where it is a single tensor.
@@ -42,5 +44,6 @@ class SegmentedLayer(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor | Tensors:
         for segment in self.segments():
-            tensors = segment.run(*tensors)
+            with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
+                tensors = segment.run(*tensors)
         return tensors[0] if len(tensors) == 1 else tensors

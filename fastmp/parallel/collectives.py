@@ -5,7 +5,7 @@ sequence-parallel pair): copy / reduce, split / gather, gather_sequence / reduce
 a ProcessGroup, or None for this rank alone: then, as for a group of one, a function returns its input.
 Nobody's tensor is modified, except by the functions whose name ends in an underscore. Any layout goes in: the
 buffers handed to the backend are contiguous. The functions at the end are not differentiable and can run in
-the background.
+the background; each is a range for profilers, of a background one its start.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.autograd import Function
+
+from fastmp.profiling import traced
 
 __all__ = [
     "copy_to_group",
@@ -185,6 +187,7 @@ class _ReduceScatterSequence(Function):
         return gather_sequence(grad, ctx.group), None
 
 
+@traced("fastmp.collective.all_reduce")
 def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
     """Sum over the group into `x`, which is contiguous. With `overlap`, to be waited for by the returned
     Work.
@@ -200,6 +203,7 @@ def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
     return None
 
 
+@traced("fastmp.collective.all_gather")
 def all_gather(
     x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
 ) -> tuple[torch.Tensor, dist.Work | None]:
@@ -212,6 +216,7 @@ def all_gather(
     return joined, None
 
 
+@traced("fastmp.collective.reduce_scatter")
 def reduce_scatter(
     x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
 ) -> tuple[torch.Tensor, dist.Work | None]:

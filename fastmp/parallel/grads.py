@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.parallel.collectives import all_reduce_
 from fastmp.parallel.layers import parallel_attributes
 
 __all__ = ["GradBuffer", "main_dtype"]
@@ -91,7 +92,7 @@ class GradBuffer:
         self._reduce_sequence_parallel()
         if self.dp_group is not None:
             for buffer in self.buffers.values():
-                dist.all_reduce(buffer, group=self.dp_group)
+                all_reduce_(buffer, self.dp_group)
 
     def _reduce_sequence_parallel(self) -> None:
         if self.tp_group is None:
@@ -105,7 +106,7 @@ class GradBuffer:
             if not partial:
                 continue
             coalesced = torch.cat([g.flatten() for g in partial])
-            dist.all_reduce(coalesced, group=self.tp_group)
+            all_reduce_(coalesced, self.tp_group)
             chunks = coalesced.split([g.numel() for g in partial])
             torch._foreach_copy_(partial, [c.view_as(g) for c, g in zip(chunks, partial, strict=True)])
 

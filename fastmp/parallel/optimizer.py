@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.collectives import all_reduce_, group_rank
 from fastmp.parallel.grads import main_dtype
 from fastmp.parallel.layers import parallel_attributes
 
@@ -53,7 +53,7 @@ def global_grad_norm(
     squares = [_sum_of_squares(grads) * w for grads, w in ((sharded, 1.0), (replicated, share)) if grads]
     total = torch.stack(squares).sum()
     if mp_group is not None:
-        dist.all_reduce(total, group=mp_group)
+        all_reduce_(total, mp_group)
     return total.sqrt()
 
 

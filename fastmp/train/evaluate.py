@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
@@ -75,7 +74,7 @@ def evaluate(
     if totals is None:
         raise ValueError("evaluate: the data has no held-out batches")
     if dp_cp is not None:
-        dist.all_reduce(totals, group=dp_cp)
+        all_reduce_(totals, dp_cp)
     total, num_tokens = totals.tolist()
     if num_tokens == 0:
         raise ValueError("evaluate: the held-out batches hold no tokens")

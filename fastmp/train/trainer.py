@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import OptimizerConfig, TrainConfig
-from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
 from fastmp.train.lr import warmup_cosine
@@ -145,26 +146,39 @@ class Trainer:
         self.grads.zero()
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
         for microbatch in range(self.num_microbatches):
-            batch = self.data.batch(
-                self.step, microbatch, self.num_microbatches, group_rank(self._dp), group_size(self._dp)
-            )
-            loss, num_tokens = self.loss_fn(self.model, self._to_device(batch))
-            loss.backward()
+            with region("fastmp.train.data"):
+                batch = self._to_device(
+                    self.data.batch(
+                        self.step,
+                        microbatch,
+                        self.num_microbatches,
+                        group_rank(self._dp),
+                        group_size(self._dp),
+                    )
+                )
+            with region("fastmp.train.forward"):
+                loss, num_tokens = self.loss_fn(self.model, batch)
+            with region("fastmp.train.backward"):
+                loss.backward()
             totals += torch.stack([loss.detach().double(), num_tokens.double()])
-        self.grads.all_reduce()
-        if self._dp_cp is not None:
-            dist.all_reduce(totals, group=self._dp_cp)
-        loss, num_tokens = totals.unbind()
-        per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token has loss and gradient 0
-        grad_norm = per_token * global_grad_norm(
-            self.grads.parameters.values(), tp_group=self._tp, mp_group=self._mp
-        )
-        self.grads.scale_(per_token * clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm))
+        with region("fastmp.train.reduce"):
+            self.grads.all_reduce()
+            if self._dp_cp is not None:
+                all_reduce_(totals, self._dp_cp)
+        with region("fastmp.train.clip"):
+            loss, num_tokens = totals.unbind()
+            per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
+            grad_norm = per_token * global_grad_norm(
+                self.grads.parameters.values(), tp_group=self._tp, mp_group=self._mp
+            )
+            self.grads.scale_(per_token * clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm))
         lr = self._learning_rate()
-        self.optimizer.step(lr, grad_norm=grad_norm)
+        with region("fastmp.train.optimizer"):
+            self.optimizer.step(lr, grad_norm=grad_norm)
         self.step += 1
         return StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
 
+    @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
         """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
         with _paused(log, self.device):
@@ -185,6 +199,7 @@ class Trainer:
             )
         return evaluation
 
+    @traced("fastmp.train.save")
     def save(self) -> Path:
         """Write a checkpoint of everything the next step depends on; returns its directory."""
         state = self.optimizer.state_dict()
