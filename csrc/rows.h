@@ -1,7 +1,11 @@
-// A tensor (..., N) seen as rows of N neighbouring elements, for kernels over the last dimension.
+// A tensor (..., N) seen as rows of N neighbouring elements, for kernels over the last dimension, and ordered sums
+// over rows.
 #pragma once
 
 #include "stable.h"
+
+#include <algorithm>
+#include <type_traits>
 
 namespace fastmp {
 
@@ -28,5 +32,32 @@ struct Rows {
     }
   }
 };
+
+// Where `element` lies, for kernels that learn the element type only inside.
+inline const char* at(const void* base, int64_t element, int64_t itemsize) {
+  return static_cast<const char*>(base) + element * itemsize;
+}
+
+// Sum of the rows of `partials` (strips, N), first to last, rounded to the dtype of `sums` (N,).
+inline void sum_rows(const Tensor& partials, const Tensor& sums) {
+  constexpr int64_t kColumns = 512;
+  dispatch_float(sums.scalar_type(), "sum_rows", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Sum = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    const Sum* in = static_cast<const Sum*>(partials.const_data_ptr());
+    T* out = static_cast<T*>(sums.mutable_data_ptr());
+    const int64_t num_rows = partials.size(0), num_cols = partials.size(1);
+    parallel_for(0, (num_cols + kColumns - 1) / kColumns, 8, [&](int64_t begin, int64_t end) {
+      for (int64_t first = begin * kColumns; first < std::min(end * kColumns, num_cols); first += kColumns) {
+        const int64_t count = std::min(kColumns, num_cols - first);
+        Sum total[kColumns] = {};
+        for (int64_t row = 0; row < num_rows; ++row) {
+          for (int64_t col = 0; col < count; ++col) total[col] += in[row * num_cols + first + col];
+        }
+        for (int64_t col = 0; col < count; ++col) out[first + col] = static_cast<T>(total[col]);
+      }
+    });
+  });
+}
 
 }  // namespace fastmp

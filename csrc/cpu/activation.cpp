@@ -35,13 +35,6 @@ namespace FASTMP_ISA {
 
 FASTMP_INLINE doubles abs(doubles x) { return select(x < 0, -x, x); }
 
-// Asks for the line a page ahead, which may lie beyond the data: the hardware's own look-ahead ends with the page.
-// 5 to 15 % of the time where two threads read from memory.
-template <class T>
-FASTMP_INLINE void prefetch(const T* p) {
-  __builtin_prefetch(reinterpret_cast<const char*>(p) + 4096);
-}
-
 // gelu(h) = h sigmoid(2u) with u = sqrt(2/pi) (h + 0.044715 h^3), or h cdf(h).
 template <bool kTanh, class V>
 FASTMP_INLINE V gelu(V h) {
@@ -151,10 +144,6 @@ void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor
                dtype_name(bias->scalar_type()));
 }
 
-const char* at(const void* base, int64_t element, int64_t itemsize) {
-  return static_cast<const char*>(base) + element * itemsize;
-}
-
 // Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
 template <class Kernel>
 void for_tiles(const Kernel& kernel, const Rows* grad, const Rows& x, const Tensor* bias, const Tensor& out,
@@ -200,22 +189,6 @@ Tensor bias_gelu(const Tensor& x, std::optional<Tensor> bias, std::string approx
   return y;
 }
 
-// Sum of the rows of `partials`, first to last.
-template <class T>
-void sum_rows(const Tensor& partials, const Tensor& out) {
-  using C = std::conditional_t<std::is_same_v<T, double>, double, float>;
-  const C* in = static_cast<const C*>(partials.const_data_ptr());
-  T* sums = static_cast<T*>(out.mutable_data_ptr());
-  const int64_t num_rows = partials.size(0), num_cols = partials.size(1);
-  parallel_for(0, num_cols, 4096, [&](int64_t begin, int64_t end) {
-    for (int64_t col = begin; col < end; ++col) {
-      C sum = 0;
-      for (int64_t row = 0; row < num_rows; ++row) sum += in[row * num_cols + col];
-      sums[col] = static_cast<T>(sum);
-    }
-  });
-}
-
 std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& x, std::optional<Tensor> bias,
                                               std::string approximate) {
   constexpr const char* kOp = "bias_gelu_backward";
@@ -240,7 +213,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
   const int64_t strips = (x_rows.num_rows + kTileRows - 1) / kTileRows;
   const Tensor partials = fastmp::empty({strips, x_rows.num_cols}, compute, x);
   for_tiles(FASTMP_BEST(bias_gelu_backward_tile), &grad_rows, x_rows, &*bias, dx, &partials, approximate);
-  dispatch_float(x.scalar_type(), kOp, [&](auto tag) { sum_rows<typename decltype(tag)::type>(partials, dbias); });
+  sum_rows(partials, dbias);
   return {dx, dbias};
 }
 

@@ -188,6 +188,13 @@ FASTMP_INLINE void store(Half* p, floats v) {
   std::memcpy(p, &packed, sizeof packed);
 }
 
+// Asks for the line a page ahead, which may lie beyond the data: the hardware's own look-ahead ends with the page.
+// 5 to 15 % of the time where two threads read from memory.
+template <class T>
+FASTMP_INLINE void prefetch(const T* p) {
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + 4096);
+}
+
 // Two vectors of neighbouring elements. For bfloat16 they hold the even and the odd elements: that saves the widening,
 // and half of the narrowing, which the order of elements costs. `kNan = false` promises that no lane is NaN, which
 // makes rounding to bfloat16 half as expensive.
