@@ -5,8 +5,8 @@
 // partial sums are then added in order. Tiles depend on the shape alone: results do not depend on the number of
 // threads. Half types are computed in fp32 and rounded once.
 // The semantics are those of the references in fastmp/ops/activation.py.
+#include "activations.h"
 #include "rows.h"
-#include "simd.h"
 
 #include <algorithm>
 #include <string>
@@ -33,37 +33,14 @@ FASTMP_DECLARE(void bias_gelu_tile(const GeluTile&); void bias_gelu_backward_til
 
 namespace FASTMP_ISA {
 
-FASTMP_INLINE doubles abs(doubles x) { return select(x < 0, -x, x); }
+template <Form form>
+using FormTag = std::integral_constant<Form, form>;
 
-// gelu(h) = h sigmoid(2u) with u = sqrt(2/pi) (h + 0.044715 h^3), or h cdf(h).
-template <bool kTanh, class V>
-FASTMP_INLINE V gelu(V h) {
-  using S = std::remove_reference_t<decltype(h[0])>;
-  if constexpr (kTanh) {
-    return h * sigmoid(h * (S(1.5957691216057308) + S(0.071354816272600265) * h * h));
-  } else {
-    return h * normal(h).cdf;
-  }
-}
-
-template <bool kTanh, class V>
-FASTMP_INLINE V gelu_slope(V h) {
-  using S = std::remove_reference_t<decltype(h[0])>;
-  if constexpr (kTanh) {
-    const V e = exp(-abs(h * (S(1.5957691216057308) + S(0.071354816272600265) * h * h)));
-    const V r = S(1) / (S(1) + e);  // sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
-    return select(h > S(0), r, e * r) + h * (e * r * r) * (S(1.5957691216057308) + S(0.21406444881780076) * h * h);
-  } else {
-    const auto n = normal(h);
-    return n.cdf + h * n.pdf;
-  }
-}
-
-// Calls body(T, std::bool_constant) for the tile's element type and form.
+// Calls body(TypeTag<T>, FormTag) for the tile's element type and form.
 template <class Body>
 FASTMP_INLINE void dispatch_tile(const GeluTile& tile, const Body& body) {
   dispatch_float(tile.dtype, "bias_gelu", [&](auto tag) {
-    tile.tanh ? body(tag, std::true_type{}) : body(tag, std::false_type{});
+    tile.tanh ? body(tag, FormTag<Form::kGeluTanh>{}) : body(tag, FormTag<Form::kGelu>{});
   });
 }
 
@@ -81,12 +58,12 @@ void bias_gelu_tile(const GeluTile& tile) {
         prefetch(x + col);
         V h = load(x + col);
         if (bias) h += load(bias + col);
-        store(y + col, gelu<form>(h));
+        store(y + col, activation<form>(h));
       }
       if (const int64_t rest = tile.num_cols - col; rest > 0) {
         V h = load(x + col, rest, 0);
         if (bias) h += load(bias + col, rest, 0);
-        store(y + col, gelu<form>(h), rest);
+        store(y + col, activation<form>(h), rest);
       }
     }
   });
@@ -109,14 +86,16 @@ void bias_gelu_backward_tile(const GeluTile& tile) {
         if (bias) h += load(bias + col);
         prefetch(x + col);
         prefetch(grad + col);
-        const V dh = load(grad + col) * gelu_slope<form>(h);
+        const auto [p, q] = activation_parts<form>(h);
+        const V dh = load(grad + col) * (p + h * q);
         store(dx + col, dh);
         if (partials) store(partials + col, row == 0 ? dh : load(partials + col) + dh);
       }
       if (const int64_t rest = tile.num_cols - col; rest > 0) {
         V h = load(x + col, rest, 0);
         if (bias) h += load(bias + col, rest, 0);
-        const V dh = load(grad + col, rest, 0) * gelu_slope<form>(h);
+        const auto [p, q] = activation_parts<form>(h);
+        const V dh = load(grad + col, rest, 0) * (p + h * q);
         store(dx + col, dh, rest);
         if (partials) store(partials + col, row == 0 ? dh : load(partials + col, rest, 0) + dh, rest);
       }

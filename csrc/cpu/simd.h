@@ -111,6 +111,7 @@ FASTMP_INLINE floats min(floats a, floats b) {
 }
 FASTMP_INLINE doubles max(doubles a, doubles b) { return a > b ? a : b; }
 FASTMP_INLINE floats abs(floats x) { return floats_of(bits_of(x) & 0x7fffffffu); }
+FASTMP_INLINE doubles abs(doubles x) { return select(x < 0, -x, x); }
 
 // Whether a > b in any lane.
 template <typename V>
@@ -281,6 +282,7 @@ FASTMP_INLINE floats reciprocal(floats x) {
   return 1.0f / x;
 #endif
 }
+FASTMP_INLINE doubles reciprocal(doubles x) { return 1.0 / x; }
 
 // 1 / (1 + e^-x), relative error below 2e-7 down to where e^-x overflows (x = -88.7), then 0.
 FASTMP_INLINE floats sigmoid(floats x) { return reciprocal(1.0f + exp(-x)); }

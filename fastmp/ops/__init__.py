@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
+from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.registry import OPS
 
 
@@ -18,4 +19,4 @@ def backends() -> dict[str, dict[str, tuple[str, str]]]:
     }
 
 
-__all__ = ["backends", "bias_gelu", "cross_entropy", "cross_entropy_from_stats"]
+__all__ = ["backends", "bias_gelu", "cross_entropy", "cross_entropy_from_stats", "geglu", "swiglu"]

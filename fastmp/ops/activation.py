@@ -45,7 +45,7 @@ def reference(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     return y.to(x.dtype).contiguous()
 
 
-def _slope(h: Tensor, approximate: str) -> Tensor:
+def gelu_slope(h: Tensor, approximate: str) -> Tensor:
     if approximate == "none":
         density = (h * h).mul_(-0.5).exp_().mul_(1 / math.sqrt(2 * math.pi))
         return _cdf(h).add_(density.mul_(h))
@@ -62,13 +62,13 @@ def reference_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias; the second is empty without a bias."""
     h = _pre_activation(x, bias)
-    dh = _slope(h, approximate).mul_(grad).contiguous()
+    dh = gelu_slope(h, approximate).mul_(grad).contiguous()
     dbias = x.new_empty(0) if bias is None else sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
     return dh.to(x.dtype), dbias
 
 
 @jit
-def _gelu(h, TANH: tl.constexpr):
+def gelu(h, TANH: tl.constexpr):
     if TANH:
         t = h * (-2.302208198144325 - 0.1029432395800235 * h * h)  # -2u log2(e)
         return h * (1.0 / (1.0 + tl.exp2(t)))
@@ -77,15 +77,16 @@ def _gelu(h, TANH: tl.constexpr):
 
 
 @jit
-def _gelu_slope(h, TANH: tl.constexpr):
+def gelu_parts(h, TANH: tl.constexpr):
+    """(p, q) of gelu(h) = h p, whose slope is p + h q."""
     if TANH:
         e = tl.exp2(-tl.abs(h) * (2.302208198144325 + 0.1029432395800235 * h * h))
         r = 1.0 / (1.0 + e)  # sigmoid(|2u|); e r^2 = sigmoid (1 - sigmoid) without cancellation
         twice_du = 1.5957691216057308 + 0.21406444881780073 * h * h
-        return tl.where(h > 0, r, e * r) + h * (e * r * r) * twice_du
+        return tl.where(h > 0, r, e * r), (e * r * r) * twice_du
     else:
         cdf = 0.5 + 0.5 * tl.erf(h * 0.7071067811865476)
-        return cdf + h * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h))
+        return cdf, 0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h)
 
 
 @jit
@@ -113,7 +114,7 @@ def bias_gelu_kernel(
     h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if HAS_BIAS:
         h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
-    tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], _gelu(h, TANH), mask=mask)
+    tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], gelu(h, TANH), mask=mask)
 
 
 @jit
@@ -150,7 +151,9 @@ def bias_gelu_backward_kernel(
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
         g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
         h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
-        dh = g.to(COMPUTE) * _gelu_slope(h.to(COMPUTE) + shift[None, :], TANH)
+        h = h.to(COMPUTE) + shift[None, :]
+        p, q = gelu_parts(h, TANH)
+        dh = g.to(COMPUTE) * (p + h * q)
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
         total += dh
     if HAS_BIAS:

@@ -1,0 +1,143 @@
+"""swiglu and geglu of fastmp, torch eager, torch.compile, Megatron's way of fusing them, and Liger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS, geglu, swiglu
+
+MEGATRON = "Megatron"
+ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+
+def _eager(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
+    gate, up = (x if bias is None else x + bias).chunk(2, -1)
+    return (F.silu(gate) if name == "swiglu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def _megatron_swiglu() -> Callable[[Tensor, Tensor | None], Tensor]:
+    """As Megatron-LM has it: both directions by hand under torch.compile, dx is read again for the bias."""
+
+    def forward(x: Tensor, bias: Tensor | None) -> Tensor:
+        gate, up = torch.chunk(x if bias is None else x + bias, 2, -1)
+        return F.silu(gate) * up
+
+    def backward(grad: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        gate, up = torch.chunk(x if bias is None else x + bias, 2, -1)
+        s = torch.sigmoid(gate)
+        return torch.cat((grad * s * (1 + gate * (1 - s)) * up, grad * F.silu(gate)), -1)
+
+    compiled_forward, compiled_backward = (
+        torch.compile(function, fullgraph=True, dynamic=False) for function in (forward, backward)
+    )
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, bias):
+            ctx.save_for_backward(x, bias)
+            return compiled_forward(x, bias)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, bias = ctx.saved_tensors
+            dx = compiled_backward(grad, x, bias)
+            return dx, None if bias is None else dx.sum_to_size(bias.shape)
+
+    return Fused.apply
+
+
+def _case(name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str) -> Case:
+    """x (rows, 2 width)."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    x, grad = random(rows, 2 * width).requires_grad_(), random(rows, width)
+    bias = random(2 * width).requires_grad_() if with_bias else None
+    ours = swiglu if name == "swiglu" else geglu
+    with_compile = compiled(lambda x, bias: _eager(name, x, bias))
+    rivals = {
+        OURS: lambda: ours(x, bias),
+        EAGER: lambda: _eager(name, x, bias),
+        COMPILE: lambda: with_compile(x, bias),
+    }
+    if name == "swiglu":
+        megatron = _megatron_swiglu()
+        rivals[MEGATRON] = lambda: megatron(x, bias)
+    if device != "cpu" and not with_bias:
+        try:
+            from liger_kernel.ops.geglu import LigerGELUMulFunction
+            from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+        except ImportError:
+            pass
+        else:
+            liger = LigerSiLUMulFunction if name == "swiglu" else LigerGELUMulFunction
+            rivals[LIGER] = lambda: liger.apply(*(half.contiguous() for half in x.chunk(2, -1)))
+    arguments = x, bias, ACTIVATION[name]
+    return Case(
+        title(name + (" bias" if with_bias else ""), (rows, 2 * width), dtype),
+        (x,) if bias is None else (x, bias),
+        grad,
+        rivals,
+        OPS["gated_activation"].traffic(*arguments),
+        OPS["gated_activation_backward"].traffic(grad, *arguments),
+    )
+
+
+def swiglu_case(rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str) -> Case:
+    return _case("swiglu", rows, width, with_bias, dtype, device)
+
+
+def geglu_case(rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str) -> Case:
+    return _case("geglu", rows, width, with_bias, dtype, device)
+
+
+# Rows are tokens; widths are those of Llama-3-8B, Qwen3-30B-A3B's and DeepSeek-V3's experts.
+WORKLOADS = (
+    Workload(
+        "swiglu",
+        swiglu_case,
+        cpu=((4096, 4096, False), (4096, 4096, True)),
+        cuda=((8192, 14336, False), (8192, 14336, True), (32768, 768, False), (32768, 2048, False)),
+        rivals=(OURS, EAGER, COMPILE, MEGATRON, LIGER),
+    ),
+    Workload(
+        "geglu",
+        geglu_case,
+        cpu=((4096, 4096, False),),
+        cuda=((8192, 14336, False), (8192, 14336, True)),
+    ),
+)
+GOALS = (
+    Goal("swiglu", "float32", "forward", OURS, 3.5, 1.6),
+    Goal("swiglu", "float32", "both", OURS, 3.0, 2.0),
+    Goal("geglu", "float32", "forward", OURS, 3.5, 2.0),
+    Goal("geglu", "float32", "both", OURS, 3.5, 2.0),
+)
+SHAPES = dict.fromkeys(
+    ("gated_activation", "gated_activation_backward"), ((8192, 14336), (32768, 768), (32768, 2048))
+)
+
+
+def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`; shape is that of y."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows, width = shape
+    x = torch.randn(rows, 2 * width, device=device, generator=generator).to(dtype)
+    grad = torch.randn(shape, device=device, generator=generator).to(dtype)
+    return (x, x[0].clone(), "silu") if op == "gated_activation" else (grad, x, x[0].clone(), "silu")
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_gated(compare, case, rival, direction):
+    compare(case(), rival, direction)

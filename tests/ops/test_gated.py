@@ -1,0 +1,181 @@
+"""swiglu and geglu: kernels against the reference, threads, special values, what is saved, errors, costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastmp.ops import OPS, bias_gelu, geglu, rows, swiglu
+from fastmp.ops import gated as module
+
+FORMS = ("silu", "gelu_tanh", "gelu")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EAGER = {
+    "silu": F.silu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "gelu": F.gelu,
+}
+
+
+def _inputs(shape, dtype=torch.float64, with_bias=True, seed=0):
+    """x (..., 2F), bias (2F,) or None, and the gradient of y (..., F)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(shape, generator=generator, dtype=torch.float64) * 2).to(dtype)
+    bias = torch.randn(shape[-1], generator=generator, dtype=torch.float64).to(dtype) if with_bias else None
+    half = (*shape[:-1], shape[-1] // 2)
+    return x, bias, torch.randn(half, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _implementations(backend):
+    return tuple(
+        OPS[name].implementations[backend] if backend else OPS[name].overload
+        for name in ("gated_activation", "gated_activation_backward")
+    )
+
+
+@pytest.mark.parametrize("activation", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_kernel_equals_reference(dtype, activation):
+    if OPS["gated_activation"].serving["cpu"] != "c++":
+        pytest.skip(f"no compiled kernel: {OPS['gated_activation'].reasons['cpu']}")
+    tolerance = {
+        torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+        torch.float32: {"rtol": 1e-5, "atol": 3e-5},
+    }.get(dtype, {"rtol": torch.finfo(dtype).eps, "atol": 1e-5})
+    forward, backward = _implementations(None)
+    for shape in ((70, 1000), (3, 2 * 8195), (1, 62), (5, 2)):
+        x, bias, grad = _inputs(shape, dtype)
+        for shift in (bias, None):
+            torch.testing.assert_close(
+                forward(x, shift, activation), module.reference(x, shift, activation), **tolerance
+            )
+            expected = module.reference_backward(grad, x, shift, activation)
+            for value, want in zip(backward(grad, x, shift, activation), expected, strict=True):
+                torch.testing.assert_close(value, want, **tolerance)
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("activation", FORMS)
+@pytest.mark.parametrize("columns", (2, 300))
+def test_results_do_not_depend_on_the_number_of_threads(backend, activation, columns):
+    x, bias, grad = _inputs((300_301 // columns, columns), torch.float32)
+    forward, backward = _implementations(backend)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append((forward(x, bias, activation), *backward(grad, x, bias, activation)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("activation", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_gates_are_those_of_torch(dtype, activation, backend):
+    gate = torch.tensor(
+        [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 100.0, -100.0, 1e4, -1e4, 13.5, -13.5], dtype=dtype
+    )
+    x = torch.cat([gate, torch.ones_like(gate)])
+    forward, backward = _implementations(backend)
+    leaf = gate.double().requires_grad_()
+    truth = EAGER[activation](leaf)
+    (slope,) = torch.autograd.grad(truth.sum(), leaf)
+    results = forward(x, None, activation), backward(torch.ones_like(gate), x, None, activation)[0]
+    for value, want in zip(results, (truth.detach(), torch.cat([slope, truth.detach()])), strict=True):
+        torch.testing.assert_close(value.double(), want, rtol=1e-2, atol=1e-6, equal_nan=True)
+
+
+def test_geglu_agrees_with_bias_gelu():
+    x, bias, _ = _inputs((5, 24))
+    for approximate in ("tanh", "none"):
+        gate = bias_gelu(x[:, :12], bias[:12], approximate=approximate)
+        ours = geglu(x, bias, approximate=approximate)
+        torch.testing.assert_close(ours, gate * (x[:, 12:] + bias[12:]), rtol=1e-13, atol=1e-13)
+    assert torch.equal(geglu(x), geglu(x, approximate="tanh"))
+
+
+@pytest.mark.parametrize("function", (swiglu, geglu))
+def test_saves_only_its_inputs(function):
+    x, bias, _ = _inputs((6, 8))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        function(x.requires_grad_(), bias.requires_grad_())
+    assert {t.data_ptr() for t in saved} == {x.data_ptr(), bias.data_ptr()}
+
+
+@pytest.mark.parametrize("function", (swiglu, geglu))
+def test_second_derivative_raises(function):
+    x, bias, _ = _inputs((3, 4))
+    (dx,) = torch.autograd.grad(function(x.requires_grad_(), bias).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"swiglu.*not differentiable"):
+        dx.sum().backward()
+
+
+def test_frozen_bias_and_frozen_input():
+    x, bias, grad = _inputs((3, 4))
+    both = x.requires_grad_(), bias.requires_grad_()
+    expected = torch.autograd.grad(swiglu(*both), both, grad)
+    (dx,) = torch.autograd.grad(swiglu(x, bias.detach()), x, grad)
+    (dbias,) = torch.autograd.grad(swiglu(x.detach(), bias), bias, grad)
+    assert torch.equal(dx, expected[0]) and torch.equal(dbias, expected[1])
+
+
+@pytest.mark.parametrize("function", (swiglu, geglu))
+@pytest.mark.parametrize(
+    ("x", "bias", "message"),
+    [
+        (torch.zeros(2, 6), torch.zeros(3), r"bias of shape \(3,\) does not fit x of shape \(2, 6\)"),
+        (torch.zeros(2, 6), torch.zeros(6).double(), r"x is torch.float32 but bias is torch.float64"),
+        (torch.zeros(2, 6), torch.zeros(6, device="meta"), r"x is on cpu but bias is on meta"),
+        (torch.zeros(2, 6, dtype=torch.int32), None, r"got torch.int32"),
+        (torch.zeros(2, 5), None, r"dimension of even size, got shape \(2, 5\)"),
+        (torch.tensor(1.0), None, r"dimension of even size, got shape \(\)"),
+    ],
+)
+def test_wrong_arguments(function, x, bias, message):
+    with pytest.raises(ValueError, match=f"{function.__name__}: .*{message}"):
+        function(x, bias)
+
+
+def test_unknown_form():
+    with pytest.raises(ValueError, match="geglu: approximate must be 'tanh' or 'none', got 'erf'"):
+        geglu(torch.zeros(2, 6), approximate="erf")
+
+
+def test_cost_formulas():
+    x, bias, grad = _inputs((6, 8), torch.bfloat16)
+    forward, backward = OPS["gated_activation"], OPS["gated_activation_backward"]
+    assert forward.traffic(x, None, "silu") == 2 * 3 * 24
+    assert forward.traffic(x, bias, "silu") == 2 * (3 * 24 + 8)
+    assert backward.traffic(grad, x, None, "silu") == 2 * 5 * 24
+    assert backward.traffic(grad, x, bias, "silu") == 2 * (5 * 24 + 2 * 8)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        swiglu(x, bias)
+    assert counter.get_total_flops() == 8 * 24
+
+
+@pytest.mark.parametrize("num_cols", (1, 8, 100, 768, 14336, 53248))
+@pytest.mark.parametrize("itemsize", (2, 4, 8))
+def test_backward_blocks(num_cols, itemsize):
+    block_m, block_n = module.backward_block_shape(num_cols, itemsize)
+    assert block_m >= 1 and block_m * block_n * itemsize == 2 * 32 * rows.NUM_WARPS * 16
+
+
+@pytest.mark.parametrize("with_bias", (True, False))
+@pytest.mark.parametrize("name", ("swiglu", "geglu"))
+def test_rivals_of_the_benchmark_agree(name, with_bias, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    from benchmarks import bench_gated
+
+    case = getattr(bench_gated, f"{name}_case")(6, 8, with_bias, torch.float64, "cpu")
+    assert len(case.rivals) >= 3
+    for rival in case.rivals:
+        torch.testing.assert_close(case.forward(rival)(), case.forward("fastmp")())
+        torch.testing.assert_close(case.both(rival)(), case.both("fastmp")())
