@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Goal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.peers import peer
 from fastmp.ops import OPS, cross_entropy
 
 IN_PLACE = "fastmp in place"
@@ -35,15 +36,8 @@ def cross_entropy_case(tokens: int, vocab: int, dtype: torch.dtype, device: str,
         EAGER: lambda: eager(logits, target),
         COMPILE: lambda: with_compile(logits, target),
     }
-    if device != "cpu":
-        try:
-            from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
-        except ImportError:
-            pass
-        else:
-            rivals[LIGER] = lambda: LigerCrossEntropyFunction.apply(
-                logits, target, None, -100, 0.0, 0.0, "none"
-            )[0]
+    if (liger := peer(LIGER, "liger_kernel.ops.cross_entropy:LigerCrossEntropyFunction", device)) is not None:
+        rivals[LIGER] = lambda: liger.apply(logits, target, None, -100, 0.0, 0.0, "none")[0]
     stats = (logits, target, 0, vocab, False)
     lse = torch.empty(tokens)
     gradient = (logits, target, lse, lse, None, 0, vocab, -100, 0.0, 0.0)

@@ -1,13 +1,14 @@
 """What a bench_<family>.py is made of: workloads, the rivals that run them, and goals.
 
 A `Case` is one workload with its inputs; each rival is a function that returns outputs from which
-`torch.autograd.grad` reaches `case.leaves`. Who is not installed is not among the rivals. A family declares
-`WORKLOADS` (public functions as they are used), `GOALS` (on a CPU), and for the kernels alone `SHAPES`
-{op: shapes} and `arguments(op, shape, dtype, device, seed)`.
+`torch.autograd.grad` reaches `case.leaves`. Who is not installed is not among the rivals (see `peers.py`). A
+family declares `WORKLOADS` (public functions as they are used), `GOALS` (on a CPU), and for the kernels alone
+`SHAPES` {op: shapes} and `arguments(op, shape, dtype, device, seed)`.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -17,10 +18,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.peers import CCE, LIGER, QUACK, TE
+
+__all__ = [
+    "CCE", "COMPILE", "EAGER", "LIGER", "OURS", "QUACK", "TE", "TORCH",
+    "Case", "Goal", "Workload", "compiled", "is_first", "is_ours", "sweep", "title",
+]  # fmt: skip
+
 OURS = "fastmp"
 EAGER = "torch eager"
+TORCH = "torch fused"  # torch's own fused op, where there is one: F.rms_norm, F.linear_cross_entropy ...
 COMPILE = "torch.compile"
-LIGER = "Liger"
+
+
+def is_ours(rival: str) -> bool:
+    """Whether a rival is a form of ours: "fastmp", "fastmp in place"."""
+    return rival.startswith(OURS)
 
 
 @dataclass
@@ -28,7 +41,8 @@ class Case:
     """`forward_bytes` and `backward_bytes` are the least that must cross memory in each direction.
 
     `grad` is the gradient of what a rival returns, a tuple where that is one. `flops` (forward, backward)
-    counts matrix products only: where there are any, they can be the floor.
+    counts matrix products only: where there are any, they can be the floor. `again(seed)` makes the same
+    case with other numbers, for calls that must not find theirs in the cache.
     """
 
     name: str
@@ -38,6 +52,7 @@ class Case:
     forward_bytes: int
     backward_bytes: int
     flops: tuple[int, int] = (0, 0)
+    again: Callable[[int], Case] | None = None
 
     def forward(self, rival: str) -> Callable[[], Any]:
         function = self.rivals[rival]
@@ -53,10 +68,31 @@ class Case:
         function = self.rivals[rival]
         return lambda: torch.autograd.grad(function(), self.leaves, self.grad)
 
+    def results(self, rival: str, direction: str) -> Callable[[], Any]:
+        """The call of that direction, returning all that it leaves behind: what comes out, and gradients."""
+        if direction != "both":
+            return getattr(self, direction)(rival)
+
+        def call() -> Any:
+            out = self.rivals[rival]()
+            return out, torch.autograd.grad(out, self.leaves, self.grad)
+
+        return call
+
+    def costs(self, direction: str) -> tuple[int, int]:
+        """(bytes, FLOPs of matrix products) that a direction cannot do without."""
+        if direction == "forward":
+            return self.forward_bytes, self.flops[0]
+        return self.forward_bytes + self.backward_bytes, sum(self.flops)
+
 
 @dataclass(frozen=True)
 class Workload:
-    """`make(*shape, dtype, device)` on the shapes of each device; `rivals` in the order of the table."""
+    """`make(*shape, dtype, device)` on the shapes of each device; `rivals` in the order of the table.
+
+    A maker that also takes `seed` can make several copies of a case. `tiny` is a shape for tests, on which
+    all rivals must agree. `directions` are names of methods of the case.
+    """
 
     name: str
     make: Callable[..., Case]
@@ -65,16 +101,24 @@ class Workload:
     rivals: tuple[str, ...] = (OURS, EAGER, COMPILE, LIGER)
     directions: tuple[str, ...] = ("forward", "both")
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    tiny: tuple | None = None
 
     def shapes(self, device: str) -> tuple[tuple, ...]:
         return self.cpu if torch.device(device).type == "cpu" else self.cuda
 
+    def case(self, shape: tuple, dtype: torch.dtype, device: str) -> Case:
+        case = self.make(*shape, dtype, device)
+        if "seed" in inspect.signature(self.make).parameters:
+            case.again = lambda seed: self.make(*shape, dtype, device, seed=seed)
+        return case
+
 
 @dataclass(frozen=True)
 class Goal:
-    """Speed-up on a CPU of `rival` over plain torch at the workload's first shape.
+    """Speed-up on a CPU of `rival` over `over` (plain torch) at the workload's first shape.
 
-    `without_huge_pages` is the goal where the system refuses them; `over_compile` that over torch.compile.
+    `without_huge_pages` is the goal where the system refuses them; `over_compile` that over torch.compile,
+    where it is among the rivals; `extra_bytes` the most extra memory, as a share of that of `over`.
     """
 
     workload: str
@@ -84,6 +128,8 @@ class Goal:
     factor: float
     without_huge_pages: float
     over_compile: float = 1.0
+    extra_bytes: float | None = None
+    over: str = EAGER
 
 
 def compiled(function: Callable) -> Callable:
@@ -97,15 +143,15 @@ def title(name: str, shape: tuple, dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=1)
-def _made(make: Callable[..., Case], shape: tuple, dtype: torch.dtype, device: str) -> Case:
-    return make(*shape, dtype, device)
+def _made(work: Workload, shape: tuple, dtype: torch.dtype, device: str) -> Case:
+    return work.case(shape, dtype, device)
 
 
 def sweep(workloads: tuple[Workload, ...], device: str) -> list[Any]:
     """Parameters (case, rival, direction) of a benchmark, `case()` being made once for all its rivals."""
     return [
         pytest.param(
-            partial(_made, work.make, shape, dtype, device),
+            partial(_made, work, shape, dtype, device),
             rival,
             direction,
             id=f"{title(work.name, shape, dtype)} {direction} {rival}".replace(" ", "-"),
@@ -116,3 +162,9 @@ def sweep(workloads: tuple[Workload, ...], device: str) -> list[Any]:
         for direction in work.directions
         for rival in work.rivals
     ]
+
+
+def is_first(case: partial) -> bool:
+    """Whether a case that `sweep` made has the first shape and dtype of its workload."""
+    work, shape, dtype, device = case.args
+    return shape == work.shapes(device)[0] and dtype == work.dtypes[0]

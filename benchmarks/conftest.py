@@ -1,21 +1,52 @@
-"""`pytest benchmarks/ --benchmark-only`: files are bench_*.py; the summary has floor and ratio columns.
+"""`pytest benchmarks/ --benchmark-only`: files are bench_*.py; the last table has the columns that count.
 
-Times are CPU time on a CPU and CUDA events on a GPU. A ratio comes from calls made in turn with plain torch,
-not from the rows of the table, which pytest-benchmark times one after the other.
+All rivals of a case run in turn, in one process; pytest-benchmark is given those times, one test a rival.
+On a CPU only the first shape and dtype of every workload run, minutes on two cores: `--all` runs them all.
 """
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from benchmarks.cases import EAGER, Case
-from benchmarks.measure import EventClock, copy_bandwidth, cpu_ms, in_turn, speedup
+from benchmarks import peers
+from benchmarks.cases import EAGER, Case, is_first, is_ours
+from benchmarks.compare import Comparison, compare
+from benchmarks.measure import environment, measure_ceilings
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-CLOCK = EventClock() if DEVICE == "cuda" else time.process_time
+SECONDS = 8.0  # of rounds for a case in one direction, on a CPU
+
+
+class Replay:
+    """The clock that pytest-benchmark reads. It goes on by times that have been measured before."""
+
+    __name__ = "CUDA time" if DEVICE == "cuda" else "CPU time"
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def play(self, times_ms: list[float]) -> Callable[[], None]:
+        """A function that takes these times, call after call."""
+        left = iter(times_ms)
+
+        def call() -> None:
+            self.now += next(left) / 1e3
+
+        return call
+
+
+CLOCK = Replay()
+CEILINGS = pytest.StashKey()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="on a CPU: all shapes and dtypes, not only the first")
 
 
 def pytest_collect_file(file_path, parent):
@@ -25,53 +56,95 @@ def pytest_collect_file(file_path, parent):
     return None
 
 
-@pytest.fixture(scope="session")
-def device() -> str:
-    return DEVICE
+def pytest_collection_modifyitems(config, items):
+    if DEVICE != "cpu" or config.getoption("--all"):
+        return
+    more = [i for i in items if hasattr(i, "callspec") and not is_first(i.callspec.params["case"])]
+    if more:
+        config.hook.pytest_deselected(items=more)
+        items[:] = [item for item in items if item not in more]
 
 
 @pytest.fixture(scope="session")
-def bandwidth(device) -> float:
-    return copy_bandwidth(device, 1 << 30 if device == "cuda" else 1 << 28)
+def ceilings():
+    return measure_ceilings(DEVICE)
 
 
-@pytest.fixture
-def compare(benchmark, device, bandwidth):
-    """Benchmark one rival of a case in one direction, with its floor and its speed-up over plain torch."""
+class _Comparisons:
+    """The last comparison: the rivals of one case and direction are tests that follow each other."""
+
+    def __init__(self, ceilings):
+        self.ceilings = ceilings
+        self.case: Case | None = None
+        self.by_direction: dict[str, Comparison] = {}
+
+    def of(self, case: Case, direction: str) -> Comparison:
+        if case is not self.case:
+            self.case, self.by_direction = case, {}
+        if direction not in self.by_direction:
+            seconds = SECONDS if DEVICE == "cpu" else 2 * SECONDS
+            compared = compare(case, direction, self.ceilings, DEVICE, seconds=seconds)
+            self.by_direction[direction] = compared
+        return self.by_direction[direction]
+
+
+@pytest.fixture(scope="session")
+def comparisons(ceilings, request):
+    request.config.stash[CEILINGS] = ceilings
+    return _Comparisons(ceilings)
+
+
+@pytest.fixture(name="compare")
+def _compare(benchmark, comparisons):
+    """Benchmark one rival of a case in one direction, beside its floor and the other rivals."""
 
     def run(case: Case, rival: str, direction: str) -> None:
-        if rival not in case.rivals:
-            pytest.skip(f"{rival} is not installed")
-        call, eager = (getattr(case, direction)(name) for name in (rival, EAGER))
-        call(), eager()
-        on_gpu = device == "cuda"
-        rounds = 20 if on_gpu else 3
-
-        def timed(function):
-            start = CLOCK()
-            function()
-            return (CLOCK() - start) * 1e3
-
-        rivals = {"this": call, "eager": eager}
-        measure = timed if on_gpu else cpu_ms
-        times = in_turn({name: lambda f=f: measure(f) for name, f in rivals.items()}, rounds)
-        # CPU time only ever grows by what else the machine does, so there the least counts
-        least = min(times["eager"]) / min(times["this"])
-        ratio = speedup(times["this"], times["eager"]) if on_gpu else least
-        num_bytes = case.forward_bytes + (case.backward_bytes if direction == "both" else 0)
-        floor_ms = num_bytes / bandwidth * 1e3
-        benchmark.group = (
-            f"{case.name} {'forward' if direction == 'forward' else 'forward+backward'} on {device}"
-        )
-        benchmark.extra_info.update(
-            rival=rival,
-            floor_ms=round(floor_ms, 4),
-            floor_share=round(floor_ms / min(times["this"]), 3),
-            speedup_over_eager=round(ratio, 2),
-        )
-        benchmark.pedantic(call, rounds=rounds, warmup_rounds=1)
+        benchmark.skipped = rival not in case.rivals
+        if benchmark.skipped:
+            pytest.skip(peers.why_absent(rival))
+        if benchmark.disabled:
+            getattr(case, direction)(rival)()
+            benchmark(lambda: None)
+            return
+        compared = comparisons.of(case, direction)
+        if rival in compared.failed:
+            benchmark.skipped = True
+            (pytest.fail if is_ours(rival) or rival == EAGER else pytest.skip)(compared.failed[rival])
+        row = compared.rows[rival]
+        what = {"both": "forward+backward"}.get(direction, direction)
+        benchmark.group = f"{case.name} {what} on {DEVICE}"
+        benchmark.extra_info.update(case=case.name, direction=direction, **row.columns())
+        benchmark.pedantic(CLOCK.play(row.times_ms), rounds=len(row.times_ms))
 
     return run
+
+
+def pytest_benchmark_update_machine_info(config, machine_info):
+    machine_info.pop("node", None)  # a result says what it ran on, not whose machine it was
+
+
+def pytest_benchmark_update_json(config, benchmarks, output_json):
+    output_json["environment"] = environment(DEVICE)
+    if ceilings := config.stash.get(CEILINGS, None):
+        output_json["ceilings"] = vars(ceilings)
+
+
+def size(num_bytes: int) -> str:
+    """In the unit that leaves a few digits: 512 B, 33 KiB, 1.6 GiB."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"
+
+
+def _line(info: dict) -> str:
+    peer = f"{info['over_peer']:6.2f}x {info['best_peer']}" if info["best_peer"] else "no peer"
+    return (
+        f"  {info['rival']:<18} {info['ms']:10.3f} ms {info['of_floor']:7.1%} of floor  {peer:<22}"
+        f" {size(info['extra_bytes']):>9} extra"
+    )
 
 
 @pytest.hookimpl(trylast=True)
@@ -80,15 +153,19 @@ def pytest_terminal_summary(terminalreporter, config):
     rows = [b for b in session.benchmarks if b.extra_info.get("rival")] if session else []
     if not rows:
         return
-    kind = "CUDA events" if DEVICE == "cuda" else "CPU time"
-    terminalreporter.section(f"fastmp: ms ({kind}), floor = bytes / copy bandwidth, ratio in turn with eager")
+    write = terminalreporter.write_line
+    terminalreporter.section("fastmp: time, share of the floor, times as fast as the best peer, extra memory")
+    ceilings = config.stash[CEILINGS]
+    rates = ", ".join(f"{name} products {rate:.3g} TFLOP/s" for name, rate in ceilings.gemm_tflops.items())
+    write(f"measured first: copy {ceilings.copy_gbs:.4g} GB/s, {rates}; a floor is the larger of two times")
     if DEVICE == "cpu":
-        terminalreporter.write_line("a CPU can read, or write in place, faster than it copies: above 100%")
+        write("CPU time; a CPU can read, or write in place, faster than it copies: above 100%")
+    write("extra: most memory held beyond inputs and outputs, by torch's allocator")
     for group in dict.fromkeys(row.group for row in rows):
-        terminalreporter.write_line(group)
-        for row in (r for r in rows if r.group == group):
-            info = row.extra_info
-            terminalreporter.write_line(
-                f"  {info['rival']:<16} {row.stats.min * 1e3:9.3f} ms  floor {info['floor_ms']:8.3f} ms"
-                f"  of floor {info['floor_share']:6.1%}  {info['speedup_over_eager']:6.2f}x eager"
-            )
+        members = [row.extra_info for row in rows if row.group == group]
+        first = members[0]
+        write(f"{group}: floor {first['floor_ms']:.4g} ms ({first['floor_of']})")
+        for info in members:
+            write(_line(info) + (f"  [{info['timing']}]" if info["timing"] != first["timing"] else ""))
+    for reason in sorted(set(peers.ABSENT.values())):
+        write(f"absent: {reason}")

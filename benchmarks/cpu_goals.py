@@ -2,7 +2,7 @@
 
 Speed-ups over plain torch in the same process, called in turn, by the least CPU time of each over the rounds.
 Fresh outputs are mostly page faults, so their goals depend on whether the system grants huge pages. fastmp
-may not be slower than torch.compile.
+may not be slower than torch.compile, and where a goal is about memory not hold more than its share of it.
 """
 
 from __future__ import annotations
@@ -10,68 +10,102 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
-from benchmarks.cases import COMPILE, EAGER, Case, Goal, Workload
-from benchmarks.measure import copy_bandwidth, cpu_ms, environment, in_turn
+from benchmarks.cases import COMPILE, Case, Goal, Workload
+from benchmarks.compare import Row, compare
+from benchmarks.measure import Ceilings, environment, measure_ceilings
 
 
 @dataclass(frozen=True)
 class Outcome:
+    """A goal beside what was measured; `compile` is None where torch.compile is not among the rivals."""
+
     goal: Goal
     case: str
     wanted: float
-    ours_ms: float
-    eager_ms: float
-    compile_ms: float
-    floor_ms: float
+    ours: Row
+    other: Row
+    compile: Row | None
 
     @property
     def factor(self) -> float:
-        return self.eager_ms / self.ours_ms
+        return self.other.ms / self.ours.ms
+
+    @property
+    def over_compile(self) -> float | None:
+        return None if self.compile is None else self.compile.ms / self.ours.ms
 
     @property
     def ok(self) -> bool:
-        return self.factor >= self.wanted and self.compile_ms / self.ours_ms >= self.goal.over_compile
+        fast = self.factor >= self.wanted and (self.over_compile or math.inf) >= self.goal.over_compile
+        most = math.inf if self.goal.extra_bytes is None else self.goal.extra_bytes * self.other.extra_bytes
+        return fast and self.ours.extra_bytes <= most
 
     def line(self) -> str:
-        return (
-            f"{'ok  ' if self.ok else 'FAIL'} {self.case:<40} {self.goal.direction:<8} {self.goal.rival:<16}"
-            f" {self.ours_ms:8.1f} ms  eager {self.eager_ms:8.1f} ms"
+        goal = self.goal
+        line = (
+            f"{'ok  ' if self.ok else 'FAIL'} {self.case:<40} {goal.direction:<8} {goal.rival:<16}"
+            f" {self.ours.ms:8.1f} ms  {goal.over} {self.other.ms:8.1f} ms"
             f"  {self.factor:5.2f}x (goal {self.wanted}x)"
-            f"  {self.compile_ms / self.ours_ms:5.2f}x torch.compile  floor {self.floor_ms:.1f} ms"
         )
+        if self.over_compile is not None:
+            line += f"  {self.over_compile:5.2f}x torch.compile"
+        if goal.extra_bytes is not None:
+            share = self.ours.extra_bytes / max(self.other.extra_bytes, 1)
+            line += f"  {share:.3f} of its extra bytes (goal {goal.extra_bytes})"
+        return line + f"  floor {self.ours.floor_ms:.1f} ms"
+
+    def record(self) -> dict[str, Any]:
+        """For a file."""
+        return {
+            "goal": asdict(self.goal),
+            "case": self.case,
+            "wanted": self.wanted,
+            "factor": round(self.factor, 3),
+            "over_compile": None if self.over_compile is None else round(self.over_compile, 3),
+            "ok": self.ok,
+            "ours": self.ours.columns(),
+            "other": self.other.columns(),
+        }
 
 
 def measure(
-    case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int, bandwidth: float
+    case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int, ceilings: Ceilings
 ) -> list[Outcome]:
     """All goals of one case, with plain torch and torch.compile in the same rounds.
 
-    The floor is the bytes to move over `bandwidth`, that of a copy into memory that is already there.
+    The floor is made of copies into memory that is already there.
     """
     outcomes = []
     for direction in dict.fromkeys(goal.direction for goal in goals):
         wanted = [goal for goal in goals if goal.direction == direction]
-        calls = {
-            name: getattr(case, direction)(name) for name in (*(g.rival for g in wanted), EAGER, COMPILE)
-        }
-        for call in calls.values():
-            call()
-        times = in_turn({name: lambda call=call: cpu_ms(call) for name, call in calls.items()}, rounds)
-        best = {name: min(values) for name, values in times.items()}
-        num_bytes = case.forward_bytes + (case.backward_bytes if direction == "both" else 0)
-        floor = num_bytes / bandwidth * 1e3
-        for goal in wanted:
-            factor = goal.factor if huge_pages else goal.without_huge_pages
-            rivals = best[goal.rival], best[EAGER], best[COMPILE]
-            outcomes.append(Outcome(goal, case.name, factor, *rivals, floor))
+        names = dict.fromkeys([g.rival for g in wanted] + [g.over for g in wanted])
+        if COMPILE in case.rivals:
+            names[COMPILE] = None
+        compared = compare(case, direction, ceilings, "cpu", names=list(names), rounds=rounds)
+        if compared.failed:
+            raise RuntimeError(f"{case.name} {direction}: {compared.failed}")
+        rows = compared.rows
+        outcomes += [
+            Outcome(
+                goal,
+                case.name,
+                goal.factor if huge_pages else goal.without_huge_pages,
+                rows[goal.rival],
+                rows[goal.over],
+                rows.get(COMPILE),
+            )
+            for goal in wanted
+        ]
     return outcomes
 
 
@@ -99,20 +133,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described = environment("cpu")
     print(f"{described['device']}, {described['threads']} threads, huge pages: {described['huge_pages']}")
     outcomes = []
-    bandwidth = copy_bandwidth("cpu", 1 << 28)
+    ceilings = measure_ceilings("cpu")
     for work, dtype, goals in goals_by_case():
         if not any(options.only in goal.workload for goal in goals):
             continue
         case = work.make(*work.cpu[0], getattr(torch, dtype), "cpu")
-        for outcome in measure(case, goals, described["huge_pages"], options.rounds, bandwidth):
+        for outcome in measure(case, goals, described["huge_pages"], options.rounds, ceilings):
             print(outcome.line(), flush=True)
             outcomes.append(outcome)
     if options.out:
-        rows = [{**asdict(o), "factor": round(o.factor, 3), "ok": o.ok} for o in outcomes]
-        described["copy_gbs"] = bandwidth / 1e9
-        options.out.write_text(
-            json.dumps({**described, "rounds": options.rounds, "goals": rows}, indent=2) + "\n"
-        )
+        goals = [outcome.record() for outcome in outcomes]
+        result = {**described, "rounds": options.rounds, "ceilings": asdict(ceilings), "goals": goals}
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 
 

@@ -7,6 +7,7 @@ bandwidth measured in the same process.
 
 from __future__ import annotations
 
+import math
 import mmap
 import platform
 import re
@@ -14,10 +15,14 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import peers
 
 Call = Callable[[], Any]
 
@@ -37,11 +42,19 @@ def speedup(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> float:
     return statistics.median(b / a for a, b in zip(ours_ms, theirs_ms, strict=True))
 
 
-def in_turn(rivals: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Times of each rival, one after the other, `rounds` times over, each starting a round in its turn."""
+def in_turn(
+    rivals: dict[str, Callable[[], float]], rounds: int, seconds: float = math.inf
+) -> dict[str, list[float]]:
+    """Times of each rival, one after the other, `rounds` times over, each starting a round in its turn.
+
+    After three rounds no further one is begun once `seconds` have gone by.
+    """
     times: dict[str, list[float]] = {name: [] for name in rivals}
     names = list(rivals)
+    until = time.perf_counter() + seconds
     for turn in range(rounds):
+        if turn >= 3 and time.perf_counter() > until:
+            break
         start = turn % len(names)
         for name in names[start:] + names[:start]:
             times[name].append(rivals[name]())
@@ -63,27 +76,6 @@ def event_ms(call: Call) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end)
-
-
-class EventClock:
-    """Seconds on the GPU's own clock; waits for the work before it.
-
-    Each step is measured from the event before and the steps are summed here: a time between two events is
-    a float32, which resolves microseconds over seconds but not over minutes.
-    """
-
-    def __init__(self) -> None:
-        self.last: torch.cuda.Event | None = None
-        self.total_ms = 0.0
-
-    def __call__(self) -> float:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        event.synchronize()
-        if self.last is not None:
-            self.total_ms += self.last.elapsed_time(event)
-        self.last = event
-        return self.total_ms / 1e3
 
 
 class GraphRun:
@@ -114,6 +106,17 @@ class GraphRun:
     def __call__(self) -> float:
         self.graph.replay()  # busy while the timed replay is enqueued: else its launch would count
         return event_ms(self.graph.replay) / self.count
+
+
+class EventRun:
+    """The same interface without a graph: events around calls that the host launches one by one."""
+
+    def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
+        self.calls = list(calls) * rounds
+        calls[0]()
+
+    def __call__(self) -> float:
+        return event_ms(lambda: [call() for call in self.calls]) / len(self.calls)
 
 
 class CpuRun:
@@ -159,6 +162,86 @@ def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
     return 2 * num_bytes / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
 
 
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine reaches, measured in this process: what floors are made of."""
+
+    copy_gbs: float
+    gemm_tflops: dict[str, float]  # by dtype
+
+    def floor(self, num_bytes: int, flops: int, dtype: torch.dtype) -> tuple[float, str]:
+        """(ms, what sets it): the bytes over the copy bandwidth, or the FLOPs over the rate of products."""
+        copy_ms = num_bytes / self.copy_gbs / 1e6
+        rate = self.gemm_tflops.get(name_of(dtype), math.inf)
+        gemm_ms = flops / rate / 1e9
+        return (gemm_ms, "matrix products") if gemm_ms > copy_ms else (copy_ms, "copy")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def measure_ceilings(
+    device: str,
+    *,
+    copy_bytes: int | None = None,
+    gemm_size: int | None = None,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+) -> Ceilings:
+    """Copy bandwidth, and products of random square matrices: seconds on a CPU, less on a GPU."""
+    on_gpu = torch.device(device).type == "cuda"
+    copy_bytes = copy_bytes or (1 << 30 if on_gpu else 1 << 28)
+    gemm_size = gemm_size or (8192 if on_gpu else 1024)
+    rates = {name_of(dtype): gemm_rate(device, gemm_size, dtype) / 1e12 for dtype in dtypes}
+    return Ceilings(copy_bandwidth(device, copy_bytes) / 1e9, rates)
+
+
+def gemm_rate(device: str, size: int, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of random square matrices: best of several."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    on_gpu = torch.device(device).type == "cuda"
+    run = runner(device)([lambda: a @ b], rounds=4 if on_gpu else 1)
+    return 2 * size**3 / (min(run() for _ in range(9 if on_gpu else 5)) * 1e-3)
+
+
+def extra_bytes(call: Call, device: str) -> int:
+    """Most memory a call holds at once beyond what was there before and what it returns.
+
+    `call` returns everything that stays. On a GPU by the statistics of torch's allocator, on a CPU by what
+    torch.profiler sees of it: every tensor that torch or a kernel of ours makes, freed or not; scratch that
+    a library takes from the system by itself is not in it.
+    """
+    return _extra_on_gpu(call) if torch.device(device).type == "cuda" else _extra_on_cpu(call)
+
+
+def _extra_on_gpu(call: Call) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del result
+    return extra
+
+
+def _extra_on_cpu(call: Call) -> int:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = call()
+    del result  # only now: what it holds is no extra
+    events = []
+    waiting = list(seen.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation":
+            events.append((event.start_time_ns, event.extra_fields))
+    events.sort(key=lambda event: event[0])
+    if not events:
+        return 0
+    first, last = events[0][1], events[-1][1]
+    peak = max(fields.total_allocated for _, fields in events)
+    return max(peak, first.total_allocated - first.alloc_size) - last.total_allocated
+
+
 def huge_pages_granted(num_bytes: int = 32 << 20) -> bool:
     """Whether the system backs memory with huge pages when asked to."""
     rollup = Path("/proc/self/smaps_rollup")
@@ -199,6 +282,7 @@ def environment(device: str) -> dict[str, Any]:
         "triton": _triton.VERSION,
         "python": platform.python_version(),
     }
+    versions |= {name: number for name, number in peers.versions().items() if number}
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         described = {

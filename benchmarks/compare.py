@@ -1,0 +1,184 @@
+"""One case in one direction: all its rivals in turn, and what the table says of each.
+
+On a GPU a rival is timed twice: the way a user calls it, and in a CUDA graph over copies of its inputs,
+unless it cannot be captured. A ratio sets like against like. On a CPU times are CPU time, and the least
+counts, because what else the machine does only ever adds to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.cases import EAGER, OURS, Case, is_ours
+from benchmarks.measure import (
+    Ceilings,
+    CpuRun,
+    EventRun,
+    GraphRun,
+    extra_bytes,
+    in_turn,
+    num_copies,
+    speedup,
+    summarize,
+)
+
+GRAPH, EVENTS, CPU_TIME = "CUDA graph", "CUDA events", "CPU time"
+_MOST_COPIED = 1 << 30  # bytes: a call that moves more does not find its inputs in the cache
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rival. `times_ms` are of the rounds, timed by `timing`; `ms` is the one that counts.
+
+    `over_peer` and `over_eager`: how many times faster it is than the best peer (`best_peer`, none of ours)
+    and than plain torch. `called_ms` is the time with the host's launches in it. `flops` counts all
+    arithmetic that has a formula, not only matrix products.
+    """
+
+    rival: str
+    timing: str
+    times_ms: list[float]
+    ms: float
+    called_ms: float
+    floor_ms: float
+    floor_of: str
+    of_floor: float
+    best_peer: str | None
+    over_peer: float | None
+    over_eager: float | None
+    extra_bytes: int | None
+    bytes: int
+    flops: int
+
+    def columns(self) -> dict[str, Any]:
+        """All but the single times, rounded for a file."""
+        values = {name: value for name, value in vars(self).items() if name != "times_ms"}
+        return {n: float(f"{v:.5g}") if isinstance(v, float) else v for n, v in values.items()}
+
+
+@dataclass
+class Comparison:
+    """`rows` of the rivals that ran, and why the others did not, by name."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def compare(
+    case: Case,
+    direction: str,
+    ceilings: Ceilings,
+    device: str,
+    *,
+    names: Sequence[str] = (),
+    rounds: int | None = None,
+    seconds: float = math.inf,
+) -> Comparison:
+    """Time the rivals of `case`, or those in `names`, in turn: at most `rounds` times, about `seconds` long.
+
+    A rival that raises has no row but a reason.
+    """
+    on_gpu = torch.device(device).type == "cuda"
+    rounds = rounds or (20 if on_gpu else 7)
+    result = Comparison()
+    extra: dict[str, int] = {}
+    for name in names or case.rivals:
+        with _reported(name, result.failed):
+            case.results(name, direction)()  # compiles
+            extra[name] = extra_bytes(case.results(name, direction), device)
+    if on_gpu:
+        called, times = _gpu_times(case, direction, list(extra), rounds, seconds)
+    else:
+        runs = {name: CpuRun([getattr(case, direction)(name)]) for name in extra}
+        called = times = in_turn(runs, rounds, seconds)
+    num_bytes, products = case.costs(direction)
+    floor_ms, floor_of = ceilings.floor(num_bytes, products, case.leaves[0].dtype)
+    flops = _all_flops(case, direction) if OURS in extra else products
+    for name in extra:
+        best = _best_peer(name, times, called, on_gpu)
+        ms = _ms(times.get(name, called[name]), on_gpu)
+        result.rows[name] = Row(
+            rival=name,
+            timing=CPU_TIME if not on_gpu else GRAPH if name in times else EVENTS,
+            times_ms=times.get(name, called[name]),
+            ms=ms,
+            called_ms=_ms(called[name], on_gpu),
+            floor_ms=floor_ms,
+            floor_of=floor_of,
+            of_floor=floor_ms / ms,
+            best_peer=best[0] if best else None,
+            over_peer=best[1] if best else None,
+            over_eager=_ratio(name, EAGER, times, called, on_gpu) if EAGER in extra else None,
+            extra_bytes=extra[name],
+            bytes=num_bytes,
+            flops=max(flops, products),
+        )
+    return result
+
+
+def _gpu_times(
+    case: Case, direction: str, names: list[str], rounds: int, seconds: float
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Times as called of all the rivals, and times in a graph of those that can be captured."""
+    num_bytes, _ = case.costs(direction)
+    copies = num_copies(num_bytes) if case.again and num_bytes < _MOST_COPIED else 1
+    cases = [case] + [case.again(seed) for seed in range(1, copies)]
+    calls = {name: [getattr(one, direction)(name) for one in cases] for name in names}
+    called = in_turn({name: EventRun(c) for name, c in calls.items()}, rounds, seconds / 2)
+    graphs: dict[str, GraphRun] = {}
+    for name in names:
+        with _reported(name, {}):
+            graphs[name] = GraphRun(calls[name])
+    for graph in graphs.values():
+        graph()
+    times = in_turn(graphs, rounds, seconds / 2) if graphs else {}
+    return called, times
+
+
+@contextmanager
+def _reported(name: str, failed: dict[str, str]) -> Iterator[None]:
+    """A rival that raises is set aside, with the first line of its message."""
+    try:
+        yield
+    except Exception as error:
+        message = str(error).strip().splitlines()
+        failed[name] = f"{type(error).__name__}: {message[0] if message else ''}"
+
+
+def _ms(times: list[float], on_gpu: bool) -> float:
+    return summarize(times)["ms" if on_gpu else "min"]
+
+
+Times = Mapping[str, list[float]]
+
+
+def _ratio(name: str, other: str, times: Times, called: Times, on_gpu: bool) -> float:
+    """How many times faster `name` is than `other`, both in a graph or both as called."""
+    pair = times if name in times and other in times else called
+    if on_gpu:
+        return speedup(pair[name], pair[other])
+    return min(pair[other]) / min(pair[name])
+
+
+def _best_peer(name: str, times: Times, called: Times, on_gpu: bool) -> tuple[str, float] | None:
+    ratios = {other: _ratio(name, other, times, called, on_gpu) for other in called if not is_ours(other)}
+    best = min(ratios, key=ratios.__getitem__, default=None)
+    return None if best is None else (best, ratios[best])
+
+
+def _all_flops(case: Case, direction: str) -> int:
+    """Arithmetic of our own call by the registered formulas; 0 where counting is not possible."""
+    call: Callable[[], Any] = case.results(OURS, direction)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            call()
+    except Exception:
+        return 0
+    return counter.get_total_flops()

@@ -1,0 +1,181 @@
+"""How the benchmarks measure: what is in a row of the table, on a CPU and at small sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def ceilings():
+    from benchmarks.measure import Ceilings
+
+    return Ceilings(copy_gbs=10.0, gemm_tflops={"float32": 0.1})
+
+
+def test_statistics_of_times():
+    from benchmarks.measure import in_turn, num_copies, num_rounds, speedup, summarize
+
+    assert summarize([3.0, 1.0, 2.0, 5.0, 4.0]) == {"ms": 3.0, "p20": 2.0, "p80": 4.0, "min": 1.0}
+    assert speedup([1.0, 2.0, 1.0], [3.0, 2.0, 2.0]) == 2.0
+    order = []
+    in_turn({name: lambda name=name: order.append(name) or 1.0 for name in "ab"}, 2)
+    assert order == ["a", "b", "b", "a"]
+    assert {len(times) for times in in_turn({"a": float, "b": float}, 9, seconds=0).values()} == {3}
+    assert num_copies(1 << 30) == 2 and num_copies(1 << 20) == 16 and num_copies(60 << 20) == 3
+    assert num_rounds(4 << 30) == 1 and num_rounds(512 << 20) == 4 and num_rounds(1 << 20) == 20
+
+
+def test_a_floor_is_the_larger_of_two_times(ceilings):
+    assert ceilings.floor(10**7, 0, torch.float32) == (pytest.approx(1.0), "copy")
+    assert ceilings.floor(10**7, 2 * 10**8, torch.float32) == (pytest.approx(2.0), "matrix products")
+    assert ceilings.floor(10**7, 10**12, torch.float64)[1] == "copy"  # no rate was measured for it
+
+
+def test_ceilings_are_measured():
+    from benchmarks.measure import measure_ceilings
+
+    measured = measure_ceilings("cpu", copy_bytes=1 << 22, gemm_size=64)
+    assert measured.copy_gbs > 0 and set(measured.gemm_tflops) == {"float32", "bfloat16"}
+    assert all(rate > 0 for rate in measured.gemm_tflops.values())
+
+
+def test_extra_bytes_are_what_a_call_holds_beyond_what_it_returns():
+    from benchmarks.measure import extra_bytes
+
+    x = torch.ones(1 << 18)  # 1 MiB
+    saved = x.clone().requires_grad_()
+    for call, expected in (
+        (lambda: x.exp(), 0),
+        (lambda: x.exp().sin(), 1),
+        (lambda: x.exp().sin().sum(), 2),
+        (lambda: x.sin_(), 0),
+        (lambda: torch.autograd.grad(saved.exp().sum(), saved), 1),  # exp saves what it returns
+    ):
+        assert extra_bytes(call, "cpu") == pytest.approx(expected * x.nbytes, abs=64)
+
+
+def test_every_rival_has_a_row_with_all_columns(tiny_case, ceilings):
+    from benchmarks.compare import compare
+
+    for direction, floor in (("forward", tiny_case.forward_bytes), ("both", tiny_case.costs("both")[0])):
+        compared = compare(tiny_case, direction, ceilings, "cpu", rounds=3)
+        assert set(compared.rows) == {"fastmp", "torch eager"} and not compared.failed
+        for row in compared.rows.values():
+            assert row.timing == "CPU time" and len(row.times_ms) == 3 and row.ms == min(row.times_ms)
+            assert row.best_peer == "torch eager" and row.extra_bytes >= 0
+            assert row.bytes == floor and row.of_floor == pytest.approx(floor / 1e7 / row.ms)
+        ours, eager = compared.rows["fastmp"], compared.rows["torch eager"]
+        assert eager.over_peer == eager.over_eager == 1.0
+        assert ours.over_peer == ours.over_eager == pytest.approx(eager.ms / ours.ms)
+        assert ours.flops == eager.flops == 16 * 256 * (9 if direction == "forward" else 9 + 18)
+        assert "times_ms" not in ours.columns() and json.dumps(ours.columns())
+
+
+def test_a_rival_that_raises_has_a_reason_in_place_of_a_row(tiny_case, ceilings):
+    from benchmarks.compare import compare
+
+    def broken():
+        raise RuntimeError("no kernel image\nand more")
+
+    tiny_case.rivals["Liger"] = broken
+    compared = compare(tiny_case, "both", ceilings, "cpu", rounds=1)
+    assert compared.failed == {"Liger": "RuntimeError: no kernel image"}
+    assert set(compared.rows) == {"fastmp", "torch eager"}
+
+
+def test_peers_say_why_they_are_absent(monkeypatch):
+    from benchmarks import peers
+
+    assert peers.peer(peers.LIGER, "liger_kernel.ops:X", "cpu") is None
+    assert peers.why_absent(peers.LIGER) == "Liger runs on a GPU only"
+    monkeypatch.setattr(peers, "installed", lambda name: None)
+    assert peers.peer(peers.QUACK, "quack:rmsnorm", "cuda") is None
+    assert peers.why_absent(peers.QUACK) == "quack is not installed (pip install quack-kernels)"
+    monkeypatch.setattr(peers, "installed", lambda name: "1.0")
+    assert peers.peer(peers.TE, "json:nothing_of_this_name", "cuda") is None
+    assert "Transformer Engine 1.0 has no json:nothing_of_this_name" in peers.why_absent(peers.TE)
+    assert peers.peer(peers.TE, "json:dumps", "cuda") is json.dumps
+
+
+def test_only_the_first_shape_and_dtype_run_on_a_cpu_by_default():
+    from benchmarks.cases import Workload, is_first, sweep
+
+    work = Workload("x", lambda *a: None, cpu=((1,), (2,)), cuda=((3,),), rivals=("fastmp", "torch eager"))
+    cases = [parameter.values[0] for parameter in sweep((work,), "cpu")]
+    assert len(cases) == 2 * 2 * 2 * 2 and sum(map(is_first, cases)) == 2 * 2
+    assert [c.args[1] for c in cases if is_first(c)] == [(1,)] * 4
+
+
+def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings):
+    from benchmarks import cpu_goals
+    from benchmarks.cases import Goal
+
+    goal = Goal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0)
+    tiny_case.rivals["torch.compile"] = tiny_case.rivals["torch eager"]
+    for huge_pages, wanted in ((True, 4.0), (False, 2.0)):
+        (outcome,) = cpu_goals.measure(tiny_case, [goal], huge_pages, rounds=2, ceilings=ceilings)
+        assert outcome.wanted == wanted and outcome.factor > 0 and outcome.over_compile > 0
+        assert json.dumps(outcome.record())
+    ours = replace(outcome.ours, ms=1.0, extra_bytes=10)
+    other, compiled = replace(outcome.other, ms=5.0, extra_bytes=99), replace(outcome.other, ms=1.5)
+    made = cpu_goals.Outcome(goal, "x", 4.0, ours, other, compiled)
+    assert made.ok and made.factor == 5.0
+    slower = replace(made, compile=replace(compiled, ms=0.5))
+    assert not slower.ok and "FAIL" in slower.line()
+    assert replace(slower, compile=None).ok  # nobody compiles an optimizer step
+    larger = replace(made, goal=replace(goal, extra_bytes=0.1))
+    assert not larger.ok and "0.101 of its extra bytes (goal 0.1)" in larger.line()
+    assert replace(larger, other=replace(other, extra_bytes=100)).ok
+
+
+BENCH = """
+import pytest, torch
+from benchmarks.bench_activation import bias_gelu_case
+from benchmarks.cases import EAGER, LIGER, OURS, Workload, sweep
+from benchmarks.conftest import CLOCK, DEVICE
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+def make(*arguments):
+    case = bias_gelu_case(*arguments)
+    del case.rivals["torch.compile"]
+    return case
+
+WORK = Workload("tiny", make, ((8, 16, "tanh"), (8, 32, "tanh")), (), (OURS, EAGER, LIGER))
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep((WORK,), "cpu"))
+def test_tiny(compare, case, rival, direction):
+    compare(case(), rival, direction)
+"""
+
+
+def test_pytest_prints_the_table_and_writes_it_as_json(tmp_path):
+    (tmp_path / "bench_tiny.py").write_text(BENCH)
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.conftest", "--rootdir", str(tmp_path)]
+    command += ["-c", os.devnull, "--benchmark-json", str(tmp_path / "out.json"), str(tmp_path)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed, 2 skipped, 18 deselected" in done.stdout
+    assert "measured first: copy" in done.stdout
+    printed = [line.split() for line in done.stdout.splitlines() if line.startswith("  fastmp ")]
+    assert len(printed) == 2 and all("floor" in words and "extra" in words for words in printed)
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["environment"]["versions"]["torch"] == torch.__version__
+    assert result["ceilings"]["copy_gbs"] > 0 and "node" not in result["machine_info"]
+    assert {(b["extra_info"]["rival"], b["extra_info"]["direction"]) for b in result["benchmarks"]} == {
+        (rival, direction) for rival in ("fastmp", "torch eager") for direction in ("forward", "both")
+    }
+    for entry in result["benchmarks"]:
+        info = entry["extra_info"]
+        assert entry["stats"]["min"] == pytest.approx(info["ms"] / 1e3, rel=1e-3)
+        assert info["of_floor"] > 0 and math.isfinite(info["over_peer"]) and info["extra_bytes"] >= 0
