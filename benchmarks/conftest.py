@@ -14,7 +14,7 @@ import torch
 from benchmarks import peers
 from benchmarks.cases import EAGER, Case, is_first, is_ours
 from benchmarks.compare import Comparison, compare
-from benchmarks.measure import environment, measure_ceilings
+from benchmarks.measure import environment, measure_ceilings, size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SECONDS = 8.0  # of rounds for a case in one direction, on a CPU
@@ -127,16 +127,6 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
     output_json["environment"] = environment(DEVICE)
     if ceilings := config.stash.get(CEILINGS, None):
         output_json["ceilings"] = vars(ceilings)
-
-
-def size(num_bytes: int) -> str:
-    """In the unit that leaves a few digits: 512 B, 33 KiB, 1.6 GiB."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} GiB"
 
 
 def _line(info: dict) -> str:

@@ -1,9 +1,12 @@
-"""Checks and times every op on one GPU: `python -m benchmarks.gpu_check [--out FILE] [--no-timing]`.
+"""Is it right and how fast is it, on this GPU: `python -m benchmarks.gpu_check [--out FILE] [--no-timing]`.
 
-Needs torch, numpy, triton and fastmp. Every implementation of every op runs on NaN-poisoned memory and is
-held against float64; one that is wrong gets no time. The kernels are then timed in CUDA graphs over several
-copies of their inputs and set against the ceilings measured first in the same process; the public functions,
-forward and backward, run in turn with plain torch, torch.compile and Liger. The result is one JSON object.
+Every implementation of every op and every public function is held against float64 on NaN-poisoned memory,
+each family in a process of its own; compute-sanitizer watches a small pass where it is installed; the kernels
+are timed in CUDA graphs over several copies of their inputs, the public functions in turn with their rivals,
+and all of it is set against ceilings measured first. What is wrong gets no time. Under ten minutes: what the
+time budget leaves no room for is dropped, the later shapes first, and named. The result is one JSON object.
+
+Needs torch, numpy, triton and fastmp.
 """
 
 from __future__ import annotations
@@ -11,34 +14,42 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from benchmarks.cases import EAGER, Case
+from benchmarks import correct, sanitizer
+from benchmarks.cases import Workload, title
+from benchmarks.compare import compare
+from benchmarks.conftest import size
 from benchmarks.measure import (
-    copy_bandwidth,
-    cpu_ms,
+    Ceilings,
     environment,
-    event_ms,
+    extra_bytes,
     in_turn,
+    measure_ceilings,
+    name_of,
     num_copies,
     num_rounds,
     runner,
-    speedup,
     summarize,
     synchronize,
 )
 from fastmp.ops import OPS
-from fastmp.testing.ops import check_op
 
-BACKENDS = ("triton", "cuda", "reference")
+ROOT = Path(__file__).resolve().parents[1]
+BUDGET = 540.0  # seconds
+_GRACE = 30.0  # seconds after which the budget is enforced on what is stuck
 
 
 @dataclass(frozen=True)
@@ -47,39 +58,64 @@ class Sizes:
 
     shapes: dict[str, tuple[tuple, ...]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    bandwidth_bytes: int = 1 << 30
-    gemm: int = 8192
+    bandwidth_bytes: int | None = None
+    gemm: int | None = None
     replays: int = 9
-    rounds: int = 25
+    rounds: int = 15
 
 
-def correctness(device: str) -> list[dict[str, Any]]:
-    """One row for each op, implementation and dtype; one that raises is a row with the error."""
-    rows = []
-    for op, entry in OPS.items():
-        for backend in BACKENDS:
-            if backend not in entry.implementations:
-                continue
-            try:
-                results = check_op(op, device, backend=backend)
-            except Exception as error:
-                rows.append(
-                    {"op": op, "backend": backend, "ok": False, "raised": f"{type(error).__name__}: {error}"}
-                )
-                continue
-            rows += [{**asdict(r), "backend": backend, "ok": r.ok} for r in results]
+class Budget:
+    """Seconds for the whole run, and what they did not suffice for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.until = time.monotonic() + seconds
+        self.dropped: list[str] = []
+
+    def left(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+    def allows(self, what: str) -> bool:
+        """Whether there is time left; if not, `what` is dropped."""
+        if self.left() > 0:
+            return True
+        self.dropped.append(what)
+        return False
+
+
+def correctness(device: str, seconds: float, folder: Path) -> list[dict[str, Any]]:
+    """The rows of all families, checked at once; one that dies or takes too long is a row that says so."""
+    until = time.monotonic() + seconds
+    running = {}
+    for family in correct.families():
+        out, log = folder / f"{family}.json", folder / f"{family}.log"
+        command = [sys.executable, "-m", "benchmarks.correct", family, "--device", device, "--out", str(out)]
+        with log.open("w") as file:
+            streams = {"stdout": file, "stderr": subprocess.STDOUT}
+            process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
+        running[family] = process, out, log
+    rows: list[dict[str, Any]] = []
+    for family, (process, out, log) in running.items():
+        try:
+            process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            sanitizer.stop(process)
+            rows.append({"family": family, "ok": False, "raised": f"not done after {seconds:.0f} s"})
+            continue
+        if out.exists():
+            rows += [{"family": family, **row} for row in json.loads(out.read_text())]
+        else:
+            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+            rows.append({"family": family, "ok": False, "raised": f"status {process.returncode}: {last}"})
     return rows
 
 
-def ceilings(device: str, sizes: Sizes) -> dict[str, float]:
-    """Copy and read bandwidth, bf16 matrix product on random data, a launch alone and within a graph."""
+def launch_costs(device: str, sizes: Sizes) -> dict[str, float]:
+    """Read bandwidth, a launch from the host, and a node within a graph."""
     run = runner(device)
-    source = torch.randn(sizes.bandwidth_bytes // 4, device=device)
+    num_bytes = sizes.bandwidth_bytes or 1 << 30
+    source = torch.randn(num_bytes // 4, device=device)
     read = run([lambda: source.sum()], rounds=4)
     read_ms = min(read() for _ in range(sizes.replays))
-    a, b = (torch.randn(sizes.gemm, sizes.gemm, device=device, dtype=torch.bfloat16) for _ in range(2))
-    product = run([lambda: a @ b], rounds=4)
-    product_ms = min(product() for _ in range(sizes.replays))
     one = torch.zeros(1, device=device)
     node = run([lambda: one.add_(1)], rounds=100)
     node_ms = min(node() for _ in range(sizes.replays))
@@ -88,155 +124,227 @@ def ceilings(device: str, sizes: Sizes) -> dict[str, float]:
     for _ in range(200):
         one.add_(1)
     synchronize(device)
-    launch_ms = (time.perf_counter() - start) / 200 * 1e3
+    launch_us = (time.perf_counter() - start) / 200 * 1e6
     return {
-        "copy_gbs": copy_bandwidth(device, sizes.bandwidth_bytes) / 1e9,
-        "read_gbs": sizes.bandwidth_bytes / read_ms / 1e6,
-        "bf16_gemm_tflops": 2 * sizes.gemm**3 / product_ms / 1e9,
-        "eager_launch_us": launch_ms * 1e3,
+        "read_gbs": num_bytes / read_ms / 1e6,
+        "eager_launch_us": launch_us,
         "graph_node_us": node_ms * 1e3,
     }
 
 
 def families() -> list[ModuleType]:
-    """The bench_<family>.py that time kernels of the registry."""
+    """The modules bench_<family>.py."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
-    modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
-    return [module for module in modules if hasattr(module, "SHAPES")]
+    return [importlib.import_module(f"benchmarks.{name}") for name in names]
 
 
-def kernel_times(
-    device: str, sizes: Sizes, backends_of: Callable[[str], list[str]], copy_gbs: float
-) -> list[dict]:
-    """Time, bandwidth and share of the copy bandwidth of the named implementations of every op, in turn.
+def kernels(sizes: Sizes) -> Iterator[tuple[ModuleType, str, tuple]]:
+    """(family, op, shape) of what is timed alone, all first shapes before all second ones."""
+    listed = [
+        (i, family, op, shape)
+        for family in families()
+        for op in getattr(family, "SHAPES", ())
+        for i, shape in enumerate(sizes.shapes.get(op, family.SHAPES[op]))
+    ]
+    for _, family, op, shape in sorted(listed, key=lambda entry: entry[0]):
+        yield family, op, shape
 
-    A mutating op overwrites its logits call after call; the numbers change, the time does not.
+
+def kernel_rows(
+    device: str,
+    sizes: Sizes,
+    backends_of: Callable[[str], list[str]],
+    ceilings: Ceilings,
+    budget: Budget,
+) -> Iterator[dict[str, Any]]:
+    """Time, bandwidth and share of the floor of the named implementations of every op, in turn.
+
+    A mutating op overwrites its inputs call after call; the numbers change, the time does not.
     """
-    rows = []
-    for family, op in ((f, op) for f in families() for op in f.SHAPES):
-        entry = OPS[op]
+    for family, op, shape in kernels(sizes):
         backends = backends_of(op)
-        if not backends:
-            continue
-        for shape in sizes.shapes.get(op, family.SHAPES[op]):
-            for dtype in sizes.dtypes:
-                first = family.arguments(op, shape, dtype, device, 0)
-                traffic = entry.traffic(*first)
-                on_gpu = torch.device(device).type == "cuda"
-                copies = num_copies(traffic) if on_gpu else 1
-                rounds = num_rounds(copies * traffic) if on_gpu else 1
-                inputs = [first] + [family.arguments(op, shape, dtype, device, s) for s in range(1, copies)]
-                runs = {
-                    b: runner(device)([lambda f=entry.implementations[b], a=a: f(*a) for a in inputs], rounds)
-                    for b in backends
-                }
-                for backend, times in in_turn(runs, sizes.replays).items():
-                    figures = summarize(times)
-                    gbs = traffic / figures["ms"] / 1e6
-                    rows.append(
-                        {"op": op, "shape": shape, "dtype": str(dtype), "backend": backend, **figures}
-                        | {"gbs": gbs, "of_copy": gbs / copy_gbs, "flops": entry.flops(*first)}
-                    )
-    return rows
+        for dtype in sizes.dtypes if backends else ():
+            if budget.allows(f"kernel {title(op, shape, dtype)}"):
+                yield from _kernel_rows(family, op, shape, dtype, device, sizes, backends, ceilings)
 
 
-def as_used(device: str, sizes: Sizes, cases: Sequence[Callable[[], Case]], copy_gbs: float) -> list[dict]:
-    """Public functions forward+backward through autograd, rivals in turn, with speed-ups over plain torch."""
-    rows = []
+def _kernel_rows(
+    family: ModuleType,
+    op: str,
+    shape: tuple,
+    dtype: torch.dtype,
+    device: str,
+    sizes: Sizes,
+    backends: list[str],
+    ceilings: Ceilings,
+) -> Iterator[dict[str, Any]]:
+    entry = OPS[op]
+    first = family.arguments(op, shape, dtype, device, 0)
+    traffic, flops = entry.traffic(*first), entry.flops(*first) if entry.flops else 0
     on_gpu = torch.device(device).type == "cuda"
-    timed = event_ms if on_gpu else cpu_ms
-    for make in cases:
-        case = make()
-        calls = {name: case.both(name) for name in case.rivals}
-        extra = {}
-        for name, call in calls.items():
-            call()
-            if on_gpu:
-                torch.cuda.synchronize()
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                call()
-                extra[name] = torch.cuda.max_memory_allocated() - before
-        times = in_turn({n: lambda c=c: timed(c) for n, c in calls.items()}, sizes.rounds)
-        floor_ms = (case.forward_bytes + case.backward_bytes) / copy_gbs / 1e6
-        for name, values in times.items():
-            figures = summarize(values)
-            rows.append(
-                {"case": case.name, "rival": name, **figures, "peak_extra_bytes": extra.get(name)}
-                | {"of_floor": floor_ms / figures["ms"], "over_eager": speedup(values, times[EAGER])}
-            )
-    return rows
+    copies = num_copies(traffic) if on_gpu else 1
+    rounds = num_rounds(copies * traffic) if on_gpu else 1
+    inputs = [first] + [family.arguments(op, shape, dtype, device, s) for s in range(1, copies)]
+    calls = {b: [lambda f=entry.implementations[b], a=a: f(*a) for a in inputs] for b in backends}
+    extra = {b: extra_bytes(some[0], device) for b, some in calls.items()}
+    runs = {b: runner(device)(some, rounds) for b, some in calls.items()}
+    floor_ms, floor_of = ceilings.floor(traffic, flops, dtype)
+    for backend, times in in_turn(runs, sizes.replays).items():
+        figures = summarize(times)
+        yield {"op": op, "shape": shape, "dtype": name_of(dtype), "backend": backend, **figures} | {
+            "floor_ms": floor_ms,
+            "floor_of": floor_of,
+            "of_floor": floor_ms / figures["ms"],
+            "gbs": traffic / figures["ms"] / 1e6,
+            "bytes": traffic,
+            "flops": flops,
+            "extra_bytes": extra[backend],
+        }
 
 
-def check(device: str, sizes: Sizes, timing: bool = True) -> dict[str, Any]:
-    """The whole run; "ok" says whether every implementation was right."""
-    result: dict[str, Any] = {"environment": environment(device)}
-    rows = result["correctness"] = correctness(device)
-    wrong = {(r["op"], r["backend"]) for r in rows if not r["ok"]}
-    result["ok"] = not wrong
-    if not timing:
-        return result
-    result["ceilings"] = ceilings(device, sizes)
-    copy_gbs = result["ceilings"]["copy_gbs"]
-    result["kernels"] = kernel_times(
-        device,
-        sizes,
-        lambda op: [b for b in BACKENDS[:2] if b in OPS[op].implementations and (op, b) not in wrong],
-        copy_gbs,
-    )
-    cases = [
-        lambda make=work.make, shape=shape, dtype=dtype: make(*shape, dtype, device)
+def workloads(device: str) -> Iterator[tuple[Workload, tuple]]:
+    """(workload, shape), all first shapes before all second ones."""
+    listed = [
+        (i, work, shape)
         for family in families()
         for work in family.WORKLOADS
-        for shape in work.cuda
-        for dtype in sizes.dtypes
+        for i, shape in enumerate(work.shapes(device))
     ]
-    result["as_used"] = as_used(device, sizes, cases, copy_gbs)
+    for _, work, shape in sorted(listed, key=lambda entry: entry[0]):
+        yield work, shape
+
+
+def function_rows(
+    device: str,
+    sizes: Sizes,
+    listed: Sequence[tuple[Workload, tuple]],
+    ceilings: Ceilings,
+    budget: Budget,
+) -> Iterator[dict[str, Any]]:
+    """Public functions through autograd beside their rivals; a rival that raised is a row with the error."""
+    for work, shape in listed:
+        for dtype in (dtype for dtype in sizes.dtypes if dtype in work.dtypes):
+            case = None
+            for direction in reversed(work.directions):  # forward and backward first
+                if not budget.allows(f"{title(work.name, shape, dtype)} {direction}"):
+                    continue
+                case = case or work.case(shape, dtype, device)
+                compared = compare(case, direction, ceilings, device, rounds=sizes.rounds, seconds=20.0)
+                what = {"case": case.name, "workload": work.name, "direction": direction}
+                for row in compared.rows.values():
+                    yield {**what, **row.columns()}
+                for rival, reason in compared.failed.items():
+                    yield {**what, "rival": rival, "raised": reason}
+
+
+def check(
+    device: str,
+    sizes: Sizes,
+    *,
+    timing: bool = True,
+    seconds: float = BUDGET,
+    listed: Sequence[tuple[Workload, tuple]] | None = None,
+    result: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The whole run; "ok" says whether everything was right. `result` is filled as the run goes on."""
+    result = {} if result is None else result
+    budget = Budget(seconds)
+    result |= {"environment": environment(device), "ok": False, "dropped": budget.dropped}
+    with tempfile.TemporaryDirectory() as folder:
+        checked = correctness(device, 0.5 * seconds, Path(folder))
+        result["correctness"] = checked
+        on_gpu = torch.device(device).type == "cuda"
+        watched = sanitizer.run(ROOT, Path(folder), min(0.3 * seconds, budget.left())) if on_gpu else []
+        result["sanitizer"] = watched
+    result["ok"] = all(row["ok"] for row in checked) and all(row["ok"] for row in watched)
+    if not timing:
+        return result
+    right = {(r["op"], r["backend"]) for r in checked if "backend" in r and r["ok"]}
+    right -= {(r["op"], r["backend"]) for r in checked if "backend" in r and not r["ok"]}
+    options = {"copy_bytes": sizes.bandwidth_bytes, "gemm_size": sizes.gemm}
+    ceilings = measure_ceilings(device, **options)
+    result["ceilings"] = vars(ceilings) | launch_costs(device, sizes)
+    timed = correct.BACKENDS[:2] if on_gpu else correct.BACKENDS[2:]
+
+    def backends_of(op: str) -> list[str]:
+        return [backend for backend in timed if (op, backend) in right]
+
+    rows = result["kernels"] = []
+    for row in kernel_rows(device, sizes, backends_of, ceilings, budget):
+        rows.append(row)
+    rows = result["functions"] = []
+    for row in function_rows(device, sizes, listed or list(workloads(device)), ceilings, budget):
+        rows.append(row)
     return result
 
 
 def report(result: dict[str, Any]) -> list[str]:
     """The result as lines to read."""
-    environment = result["environment"]
-    lines = [
-        f"{environment['device']}, torch {environment['versions']['torch']}, commit {environment['commit']}"
-    ]
-    for row in result["correctness"]:
-        if "raised" in row:
-            lines.append(f"RAISED {row['op']} {row['backend']}: {row['raised']}")
-        elif not row["ok"]:
-            error = f"error {row['error']:.1e}, bound {row['bound']:.1e}"
-            lines.append(f"WRONG {row['op']} {row['backend']} {row['dtype']}: {error}")
-    lines.append(
-        f"{sum(r['ok'] for r in result['correctness'])} of {len(result['correctness'])} checks are right"
-    )
-    if "ceilings" in result:
-        lines.append(", ".join(f"{name} {value:.1f}" for name, value in result["ceilings"].items()))
+    described, checked = result["environment"], result.get("correctness", [])
+    lines = [f"{described['device']}, torch {described['versions']['torch']}, commit {described['commit']}"]
+    for row in (r for r in checked if not r["ok"]):
+        what = row.get("op") or row.get("function") or row["family"]
+        name = " ".join([what, *(row[key] for key in ("backend", "dtype") if key in row)])
+        why = row.get("raised") or f"error {row['error']:.1e}, bound {row['bound']:.1e}"
+        if row.get("wrong_draws"):
+            why += f", wrong draws {row['wrong_draws']}"
+        lines.append(f"{'RAISED' if 'raised' in row else 'WRONG'} {name}: {why}")
+    lines.append(f"{sum(r['ok'] for r in checked)} of {len(checked)} checks are right")
+    for row in result.get("sanitizer", ()):
+        found = row.get("raised") or f"{row['errors']} errors " + " | ".join(row.get("first", ()))
+        lines.append(f"compute-sanitizer {row['tool']}: {found}".rstrip())
+    if not result.get("sanitizer"):
+        lines.append("compute-sanitizer is not installed: nothing was run under it")
+    for name, value in result.get("ceilings", {}).items():
+        values = value.items() if isinstance(value, dict) else [("", value)]
+        lines += [f"{name} {kind} {figure:.4g}".replace("  ", " ") for kind, figure in values]
     for row in result.get("kernels", ()):
-        name = f"{row['op']} {list(row['shape'])} {row['dtype'].removeprefix('torch.')} {row['backend']}"
-        lines.append(
-            f"{name:<60} {row['ms'] * 1e3:10.1f} us {row['gbs']:8.0f} GB/s {row['of_copy']:6.1%} of copy"
-        )
-    for row in result.get("as_used", ()):
-        name = f"{row['case']} {row['rival']}"
-        lines.append(
-            f"{name:<60} {row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor {row['over_eager']:6.2f}x eager"
-        )
+        name = f"{row['op']} {list(row['shape'])} {row['dtype']} {row['backend']}"
+        times = f"{row['ms'] * 1e3:10.1f} us {row['gbs']:8.0f} GB/s {row['of_floor']:6.1%} of floor"
+        lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra")
+    for row in result.get("functions", ()):
+        name = f"{row['case']} {row['direction']} {row['rival']}"
+        if "raised" in row:
+            lines.append(f"{name:<60} {row['raised']}")
+            continue
+        times = f"{row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor {row['over_peer']:6.2f}x best peer"
+        lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra [{row['timing']}]")
+    lines += [f"no time left for: {what}" for what in result.get("dropped", ())]
     return lines
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(result, indent=2, default=str) + "\n")
+
+
+def give_up(result: dict[str, Any], out: Path | None) -> None:
+    """The budget is over and something is stuck: keep what there is and leave."""
+    result["ok"] = False
+    result.setdefault("dropped", []).append("all that followed: something was stuck")
+    write(result, out)
+    print("gpu_check: out of time, something is stuck; what there is has been written", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the result there, as JSON")
-    parser.add_argument("--no-timing", action="store_true", help="correctness only, in seconds")
+    parser.add_argument("--no-timing", action="store_true", help="correctness only")
+    parser.add_argument("--seconds", type=float, default=BUDGET, help=f"time budget (default {BUDGET:.0f})")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("gpu_check: no GPU: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
-    result = check("cuda", Sizes(), timing=not options.no_timing)
+    result: dict[str, Any] = {}
+    watchdog = threading.Timer(options.seconds + _GRACE, give_up, (result, options.out))
+    watchdog.daemon = True
+    watchdog.start()
+    check("cuda", Sizes(), timing=not options.no_timing, seconds=options.seconds, result=result)
+    watchdog.cancel()
     print("\n".join(report(result)))
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2, default=str) + "\n")
+    write(result, options.out)
     return 0 if result["ok"] else 1
 
 

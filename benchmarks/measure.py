@@ -242,6 +242,16 @@ def _extra_on_cpu(call: Call) -> int:
     return max(peak, first.total_allocated - first.alloc_size) - last.total_allocated
 
 
+def size(num_bytes: int) -> str:
+    """In the unit that leaves a few digits: 512 B, 33 KiB, 1.6 GiB."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"
+
+
 def huge_pages_granted(num_bytes: int = 32 << 20) -> bool:
     """Whether the system backs memory with huge pages when asked to."""
     rollup = Path("/proc/self/smaps_rollup")

@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 import torch
 
 from fastmp.ops import OPS
+
+
+@pytest.fixture
+def sizes():
+    from benchmarks import gpu_check
+
+    return gpu_check.Sizes(
+        shapes=dict.fromkeys(OPS, ((16, 256),)),
+        dtypes=(torch.float32,),
+        bandwidth_bytes=1 << 22,
+        gemm=64,
+        replays=2,
+        rounds=2,
+    )
+
+
+@pytest.fixture
+def one_family(monkeypatch):
+    """The check of bias-GeLU alone."""
+    from benchmarks import bench_activation, correct, gpu_check
+
+    monkeypatch.setattr(correct, "families", lambda: ["activation"])
+    monkeypatch.setattr(gpu_check, "families", lambda: [bench_activation])
+
+
+@pytest.fixture
+def listed(tiny_case):
+    from benchmarks.cases import Workload
+
+    return [(Workload("tiny", lambda dtype, device: tiny_case, ((),), ()), ())]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
@@ -18,37 +55,156 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert message == "gpu_check: no GPU: torch.cuda.is_available() is False\n"
 
 
-def test_it_runs_on_the_cpu_at_small_sizes(tiny_case):
-    """The same code, timed by CPU time: every op is right and has a time, and the result is JSON."""
+def test_a_whole_run(sizes, one_family, listed):
+    """The same code on a CPU, by CPU time: everything is right and has a time, and the result is JSON."""
     from benchmarks import gpu_check
 
-    sizes = gpu_check.Sizes(
-        shapes=dict.fromkeys(OPS, ((16, 256),)),
-        dtypes=(torch.float32,),
-        bandwidth_bytes=1 << 22,
-        gemm=64,
-        replays=2,
-        rounds=2,
+    result = json.loads(json.dumps(gpu_check.check("cpu", sizes, listed=listed), default=str))
+    assert result["ok"] and not result["dropped"] and result["sanitizer"] == []
+    checked = result["correctness"]
+    assert {row["op"] for row in checked if "op" in row} == {"bias_gelu", "bias_gelu_backward"}
+    assert [row["dtype"] for row in checked if row.get("function") == "bias_gelu"] == [
+        "float64",
+        "float32",
+        "bfloat16",
+        "float16",
+    ]
+    assert result["ceilings"]["copy_gbs"] > 0 and result["ceilings"]["gemm_tflops"]["bfloat16"] > 0
+    kernels = {row["op"]: row for row in result["kernels"]}
+    assert kernels["bias_gelu"]["backend"] == "reference" and kernels["bias_gelu_backward"]["of_floor"] > 0
+    assert kernels["bias_gelu"]["extra_bytes"] == 2 * 16 * 256 * 4  # what the reference holds besides y
+    rows = [(row["direction"], row["rival"]) for row in result["functions"]]
+    assert rows == [(d, r) for d in ("both", "forward") for r in ("fastmp", "torch eager")]
+    assert len(gpu_check.report(result)) >= 5 + len(result["kernels"]) + len(rows)
+
+
+def test_what_the_time_budget_leaves_no_room_for_is_named(sizes, one_family, listed):
+    from benchmarks import gpu_check
+    from benchmarks.measure import Ceilings
+
+    over = gpu_check.Budget(0)
+    ceilings = Ceilings(1.0, {})
+    assert not list(gpu_check.kernel_rows("cpu", sizes, lambda op: ["reference"], ceilings, over))
+    assert not list(gpu_check.function_rows("cpu", sizes, listed, ceilings, over))
+    assert over.dropped == [
+        "kernel bias_gelu [16, 256] float32",
+        "kernel bias_gelu_backward [16, 256] float32",
+        "tiny [] float32 both",
+        "tiny [] float32 forward",
+    ]
+    assert gpu_check.report({"environment": gpu_check.environment("cpu"), "dropped": over.dropped})[-1] == (
+        "no time left for: tiny [] float32 forward"
     )
-    result = {"environment": gpu_check.environment("cpu"), "correctness": [], "ok": True}
-    result["ceilings"] = gpu_check.ceilings("cpu", sizes)
-    copy_gbs = result["ceilings"]["copy_gbs"]
-    assert copy_gbs > 0
-    result["kernels"] = gpu_check.kernel_times("cpu", sizes, lambda op: ["reference"], copy_gbs)
-    result["as_used"] = gpu_check.as_used("cpu", sizes, [lambda: tiny_case], copy_gbs)
-    rivals = {row["rival"]: row for row in result["as_used"]}
-    assert rivals["torch eager"]["over_eager"] == 1.0 and set(rivals) == {"fastmp", "torch eager"}
-    assert json.loads(json.dumps(result, default=str))["environment"]["commit"]
-    assert len(gpu_check.report(result)) >= 3 + len(result["kernels"])
 
 
-def test_correctness_rows_tell_a_wrong_implementation(monkeypatch):
-    from benchmarks import gpu_check
+def test_first_shapes_are_timed_before_second_ones(monkeypatch):
+    from benchmarks import bench_activation, bench_cross_entropy, gpu_check
+
+    monkeypatch.setattr(gpu_check, "families", lambda: [bench_activation, bench_cross_entropy])
+    shapes = [(op, shape) for _, op, shape in gpu_check.kernels(gpu_check.Sizes())]
+    firsts = [(op, f.SHAPES[op][0]) for f in (bench_activation, bench_cross_entropy) for op in f.SHAPES]
+    assert shapes[: len(firsts)] == firsts and len(set(shapes)) == len(shapes)
+    assert [work.name for work, _ in gpu_check.workloads("cuda")][:2] == ["bias_gelu", "cross_entropy"]
+
+
+def test_a_family_that_dies_or_hangs_is_a_row(monkeypatch, tmp_path):
+    from benchmarks import correct, gpu_check
+
+    monkeypatch.setattr(correct, "families", lambda: ["no_such_family"])
+    (row,) = gpu_check.correctness("cpu", 100, tmp_path)
+    assert not row["ok"] and row["raised"].startswith("status 2: ") and "no_such_family" in row["raised"]
+    monkeypatch.setattr(correct, "families", lambda: ["activation"])
+    (row,) = gpu_check.correctness("cpu", 0.1, tmp_path)
+    assert not row["ok"] and row["raised"] == "not done after 0 s"
+
+
+def test_a_wrong_implementation_is_told(monkeypatch):
+    from benchmarks import correct
 
     entry = OPS["bias_gelu"]
-    wrong = {"triton": lambda x, bias, form: x + 1, "reference": entry.implementations["reference"]}
-    monkeypatch.setitem(entry.implementations, "triton", wrong["triton"])
-    monkeypatch.setattr(gpu_check, "OPS", {"bias_gelu": entry})
-    rows = gpu_check.correctness("cpu")
-    assert not any(row["ok"] for row in rows if row["backend"] == "triton")
+    monkeypatch.setitem(entry.implementations, "triton", lambda x, bias, form: x + 1)
+    monkeypatch.setattr(correct, "BACKENDS", ("triton", "reference"))
+    monkeypatch.setattr(correct, "backends", lambda op, device: ("triton", "reference")[op != "bias_gelu" :])
+    rows = correct.check_ops("activation", "cpu")
+    assert {row["backend"] for row in rows if not row["ok"]} == {"triton"}
     assert all(row["ok"] for row in rows if row["backend"] == "reference")
+
+
+def test_a_wrong_function_is_told(monkeypatch):
+    from benchmarks import correct
+    from fastmp.testing.samples import activation
+
+    (right,) = activation.FUNCTIONS
+    monkeypatch.setattr(correct, "DTYPES", (torch.float32,))
+
+    def slightly_off(x, bias, approximate):
+        return right.call(x, bias, approximate=approximate) * 1.001
+
+    monkeypatch.setattr(activation, "FUNCTIONS", (replace(right, call=slightly_off),))
+    (row,) = correct.check_functions("activation", "cpu", draws=2)
+    assert not row["ok"] and row["error"] > row["bound"] and row["wrong_draws"] == [0, 1]
+    monkeypatch.setattr(activation, "FUNCTIONS", (replace(right, call=lambda *a, **k: 1 / 0),))
+    (row,) = correct.check_functions("activation", "cpu", draws=1)
+    assert not row["ok"] and row["raised"] == "ZeroDivisionError: division by zero"
+
+
+def test_touching_runs_every_implementation_and_nothing_else():
+    from benchmarks import correct
+
+    assert list(correct.touch("activation", "cpu")) == [
+        "bias_gelu reference",
+        "bias_gelu_backward reference",
+    ]
+
+
+SANITIZER = """#!/bin/sh
+echo "========= COMPUTE-SANITIZER"
+case "$*" in
+*racecheck*) echo "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)";;
+*initcheck*) sleep 60;;
+*) echo "========= Invalid __global__ read of size 16 bytes"
+   echo "=========     at stats_kernel+0x2f0"
+   echo "========= ERROR SUMMARY: 1 error"; exit 86;;
+esac
+"""
+
+
+def test_the_sanitizer_is_run_and_understood(monkeypatch, tmp_path):
+    from benchmarks import sanitizer
+
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(SANITIZER)
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    start = time.monotonic()
+    memcheck, racecheck, initcheck = sanitizer.run(tmp_path, tmp_path, seconds=2)
+    assert time.monotonic() - start < 30
+    assert memcheck["errors"] == 1 and not memcheck["ok"]
+    assert memcheck["first"][:2] == [
+        "Invalid __global__ read of size 16 bytes",
+        "at stats_kernel+0x2f0",
+    ]
+    assert racecheck == {"tool": "racecheck", "errors": 0, "ok": True}
+    assert not initcheck["ok"] and initcheck["raised"].startswith("out of time")
+    monkeypatch.setattr(sanitizer, "find", lambda: None)
+    assert sanitizer.run(tmp_path, tmp_path, seconds=1) == []
+    line = sanitizer.command("racecheck")
+    assert line[:3] == ["compute-sanitizer", "--tool", "racecheck"] and "--touch" in line
+
+
+def test_what_is_stuck_is_given_up_and_what_there_is_is_written(tmp_path):
+    program = """
+import sys, time, threading
+from pathlib import Path
+from benchmarks import gpu_check
+result = {"environment": {}, "ok": True, "dropped": []}
+threading.Timer(0.2, gpu_check.give_up, (result, Path(sys.argv[1]))).start()
+time.sleep(100)
+"""
+    out = tmp_path / "out.json"
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", program, str(out)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "something is stuck" in done.stderr
+    result = json.loads(out.read_text())
+    assert not result["ok"] and result["dropped"] == ["all that followed: something was stuck"]

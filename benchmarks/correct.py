@@ -1,0 +1,164 @@
+"""Whether a family is right on a device: its ops on their samples, its public functions on draws.
+
+The truth is float64: the reference of an op, the plain-torch meaning of a function, forward and backward.
+Memory that nobody has written is NaN while they run. A family is checked in a process of its own,
+`python -m benchmarks.correct FAMILY --device cuda --out FILE`, because a kernel that faults takes its process
+with it; several at once, because most of the time is compilation. `--touch` only runs the kernels, in float32
+and bfloat16, for whoever watches from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fastmp.testing.samples
+from fastmp.ops import OPS
+from fastmp.testing.functions import Draw, Function, converted, evaluate
+from fastmp.testing.ops import DTYPES, check_op, poisoned_memory, relative_error, run, samples
+
+BACKENDS = ("triton", "cuda", "reference")
+DRAWS = 6
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+Rows = list[dict[str, Any]]
+
+
+def families() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(fastmp.testing.samples.__path__)]
+
+
+def backends(op: str, device: str) -> list[str]:
+    """The implementations of an op that run on the device; on a CPU Triton would need its interpreter."""
+    there = BACKENDS if torch.device(device).type == "cuda" else BACKENDS[2:]
+    return [backend for backend in there if backend in OPS[op].implementations]
+
+
+def check_ops(family: str, device: str) -> Rows:
+    """One row for each op, implementation and dtype; one that raises is a row with the error."""
+    rows: Rows = []
+    ops = [op for op in OPS if OPS[op].family == family]
+    for op, backend in [(one, backend) for one in ops for backend in backends(one, device)]:
+        try:
+            results = check_op(op, device, backend=backend)
+        except Exception as error:
+            rows.append({"op": op, "backend": backend, "ok": False, "raised": _message(error)})
+        else:
+            rows += [{**asdict(result), "backend": backend, "ok": result.ok} for result in results]
+    return rows
+
+
+def check_functions(family: str, device: str, draws: int = DRAWS) -> Rows:
+    """One row for each public function and dtype: its error on a large case, and how many draws were right.
+
+    On awkward draws every element is within a tolerance; on the large case the error of each output is at
+    most 1.1 times that of plain torch in the same dtype.
+    """
+    rows: Rows = []
+    for function in getattr(importlib.import_module(f"fastmp.testing.samples.{family}"), "FUNCTIONS", ()):
+        for dtype in DTYPES:
+            row = {"function": function.name, "dtype": str(dtype).removeprefix("torch."), "draws": draws}
+            try:
+                wrong = [seed for seed in range(draws) if not _agrees(function, dtype, device, seed)]
+                error, bound = _large_error(function, dtype, device)
+            except Exception as error:
+                rows.append({**row, "ok": False, "raised": _message(error)})
+            else:
+                right = not wrong and error <= bound
+                rows.append({**row, "ok": right, "error": error, "bound": bound, "wrong_draws": wrong})
+    return rows
+
+
+def _drawn(function: Function, dtype: torch.dtype, device: str, seed: int, **options: bool) -> tuple:
+    return function.draw(Draw(random.Random(seed), dtype, device=device, **options))
+
+
+def _agrees(function: Function, dtype: torch.dtype, device: str, seed: int) -> bool:
+    arguments = _drawn(function, dtype, device, seed, special=dtype == torch.float64)
+    with poisoned_memory():
+        ours = evaluate(function.call, *arguments)
+    truth = evaluate(function.eager, *converted(arguments, torch.float64))
+    return all(_close(value, want, dtype) for value, want in zip(ours, truth, strict=True))
+
+
+def _close(value: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
+    """Each element within the tolerance, relative to itself or to the largest, which sums cancel from."""
+    value, want = value.double(), want.double()
+    if value.shape != want.shape or not torch.equal(value.isnan(), want.isnan()):
+        return False
+    finite = want[want.isfinite()].abs()
+    scale = max(1.0, finite.max().item()) if finite.numel() else 1.0
+    close = torch.isclose(value, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale, equal_nan=True)
+    overflows = want.abs() >= torch.finfo(dtype).max / 4  # there rounding decides
+    return bool((close | overflows).all())
+
+
+def _large_error(function: Function, dtype: torch.dtype, device: str) -> tuple[float, float]:
+    """(error, bound) of the output that comes closest to its bound, or farthest beyond it."""
+    arguments = _drawn(function, dtype, device, 0, large=True)
+    with poisoned_memory():
+        ours = evaluate(function.call, *arguments)
+    theirs = evaluate(function.eager, *arguments)
+    truth = evaluate(function.eager, *converted(arguments, torch.float64))
+    eps = torch.finfo(dtype).eps
+    least = {torch.float64: 1e-11, torch.float32: 2 * eps}.get(dtype, eps / 8)
+    pairs = [
+        (relative_error(value, want), max(1.1 * relative_error(peer, want), least))
+        for value, peer, want in zip(ours, theirs, truth, strict=True)
+    ]
+    return max(pairs, key=lambda pair: pair[0] / pair[1])
+
+
+def _message(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def touch(family: str, device: str) -> Iterator[str]:
+    """Run every implementation of every op once on its samples, and nothing besides; yields what has run."""
+    for op in (op for op in OPS if OPS[op].family == family):
+        for backend in backends(op, device):
+            for dtype in (torch.float32, torch.bfloat16):
+                for arguments in samples(op, device=device, dtype=dtype):
+                    run(op, OPS[op].implementations[backend], arguments)
+            yield f"{op} {backend}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.correct", description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="all by default")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
+    parser.add_argument("--touch", action="store_true", help="run the kernels only")
+    options = parser.parse_args(arguments)
+    names = options.families or families()
+    if unknown := set(names) - set(families()):
+        parser.error(f"no family {', '.join(sorted(unknown))}; there are {', '.join(families())}")
+    if options.touch:
+        for name in names:
+            for line in touch(name, options.device):
+                print(line, flush=True)
+        return 0
+    rows = [
+        row for n in names for row in (*check_ops(n, options.device), *check_functions(n, options.device))
+    ]
+    if options.out:
+        options.out.write_text(json.dumps(rows))
+    for row in rows:
+        if not row["ok"]:
+            print(f"WRONG {row}")
+    print(f"{sum(row['ok'] for row in rows)} of {len(rows)} are right")
+    return 0 if all(row["ok"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
