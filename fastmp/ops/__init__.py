@@ -9,6 +9,7 @@ from fastmp.ops.activation import bias_gelu
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.registry import OPS
+from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 
 
 def backends() -> dict[str, dict[str, tuple[str, str]]]:
@@ -19,4 +20,14 @@ def backends() -> dict[str, dict[str, tuple[str, str]]]:
     }
 
 
-__all__ = ["backends", "bias_gelu", "cross_entropy", "cross_entropy_from_stats", "geglu", "swiglu"]
+__all__ = [
+    "backends",
+    "bias_gelu",
+    "cross_entropy",
+    "cross_entropy_from_stats",
+    "geglu",
+    "rope",
+    "rope_cos_sin",
+    "rope_qk",
+    "swiglu",
+]

@@ -142,7 +142,7 @@ def _bump_versions(overload: torch._ops.OpOverload) -> Callable:
     def kernel(keyset, *args):
         below = keyset & torch._C._after_ADInplaceOrView_keyset
         result = overload.redispatch(below, *args)
-        torch.autograd.graph.increment_version([args[i] for i in written])
+        torch.autograd.graph.increment_version([args[i] for i in written if args[i] is not None])
         return result
 
     return kernel

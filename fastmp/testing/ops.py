@@ -86,6 +86,7 @@ def run(op: str, implementation: Any, arguments: tuple) -> tuple[Tensor, ...]:
     if not written:
         result = implementation(*arguments)
         return result if isinstance(result, tuple) else (result,)
+    written = [i for i in written if arguments[i] is not None]
     arguments = tuple(_like(a, a.device) if i in written else a for i, a in enumerate(arguments))
     implementation(*arguments)
     return tuple(arguments[i] for i in written)

@@ -1,0 +1,494 @@
+"""rope: rotary position embedding. Pairs of elements of each head are turned by the angle of their token.
+
+A pair (a, b) becomes (a cos - b sin, b cos + a sin). Its elements lie half of the rotated part apart
+(GPT-NeoX, Llama) or are neighbours (GPT-J, interleaved). The inverse of a rotation is its transpose: the
+backward is the same kernel with sin negated, and only cos and sin are saved. Queries and keys go in one
+launch. Rotary embedding: Su et al. 2021 (arXiv 2104.09864).
+
+A tensor (..., D) is walked as rows of D elements. Leading dimensions are folded into at most three levels
+(see `levels`), with the strides of x and those of cos and sin: any layout is read and, on request, written
+where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.profiling import traced
+
+NUM_WARPS = 4
+_LEVELS = 3
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    """The rotated elements of x, rounded once: (..., R)."""
+    half = cos.shape[-1]
+    shape = (*cos.shape[:-1], *[1] * (x.dim() - cos.dim()), half)
+    cos, sin = cos.reshape(shape), (-sin if inverse else sin).reshape(shape)
+    wide = x[..., : 2 * half].to(compute_dtype(x.dtype))
+    pairs = wide.unflatten(-1, (half, 2)) if interleaved else wide.unflatten(-1, (2, half)).transpose(-1, -2)
+    a, b = pairs.unbind(-1)
+    y = torch.stack((a * cos - b * sin, b * cos + a * sin), -1)
+    return (y if interleaved else y.transpose(-1, -2)).flatten(-2).to(x.dtype)
+
+
+def _reference_of_one(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
+    return torch.cat((_turned(x, cos, sin, interleaved, inverse), x[..., 2 * cos.shape[-1] :]), -1)
+
+
+def reference(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    """q and k rotated; the second is empty without k."""
+    options = (cos, sin, interleaved, inverse)
+    return _reference_of_one(q, *options), q.new_empty(0) if k is None else _reference_of_one(k, *options)
+
+
+def reference_(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> None:
+    for x in (q, k):
+        if x is not None:
+            x[..., : 2 * cos.shape[-1]] = _turned(x, cos, sin, interleaved, inverse)
+
+
+@jit
+def _rotate(
+    x,
+    y,
+    cos,
+    sin,
+    pid,
+    num_rows,
+    size_1,
+    size_2,
+    stride_0,
+    stride_1,
+    stride_2,
+    turn_0,
+    turn_1,
+    turn_2,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TURN_VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """BLOCK_M rows. Strides of x count vectors, those of cos and sin theirs, which proves their alignment."""
+    rows = pid.to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
+    outer = rows // size_2
+    i2, i1, i0 = rows % size_2, outer % size_1, (outer // size_1).to(tl.int64)
+    start = (i0 * stride_0 + i1.to(tl.int64) * stride_1 + i2.to(tl.int64) * stride_2) * VECTOR
+    turn = (i0 * turn_0 + i1.to(tl.int64) * turn_1 + i2.to(tl.int64) * turn_2) * TURN_VECTOR
+    x_rows = x + start[:, None]
+    y_rows = y + (start if IN_PLACE else rows.to(tl.int64) * DIM)[:, None]
+    live = (rows < num_rows)[:, None]
+    cols = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = live & (cols < HALF)
+    c = tl.load(cos + turn[:, None] + cols, mask=mask, other=0.0)
+    s = tl.load(sin + turn[:, None] + cols, mask=mask, other=0.0)
+    if INVERSE:
+        s = -s
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+        mask = live & (both < 2 * HALF)
+        pairs = tl.load(x_rows + both, mask=mask, other=0.0).to(COMPUTE)
+        a, b = tl.split(tl.reshape(pairs, [BLOCK_M, BLOCK_HALF, 2]))
+        turned = tl.reshape(tl.join(a * c - b * s, b * c + a * s), [BLOCK_M, 2 * BLOCK_HALF])
+        tl.store(y_rows + both, turned, mask=mask)
+    else:
+        a = tl.load(x_rows + cols, mask=mask, other=0.0).to(COMPUTE)
+        b = tl.load(x_rows + HALF + cols, mask=mask, other=0.0).to(COMPUTE)
+        tl.store(y_rows + cols, a * c - b * s, mask=mask)
+        tl.store(y_rows + HALF + cols, b * c + a * s, mask=mask)
+    if not IN_PLACE:
+        for first in tl.static_range(2 * HALF, DIM, BLOCK_HALF):
+            mask = live & (first + cols < DIM)
+            tl.store(y_rows + first + cols, tl.load(x_rows + first + cols, mask=mask), mask=mask)
+
+
+@jit
+def rope_kernel(
+    q,
+    q_out,
+    k,
+    k_out,
+    cos,
+    sin,
+    q_rows,
+    q_size_1,
+    q_size_2,
+    q_stride_0,
+    q_stride_1,
+    q_stride_2,
+    k_rows,
+    k_size_1,
+    k_size_2,
+    k_stride_0,
+    k_stride_1,
+    k_stride_2,
+    turn_0,
+    turn_1,
+    turn_2,
+    HAS_K: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    HALF: tl.constexpr,
+    DIM: tl.constexpr,
+    VECTOR: tl.constexpr,
+    TURN_VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    INDEX: tl.constexpr,
+):
+    """A block of rows: the programs of q come first, then those of k."""
+    pid = tl.program_id(0)
+    q_blocks = tl.cdiv(q_rows, BLOCK_M)
+    if pid < q_blocks:
+        _rotate(
+            q, q_out, cos, sin, pid, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1,
+            q_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, VECTOR,
+            TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
+        )  # fmt: skip
+    elif HAS_K:
+        _rotate(
+            k, k_out, cos, sin, pid - q_blocks, k_rows, k_size_1, k_size_2, k_stride_0, k_stride_1,
+            k_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, VECTOR,
+            TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
+        )  # fmt: skip
+
+
+def block_shape(half: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_HALF): each thread has two 16-byte loads of each half in flight."""
+    block_half = max(16 // itemsize, next_power_of_2(half))
+    return max(1, 2 * 32 * NUM_WARPS * 16 // itemsize // block_half), block_half
+
+
+# Sizes and strides, per tensor, of one leading dimension, and the stride of cos and sin along it. The tensors
+# may differ in size where that stride is 0.
+Level = tuple[tuple[int, ...], tuple[int, ...], int]
+
+
+def levels(tensors: Sequence[Tensor], cos: Tensor) -> list[Level]:
+    """Leading dimensions of tensors of one rank, folded where a single stride steps through two of them."""
+    found: list[Level] = []
+    for dim in range(tensors[0].dim() - 1):
+        sizes, strides = tuple(t.shape[dim] for t in tensors), tuple(t.stride(dim) for t in tensors)
+        turn = cos.stride(dim) if dim < cos.dim() - 1 and cos.shape[dim] > 1 else 0
+        if all(n == 1 for n in sizes):
+            continue
+        outer_sizes, outer_strides, outer_turn = found[-1] if found else ((), (), -1)
+        folds = outer_turn == sizes[0] * turn and all(
+            1 in (m, n) or outer == n * inner
+            for m, n, outer, inner in zip(outer_sizes, sizes, outer_strides, strides, strict=True)
+        )
+        if folds:
+            sizes = tuple(m * n for m, n in zip(outer_sizes, sizes, strict=True))
+            strides = tuple(
+                outer if t.shape[dim] == 1 else inner
+                for t, outer, inner in zip(tensors, outer_strides, strides, strict=True)
+            )
+            found.pop()
+        found.append((sizes, strides, turn))
+    return found
+
+
+def _launch_into(
+    outs: Sequence[Tensor] | None, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *form: bool
+) -> None:
+    """Rotate one or two tensors of one rank into contiguous `outs`, or where they lie if that is None."""
+    found = levels(tensors, cos)
+    if len(found) > _LEVELS:
+        for i in range(tensors[0].shape[0]):
+            turns = (t if t.dim() == 1 else t[min(i, t.shape[0] - 1)] for t in (cos, sin))
+            _launch_into(outs and [t[i] for t in outs], [t[i] for t in tensors], *turns, *form)
+        return
+    padding = [((1,) * len(tensors), (0,) * len(tensors), 0)] * (_LEVELS - len(found))
+    sizes, strides, turns = zip(*padding, *found, strict=True)
+    first = tensors[0]
+    itemsize = first.element_size()
+    vector = math.gcd(16 // itemsize, *(stride for level in strides for stride in level))
+    turn_vector = math.gcd(16 // cos.element_size(), *turns)
+    block_m, block_half = block_shape(cos.shape[-1], itemsize)
+    rows = [t.numel() // t.shape[-1] for t in tensors]
+    described = [
+        [num_rows, sizes[1][i], sizes[2][i], *(level[i] // vector for level in strides)]
+        for i, num_rows in enumerate(rows)
+    ]
+    pointers = [pointer for pair in zip(tensors, outs or tensors, strict=True) for pointer in pair]
+    with torch.cuda.device_of(first):
+        rope_kernel[(sum(cdiv(n, block_m) for n in rows),)](
+            *pointers[:2],
+            *(pointers[2:] or (None, None)),
+            cos,
+            sin,
+            *described[0],
+            *described[-1],
+            *(turn // turn_vector for turn in turns),
+            HAS_K=len(tensors) == 2,
+            INTERLEAVED=form[0],
+            INVERSE=form[1],
+            IN_PLACE=outs is None,
+            HALF=cos.shape[-1],
+            DIM=first.shape[-1],
+            VECTOR=vector,
+            TURN_VECTOR=turn_vector,
+            BLOCK_M=block_m,
+            BLOCK_HALF=block_half,
+            COMPUTE=tl.float64 if first.dtype == torch.float64 else tl.float32,
+            INDEX=tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64,
+            num_warps=NUM_WARPS,
+        )
+
+
+def _of_one_rank(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of one rank: dimensions of size 1 before the last."""
+    rank = max(t.dim() for t in tensors)
+    return [t.view(*t.shape[:-1], *[1] * (rank - t.dim()), t.shape[-1]) for t in tensors]
+
+
+def launch(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k) if x is not None]
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+    pairs = [(x, out) for x, out in zip(given, outs, strict=True) if x.numel()]
+    if pairs:
+        tensors, targets = (_of_one_rank(some) for some in zip(*pairs, strict=True))
+        _launch_into(targets, tensors, cos.contiguous(), sin.contiguous(), interleaved, inverse)
+    return outs[0], outs[1] if len(outs) == 2 else q.new_empty(0)
+
+
+def launch_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
+    given = [x for x in (q, k) if x is not None and x.numel()]
+    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
+    if dense:
+        _launch_into(None, _of_one_rank(dense), cos.contiguous(), sin.contiguous(), interleaved, inverse)
+    for x, turned in zip(given, dense, strict=True):
+        if turned is not x:
+            x.copy_(turned)
+
+
+def _given(q: Tensor, k: Tensor | None) -> list[Tensor]:
+    return [x for x in (q, k) if x is not None]
+
+
+def _flops(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
+    """Two products and a sum for each rotated element."""
+    return sum(3 * math.prod(x.shape[:-1]) * 2 * cos.shape[-1] for x in _given(q, k))
+
+
+def _traffic(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
+    """Read and write q and k, read cos and sin once."""
+    moved = sum(2 * x.numel() * x.element_size() for x in _given(q, k))
+    return moved + 2 * cos.numel() * cos.element_size()
+
+
+def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
+    """Of q and k the rotated part only."""
+    rows = sum(x.numel() // max(x.shape[-1], 1) * x.element_size() for x in _given(q, k))
+    return 2 * rows * 2 * cos.shape[-1] + 2 * cos.numel() * cos.element_size()
+
+
+_ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
+register(
+    f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor, Tensor)",
+    reference=reference,
+    fake=lambda q, k, *rest: (q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)),
+    triton=launch,
+    flops=_flops,
+    traffic=_traffic,
+)
+register(
+    f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ANGLES}) -> ()",
+    reference=reference_,
+    fake=lambda *arguments: None,
+    triton=launch_,
+    flops=_flops,
+    traffic=_traffic_in_place,
+)
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, k, cos, sin, *ctx.form = inputs
+    ctx.has_k = k is not None
+    ctx.save_for_backward(cos, sin)
+
+
+@traced("fastmp.rope_backward")
+def _backward(ctx, grad_q: Tensor, grad_k: Tensor):
+    """The inverse rotation, again by `rope`: differentiable any number of times."""
+    cos, sin = ctx.saved_tensors
+    interleaved, inverse = ctx.form
+    dq, dk = torch.ops.fastmp.rope(grad_q, grad_k if ctx.has_k else None, cos, sin, interleaved, not inverse)
+    return dq, (dk if ctx.has_k else None), None, None, None, None
+
+
+torch.library.register_autograd("fastmp::rope", _backward, setup_context=_setup, lib=LIBRARY)
+
+
+class _InPlace(torch.autograd.Function):
+    """Rotates one or two tensors where they lie. They come first: autograd takes the first for the view."""
+
+    @staticmethod
+    def forward(ctx, q, k, cos, sin, interleaved):
+        torch.ops.fastmp.rope_(q, k, cos, sin, interleaved, False)
+        ctx.interleaved = interleaved
+        ctx.save_for_backward(cos, sin)
+        if k is None:
+            ctx.mark_dirty(q)
+            return q
+        ctx.mark_dirty(q, k)
+        return q, k
+
+    @staticmethod
+    @traced("fastmp.rope_backward")
+    def backward(ctx, grad_q, grad_k=None):
+        cos, sin = ctx.saved_tensors
+        dq, dk = torch.ops.fastmp.rope(grad_q, grad_k, cos, sin, ctx.interleaved, True)
+        return dq, (None if grad_k is None else dk), None, None, None
+
+
+def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"rope: {message}")
+
+    shape, angles = tuple(x.shape), tuple(cos.shape)
+    require(x.dtype in _DTYPES, f"{name} must have one of the dtypes {_DTYPES}, got {x.dtype}")
+    require(sin.shape == cos.shape, f"cos {angles} and sin {tuple(sin.shape)} differ in shape")
+    require(0 < cos.dim() <= x.dim(), f"cos {angles} has more dimensions than {name} {shape}, or none")
+    require(
+        2 * angles[-1] <= shape[-1],
+        f"cos {angles} rotates {2 * angles[-1]} elements of a head, but {name} {shape} has {shape[-1]}",
+    )
+    fits = all(n in (1, m) for n, m in zip(angles[:-1], shape, strict=False))
+    require(fits, f"cos {angles} does not fit the leading dimensions of {name} {shape}")
+    wanted = compute_dtype(x.dtype)
+    for other, t in (("cos", cos), ("sin", sin)):
+        require(t.dtype == wanted, f"{other} must be {wanted} for {name} of {x.dtype}, got {t.dtype}")
+        require(t.device == x.device, f"{name} is on {x.device} but {other} is on {t.device}")
+        require(not t.requires_grad, f"{other} {angles} requires a gradient, but receives none")
+    if in_place:
+        overlap = any(n > 1 and stride == 0 for n, stride in zip(shape, x.stride(), strict=True))
+        require(not overlap, f"in_place needs elements of their own, got {shape} with strides {x.stride()}")
+        trained = x.requires_grad and x.is_leaf and torch.is_grad_enabled()
+        require(not trained, f"in_place would overwrite {name} {shape}, a leaf that requires grad")
+
+
+def _in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
+    given = [q] if k is None else [q, k]
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        torch.ops.fastmp.rope_(q, k, cos, sin, interleaved, False)
+        return given
+    # a function that overwrites a view may return no second tensor; compiled code cannot ask who is a view
+    if k is None or torch.compiler.is_compiling() or q._is_view() or k._is_view():
+        return [_InPlace.apply(x, None, cos, sin, interleaved) for x in given]
+    return list(_InPlace.apply(q, k, cos, sin, interleaved))
+
+
+@traced("fastmp.rope")
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_place: bool = False) -> Tensor:
+    """Rotary position embedding of queries or keys; differentiable in x. Under autocast x keeps its dtype.
+
+    Args:
+        x: (..., D), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy), e.g.
+            (S, B, N, D) of N heads. A view that holds queries and keys next to each other, as a fused
+            projection makes them, takes one call.
+        cos, sin: (..., R / 2) of the angles, R <= D, float32 (float64 for float64 x), see `rope_cos_sin`.
+            Their leading dimensions are the first ones of x, each of the same size or 1: (S, R / 2) for
+            sequence-first x, (1, S, R / 2) for (B, S, N, D), (S, B, R / 2) where samples have positions of
+            their own, (T, R / 2) for packed tokens (T, N, D). Elements of x from R on stay as they are.
+        interleaved: the element at 2i turns with that at 2i + 1 (GPT-J), not that at i with the one at
+            i + R / 2 (GPT-NeoX, Llama).
+        in_place: overwrite x and return it: half the memory, and nothing is moved but the rotated part. A
+            tensor that autograd needs elsewhere, and a leaf that requires grad, is an error. Where x is a
+            view, autograd copies the gradient of what it is a view of.
+
+    Returns:
+        x's shape and dtype; a new tensor is contiguous. Arithmetic is in float32 (float64 for float64 x) and
+        rounded once. The gradient is rotated back, into a new tensor.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, cos or sin require grad, or x cannot be overwritten.
+
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
+    """
+    _check("x", x, cos, sin, in_place)
+    if in_place:
+        return _in_place(x, None, cos, sin, interleaved)[0]
+    return torch.ops.fastmp.rope(x, None, cos, sin, interleaved, False)[0]
+
+
+@traced("fastmp.rope_qk")
+def rope_qk(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_place: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`rope` of queries (S, B, N, D) and keys (S, B, G, D) in one launch; G and N may differ.
+
+    Arguments, results and errors as in `rope`. In place under autograd there is one launch for each where
+    one of the two is a view.
+
+    Raises:
+        ValueError: also where q and k differ in dtype, device or D.
+    """
+    _check("q", q, cos, sin, in_place)
+    _check("k", k, cos, sin, in_place)
+    for what, one, other in (("dtype", q.dtype, k.dtype), ("width", q.shape[-1], k.shape[-1])):
+        if one != other:
+            raise ValueError(f"rope: q has {what} {one} but k has {what} {other}")
+    if in_place:
+        return tuple(_in_place(q, k, cos, sin, interleaved))
+    return torch.ops.fastmp.rope(q, k, cos, sin, interleaved, False)
+
+
+def rope_cos_sin(
+    positions: int | Tensor,
+    dim: int,
+    *,
+    base: float = 10000.0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angles p / base^(2i / dim), for `rope`; made once a step, used by every layer.
+
+    Args:
+        positions: the number of tokens S, for positions 0 to S - 1, or positions of any shape.
+        dim: R, how many elements of each head turn; even.
+        base: 10000 in RoFormer, 500000 in Llama 3.
+        dtype: float32, or float64 for float64 activations. Angles are computed in float64: those of float32
+            are off by 0.01 at position 100,000.
+        device: of the result; default that of `positions`.
+
+    Returns:
+        cos and sin, each (*positions.shape, dim / 2), S counting as shape (S,). Scaled frequencies (Llama 3,
+        YaRN) are yours to compute: `rope` takes any angles.
+
+    Raises:
+        ValueError: dim is odd or negative, or base is not positive.
+    """
+    if dim < 0 or dim % 2:
+        raise ValueError(f"rope_cos_sin: dim must be even and not negative, got {dim}")
+    if base <= 0:
+        raise ValueError(f"rope_cos_sin: base must be positive, got {base} for dim {dim}")
+    if not isinstance(positions, Tensor):
+        positions = torch.arange(positions, device=device)
+    positions = positions.to(device=device, dtype=torch.float64)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / max(dim, 1)
+    angles = positions[..., None] * base**-exponents
+    return angles.cos().to(dtype), angles.sin().to(dtype)

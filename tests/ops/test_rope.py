@@ -1,0 +1,354 @@
+"""rope on the CPU: what it means, in place, gradients, layouts, compiled kernel against reference, errors."""
+
+from __future__ import annotations
+
+import cmath
+import importlib
+import math
+
+import pytest
+import torch
+
+from fastmp.ops import OPS, rope, rope_cos_sin, rope_qk
+from fastmp.testing.functions import as_tuple
+
+module = importlib.import_module("fastmp.ops.rope")  # the name in the package is the function
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+FORMS = pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "pairs"))
+
+
+def _random(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def _angles(num_tokens, dim, dtype=torch.float64):
+    return rope_cos_sin(num_tokens, dim, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def _as_complex(x, interleaved):
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    return torch.complex(*pairs.unbind(-1))
+
+
+@FORMS
+def test_multiplies_by_unit_complex_numbers(interleaved):
+    x = _random(9, 2, 3, 8)
+    y = rope(x, *_angles(9, 6), interleaved=interleaved)
+    for token in range(9):
+        for pair in range(3):
+            angle = token / 10000 ** (2 * pair / 6)
+            before, after = (_as_complex(t[token, ..., :6], interleaved)[..., pair] for t in (x, y))
+            torch.testing.assert_close(after, before * cmath.exp(1j * angle), **EXACT)
+    assert torch.equal(y[..., 6:], x[..., 6:])
+
+
+@FORMS
+def test_scores_depend_on_distance_alone(interleaved):
+    q, k = _random(1, 16, seed=1).expand(40, 16), _random(1, 16, seed=2).expand(40, 16)
+    q, k = rope_qk(q, k, *_angles(40, 16), interleaved=interleaved)
+    scores = q @ k.T
+    for distance in (-7, 0, 3):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), **EXACT)
+
+
+def test_angles():
+    cos, sin = rope_cos_sin(5, 4, base=100.0)
+    assert cos.shape == sin.shape == (5, 2) and cos.dtype == torch.float32
+    assert cos[3].tolist() == pytest.approx([math.cos(3), math.cos(0.3)])
+    assert sin[3].tolist() == pytest.approx([math.sin(3), math.sin(0.3)])
+    positions = torch.tensor([[4, 0], [1, 3]])
+    for whole, picked in zip((cos, sin), rope_cos_sin(positions, 4, base=100.0), strict=True):
+        assert torch.equal(picked, whole[positions])
+    far = rope_cos_sin(torch.tensor([1_000_000]), 128, base=500000.0)[0][0]
+    truth = [math.cos(1_000_000 / 500000 ** (i / 64)) for i in range(64)]
+    assert (far.double() - torch.tensor(truth, dtype=torch.float64)).abs().max() < 1e-7
+    assert rope_cos_sin(3, 2, device="meta")[0].device.type == "meta"
+    assert rope_cos_sin(3, 0)[0].shape == (3, 0)
+    for arguments, message in (((3, 5), "dim must be even and not negative, got 5"), ((3, -2), "got -2")):
+        with pytest.raises(ValueError, match=message):
+            rope_cos_sin(*arguments)
+    with pytest.raises(ValueError, match="base must be positive, got 0 for dim 4"):
+        rope_cos_sin(3, 4, base=0)
+
+
+def test_positions_of_each_sample_and_other_layouts():
+    positions = torch.tensor([[0, 5], [1, 6], [2, 0], [3, 1]])
+    x = _random(4, 2, 3, 8)
+    cos, sin = rope_cos_sin(positions, 8, dtype=torch.float64)
+    y = rope(x, cos, sin)
+    for sample in range(2):
+        alone = rope(x[:, sample], *rope_cos_sin(positions[:, sample], 8, dtype=torch.float64))
+        assert torch.equal(y[:, sample], alone)
+    packed = rope(x.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1))
+    assert torch.equal(packed, y.flatten(0, 1))
+    batch_first = rope(x.transpose(0, 1).contiguous(), cos.transpose(0, 1), sin.transpose(0, 1))
+    assert torch.equal(batch_first.transpose(0, 1), y)
+    shared = rope(x.transpose(0, 1), cos[:, 0][None], sin[:, 0][None])
+    assert torch.equal(shared.transpose(0, 1), rope(x, cos[:, 0], sin[:, 0]))
+    one = rope(x, cos[1, 1], sin[1, 1])
+    assert torch.equal(one[3], rope(x[3], cos[1, 1], sin[1, 1]))
+
+
+def _layouts(dtype):
+    """Queries and keys (or None) with angles, in the layouts that attention meets."""
+    cos, sin = _angles(11, 16, dtype)
+    fused = _random(11, 2, 3, 6, 20, dtype=dtype)
+    apart = _random(11, 2, 4, 16, dtype=dtype, seed=1)
+    batch_first = _random(2, 4, 11, 33, dtype=dtype, seed=2).permute(2, 0, 1, 3)
+    strided = _random(11, 2, 4, 40, dtype=dtype, seed=3)[..., 1:35:2]
+    return {
+        "contiguous": (apart, apart[:, :, :1].clone(), cos, sin),
+        "fused": (fused[:, :, :, :4], fused[:, :, :, 4], cos, sin),
+        "queries and keys side by side": (fused[:, :, :, :5], None, cos, sin),
+        "batch first": (batch_first, None, cos, sin),
+        "four levels": (fused[:, :, :, :4].transpose(0, 1), None, cos[None], sin[None]),
+        "last stride 2": (strided, None, cos, sin),
+        "empty": (apart[:, :0], apart[:, :0, :1], cos, sin),
+    }
+
+
+LAYOUTS = pytest.mark.parametrize("layout", list(_layouts(torch.float32)))
+
+
+def _own_copy(x):
+    """The same numbers in the same layout, gaps between them included."""
+    if x is None:
+        return None
+    base = (x if x._base is None else x._base).clone()
+    return base.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@FORMS
+@LAYOUTS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_is_bitwise_the_same(layout, dtype, interleaved):
+    q, k, cos, sin = _layouts(dtype)[layout]
+    mine = [x for x in (_own_copy(q), _own_copy(k)) if x is not None]
+    given = [x for x in (q, k) if x is not None]
+    call = rope if k is None else rope_qk
+    want = call(*given, cos, sin, interleaved=interleaved)
+    got = call(*mine, cos, sin, interleaved=interleaved, in_place=True)
+    for own, x, value, expected in zip(mine, given, as_tuple(got), as_tuple(want), strict=True):
+        assert value is own and own._version >= 1 and expected.is_contiguous()
+        assert torch.equal(own, expected)
+        own.copy_(x)  # nothing else was touched
+        assert torch.equal(*((t if t._base is None else t._base) for t in (own, x)))
+
+
+@FORMS
+@LAYOUTS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_kernel_equals_reference(layout, dtype, interleaved):
+    if OPS["rope"].serving["cpu"] != "c++":
+        pytest.skip(f"no compiled kernel: {OPS['rope'].reasons['cpu']}")
+    tolerance = EXACT if dtype == torch.float64 else {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+    for inverse in (False, True):
+        arguments = (*_layouts(dtype)[layout], interleaved, inverse)
+        for value, want in zip(torch.ops.fastmp.rope(*arguments), module.reference(*arguments), strict=True):
+            torch.testing.assert_close(value, want, **tolerance)
+
+
+@pytest.mark.parametrize("half", (0, 1, 7, 8, 15, 16, 17, 48, 100))
+@FORMS
+def test_every_width_on_every_instruction_set(half, interleaved):
+    """Tails of all lengths; `base` code runs where the wider sets are absent."""
+    for dtype in DTYPES:
+        q, k = _random(3, 2, 2 * half + 3, dtype=dtype), _random(3, 1, 2 * half + 3, dtype=dtype, seed=1)
+        arguments = (q, k, *_angles(3, 2 * half, dtype), interleaved, False)
+        tolerance = EXACT if dtype == torch.float64 else {"rtol": torch.finfo(dtype).eps, "atol": 1e-6}
+        for value, want in zip(torch.ops.fastmp.rope(*arguments), module.reference(*arguments), strict=True):
+            torch.testing.assert_close(value, want, **tolerance)
+
+
+@FORMS
+def test_in_place_gradients(interleaved):
+    """Of a tensor of its own, of views of a fused projection one by one and side by side."""
+    weight = _random(11, 2, 3, 6, 20, seed=5).requires_grad_()
+    cos, sin = _angles(11, 16)
+
+    def loss(in_place, view):
+        fused = weight * 2
+        options = {"interleaved": interleaved, "in_place": in_place}
+        if view == "whole":
+            turned = [rope(fused, cos, sin, **options)]
+        elif view == "side by side":
+            turned = [rope(fused[:, :, :, :5], cos, sin, **options), fused[:, :, :, 5]]
+        elif view == "pair of views":
+            turned = [*rope_qk(fused[:, :, :, :4], fused[:, :, :, 4], cos, sin, **options), fused[:, :, :, 5]]
+        else:
+            turned = [*rope_qk(fused, weight[:, :, :, 4] * 3, cos, sin, **options)]
+        return sum(t.sin().sum() * (i + 1) for i, t in enumerate(turned))
+
+    for view in ("whole", "side by side", "pair of views", "pair"):
+        for compiled in (False, True):
+            torch.compiler.reset()
+            run = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+            (want,) = torch.autograd.grad(loss(False, view), weight)
+            (got,) = torch.autograd.grad(run(True, view), weight)
+            torch.testing.assert_close(got, want, **EXACT)
+
+
+def test_overwriting_what_autograd_saved_is_noticed():
+    x = _random(4, 2, 8).requires_grad_()
+    h = x * 1
+    other = h.sin()
+    rope(h, *_angles(4, 8), in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other.sum().backward()
+
+
+def test_second_derivatives():
+    q, k = _random(3, 2, 6).requires_grad_(), _random(3, 1, 6, seed=1).requires_grad_()
+    cos, sin = _angles(3, 4)
+    assert torch.autograd.gradgradcheck(lambda q, k: rope_qk(q, k, cos, sin), (q, k))
+    weight = _random(3, 2, 6, seed=2)
+    (dx,) = torch.autograd.grad((rope(q * q, cos, sin, in_place=True) * weight).sum(), q, create_graph=True)
+    (again,) = torch.autograd.grad(dx.sum(), q)
+    torch.testing.assert_close(again, 2 * rope(weight, cos, -sin), **EXACT)
+
+
+def test_saves_angles_only():
+    q, k = _random(3, 2, 6).requires_grad_(), _random(3, 1, 6).requires_grad_()
+    cos, sin = _angles(3, 4)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rope_qk(q, k, cos, sin)
+        rope_qk(q * 1, k * 1, cos, sin, in_place=True)
+    assert {t.data_ptr() for t in saved if t.numel() > 1} == {cos.data_ptr(), sin.data_ptr()}
+
+
+def test_frozen_queries_or_keys_or_an_unused_output():
+    q, k = _random(3, 2, 6), _random(3, 1, 6, seed=1)
+    cos, sin = _angles(3, 6)
+    for trained in (0, 1):
+        leaves = [x.detach().requires_grad_(i == trained) for i, x in enumerate((q, k))]
+        out = rope_qk(*leaves, cos, sin)[trained]
+        (grad,) = torch.autograd.grad(out, leaves[trained], torch.ones_like(out))
+        torch.testing.assert_close(grad, rope(torch.ones_like(out), cos, -sin), **EXACT)
+
+
+@FORMS
+@pytest.mark.parametrize("with_keys", (False, True), ids=("one", "two"))
+def test_opcheck(with_keys, interleaved):
+    q, k = _random(3, 2, 4, 6, dtype=torch.float32), _random(3, 2, 1, 8, dtype=torch.float32)[..., :6]
+    arguments = (*_angles(3, 4, torch.float32), interleaved, False)
+    k = k if with_keys else None
+    torch.library.opcheck(torch.ops.fastmp.rope_.default, (q, k, *arguments))
+    leaves = [None if x is None else x.detach().requires_grad_() for x in (q, k)]
+    torch.library.opcheck(torch.ops.fastmp.rope.default, (*leaves, *arguments))
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+def test_results_do_not_depend_on_the_number_of_threads(backend):
+    x = _random(301, 2, 7, 72, dtype=torch.float32)
+    arguments = (x, None, *_angles(301, 60, torch.float32), False, True)
+    run = OPS["rope"].implementations[backend] if backend else OPS["rope"].overload
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            results.append(run(*arguments)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_special_values_stay_in_their_pair(dtype):
+    x = _random(3, 1, 40, dtype=dtype)
+    x[1, 0, 2], x[2, 0, 3] = torch.nan, torch.inf
+    wide = module.reference(x.double(), None, *_angles(3, 40), False, False)[0]
+    cos, sin = _angles(3, 40, dtype)
+    for y in (rope(x, cos, sin), module.reference(x, None, cos, sin, False, False)[0]):
+        torch.testing.assert_close(y.double(), wide, rtol=1e-2, atol=1e-2, equal_nan=True)
+        assert y.isnan().nonzero().tolist() == [[1, 0, 2], [1, 0, 22]]
+
+
+ONES, ANGLES = torch.ones(4, 2, 6), torch.ones(4, 3)
+TRAINED = torch.ones(4, 3).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("x", "cos", "sin", "message"),
+    [
+        (ONES.int(), ANGLES, ANGLES, r"x must have one of the dtypes .* got torch.int32"),
+        (ONES, ANGLES, ANGLES[:, :2], r"cos \(4, 3\) and sin \(4, 2\) differ in shape"),
+        (ONES[0, 0], ANGLES, ANGLES, r"cos \(4, 3\) has more dimensions than x \(6,\)"),
+        (ONES[..., :5], ANGLES, ANGLES, r"cos \(4, 3\) rotates 6 elements of a head, but x \(4, 2, 5\) has"),
+        (ONES[:3], ANGLES, ANGLES, r"cos \(4, 3\) does not fit the leading dimensions of x \(3, 2, 6\)"),
+        (ONES.bfloat16(), ANGLES.bfloat16(), ANGLES, r"cos must be torch.float32 for x of torch.bfloat16,"),
+        (ONES.double(), ANGLES.double(), ANGLES, r"sin must be torch.float64 for x of torch.float64, got"),
+        (ONES, ANGLES.to("meta"), ANGLES, r"x is on cpu but cos is on meta"),
+        (ONES, TRAINED, ANGLES, r"cos \(4, 3\) requires a gradient, but receives none"),
+    ],
+)
+def test_wrong_arguments(x, cos, sin, message):
+    with pytest.raises(ValueError, match="rope: " + message):
+        rope(x, cos, sin)
+
+
+def test_wrong_pairs():
+    with pytest.raises(
+        ValueError, match=r"cos \(4, 3\) does not fit the leading dimensions of k \(3, 2, 6\)"
+    ):
+        rope_qk(ONES, ONES[:3], ANGLES, ANGLES)
+    with pytest.raises(ValueError, match=r"rope: q has dtype torch\.float32 but k has dtype torch\.bfloat16"):
+        rope_qk(ONES, ONES.bfloat16(), ANGLES, ANGLES)
+    with pytest.raises(ValueError, match="rope: q has width 6 but k has width 8"):
+        rope_qk(ONES, torch.ones(4, 2, 8), ANGLES, ANGLES)
+
+
+def test_what_cannot_be_overwritten():
+    with pytest.raises(ValueError, match=r"would overwrite x \(4, 2, 6\), a leaf that requires grad"):
+        rope(ONES.clone().requires_grad_(), ANGLES, ANGLES, in_place=True)
+    with pytest.raises(ValueError, match=r"elements of their own, got \(4, 2, 6\) with strides \(0, 6, 1\)"):
+        rope(ONES[:1].expand(4, 2, 6), ANGLES, ANGLES, in_place=True)
+    leaf = ONES.clone().requires_grad_()
+    with torch.no_grad():
+        assert rope(leaf, ANGLES, ANGLES, in_place=True) is leaf
+
+
+def test_the_op_itself_refuses_what_does_not_fit():
+    if OPS["rope"].serving["cpu"] != "c++":
+        pytest.skip(f"no compiled kernel: {OPS['rope'].reasons['cpu']}")
+    for cos, sin in ((ANGLES[:3], ANGLES[:3]), (ANGLES, ANGLES[:2]), (ANGLES.double(), ANGLES.double()),
+                     (torch.ones(4, 4), torch.ones(4, 4)), (ANGLES, ANGLES[0])):  # fmt: skip
+        with pytest.raises(RuntimeError, match="rope: cos"):
+            torch.ops.fastmp.rope(ONES, None, cos, sin, False, False)
+
+
+def test_cost_formulas():
+    q, k = torch.zeros(5, 2, 4, 10, dtype=torch.bfloat16), torch.zeros(5, 2, 1, 10, dtype=torch.bfloat16)
+    arguments = (q, k, *_angles(5, 6, torch.float32), False, False)
+    angles = 2 * 5 * 3 * 4
+    assert OPS["rope"].traffic(*arguments) == 2 * 2 * (400 + 100) + angles
+    assert OPS["rope_"].traffic(*arguments) == 2 * 2 * (40 + 10) * 6 + angles
+    assert OPS["rope"].flops(*arguments) == 3 * 50 * 6
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        rope_qk(*arguments[:4])
+    assert counter.get_total_flops() == 3 * 50 * 6
+
+
+def test_block_shapes():
+    for itemsize in (2, 4, 8):
+        for half in (1, 10, 32, 36, 64, 128, 256):
+            block_m, block_half = module.block_shape(half, itemsize)
+            assert block_half & (block_half - 1) == 0 and half <= block_half < max(2 * half, 16)
+            assert block_m * block_half * itemsize == 2 * 32 * module.NUM_WARPS * 16  # two loads of each half
+    assert module.block_shape(1 << 20, 2) == (1, 1 << 20)
+
+
+def test_leading_dimensions_fold():
+    cos = torch.ones(11, 8)
+    q, k = torch.ones(11, 2, 4, 16), torch.ones(11, 2, 1, 16)
+    assert module.levels([q, k], cos) == [((11, 11), (128, 32), 8), ((8, 2), (16, 16), 0)]
+    assert module.levels([q], torch.ones(11, 2, 8)) == [((22,), (64,), 8), ((4,), (16,), 0)]
+    batch_first = [((2,), (64,), 0), ((11,), (128,), 8), ((4,), (16,), 0)]
+    assert module.levels([q.transpose(0, 1)], cos[None]) == batch_first
+    fused = torch.ones(11, 2, 3, 6, 16)[:, :, :, :5]
+    assert module.levels([fused], cos) == [((11,), (576,), 8), ((6,), (96,), 0), ((5,), (16,), 0)]
+    assert module.levels([torch.ones(1, 1, 16)], torch.ones(1, 8)) == []
+    assert module.levels([torch.ones(11, 16)], cos) == [((11,), (16,), 8)]
