@@ -22,7 +22,7 @@ class Environment:
 
     `rank` is None outside torchrun. `agent_store` says that torchrun's agent already serves a store at
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
-    `debug` is FASTMP_DEBUG (full tracebacks).
+    `debug` is FASTMP_DEBUG (full tracebacks), `profiled` FASTMP_PROFILED (this process runs under Nsight).
     """
 
     rank: int | None = None
@@ -35,6 +35,7 @@ class Environment:
     agent_store: bool = False
     ops: str = ""
     debug: bool = False
+    profiled: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
@@ -59,6 +60,7 @@ class Environment:
             agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             ops=variables.get("FASTMP_OPS", ""),
             debug=variables.get("FASTMP_DEBUG", "0") not in ("", "0"),
+            profiled=variables.get("FASTMP_PROFILED", "0") not in ("", "0"),
         )
 
 
@@ -191,6 +193,7 @@ class TrainConfig:
     Intervals are in steps, 0 means never: `eval_interval` looks at `eval_batches` held-out batches,
     `save_interval` also saves at the end. The run writes to `run_dir`/`name`; `resume` continues from its
     latest checkpoint. `join_seconds` is how long ranks wait for each other at first (0: as `fastmp.init`).
+    `profile`: "none", "torch", "nsys" or "ncu", over the steps `profile_steps` (first, last) as in a slice.
     """
 
     steps: int = 400
@@ -205,6 +208,8 @@ class TrainConfig:
     run_dir: str = "runs"
     resume: bool = False
     join_seconds: float = 0.0
+    profile: str = "none"
+    profile_steps: tuple[int, int] = (10, 13)
 
     def __post_init__(self) -> None:
         for name in ("steps", "global_batch_size", "log_interval", "eval_batches"):
@@ -224,6 +229,18 @@ class TrainConfig:
             self.name not in ("", ".", "..") and "/" not in self.name,
             "TrainConfig",
             f"name must be the name of a directory, got {self.name!r}",
+        )
+        kinds = ("none", "torch", "nsys", "ncu")
+        _require(
+            self.profile in kinds,
+            "TrainConfig",
+            f"profile must be one of {', '.join(kinds)}, got {self.profile!r}",
+        )
+        first, last = self.profile_steps
+        _require(
+            0 <= first < last and (self.profile == "none" or first < self.steps),
+            "TrainConfig",
+            f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run",
         )
 
 

@@ -32,6 +32,7 @@ from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
 from fastmp.train.metrics import RunInfo, TrainLog
 from fastmp.train.plot import plot_loss
+from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.trainer import DTYPES, Trainer
 
@@ -49,6 +50,8 @@ def _main(argv: list[str]) -> int:
     environment = Environment.read()
     with _first_rank_speaks(environment.rank or 0):
         recipe = parse_arguments(argv, quiet=bool(environment.rank))
+        if recipe.train.profile in NSIGHT and not environment.rank and not environment.profiled:
+            run_under_nsight(argv, recipe)
         runtime = init(join_seconds=recipe.train.join_seconds or None)
         train(recipe, runtime, resume=recipe.train.resume or environment.restart_count > 0)
     runtime.close()
@@ -117,7 +120,8 @@ def _run(
             log.note(note)
         if runtime.rank == 0:
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
-        evaluation = trainer.train(log)
+        with _profiled(recipe, runtime, run_dir, log) as profiler:
+            evaluation = trainer.train(log, before_step=profiler)
     sample = generate_text(
         trainer.model,
         SAMPLE_PROMPT,
@@ -131,6 +135,21 @@ def _run(
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
     return evaluation
+
+
+@contextmanager
+def _profiled(
+    recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog
+) -> Iterator[StepProfiler | None]:
+    """The first rank's profiler of the steps that the recipe names; None where nothing is to be profiled."""
+    if recipe.train.profile == "none" or runtime.rank:
+        yield None
+        return
+    profiler = StepProfiler(recipe.train.profile, recipe.train.profile_steps, run_dir, log)
+    try:
+        yield profiler
+    finally:
+        profiler.close()
 
 
 def build_model(recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device) -> GPT:

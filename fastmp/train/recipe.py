@@ -1,9 +1,11 @@
 """Recipes: a TOML file in `configs/`, and typed overrides of every field on the command line.
 
     fastmp train --recipe configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
+    fastmp train --recipe configs/gpt-small.toml --profile torch --steps 10:13
 
-Every field is `--table.field`; the ones in `SHORT` have a short name too. A key or option that does not
-exist is an error that says which one may have been meant.
+Every field is `--table.field`; the ones in `SHORT` have a short name too. `--steps 500` is how many there
+are, `--steps 10:13` which of them are profiled; both may be given. A key or option that does not exist is an
+error that says which one may have been meant.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ SHORT = {
     "--steps": "--train.steps",
     "--name": "--train.name",
     "--resume": "--train.resume",
+    "--profile": "--train.profile",
 }
 
 
@@ -51,7 +54,8 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
         return tyro.cli(
             Recipe,
             prog="fastmp train [--recipe FILE]",
-            description=f"Train a GPT, under torchrun on several ranks. {short}.",
+            description=f"Train a GPT, under torchrun on several ranks. {short}; "
+            "--steps 10:13 are those that --profile looks at.",
             args=options,
             default=default,
         )
@@ -86,7 +90,27 @@ def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
                 raise ValueError("fastmp train: --recipe needs a file")
         else:
             options.append(SHORT.get(name, name) + equals + value)
-    return path, options
+    return path, _with_profiled_steps(options)
+
+
+def _with_profiled_steps(options: list[str]) -> list[str]:
+    """`--train.steps 10:13` as what it stands for, `--train.profile-steps 10 13`."""
+    written: list[str] = []
+    rest = iter(options)
+    for option in rest:
+        name, equals, value = option.partition("=")
+        if name != "--train.steps":
+            written.append(option)
+            continue
+        value = value if equals else next(rest, "")
+        first, colon, last = value.partition(":")
+        if not colon:
+            written += [name, value] if value else [name]
+        elif first.isdecimal() and last.isdecimal():
+            written += ["--train.profile-steps", first, last]
+        else:
+            raise ValueError(f"fastmp train: --steps FIRST:LAST needs two numbers, got {value!r}")
+    return written
 
 
 def _build(cls: type, content: dict[str, Any], table: str) -> Any:

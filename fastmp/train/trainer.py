@@ -119,14 +119,19 @@ class Trainer:
         self.step = 0
         self.model.train()
 
-    def train(self, log: TrainLog | None = None) -> Evaluation | None:
+    def train(
+        self, log: TrainLog | None = None, *, before_step: Callable[[int], None] | None = None
+    ) -> Evaluation | None:
         """Train from `self.step` to `config.steps`, reporting to `log`.
 
+        `before_step` is called with the number of steps done before each step, and once after the last one.
         Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0.
         """
         config, evaluation, saved = self.config, None, self.step
         skipped = int(self.optimizer.skipped_steps)
         while self.step < config.steps:
+            if before_step is not None:
+                before_step(self.step)
             result = self.train_step()
             if log is not None and log.due(self.step):
                 log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
@@ -135,6 +140,8 @@ class Trainer:
                 self.evaluate(log, max_batches=config.eval_batches)
             if _due(self.step, config.save_interval):
                 saved = self._save(log)
+        if before_step is not None:
+            before_step(self.step)
         if config.eval_interval:
             evaluation = self.evaluate(log)
         if config.save_interval and saved != self.step:
