@@ -2,11 +2,14 @@
 //
 // A thread takes whole rows, and reads each once: a group of vectors in registers gives its part of the maximum and,
 // with one exponential a logit, its part of the sum. That sum is kept relative to a reference which moves only when a
-// logit exceeds it by kHeadroom, so rescaling is rare. The gradient is one pass, bitwise the same in place.
+// logit exceeds it by kHeadroom, so rescaling is rare. The gradient is one pass, bitwise the same in place. Where the
+// gradients of the losses are known beforehand, that pass follows while the row is still in the core's cache.
 #include "cpu/simd.h"
 
 #include <algorithm>
 #include <limits>
+#include <memory>
+#include <new>
 
 #include "stable.h"
 
@@ -26,12 +29,23 @@ struct GradOptions {
   double label_smoothing, z_loss;
 };
 
+// The exponentials of some rows, for a gradient that follows at once: row i has them from values + i * stride on,
+// relative to references[i], or not at all where that is NaN.
+template <typename A>
+struct Exponentials {
+  A* values;
+  A* references;
+  int64_t stride;
+};
+
 FASTMP_DECLARE(
   template <typename T, typename A>
-  void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum, int64_t begin, int64_t end);
+  void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum, const Exponentials<A>* kept,
+             int64_t begin, int64_t end);
   template <typename T, typename A>
   void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A* grad_loss, const A* token_weight,
-            Shard shard, int64_t out_stride, GradOptions options, int64_t begin, int64_t end);
+            Shard shard, int64_t out_stride, GradOptions options, const Exponentials<A>* kept, int64_t begin,
+            int64_t end);
 )
 
 namespace FASTMP_ISA {
@@ -61,6 +75,7 @@ struct RowStats {
   V top = broadcast<V>(kLowest), limit = broadcast<V>(kLowest);
   V sums[2] = {}, plain[2] = {};
   A reference = 0;
+  bool moved = false;  // after it was first set
 
   // Makes room for a group whose lane-wise maximum is `tops`.
   FASTMP_INLINE void admit(V tops) {
@@ -71,6 +86,7 @@ struct RowStats {
         const V shrink = exp(broadcast<V>(reference - higher));
         sums[0] *= shrink;
         sums[1] *= shrink;
+        moved = true;
       }
       reference = higher;
       limit = broadcast<V>(higher + kHeadroom);
@@ -85,8 +101,9 @@ struct RowStats {
   }
 };
 
-template <bool kWithSum, typename T, typename A>
-void stats_row(const T* x, int64_t real, A* highest, A* sum_of_exp, A* plain_sum) {
+// With kKeep the exponentials go to `kept`, pair by pair as they are loaded, and what they are relative to is returned.
+template <bool kWithSum, bool kKeep, typename T, typename A>
+A stats_row(const T* x, int64_t real, A* out, A* kept) {
   using V = lanes_of<T>;
   constexpr int kLanes = num_lanes<V>;
   RowStats<V, A> row;
@@ -99,8 +116,11 @@ void stats_row(const T* x, int64_t real, A* highest, A* sum_of_exp, A* plain_sum
     row.admit(tops);
     for (int k = 0; k < kStreams; ++k) {
       prefetch_pair(x + k * stream + i);
-      row.sums[0] += exp(group[k].first - row.reference);
-      row.sums[1] += exp(group[k].second - row.reference);
+      const V first = exp(group[k].first - row.reference), second = exp(group[k].second - row.reference);
+      row.sums[0] += first;
+      row.sums[1] += second;
+      if constexpr (kKeep) store(kept + k * stream + i, first);
+      if constexpr (kKeep) store(kept + k * stream + i + kLanes, second);
       if constexpr (kWithSum) row.plain[0] += group[k].first;
       if constexpr (kWithSum) row.plain[1] += group[k].second;
     }
@@ -108,26 +128,33 @@ void stats_row(const T* x, int64_t real, A* highest, A* sum_of_exp, A* plain_sum
   for (int64_t i = kStreams * stream; i < real; i += kLanes) {
     const V lanes = load(x + i, real - i, RowStats<V, A>::kLowest);
     row.admit(lanes);
-    row.sums[0] += exp(lanes - row.reference);
+    const V exponentials = exp(lanes - row.reference);
+    row.sums[0] += exponentials;
+    if constexpr (kKeep) store(kept + i, exponentials);
     if constexpr (kWithSum) row.plain[0] += load(x + i, real - i, 0);
   }
-  *highest = row.maximum();
-  *sum_of_exp = row.sum_of_exp();
-  if constexpr (kWithSum) *plain_sum = sum(row.plain[0] + row.plain[1]);
+  out[0] = row.maximum();
+  out[1] = row.sum_of_exp();
+  if constexpr (kWithSum) out[3] = sum(row.plain[0] + row.plain[1]);
+  return row.moved ? std::numeric_limits<A>::quiet_NaN() : row.reference;
 }
 
 template <typename T, typename A>
-void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum, int64_t begin, int64_t end) {
+void stats(const T* logits, const int64_t* target, A* out, Shard shard, bool with_sum, const Exponentials<A>* kept,
+           int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     const T* x = logits + row * shard.row_stride;
     A* to = out + row * (with_sum ? 4 : 3);
     const int64_t column = shard.column_of(target[row]);
-    if (with_sum) {
-      stats_row<true>(x, shard.real, to, to + 1, to + 3);
-    } else {
-      stats_row<false>(x, shard.real, to, to + 1, static_cast<A*>(nullptr));
-    }
     to[2] = column >= 0 ? value_at(x, column) : 0;
+    if (kept != nullptr) {
+      A* values = kept->values + row * kept->stride;
+      kept->references[row] = with_sum ? stats_row<true, true>(x, shard.real, to, values)
+                                       : stats_row<false, true>(x, shard.real, to, values);
+    } else {
+      A* none = nullptr;
+      with_sum ? stats_row<true, false>(x, shard.real, to, none) : stats_row<false, false>(x, shard.real, to, none);
+    }
   }
 }
 
@@ -157,9 +184,24 @@ void grad_row(const T* x, T* out, int64_t count, Row<A> row) {
   for (int64_t i = kWays * stream; i < count; i += kLanes) store(out + i, row.gradient(load(x + i, count - i, 0)), count - i);
 }
 
+// The same from exponentials that stats_row kept: no second exponential, and the row's constants are finite.
+template <typename T, typename A>
+void grad_row_kept(const A* kept, T* out, int64_t count, Row<A> row, A reference) {
+  using V = lanes_of<T>;
+  constexpr int kLanes = num_lanes<V>;
+  const V factor = exp(broadcast<V>(reference - row.lse)) * (row.slope * row.scale);
+  const A shift = row.shift * row.scale;
+  const int64_t pairs = count / (2 * kLanes * kStreams) * (2 * kLanes * kStreams);
+  for (int64_t i = 0; i < pairs; i += 2 * kLanes) {
+    store_pair<false>(out + i, {load(kept + i) * factor - shift, load(kept + i + kLanes) * factor - shift});
+  }
+  for (int64_t i = pairs; i < count; i += kLanes) store(out + i, load(kept + i) * factor - shift, count - i);
+}
+
 template <typename T, typename A>
 void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A* grad_loss, const A* token_weight,
-          Shard shard, int64_t out_stride, GradOptions options, int64_t begin, int64_t end) {
+          Shard shard, int64_t out_stride, GradOptions options, const Exponentials<A>* kept, int64_t begin,
+          int64_t end) {
   using V = lanes_of<T>;
   const A shift = options.label_smoothing / options.vocab_size;
   const A target_share = 1 - options.label_smoothing;
@@ -177,7 +219,10 @@ void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A*
     const A target_logit = column < 0 ? 0 : value_at(x, column);
     const Row<A> row_constants{lse[row], slope, shift, scale};
     // exp(x - lse) is finite where x is, so that NaN needs no care in a row of finite constants.
-    if (std::isfinite(lse[row]) && std::isfinite(scale) && std::isfinite(slope)) {
+    const bool finite = std::isfinite(lse[row]) && std::isfinite(scale) && std::isfinite(slope);
+    if (finite && kept != nullptr && !std::isnan(kept->references[row])) {
+      grad_row_kept(kept->values + row * kept->stride, to, live, row_constants, kept->references[row]);
+    } else if (finite) {
       grad_row<false>(x, to, live, row_constants);
     } else {
       grad_row<true>(x, to, live, row_constants);
@@ -189,10 +234,10 @@ void grad(const T* logits, T* out, const int64_t* target, const A* lse, const A*
   }
 }
 
-#define FASTMP_INSTANTIATE(T, A)                                                                                    \
-  template void stats(const T*, const int64_t*, A*, Shard, bool, int64_t, int64_t);                                 \
-  template void grad(const T*, T*, const int64_t*, const A*, const A*, const A*, Shard, int64_t, GradOptions, int64_t, \
-                     int64_t);
+#define FASTMP_INSTANTIATE(T, A)                                                                                     \
+  template void stats(const T*, const int64_t*, A*, Shard, bool, const Exponentials<A>*, int64_t, int64_t);          \
+  template void grad(const T*, T*, const int64_t*, const A*, const A*, const A*, Shard, int64_t, GradOptions,        \
+                     const Exponentials<A>*, int64_t, int64_t);
 FASTMP_INSTANTIATE(float, float)
 FASTMP_INSTANTIATE(double, double)
 FASTMP_INSTANTIATE(BFloat16, float)
@@ -206,6 +251,9 @@ FASTMP_INSTANTIATE(Half, float)
 namespace {
 
 constexpr int64_t kGrain = 1 << 15;  // logits a thread should at least have
+constexpr int64_t kGroupBytes = 1 << 17;  // of logits that stay in a core's cache between two passes
+constexpr int64_t kMostRows = 64;  // in a group
+constexpr int64_t kPadding = 16;  // a multiple of every vector's lanes
 
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -244,29 +292,35 @@ Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, in
     const int64_t* ids = target.const_data_ptr<int64_t>();
     A* to = out.mutable_data_ptr<A>();
     parallel_for(0, tokens, grain_of(shard.real),
-                 [&](int64_t begin, int64_t end) { kernel(x, ids, to, shard, with_sum, begin, end); });
+                 [&](int64_t begin, int64_t end) { kernel(x, ids, to, shard, with_sum, nullptr, begin, end); });
   });
   return out;
 }
 
-// Loss and log-sum-exp of one token from its statistics in all shards, `stride` numbers apart.
+// Loss and log-sum-exp of tokens [begin, end) out of `tokens` from their statistics in all shards.
 template <typename A>
-void merge_token(const A* stats, int64_t shards, int64_t stride, bool with_sum, const GradOptions& options, A& loss,
-                 A& lse) {
-  A top = -std::numeric_limits<A>::infinity();
-  for (int64_t p = 0; p < shards; ++p) top = std::max(top, stats[p * stride]);
-  if (top == -std::numeric_limits<A>::infinity()) top = 0;
-  A sum = 0, target_logit = 0, plain = 0;
-  for (int64_t p = 0; p < shards; ++p) {
-    const A* shard = stats + p * stride;
-    sum += shard[1] * std::exp(shard[0] - top);
-    target_logit += shard[2];
-    if (with_sum) plain += shard[3];
-  }
+void merge_tokens(const A* stats, int64_t shards, int64_t tokens, bool with_sum, const int64_t* target, const A* weight,
+                  const GradOptions& options, A* loss, A* lse, int64_t begin, int64_t end) {
+  const int64_t width = with_sum ? 4 : 3;
   const A smoothing = options.label_smoothing;
-  lse = top + std::log(sum);
-  loss = (1 - smoothing) * (lse - target_logit) + static_cast<A>(options.z_loss) * lse * lse;
-  if (smoothing > 0) loss += smoothing * (lse - plain / options.vocab_size);
+  for (int64_t i = begin; i < end; ++i) {
+    A top = -std::numeric_limits<A>::infinity();
+    for (int64_t p = 0; p < shards; ++p) top = std::max(top, stats[(p * tokens + i) * width]);
+    if (top == -std::numeric_limits<A>::infinity()) top = 0;
+    A sum = 0, target_logit = 0, plain = 0;
+    for (int64_t p = 0; p < shards; ++p) {
+      const A* shard = stats + (p * tokens + i) * width;
+      sum += shard[1] * std::exp(shard[0] - top);
+      target_logit += shard[2];
+      if (with_sum) plain += shard[3];
+    }
+    lse[i] = top + std::log(sum);
+    loss[i] = (1 - smoothing) * (lse[i] - target_logit) + static_cast<A>(options.z_loss) * lse[i] * lse[i];
+    if (smoothing > 0) loss[i] += smoothing * (lse[i] - plain / options.vocab_size);
+    if (weight != nullptr) loss[i] *= weight[i];
+    if (target[i] < 0 || target[i] >= options.vocab_size) loss[i] = std::numeric_limits<A>::quiet_NaN();
+    if (target[i] == options.ignore_index) loss[i] = 0;
+  }
 }
 
 std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std::optional<Tensor> token_weight,
@@ -293,12 +347,7 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
     A* to_loss = loss.mutable_data_ptr<A>();
     A* to_lse = lse.mutable_data_ptr<A>();
     parallel_for(0, tokens, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        merge_token(from + i * width, shards, tokens * width, width == 4, options, to_loss[i], to_lse[i]);
-        if (weight != nullptr) to_loss[i] *= weight[i];
-        if (ids[i] < 0 || ids[i] >= vocab_size) to_loss[i] = std::numeric_limits<A>::quiet_NaN();
-        if (ids[i] == ignore_index) to_loss[i] = 0;
-      }
+      merge_tokens(from, shards, tokens, width == 4, ids, weight, options, to_loss, to_lse, begin, end);
     });
   };
   dtype == ScalarType::Double ? run(0.0) : run(0.0f);
@@ -326,7 +375,7 @@ void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor
     const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
     const int64_t out_stride = out.stride(0);
     parallel_for(0, tokens, grain_of(shard.columns), [&](int64_t begin, int64_t end) {
-      kernel(x, to, ids, log_sum, upstream, weight, shard, out_stride, options, begin, end);
+      kernel(x, to, ids, log_sum, upstream, weight, shard, out_stride, options, nullptr, begin, end);
     });
   });
 }
@@ -348,6 +397,49 @@ void cross_entropy_grad_(Tensor logits, Tensor target, Tensor lse, Tensor grad_l
               {vocab_size, ignore_index, label_smoothing, z_loss});
 }
 
+// Rows go through statistics, merge and gradient in groups that stay in a core's cache, their exponentials with them.
+Tensor cross_entropy_loss_grad_(Tensor logits, Tensor target, Tensor loss_grad, std::optional<Tensor> token_weight,
+                                int64_t vocab_size, int64_t ignore_index, double label_smoothing, double z_loss) {
+  constexpr const char* op = "cross_entropy_loss_grad_";
+  const Shard shard = shard_of(op, logits, 0, vocab_size);
+  const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
+  const bool with_sum = label_smoothing > 0;
+  const int64_t tokens = logits.size(0);
+  const ScalarType dtype = accumulator(logits.scalar_type());
+  target = per_token(op, "target", target, tokens, ScalarType::Long);
+  loss_grad = per_token(op, "loss_grad", loss_grad, tokens, dtype);
+  if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
+  Tensor loss = empty({tokens}, dtype, logits);
+  dispatch_float(logits.scalar_type(), op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = Accumulator<T>;
+    const auto stats_of = FASTMP_BEST(stats<T, A>);
+    const auto grad_of = FASTMP_BEST(grad<T, A>);
+    T* x = logits.mutable_data_ptr<T>();
+    const int64_t* ids = target.const_data_ptr<int64_t>();
+    const A* upstream = loss_grad.const_data_ptr<A>();
+    const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
+    A* losses = loss.mutable_data_ptr<A>();
+    const int64_t stride = (shard.real + kPadding - 1) / kPadding * kPadding;
+    const int64_t group = std::clamp<int64_t>(kGroupBytes / std::max<int64_t>(1, stride * sizeof(A)), 1, kMostRows);
+    parallel_for(0, tokens, grain_of(shard.columns), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<A[]> values(new (std::nothrow) A[group * stride]);
+      A own[4 * kMostRows], lse[kMostRows], references[kMostRows];
+      const Exponentials<A> exponentials{values.get(), references, stride};
+      const auto* kept = values ? &exponentials : nullptr;
+      for (int64_t first = begin; first < end; first += group) {
+        const int64_t rows = std::min(group, end - first);
+        T* some = x + first * shard.row_stride;
+        const A* weights = weight == nullptr ? nullptr : weight + first;
+        stats_of(some, ids + first, own, shard, with_sum, kept, 0, rows);
+        merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, lse, 0, rows);
+        grad_of(some, some, ids + first, lse, upstream + first, weights, shard, shard.row_stride, options, kept, 0, rows);
+      }
+    });
+  });
+  return loss;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
@@ -355,6 +447,7 @@ STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   m.impl("cross_entropy_merge", TORCH_BOX(&cross_entropy_merge));
   m.impl("cross_entropy_grad", TORCH_BOX(&cross_entropy_grad));
   m.impl("cross_entropy_grad_", TORCH_BOX(&cross_entropy_grad_));
+  m.impl("cross_entropy_loss_grad_", TORCH_BOX(&cross_entropy_loss_grad_));
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -5,6 +5,8 @@ shards' statistics merge into the loss and the log-sum-exp (lse); the gradient n
 alone. So nothing else of size tokens x vocabulary exists, and the gradient may overwrite the logits.
 loss = w [(1 - a) (lse - x_t) + a / V sum_j (lse - x_j) + z lse^2], where V counts the whole vocabulary
 without padding, x_t is the target's logit, w the token's weight, a the label smoothing, z the z-loss.
+Where a rank holds the whole vocabulary and knows the gradient of each token's loss beforehand, one launch
+gives loss and gradient: a row is read from memory once and, still in a cache, turned into its gradient.
 N tokens, V columns of this shard (padding included), P shards.
 """
 
@@ -12,11 +14,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastmp.ops.cross_entropy_triton import (
     launch_grad,
     launch_grad_into,
+    launch_loss_grad,
     launch_merge,
     launch_stats,
     real_columns,
@@ -73,6 +75,13 @@ def _grad_reference_(logits, *options):
     logits.copy_(_grad_reference(logits, *options))
 
 
+def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *options):
+    stats = _stats_reference(logits, target, 0, vocab_size, options[1] > 0)
+    loss, lse = _merge_reference(stats[None], target, token_weight, vocab_size, *options)
+    _grad_reference_(logits, target, lse, loss_grad, token_weight, 0, vocab_size, *options)
+    return loss
+
+
 # What each op costs: operations (an exponential counts as one) and the fewest bytes across device memory.
 
 
@@ -104,6 +113,15 @@ def _grad_traffic(logits, target, lse, grad_loss, token_weight, vocab_start, voc
     touched = columns + real_columns(columns, vocab_start, vocab_size)
     per_token = 2 + (token_weight is not None)
     return tokens * (touched * logits.element_size() + 8 + per_token * lse.element_size())
+
+
+def _loss_grad_flops(logits, target, loss_grad, token_weight, vocab_size, *options) -> int:
+    return logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if options[1] else 9)
+
+
+def _loss_grad_traffic(logits, target, loss_grad, token_weight, vocab_size, *options) -> int:
+    """Every logit is read once and written once; the rest is a few numbers a token."""
+    return _grad_traffic(logits, target, loss_grad, loss_grad, token_weight, 0, vocab_size)
 
 
 register(
@@ -145,6 +163,21 @@ register(
     fake=lambda logits, *options: None,
     **_GRAD_COSTS,
 )
+register(
+    "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight,"
+    " int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor",
+    reference=_loss_grad_reference_,
+    triton=launch_loss_grad,
+    fake=lambda logits, target, loss_grad, *options: loss_grad.new_empty(logits.shape[0]),
+    flops=_loss_grad_flops,
+    traffic=_loss_grad_traffic,
+)
+
+
+def _refuse_create_graph() -> None:
+    """Else a second derivative would silently be missing: once_differentiable does not see saved tensors."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("cross_entropy: its backward is not differentiable (create_graph=True)")
 
 
 class _LossFromStats(torch.autograd.Function):
@@ -159,15 +192,62 @@ class _LossFromStats(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     @traced("fastmp.cross_entropy_backward")
     def backward(ctx, grad_loss):
+        _refuse_create_graph()
         logits, target, lse, token_weight = ctx.saved_tensors
         arguments = (logits.detach(), target, lse, grad_loss, token_weight, *ctx.options)
         if ctx.in_place:
             torch.ops.fastmp.cross_entropy_grad_(*arguments)
             return arguments[0], None, None, None, None, None, None
         return torch.ops.fastmp.cross_entropy_grad(*arguments), None, None, None, None, None, None
+
+
+def _can_be_dirty(logits: Tensor) -> bool:
+    return not (torch.compiler.is_compiling() or logits.is_leaf or logits._is_view())
+
+
+class _LossAndGrad(torch.autograd.Function):
+    """Loss (N,) of logits (..., V), which are overwritten with their gradient for `loss_grad` (N,).
+
+    Logits that are neither a leaf nor a view become an output that must not receive a gradient: so whoever
+    computes with the overwritten logits is told. Autograd allows no more; who saved them before finds their
+    version changed.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target, loss_grad, token_weight, options, dirty):
+        ctx.set_materialize_grads(False)
+        rows = _rows(logits.detach())
+        loss = torch.ops.fastmp.cross_entropy_loss_grad_(rows, target, loss_grad, token_weight, *options)
+        ctx.save_for_backward(rows, target, loss_grad)
+        ctx.ignore_index, ctx.shape, ctx.spent = options[1], logits.shape, False
+        if not dirty:
+            return (loss,)
+        ctx.mark_dirty(logits)
+        return loss, logits
+
+    @staticmethod
+    @traced("fastmp.cross_entropy_backward")
+    def backward(ctx, grad_loss, grad_logits=None):
+        _refuse_create_graph()
+        if ctx.spent:
+            raise RuntimeError(
+                "cross_entropy: with loss_grad the gradient exists once, so there is no second backward pass"
+            )
+        if grad_logits is not None:
+            raise RuntimeError(
+                "cross_entropy: with loss_grad the logits are overwritten, but were used again afterwards"
+            )
+        rows, target, promised = ctx.saved_tensors
+        margin = 8 * torch.finfo(promised.dtype).eps
+        kept = (grad_loss - promised).abs() <= margin * promised.abs()
+        torch._assert_async(
+            (kept | (target == ctx.ignore_index)).all(),
+            "cross_entropy: the loss received a gradient other than the loss_grad that was promised",
+        )
+        ctx.spent = True
+        return rows.view(ctx.shape), None, None, None, None, None
 
 
 def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -182,7 +262,7 @@ def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
         )
 
 
-def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight) -> None:
+def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
     def require(condition: bool, message: str) -> None:
         if not condition:
             raise ValueError(f"cross_entropy: {message}")
@@ -198,10 +278,20 @@ def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, tok
     require(vocab_start >= 0, f"vocab_start must not be negative, got {vocab_start}")
     require(0 <= label_smoothing <= 1, f"label_smoothing must lie in [0, 1], got {label_smoothing}")
     require(z_loss >= 0, f"z_loss must not be negative, got {z_loss}")
-    if token_weight is not None:
-        weights, tokens = tuple(token_weight.shape), tuple(target.shape)
-        require(weights == tokens, f"token_weight {weights} does not fit target {tokens}")
-        require(not token_weight.requires_grad, "token_weight requires a gradient, but receives none")
+    for name, given in per_token.items():
+        if given is not None:
+            shape, tokens = tuple(given.shape), tuple(target.shape)
+            require(shape == tokens, f"{name} {shape} does not fit target {tokens}")
+            require(not given.requires_grad, f"{name} requires a gradient, but receives none")
+
+
+def _check_apart(name: str, rows: Tensor) -> None:
+    """Raise unless the rows can be written to one by one."""
+    if len(rows) > 1 and rows.stride(0) < rows.shape[1]:
+        raise ValueError(
+            f"cross_entropy: {name} needs rows that do not overlap, got {tuple(rows.shape)} "
+            f"with strides {rows.stride()}"
+        )
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -239,7 +329,7 @@ def cross_entropy_from_stats(
     Returns:
         (...) the loss of the whole vocabulary, the same on every shard.
     """
-    _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight)
+    _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
     rows, targets = _rows(logits), target.reshape(-1)
     expected = (len(rows), 4 if label_smoothing else 3)
     if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != compute_dtype(logits.dtype):
@@ -247,11 +337,8 @@ def cross_entropy_from_stats(
             f"cross_entropy: stats must be {compute_dtype(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
             f"for logits {tuple(logits.shape)}, got {stats.dtype} {tuple(stats.shape)}"
         )
-    if grad_in_place and len(rows) > 1 and rows.stride(0) < rows.shape[1]:
-        raise ValueError(
-            f"cross_entropy: grad_in_place needs rows that do not overlap, got {tuple(rows.shape)} "
-            f"with strides {rows.stride()}"
-        )
+    if grad_in_place:
+        _check_apart("grad_in_place", rows)
     _check_range(targets, vocab_size, ignore_index)
     weight = None if token_weight is None else token_weight.reshape(-1).to(stats.dtype)
     options = (vocab_size, ignore_index, label_smoothing, z_loss)
@@ -270,11 +357,13 @@ def cross_entropy(
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
     grad_in_place: bool = False,
+    loss_grad: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy per token over a whole vocabulary.
 
     The logits are read once forward and once backward. In between, the logits and at most three numbers a
-    token are kept, and nothing of their size is made but the gradient.
+    token are kept, and nothing of their size is made but the gradient. Arithmetic is in float32 (float64 for
+    float64) from logits of any dtype, so torch.autocast changes nothing here and nothing need be cast.
 
     Args:
         logits: (..., V) float64, float32, bfloat16 or float16. Copied once if neighbouring columns are not
@@ -291,6 +380,12 @@ def cross_entropy(
         grad_in_place: let the backward pass write the gradient over `logits`, bitwise the same, which saves
             memory of their size. A second backward pass, or one of anyone else who saved the logits, is then
             a RuntimeError.
+        loss_grad: (...) the gradient each token's loss will receive, where it is known beforehand: ones for a
+            sum, 1 / N for a mean. Loss and gradient then come from one launch, and the gradient overwrites
+            `logits` during the forward pass (so take gradients of what made them, not of the logits); where
+            none is recorded, as under torch.no_grad, nothing is overwritten. The backward pass hands that
+            memory out: once, and only if the losses of all tokens but ignored ones receive what was promised,
+            to eight units in the last place.
 
     Returns:
         (...) float64 for float64 logits, else float32. Ignored tokens count zero: for the mean, divide the
@@ -300,14 +395,28 @@ def cross_entropy(
         ValueError: shapes, dtypes or options that do not fit; on the CPU (not under torch.compile) also a
             target outside [0, vocab_size) that is not ignore_index. Elsewhere looking would make the device
             wait: there such a token has loss and gradient NaN.
+        RuntimeError: in the backward pass, with `loss_grad`: another gradient than the one promised (on a GPU
+            an assertion of the device, reported when it is next waited for), a second backward pass, or
+            logits that something else needs, before or (unless they are a view) after they were overwritten.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    _check(logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight)
+    _check(
+        logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad
+    )
     if vocab_size > logits.shape[-1]:
         raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {logits.shape[-1]} columns")
     rows, targets = _rows(logits), target.reshape(-1)
-    stats = torch.ops.fastmp.cross_entropy_stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
     weight = None if token_weight is None else token_weight.reshape(-1)
+    if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():
+        _check_apart("loss_grad", rows)
+        _check_range(targets, vocab_size, ignore_index)
+        dtype = compute_dtype(logits.dtype)
+        loss = _LossAndGrad.apply(
+            logits, targets, loss_grad.reshape(-1).to(dtype), None if weight is None else weight.to(dtype),
+            (vocab_size, ignore_index, label_smoothing, z_loss), _can_be_dirty(logits),
+        )[0]  # fmt: skip
+        return loss.reshape(target.shape)
+    stats = torch.ops.fastmp.cross_entropy_stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
     loss = cross_entropy_from_stats(
         rows, targets, stats[None], vocab_start=0, vocab_size=vocab_size, label_smoothing=label_smoothing,
         z_loss=z_loss, ignore_index=ignore_index, token_weight=weight, grad_in_place=grad_in_place,

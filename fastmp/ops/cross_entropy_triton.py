@@ -34,13 +34,16 @@ def _offsets(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 
 @jit
-def _load_edge(base, first, at, begin, end, OTHER: tl.constexpr, VEC: tl.constexpr):
+def _load_edge(
+    base, first, at, begin, end,
+    OTHER: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
     """base[at] for begin <= at < end, else OTHER."""
     whole = (first >= begin) & (first + VEC <= end)
-    x = tl.load(base + at, mask=whole, other=OTHER)
+    x = tl.load(base + at, mask=whole, other=OTHER, eviction_policy=EVICT)
     if (begin > 0) | (end % VEC > 0):
         rest = (at >= begin) & (at < end) & ~whole
-        x = tl.where(rest, tl.load(base + at, mask=rest, other=OTHER), x)
+        x = tl.where(rest, tl.load(base + at, mask=rest, other=OTHER, eviction_policy=EVICT), x)
     return x
 
 
@@ -54,26 +57,21 @@ def _store_edge(base, first, at, value, begin, end, VEC: tl.constexpr):
 
 
 @jit
-def stats_kernel(
-    logits, target, out, row_stride, real, vocab_start,
-    WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+def _row_stats(
+    base, begin, end,
+    ACC: tl.constexpr, WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    ACC: tl.constexpr = out.dtype.element_ty
+    """Maximum, sum of exponentials relative to it (to 0 where it is -inf) and sum of base[begin:end]."""
     LANES: tl.constexpr = BLOCK // VEC
-    row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    end = begin + real
-    base = logits + tl.multiple_of(aligned, VEC)
     top = tl.full((LANES,), float("-inf"), ACC)
     total = tl.zeros((LANES,), ACC)
     plain = tl.zeros((LANES,), ACC)
     for start in range(0, end, BLOCK):
         first, at = _offsets(start, BLOCK, VEC)
         if (start >= begin) & (start + BLOCK <= end):
-            x = tl.load(base + at).to(ACC)
+            x = tl.load(base + at, eviction_policy=EVICT).to(ACC)
         else:
-            x = _load_edge(base, first, at, begin, end, float("-inf"), VEC).to(ACC)
+            x = _load_edge(base, first, at, begin, end, float("-inf"), VEC, EVICT).to(ACC)
         higher = tl.maximum(top, tl.max(x, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * _exp(top - finite) + tl.sum(_exp(x - finite[:, None]), 1)
@@ -82,14 +80,28 @@ def stats_kernel(
             plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
     row_top = tl.max(top, 0)
     finite = tl.where(row_top == float("-inf"), 0.0, row_top)
+    return row_top, tl.sum(total * _exp(top - finite), 0), tl.sum(plain, 0)
+
+
+@jit
+def stats_kernel(
+    logits, target, out, row_stride, real, vocab_start,
+    WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    ACC: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    base = logits + tl.multiple_of(aligned, VEC)
+    top, total, plain = _row_stats(base, begin, begin + real, ACC, WITH_SUM, BLOCK, VEC, "")
     column = tl.load(target + row) - vocab_start
     here = (column >= 0) & (column < real)
     out += row * (4 if WITH_SUM else 3)
-    tl.store(out, row_top)
-    tl.store(out + 1, tl.sum(total * _exp(top - finite), 0))
+    tl.store(out, top)
+    tl.store(out + 1, total)
     tl.store(out + 2, tl.load(base + begin + column, mask=here, other=0.0).to(ACC))
     if WITH_SUM:
-        tl.store(out + 3, tl.sum(plain, 0))
+        tl.store(out + 3, plain)
 
 
 @jit
@@ -125,6 +137,34 @@ def merge_kernel(
 
 
 @jit
+def _row_grad(
+    source, sink, begin, end, columns, live, row_lse, scale, vocab_size, target_at,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
+    """Gradient of source[begin:end] to sink, then zeros up to `columns`; first the block last read before."""
+    slope = scale * (1 + 2 * Z_LOSS * row_lse)
+    shift = scale * SMOOTHING / vocab_size
+    share = scale * (1 - SMOOTHING)
+    blocks = tl.cdiv(begin + columns, BLOCK)
+    for block in range(0, blocks):
+        start = (blocks - 1 - block) * BLOCK
+        first, at = _offsets(start, BLOCK, VEC)
+        whole = (start >= begin) & (start + BLOCK <= end)
+        if whole:
+            x = tl.load(source + at, mask=live, other=0.0, eviction_policy=EVICT)
+        else:
+            x = _load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC, EVICT)
+        grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
+        grad -= tl.where(at == target_at, share, 0.0)
+        grad = tl.where(live, grad, 0.0)
+        if whole:
+            tl.store(sink + at, grad)
+        else:
+            _store_edge(sink, first, at, tl.where(at < end, grad, 0.0), begin, begin + columns, VEC)
+
+
+@jit
 def grad_kernel(
     logits, out, target, lse, grad_loss, token_weight, row_stride, out_stride, columns, real,
     vocab_start, vocab_size, ignore_index,
@@ -133,35 +173,61 @@ def grad_kernel(
     row = tl.program_id(0).to(tl.int64)
     aligned = row * row_stride // VEC * VEC
     begin = (row * row_stride - aligned).to(tl.int32)
-    end = begin + real
     source = logits + tl.multiple_of(aligned, VEC)
     sink = out + tl.multiple_of(row * out_stride - begin, VEC)
     row_lse = tl.load(lse + row)
     wanted = tl.load(target + row)
-    live = wanted != ignore_index
     scale = tl.load(grad_loss + row)
     if token_weight is not None:
         scale *= tl.load(token_weight + row)
     scale = tl.where((wanted >= 0) & (wanted < vocab_size), scale, float("nan"))
-    slope = scale * (1 + 2 * Z_LOSS * row_lse)
-    shift = scale * SMOOTHING / vocab_size
-    share = scale * (1 - SMOOTHING)
     column = wanted - vocab_start
     target_at = tl.where((column >= 0) & (column < real), column + begin, -1).to(tl.int32)
-    for start in range(0, begin + columns, BLOCK):
-        first, at = _offsets(start, BLOCK, VEC)
-        whole = (start >= begin) & (start + BLOCK <= end)
-        if whole:
-            x = tl.load(source + at, mask=live, other=0.0)
-        else:
-            x = _load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC)
-        grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
-        grad -= tl.where(at == target_at, share, 0.0)
-        grad = tl.where(live, grad, 0.0)
-        if whole:
-            tl.store(sink + at, grad)
-        else:
-            _store_edge(sink, first, at, tl.where(at < end, grad, 0.0), begin, begin + columns, VEC)
+    _row_grad(
+        source, sink, begin, begin + real, columns, wanted != ignore_index, row_lse, scale, vocab_size,
+        target_at, SMOOTHING, Z_LOSS, BLOCK, VEC, "",
+    )  # fmt: skip
+
+
+@jit
+def loss_grad_kernel(
+    logits, target, loss_grad, token_weight, loss, row_stride, columns, vocab_size, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Loss of a whole row, and its gradient over it. The second read finds the row in the caches.
+
+    The sizes leave so few programs on a multiprocessor that the rows they are at fit the second-level cache;
+    the first read asks to keep the row there, the second one to let it go.
+    """
+    ACC: tl.constexpr = loss.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    base = logits + tl.multiple_of(aligned, VEC)
+    wanted = tl.load(target + row)
+    live = wanted != ignore_index
+    real = (wanted >= 0) & (wanted < vocab_size)
+    # Read before any thread writes: the sums below make all threads meet.
+    target_logit = tl.load(base + begin + wanted, mask=real, other=0.0).to(ACC)
+    end = begin + tl.where(live, vocab_size, 0).to(tl.int32)
+    top, total, plain = _row_stats(base, begin, end, ACC, SMOOTHING > 0, BLOCK, VEC, "evict_last")
+    row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
+    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
+    if SMOOTHING > 0:
+        value += SMOOTHING * (row_lse - plain / vocab_size)
+    scale = tl.load(loss_grad + row)
+    if token_weight is not None:
+        weight = tl.load(token_weight + row)
+        value *= weight
+        scale *= weight
+    value = tl.where(real, value, float("nan"))
+    scale = tl.where(real, scale, float("nan"))
+    tl.store(loss + row, tl.where(live, value, 0.0))
+    target_at = tl.where(real, wanted + begin, -1).to(tl.int32)
+    _row_grad(
+        base, base, begin, begin + vocab_size, columns, live, row_lse, scale, vocab_size, target_at,
+        SMOOTHING, Z_LOSS, BLOCK, VEC, "evict_first",
+    )  # fmt: skip
 
 
 def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
@@ -172,6 +238,16 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     """
     vec = 16 // itemsize
     block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), 512 * vec)
+    return block, vec, max(block // (64 * vec), 1)
+
+
+def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
+    """(BLOCK, VEC, num_warps) for loss and gradient at once: two loads a thread, as above, but long rows get
+    so many warps that few of them are on a multiprocessor: rows of 132 of those stay in some 50 MiB of cache.
+    """
+    vec = 16 // itemsize
+    most = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32
+    block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), most * 64 * vec)
     return block, vec, max(block // (64 * vec), 1)
 
 
@@ -229,3 +305,19 @@ def launch_grad(logits, *options):
     out = logits.new_empty(logits.shape)
     launch_grad_into(out, logits, *options)
     return out
+
+
+def launch_loss_grad(logits, target, loss_grad, token_weight, vocab_size, *options):
+    ignore_index, smoothing, z_loss = options
+    tokens, columns = _shape("cross_entropy_loss_grad_", logits)
+    block, vec, num_warps = loss_grad_sizes(columns, logits.element_size())
+    loss = logits.new_empty(tokens, dtype=compute_dtype(logits.dtype))
+    weight = None if token_weight is None else token_weight.contiguous()
+    with torch.cuda.device_of(logits):
+        if tokens:
+            loss_grad_kernel[(tokens,)](
+                logits, target.contiguous(), loss_grad.contiguous(), weight, loss, logits.stride(0), columns,
+                min(vocab_size, columns), ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block,
+                VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+            )  # fmt: skip
+    return loss

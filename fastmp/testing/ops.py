@@ -79,17 +79,15 @@ def _in_float64(argument: Any) -> Any:
 
 
 def run(op: str, implementation: Any, arguments: tuple) -> tuple[Tensor, ...]:
-    """Outputs of one implementation, or what a mutating op wrote. The arguments stay as they are."""
+    """Outputs of one implementation, then what a mutating op wrote. The arguments stay as they are."""
     written = [
         i for i, a in enumerate(OPS[op].overload._schema.arguments) if a.alias_info and a.alias_info.is_write
     ]
-    if not written:
-        result = implementation(*arguments)
-        return result if isinstance(result, tuple) else (result,)
     written = [i for i in written if arguments[i] is not None]
     arguments = tuple(_like(a, a.device) if i in written else a for i, a in enumerate(arguments))
-    implementation(*arguments)
-    return tuple(arguments[i] for i in written)
+    result = implementation(*arguments)
+    outputs = result if isinstance(result, tuple) else () if result is None else (result,)
+    return (*outputs, *(arguments[i] for i in written))
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
