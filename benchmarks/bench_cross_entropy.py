@@ -72,7 +72,7 @@ GOALS = (
     Goal("cross_entropy", "bfloat16", "both", OURS, 3.0, 2.5),
 )
 _LOGITS = ((8192, 50304), (8192, 128256), (4096, 129280), (8192, 16032))
-SHAPES = {f"cross_entropy_{name}": _LOGITS for name in ("stats", "merge", "grad", "grad_")}
+SHAPES = {f"cross_entropy_{name}": _LOGITS for name in ("stats", "merge", "grad", "grad_", "loss_grad_")}
 
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -87,6 +87,9 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     logits = torch.randn(shape, device=device, generator=generator).to(dtype)
     if op == "cross_entropy_stats":
         return logits, target, 0, vocab, False
+    if op == "cross_entropy_loss_grad_":
+        loss_grad = torch.full((tokens,), 1 / tokens, dtype=per_token, device=device)
+        return logits, target, loss_grad, None, vocab, -100, 0.0, 0.0
     lse = torch.full((tokens,), 11.0, dtype=per_token, device=device)
     return logits, target, lse, torch.full_like(lse, 1 / tokens), None, 0, vocab, -100, 0.0, 0.0
 
