@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
+from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
@@ -22,6 +23,7 @@ def backends() -> dict[str, dict[str, tuple[str, str]]]:
 
 __all__ = [
     "backends",
+    "bias_dropout_add",
     "bias_gelu",
     "cross_entropy",
     "cross_entropy_from_stats",

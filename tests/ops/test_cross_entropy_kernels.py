@@ -7,23 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from cpp_tools import compiled, pointers, runnable
 from torch import Tensor
 
 from fastmp.ops.registry import OPS
 from fastmp.testing.ops import check_op, relative_error, run, samples
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
-FLAGS = {
-    "base": [],
-    "avx2": ["-mavx2", "-mfma"],
-    "avx512": ["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"],
-}
 CROSS_ENTROPY = [name for name in OPS if name.startswith("cross_entropy")]
 
 VECTOR_FUNCTIONS = """
@@ -83,31 +75,6 @@ extern "C" void grad_bfloat16(const BFloat16* x, BFloat16* out, const int64_t* t
 }
 }  // namespace fastmp::FASTMP_ISA
 """
-
-
-def runnable() -> list[str]:
-    best = torch.backends.cpu.get_cpu_capability()
-    return ["base", *["avx2"] * (best in ("AVX2", "AVX512")), *["avx512"] * (best == "AVX512")]
-
-
-def compiled(folder: Path, source: str, isas: list[str]) -> dict[str, ctypes.CDLL]:
-    """`source` as one shared library for each instruction set, built side by side."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    (folder / "source.cpp").write_text(source)
-    include = Path(torch.__file__).parent / "include"
-    common = [compiler, "-std=c++20", "-O2", "-fno-math-errno", "-fPIC", "-shared", "-w", f"-I{CSRC}"]
-    jobs = {}
-    for isa in isas:
-        options = [f"-isystem{include}", f"-DFASTMP_ISA={isa}", *FLAGS[isa], "-o", folder / f"{isa}.so"]
-        jobs[isa] = subprocess.Popen([*common, *options, folder / "source.cpp"])
-    assert all(job.wait() == 0 for job in jobs.values())
-    return {isa: ctypes.CDLL(str(folder / f"{isa}.so")) for isa in isas}
-
-
-def pointers(*tensors: Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(t.data_ptr()) for t in tensors]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,82 @@
+"""bias_dropout_add of fastmp, torch eager and torch.compile; the masks differ, the work is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS, bias_dropout_add
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+
+def bias_dropout_add_case(
+    rows: int, columns: int, p: float, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    x, bias, residual = (
+        random(*shape).requires_grad_() for shape in ((rows, columns), (columns,), (rows, columns))
+    )
+    grad = random(rows, columns)
+
+    def eager(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return residual + F.dropout(x + bias, p)
+
+    with_compile = compiled(eager)
+    rivals = {
+        OURS: lambda: bias_dropout_add(x, bias, residual, p=p),
+        EAGER: lambda: eager(x, bias, residual),
+        COMPILE: lambda: with_compile(x, bias, residual),
+    }
+    key = torch.zeros((), dtype=torch.int64, device=device)
+    return Case(
+        title(f"bias_dropout_add {p}", (rows, columns), dtype),
+        (x, bias, residual),
+        grad,
+        rivals,
+        OPS["bias_dropout_add"].traffic(x, bias, residual, p, key),
+        OPS["bias_dropout_add_backward"].traffic(grad, p, key, dtype, True),
+    )
+
+
+WORKLOADS = (
+    Workload(
+        "bias_dropout_add",
+        bias_dropout_add_case,
+        cpu=((4096, 4096, 0.1), (2048, 7168, 0.0)),
+        cuda=((8192, 8192, 0.1), (2048, 12288, 0.1), (4096, 7168, 0.1), (8192, 8192, 0.0)),
+        rivals=(OURS, EAGER, COMPILE),
+    ),
+)
+GOALS = (
+    Goal("bias_dropout_add", "float32", "forward", OURS, 2.5, 2.5),
+    Goal("bias_dropout_add", "float32", "both", OURS, 2.5, 2.5),
+    Goal("bias_dropout_add", "bfloat16", "forward", OURS, 2.5, 2.5),
+    Goal("bias_dropout_add", "bfloat16", "both", OURS, 2.5, 2.5),
+)
+SHAPES = dict.fromkeys(
+    ("bias_dropout_add", "bias_dropout_add_backward"), ((8192, 8192), (2048, 12288), (4096, 7168))
+)
+
+
+def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    x, residual = (torch.randn(shape, device=device, generator=generator).to(dtype) for _ in range(2))
+    key = torch.full((), seed, dtype=torch.int64, device=device)
+    if op == "bias_dropout_add":
+        return (x, x[0].clone(), residual, 0.1, key)
+    return (x, 0.1, key, dtype, True)
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_bias_dropout_add(compare, case, rival, direction):
+    compare(case(), rival, direction)

@@ -1,0 +1,453 @@
+"""bias_dropout_add: y = residual + dropout(x + bias), and its backward; the mask is computed, never stored.
+
+Element i, counted in row-major order of x's shape, is dropped where its 32-bit word is below p 2^32. The word
+is number i % 4 of the four that Philox-4x32-10 makes of the counter i / 4 under a 64-bit seed (Salmon et al.
+2011), so the mask depends on seed, p and shape alone: not on layout, block sizes, threads, dtype or who
+serves the op. The backward makes the words again and moves 4 bytes an element in bfloat16: a gradient in, a
+gradient out. All that is kept for it is the seed, a tensor of one element on the device of x.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, tl
+from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
+from fastmp.profiling import traced
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_WORD = 0xFFFFFFFF
+
+
+def philox(seed: Tensor, counter: Tensor) -> Tensor:
+    """Philox-4x32-10 in plain torch: (..., 4) words in int64 for int64 counters (...); the seed is the key.
+
+    Of a product of two 32-bit numbers int64 keeps all 64 bits, the topmost as its sign.
+    """
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    c0, c1 = counter & _WORD, (counter >> 32) & _WORD
+    c2 = c3 = torch.zeros_like(counter)
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((b >> 32) & _WORD) ^ c1 ^ k0, b & _WORD
+        c2, c3 = ((a >> 32) & _WORD) ^ c3 ^ k1, a & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return torch.stack((c0, c1, c2, c3), -1)
+
+
+def _threshold(p: float) -> int:
+    """Words below it are dropped: none at p = 0, all at p = 1 only."""
+    return 1 << 32 if p == 1 else min(round(p * 2**32), _WORD)
+
+
+def keep_mask(shape: tuple[int, ...], p: float, seed: Tensor) -> Tensor:
+    """Which elements of a tensor of `shape` stay, a bool tensor: the definition of the mask."""
+    size = math.prod(shape)
+    counters = torch.arange(cdiv(size, 4), device=seed.device)
+    words = philox(seed.reshape(()), counters).flatten()[:size]
+    return (words >= _threshold(p)).reshape(shape)
+
+
+def _scale(p: float) -> float:
+    return 1.0 / (1.0 - p) if p < 1 else 0.0
+
+
+def reference(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    """residual + dropout(x + bias) in the dtype of the residual, rounded once."""
+    h = x.to(compute_dtype(x.dtype))
+    h = h if bias is None else h + bias.to(h.dtype)
+    if seed is not None:
+        h = torch.where(keep_mask(x.shape, p, seed), h * _scale(p), 0)
+    return (h + residual.to(h.dtype)).to(residual.dtype).contiguous()
+
+
+def reference_backward(
+    grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and bias in `dtype`; the second is empty without a bias."""
+    dh = torch.where(keep_mask(grad.shape, p, seed), grad.to(compute_dtype(grad.dtype)) * _scale(p), 0)
+    dbias = sum_rows(dh.unsqueeze(0).flatten(0, -2)) if with_bias else dh.new_empty(0)
+    return dh.to(dtype).contiguous(), dbias.to(dtype)
+
+
+@jit
+def _philox(seed, counter):
+    """The words of int64 counters, as uint32. A 32x32-bit product is one instruction if both halves come from
+    it: tl.randint4x, which has the same words, takes two."""
+    k0 = seed.to(tl.uint32)
+    k1 = (seed >> 32).to(tl.uint32)
+    a = counter.to(tl.uint32).to(tl.uint64) * 0xD2511F53  # first round: the other half of the counter is 0
+    c0 = (counter >> 32).to(tl.uint32) ^ k0
+    c1 = tl.zeros_like(c0)
+    c2 = (a >> 32).to(tl.uint32) ^ k1
+    c3 = a.to(tl.uint32)
+    for _ in tl.static_range(9):
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+        a = c0.to(tl.uint64) * 0xD2511F53
+        b = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = b.to(tl.uint32)
+        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = a.to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@jit
+def _words(seed, rows, first_col, num_cols, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Words of the tile of `rows` (int64) that starts at `first_col`.
+
+    WHOLE: a row is a multiple of four elements, so that no four that share a counter cross rows. Words are
+    then joined in the order in which one thread loads neighbouring elements, eight or four at a time: any
+    other order would make Triton exchange them through shared memory.
+    """
+    if WHOLE and VECTOR == 8:
+        groups = first_col // 4 + 2 * tl.arange(0, BLOCK_N // 8)
+        counters = rows[:, None] * (num_cols // 4) + groups[None, :]
+        a0, a1, a2, a3 = _philox(seed, counters)
+        b0, b1, b2, b3 = _philox(seed, counters + 1)
+        even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
+        odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
+        return tl.join(even, odd).reshape(rows.shape[0], BLOCK_N)
+    elif WHOLE:
+        groups = first_col // 4 + tl.arange(0, BLOCK_N // 4)
+        a0, a1, a2, a3 = _philox(seed, rows[:, None] * (num_cols // 4) + groups[None, :])
+        return tl.join(tl.join(a0, a2), tl.join(a1, a3)).reshape(rows.shape[0], BLOCK_N)
+    else:
+        index = rows[:, None] * num_cols + (first_col + tl.arange(0, BLOCK_N))[None, :]
+        a0, a1, a2, a3 = _philox(seed, index >> 2)
+        low = tl.where(index & 1 == 0, a0, a1)
+        return tl.where(index & 2 == 0, low, tl.where(index & 1 == 0, a2, a3))
+
+
+@jit
+def _dropout(h, words, threshold, scale):
+    """Zero where the word is below the threshold, else scaled; both as `_mask_constants` makes them."""
+    factor = scale.to(tl.float64, bitcast=True).to(h.dtype)
+    return tl.where(words >= threshold.to(tl.uint32), h * factor, 0.0)
+
+
+@jit
+def bias_dropout_add_kernel(
+    x,
+    bias,
+    residual,
+    y,
+    seed,
+    num_rows,
+    num_vectors,
+    x_pitch,
+    residual_pitch,
+    threshold,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    DROPS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of y. Row length and pitches count vectors of VECTOR elements: that proves alignment."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first_col = (pid % column_blocks) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+    r = tl.load(residual + rows[:, None] * residual_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+    if HAS_BIAS:
+        h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+    if DROPS:
+        words = _words(tl.load(seed), rows, first_col, num_cols, VECTOR, WHOLE, BLOCK_N)
+        h = _dropout(h, words, threshold, scale)
+    tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], h + r.to(COMPUTE), mask=mask)
+
+
+@jit
+def bias_dropout_add_backward_kernel(
+    grad,
+    dx,
+    partials,
+    seed,
+    num_rows,
+    rows_per_strip,
+    num_vectors,
+    grad_pitch,
+    threshold,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    strip = (pid // column_blocks).to(tl.int64)
+    first_col = (pid % column_blocks) * BLOCK_N
+    cols = first_col + tl.arange(0, BLOCK_N)
+    key = tl.load(seed)
+    total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    for step in range(0, rows_per_strip, BLOCK_M):
+        rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
+        mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+        g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+        words = _words(key, rows, first_col, num_cols, VECTOR, WHOLE, BLOCK_N)
+        dh = _dropout(g.to(COMPUTE), words, threshold, scale)
+        tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
+        total += dh
+    if HAS_BIAS:
+        tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
+
+
+def _mask_constants(p: float) -> tuple[int, int]:
+    """Threshold and scale as the kernels take them: numbers that need int64 for every p, so that a kernel is
+    compiled once. Bit 32 is added to the threshold; the scale is the bits of the float64 number, since the
+    launcher would pass a float as float32.
+    """
+    (scale,) = struct.unpack("q", struct.pack("d", _scale(p)))
+    return (1 << 32) | _threshold(p), scale
+
+
+def _constants(rows: Tensor, vector: int) -> dict:
+    """Constants of both kernels for `rows` of the widest dtype, loaded `vector` elements at once.
+
+    Rows that are no multiple of four cost four times the work and registers, so fewer are taken at a time.
+    """
+    num_cols = rows.shape[1]
+    whole = num_cols % 4 == 0
+    block_m, block_n = block_shape(num_cols, rows.element_size())
+    return {
+        "COMPUTE": tl.float64 if rows.dtype == torch.float64 else tl.float32,
+        "VECTOR": vector,
+        "WHOLE": whole,
+        "BLOCK_M": block_m if whole else max(1, block_m // 4),
+        "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }
+
+
+def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    if x.numel() == 0:
+        return y
+    if seed is not None and p == 1:
+        return y.copy_(residual)
+    x_rows, residual_rows = as_rows(x), as_rows(residual)
+    bias = None if bias is None else bias.contiguous()
+    num_rows, num_cols = x_rows.shape
+    vector = vector_width(residual_rows, x_rows)
+    constants = _constants(residual_rows, vector)
+    grid = (cdiv(num_rows, constants["BLOCK_M"]) * cdiv(num_cols, constants["BLOCK_N"]),)
+    with torch.cuda.device_of(x):
+        bias_dropout_add_kernel[grid](
+            x_rows,
+            bias,
+            residual_rows,
+            y,
+            seed,
+            num_rows,
+            num_cols // vector,
+            x_rows.stride(0) // vector,
+            residual_rows.stride(0) // vector,
+            *_mask_constants(p),
+            HAS_BIAS=bias is not None,
+            DROPS=seed is not None,
+            **constants,
+        )
+    return y
+
+
+def launch_backward(
+    grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    dx = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    dbias = grad.new_empty(grad.shape[-1] if with_bias else 0, dtype=dtype)
+    if grad.numel() == 0 or p == 1:
+        return dx.zero_(), dbias.zero_()
+    rows = as_rows(grad)
+    num_rows, num_cols = rows.shape
+    vector = vector_width(rows)
+    constants = _constants(rows, vector)
+    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, constants["BLOCK_M"], constants["BLOCK_N"])
+    partials = None
+    if with_bias:
+        partials = torch.empty((num_strips, num_cols), dtype=compute_dtype(dtype), device=grad.device)
+    with torch.cuda.device_of(grad):
+        bias_dropout_add_backward_kernel[(num_strips * cdiv(num_cols, constants["BLOCK_N"]),)](
+            rows,
+            dx,
+            partials,
+            seed,
+            num_rows,
+            rows_per_strip,
+            num_cols // vector,
+            rows.stride(0) // vector,
+            *_mask_constants(p),
+            HAS_BIAS=with_bias,
+            **constants,
+        )
+    if partials is not None:
+        sum_strips(partials, dbias)
+    return dx, dbias
+
+
+def _fake(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
+    return residual.new_empty(x.shape)
+
+
+def _fake_backward(
+    grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool
+) -> tuple[Tensor, Tensor]:
+    dx = grad.new_empty(grad.shape, dtype=dtype)
+    return dx, dx.new_empty(grad.shape[-1] if with_bias else 0)
+
+
+def _flops(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> int:
+    """Two additions and the scale; the integers of the mask are none."""
+    return math.prod(x.shape) * (1 + (bias is not None) + (seed is not None))
+
+
+def _flops_backward(grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool) -> int:
+    return math.prod(grad.shape) * (1 + with_bias)
+
+
+def _traffic(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> int:
+    """Read x, bias and residual, write y."""
+    biases = 0 if bias is None else bias.numel()
+    return (x.numel() + biases) * x.element_size() + 2 * residual.numel() * residual.element_size()
+
+
+def _traffic_backward(grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool) -> int:
+    """Read grad, write dx and dbias."""
+    written = grad.numel() + (grad.shape[-1] if with_bias else 0)
+    return grad.numel() * grad.element_size() + written * dtype.itemsize
+
+
+register(
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed) -> Tensor",
+    reference=reference,
+    fake=_fake,
+    triton=launch,
+    flops=_flops,
+    traffic=_traffic,
+)
+register(
+    "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
+    " -> (Tensor, Tensor)",
+    reference=reference_backward,
+    fake=_fake_backward,
+    triton=launch_backward,
+    flops=_flops_backward,
+    traffic=_traffic_backward,
+)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, bias, _, ctx.p, seed = inputs
+    ctx.dtype, ctx.bias_shape = x.dtype, None if bias is None else bias.shape
+    ctx.save_for_backward(seed)
+
+
+@traced("fastmp.bias_dropout_add_backward")
+def _backward(ctx, grad: Tensor):
+    (seed,) = ctx.saved_tensors
+    for_x, for_bias = ctx.needs_input_grad[:2]
+    dx = dbias = None
+    if seed is None:  # two additions, whose gradients autograd would find without a kernel of ours
+        dx = grad.to(ctx.dtype) if for_x else None
+        dbias = grad.sum_to_size(ctx.bias_shape).to(ctx.dtype) if for_bias else None
+    elif for_x or for_bias:
+        dx, dbias = torch.ops.fastmp.bias_dropout_add_backward(grad, ctx.p, seed, ctx.dtype, for_bias)
+    return dx, (dbias if for_bias else None), grad, None, None
+
+
+def _no_second_backward(ctx, *grads):
+    raise RuntimeError(
+        "bias_dropout_add: its backward is not differentiable (create_graph=True is not supported)"
+    )
+
+
+torch.library.register_autograd("fastmp::bias_dropout_add", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("fastmp::bias_dropout_add_backward", _no_second_backward, lib=LIBRARY)
+
+
+def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> None:
+    """Raise ValueError with the op's name and the two values that do not fit."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"bias_dropout_add: p must lie between 0 and 1, got {p}")
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"bias_dropout_add: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError("bias_dropout_add: x must have at least one dimension, got shape ()")
+    if residual.shape != x.shape:
+        shapes = f"residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
+        raise ValueError(f"bias_dropout_add: {shapes}")
+    if residual.dtype != x.dtype and (residual.dtype != torch.float32 or x.dtype.itemsize != 2):
+        raise ValueError(f"bias_dropout_add: x is {x.dtype} but residual is {residual.dtype}")
+    if bias is not None and bias.shape != x.shape[-1:]:
+        shapes = f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}"
+        raise ValueError(f"bias_dropout_add: {shapes}")
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"bias_dropout_add: x is {x.dtype} but bias is {bias.dtype}")
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
+        raise ValueError(
+            f"bias_dropout_add: seed must be one int64 number, got {seed.dtype} of shape {tuple(seed.shape)}"
+        )
+    for name, tensor in (("bias", bias), ("residual", residual), ("seed", seed)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"bias_dropout_add: x is on {x.device} but {name} is on {tensor.device}")
+
+
+@traced("fastmp.bias_dropout_add")
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    *,
+    p: float,
+    training: bool = True,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """residual + dropout(x + bias), fused; differentiable once in x, bias and residual.
+
+    With probability p an element of x + bias becomes zero, else it is divided by 1 - p; where it is dropped,
+    also NaN and infinity are. Arithmetic is in float32 (float64 for float64 inputs) and rounded once. Under
+    autocast x and bias take its dtype, the residual keeps its own.
+
+    Args:
+        x: (..., N), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
+        bias: (N,) of x's dtype and device, or None.
+        residual: of x's shape, and of its dtype or float32.
+        p: probability of an element to be dropped, exact to 2^-32.
+        training: False is p = 0: the two additions in one pass.
+        seed: one int64 number on x's device, of which the mask is a pure function; None draws it from torch's
+            default generator of that device, so that torch.manual_seed, `RngTracker.fork` and recomputation
+            repeat the mask. Not read, nor drawn, where p is 0.
+
+    Returns:
+        A new contiguous tensor of x's shape and the residual's dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or p is not a probability.
+
+    Srivastava et al., "Dropout", 2014; Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
+    """
+    x, bias = autocast(x, bias)
+    _check(x, bias, residual, p, seed)
+    if not training or p == 0:
+        return torch.ops.fastmp.bias_dropout_add(x, bias, residual, 0.0, None)
+    if seed is None:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=x.device)
+    return torch.ops.fastmp.bias_dropout_add(x, bias, residual, float(p), seed)
