@@ -22,13 +22,14 @@ ALLOWED = {
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
     "fastmp.plan": {"parallel.grid"},
+    "fastmp.bench": set(),
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
     "fastmp.nn": {"nn", "parallel", "ops", "config", "profiling", "_lazy"},
     "fastmp.train": {"train", "nn", "parallel", "ops", "config", "profiling", "_host", "_lazy"},
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.doctor": {"ops", "testing"},
-    "fastmp.cli": {"train", "plan", "doctor"},
+    "fastmp.cli": {"train", "plan", "bench", "doctor"},
 }
 STDLIB_ONLY = ("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan")
 MODULES = sorted(PACKAGE.rglob("*.py"))

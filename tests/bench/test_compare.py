@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastmp import bench
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -117,7 +119,7 @@ def test_only_the_first_shape_and_dtype_run_on_a_cpu_by_default():
     assert [c.args[1] for c in cases if is_first(c)] == [(1,)] * 4
 
 
-def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings):
+def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp_path):
     from benchmarks import cpu_goals
     from benchmarks.cases import Goal
 
@@ -126,7 +128,10 @@ def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings):
     for huge_pages, wanted in ((True, 4.0), (False, 2.0)):
         (outcome,) = cpu_goals.measure(tiny_case, [goal], huge_pages, rounds=2, ceilings=ceilings)
         assert outcome.wanted == wanted and outcome.factor > 0 and outcome.over_compile > 0
-        assert json.dumps(outcome.record())
+    described = {"device": "x", "goals": [outcome.record()]}
+    (tmp_path / "out.json").write_text(json.dumps(described))
+    read = bench.read(tmp_path / "out.json")
+    assert [timing.rival for timing in read.timings] == ["fastmp", "torch eager"]
     ours = replace(outcome.ours, ms=1.0, extra_bytes=10)
     other, compiled = replace(outcome.other, ms=5.0, extra_bytes=99), replace(outcome.other, ms=1.5)
     made = cpu_goals.Outcome(goal, "x", 4.0, ours, other, compiled)
@@ -175,6 +180,7 @@ def test_pytest_prints_the_table_and_writes_it_as_json(tmp_path):
     assert {(b["extra_info"]["rival"], b["extra_info"]["direction"]) for b in result["benchmarks"]} == {
         (rival, direction) for rival in ("fastmp", "torch eager") for direction in ("forward", "both")
     }
+    assert len(bench.read(tmp_path / "out.json").timings) == 4
     for entry in result["benchmarks"]:
         info = entry["extra_info"]
         assert entry["stats"]["min"] == pytest.approx(info["ms"] / 1e3, rel=1e-3)

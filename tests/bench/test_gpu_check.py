@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastmp import bench
 from fastmp.ops import OPS
 
 
@@ -55,7 +56,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert message == "gpu_check: no GPU: torch.cuda.is_available() is False\n"
 
 
-def test_a_whole_run(sizes, one_family, listed):
+def test_a_whole_run(sizes, one_family, listed, tmp_path):
     """The same code on a CPU, by CPU time: everything is right and has a time, and the result is JSON."""
     from benchmarks import gpu_check
 
@@ -76,6 +77,9 @@ def test_a_whole_run(sizes, one_family, listed):
     rows = [(row["direction"], row["rival"]) for row in result["functions"]]
     assert rows == [(d, r) for d in ("both", "forward") for r in ("fastmp", "torch eager")]
     assert len(gpu_check.report(result)) >= 5 + len(result["kernels"]) + len(rows)
+    (tmp_path / "out.json").write_text(json.dumps(result))
+    read = bench.read(tmp_path / "out.json")
+    assert len(read.timings) == len(kernels) + len(rows) and "extra memory" in bench.markdown([read])
 
 
 def test_what_the_time_budget_leaves_no_room_for_is_named(sizes, one_family, listed):

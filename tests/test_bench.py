@@ -1,0 +1,256 @@
+"""`fastmp bench report`: every kind of result file, what they do not hold, and the picture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fastmp import bench, cli
+
+ROOT = Path(__file__).resolve().parent.parent
+H200 = {
+    "device": "NVIDIA H200",
+    "capability": "9.0",
+    "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+    "commit": "0123456789ab",
+}
+CPU = {"device": "Some CPU", "threads": 2, "versions": {"torch": "2.13.0"}, "commit": "0123456789ab"}
+CEILINGS = {"copy_gbs": 4300.0, "gemm_tflops": {"bfloat16": 780.0}, "read_gbs": 4500.0}
+
+
+def row(**changes):
+    """The columns of one rival, as the benchmarks write them."""
+    columns = {
+        "rival": "fastmp",
+        "timing": "CUDA graph",
+        "ms": 1.0,
+        "called_ms": 1.1,
+        "floor_ms": 0.95,
+        "floor_of": "copy",
+        "of_floor": 0.95,
+        "best_peer": "Liger",
+        "over_peer": 2.0,
+        "over_eager": 5.0,
+        "extra_bytes": 1 << 20,
+        "bytes": 1 << 30,
+        "flops": 1 << 32,
+    }
+    return columns | changes
+
+
+def used(workload, direction="both", shape="[8192, 4096]", **changes):
+    case = f"{workload} {shape} bfloat16"
+    return {"case": case, "workload": workload, "direction": direction, **row(**changes)}
+
+
+def kernel(op, of_floor, shape=(8192, 4096), **changes):
+    what = {"op": op, "shape": shape, "dtype": "bfloat16", "backend": "triton"}
+    return {**row(of_floor=of_floor), **what, **changes}
+
+
+def gpu_check(kernels=(), functions=(), **changes):
+    content = {
+        "environment": H200,
+        "ok": True,
+        "correctness": [{"op": "bias_gelu", "ok": True}, {"op": "bias_gelu", "ok": False}],
+        "sanitizer": [{"tool": "memcheck", "errors": 0, "ok": True}],
+        "ceilings": CEILINGS,
+        "kernels": list(kernels),
+        "functions": list(functions),
+        "dropped": ["rope [1] both"],
+    }
+    return content | changes
+
+
+def pytest_file(*rows, **changes):
+    entries = [{"extra_info": row} for row in rows]
+    return {"benchmarks": entries, "environment": CPU, "ceilings": CEILINGS} | changes
+
+
+def goals_file(ok=True, **goal):
+    entry = {
+        "goal": {"direction": "both", "rival": "fastmp", "over": "torch eager", "extra_bytes": None, **goal},
+        "case": "rms_norm [64, 64] float32",
+        "wanted": 4.0,
+        "factor": 5.0,
+        "ok": ok,
+        "ours": row(extra_bytes=10),
+        "other": row(rival="torch eager", extra_bytes=100, over_peer=None, best_peer=None),
+    }
+    return {**CPU, "ceilings": CEILINGS, "goals": [entry]}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(content, name="result.json"):
+        path = tmp_path / name
+        path.write_text(json.dumps(content))
+        return path
+
+    return save
+
+
+def state(results, what):
+    """{goal: state} of the goals on an H200 named `what`."""
+    rows = bench.goal_rows(results)
+    return {wanted: (measured, state) for _, name, wanted, measured, state in rows if name == what}
+
+
+def test_without_a_gpu_file_its_goals_are_not_measured(saved):
+    rows = bench.goal_rows([bench.read(saved(pytest_file(used("cross_entropy"))))])
+    assert len(rows) == len(bench.H200_GOALS) + 1
+    assert {state for *_, state in rows} == {"not measured"}
+    assert rows[-1][:2] == ["CPU", "python -m benchmarks.cpu_goals --out FILE"]
+
+
+def test_another_gpu_is_no_h200(saved):
+    other = {**H200, "device": "NVIDIA H100 80GB HBM3"}
+    result = bench.read(saved(gpu_check([kernel("bias_gelu", 0.99)], environment=other)))
+    assert state([result], "bias-GeLU forward") == {"at least 0.95 of floor": ("", "not measured")}
+
+
+@pytest.mark.parametrize(("second", "expected"), [(0.96, ("0.96", "met")), (0.90, ("0.9", "missed"))])
+def test_a_kernel_goal_holds_on_every_shape_for_the_better_implementation(saved, second, expected):
+    kernels = [
+        kernel("bias_gelu", 0.97),
+        kernel("bias_gelu", second, shape=(2048, 6144)),
+        kernel("bias_gelu", 0.5, shape=(2048, 6144), backend="cuda"),
+        kernel("bias_gelu", 0.1, dtype="float32"),
+    ]
+    result = bench.read(saved(gpu_check(kernels)))
+    assert state([result], "bias-GeLU forward") == {"at least 0.95 of floor": expected}
+
+
+def test_goals_of_public_functions(saved):
+    name = "linear_cross_entropy"
+    functions = [
+        used(name, shape="[4096, 4096, 128256]", ms=17.0, of_floor=0.94, extra_bytes=900_000_000),
+        used(name, shape="[8192, 4096, 128256]", ms=35.0, of_floor=0.92, extra_bytes=1_200_000_000),
+        used(name, shape="[8192, 4096, 128256]", rival="Liger", ms=90.0),
+        used("cross_entropy", ms=1.0),
+        used("cross_entropy", rival="fastmp in place", ms=0.8),
+        used("cross_entropy", rival="Megatron", ms=6.0),
+        {"case": "x", "direction": "both", "rival": "quack", "raised": "RuntimeError"},
+    ]
+    result = bench.read(saved(gpu_check(functions=functions)))
+    assert state([result], "linear + cross-entropy") == {
+        "at least 0.93 of floor": ("0.92", "missed"),
+        "at most 17.6 ms": ("17", "met"),
+        "at most 1.1 GB extra": ("1.2", "missed"),
+    }
+    assert state([result], "cross-entropy") == {
+        "at least 3.2 x Liger Megatron": ("", "not measured"),
+        "at least 7 x Megatron": ("7.5", "met"),
+    }
+
+
+def test_a_backward_is_both_directions_less_the_forward_one(saved):
+    functions = [
+        used("rms_norm", direction, rival=rival, ms=ms)
+        for rival, direction, ms in (
+            ("fastmp", "forward", 1.0),
+            ("fastmp", "both", 3.0),
+            ("Liger", "forward", 1.0),
+            ("Liger", "both", 5.0),
+        )
+    ]
+    result = bench.read(saved(gpu_check(functions=functions)))
+    assert state([result], "RMSNorm backward") == {"at least 1.5 x Liger": ("2", "met")}
+
+
+def test_goals_on_a_cpu_are_those_of_the_file(saved):
+    plain = bench.read(saved(goals_file()))
+    memory = bench.read(saved(goals_file(ok=False, extra_bytes=0.05), "other.json"))
+    rows = [row for row in bench.goal_rows([plain, memory]) if row[0] == "CPU"]
+    what = "rms_norm [64, 64] float32 forward+backward, fastmp"
+    assert rows == [
+        ["CPU", what, "at least 4 x torch eager", "5.00", "met"],
+        [
+            "CPU",
+            what,
+            "at least 4 x torch eager, at most 0.05 of its extra memory",
+            "5.00, 0.100",
+            "missed",
+        ],
+    ]
+
+
+def test_the_tables(saved):
+    rows = [used("rope", ms=0.05, floor_of="matrix products"), used("rope", rival="Liger", over_peer=1.0)]
+    text = bench.markdown(
+        [
+            bench.read(saved(pytest_file(*rows))),
+            bench.read(saved(gpu_check([kernel("bias_gelu", 0.97)]), "gpu.json")),
+            bench.read(saved(gpu_check(ceilings={}), "untimed.json")),
+        ]
+    )
+    lines = text.splitlines()
+    assert "## Some CPU, 2 threads, torch 2.13.0, commit 0123456789ab" in lines
+    assert "## NVIDIA H200, torch 2.11.0, triton 3.6.0, commit 0123456789ab" in lines
+    assert "- bfloat16 matrix products 780 TFLOP/s" in lines and "- copy 4300 GB/s" in lines
+    assert "- 1 of 2 checks against float64 are right" in lines
+    assert "- compute-sanitizer memcheck: 0 errors" in lines
+    assert "- no time left for rope [1] both" in lines
+    cells = "fastmp | 50.0 us | 95.0% (matrix products) | 2.00x Liger | 1 MiB |"
+    assert f"| rope [8192, 4096] bfloat16 | forward+backward | {cells}" in lines
+    assert any(line.startswith("| bias_gelu [8192, 4096] bfloat16 | kernel | triton |") for line in lines)
+    assert text.count("Times: not measured.") == 1
+    tables = [line for line in lines if line.startswith("|")]
+    assert {line.count("|") for line in tables} == {6, 8}
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_the_picture(saved, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    rows = [used("rope"), used("rope", rival="Liger", ms=2.0), used("norm", flops=0)]
+    rows += [used(f"op{i}", flops=1 << (20 + i)) for i in range(40)]
+    results = [
+        bench.read(saved(pytest_file(*rows))),
+        bench.read(saved(gpu_check([kernel("bias_gelu", 0.9)], ceilings={"copy_gbs": 9.0}), "gpu.json")),
+    ]
+    assert all(len(bench._points(result)) <= bench._MOST_POINTS for result in results)
+    out = bench.roofline(results, tmp_path / f"pictures/roofline{suffix}")
+    content = out.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert len(content) > 10_000
+
+
+def test_what_cannot_be_read_or_drawn_is_named(saved, tmp_path):
+    with pytest.raises(ValueError, match=r"nothing\.json: cannot be read"):
+        bench.read(tmp_path / "nothing.json")
+    for content, message in (
+        ([], "neither a result of pytest-benchmark nor"),
+        ({"benchmarks": [{"extra_info": {}}]}, "holds no benchmark of fastmp"),
+        ({"goals": [{"goal": {}}]}, "an older form of cpu_goals"),
+    ):
+        with pytest.raises(ValueError, match=rf"result\.json: .*{message}"):
+            bench.read(saved(content))
+    (tmp_path / "text.json").write_text("{")
+    with pytest.raises(ValueError, match=r"text\.json: not JSON"):
+        bench.read(tmp_path / "text.json")
+    result = bench.read(saved(pytest_file(used("rope"), ceilings={})))
+    with pytest.raises(ValueError, match="nothing to draw"):
+        bench.roofline([result], tmp_path / "x.png")
+    with pytest.raises(ValueError, match=r"a picture is a \.png or \.svg file, got x\.pdf"):
+        bench.roofline([result], tmp_path / "x.pdf")
+
+
+def test_the_command(saved, tmp_path, capsys):
+    path = str(saved(pytest_file(used("rope"))))
+    assert cli.main(["bench", "report", path]) == 0
+    assert capsys.readouterr().out == bench.markdown([bench.read(path)])
+    out = str(tmp_path / "report.md")
+    assert cli.main(["bench", "report", path, "--out", out]) == 0
+    assert capsys.readouterr().out == out + "\n" and Path(out).read_text().startswith("# Benchmarks")
+    assert cli.main(["bench", "report", str(tmp_path / "nothing.json")]) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_the_command_needs_no_torch(saved):
+    program = "import sys, fastmp.cli; sys.exit(fastmp.cli.main(sys.argv[1:]) or 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program, "bench", "report", str(saved(goals_file()))]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
