@@ -113,6 +113,21 @@ FASTMP_INLINE doubles max(doubles a, doubles b) { return a > b ? a : b; }
 FASTMP_INLINE floats abs(floats x) { return floats_of(bits_of(x) & 0x7fffffffu); }
 FASTMP_INLINE doubles abs(doubles x) { return select(x < 0, -x, x); }
 
+FASTMP_INLINE floats sqrt(floats x) {
+#if FASTMP_VECTOR_BYTES == 64
+  return (floats)_mm512_maskz_sqrt_ps(0xffff, (__m512)x);
+#elif FASTMP_VECTOR_BYTES == 32
+  return (floats)_mm256_sqrt_ps((__m256)x);
+#else
+  for (int i = 0; i < kFloats; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+#endif
+}
+FASTMP_INLINE doubles sqrt(doubles x) {
+  for (int i = 0; i < kDoubles; ++i) x[i] = std::sqrt(x[i]);
+  return x;
+}
+
 // Whether a > b in any lane.
 template <typename V>
 FASTMP_INLINE bool any_greater(V a, V b) {
@@ -191,9 +206,9 @@ FASTMP_INLINE void store(Half* p, floats v) {
 
 // Asks for the line a page ahead, which may lie beyond the data: the hardware's own look-ahead ends with the page.
 // 5 to 15 % of the time where two threads read from memory.
-template <class T>
+template <int kBytes = 4096, class T>
 FASTMP_INLINE void prefetch(const T* p) {
-  __builtin_prefetch(reinterpret_cast<const char*>(p) + 4096);
+  __builtin_prefetch(reinterpret_cast<const char*>(p) + kBytes);
 }
 
 // Two vectors of neighbouring elements. For bfloat16 they hold the even and the odd elements: that saves the widening,

@@ -6,6 +6,7 @@ Importing this package registers every op.
 from __future__ import annotations
 
 from fastmp.ops.activation import bias_gelu
+from fastmp.ops.adamw import adamw_
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
@@ -22,6 +23,7 @@ def backends() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 __all__ = [
+    "adamw_",
     "backends",
     "bias_dropout_add",
     "bias_gelu",

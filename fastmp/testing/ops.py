@@ -109,7 +109,12 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def _bound(dtype: torch.dtype) -> float:
-    """Rounding once to 16 bits has an error of about a fifth of eps; wider types are also computed in."""
+    """Rounding once to 16 bits has an error of about a fifth of eps; wider types are also computed in.
+
+    Integers are exact; what is returned for them is not zero, so that it can divide.
+    """
+    if not dtype.is_floating_point:
+        return torch.finfo(torch.float64).eps
     eps = torch.finfo(dtype).eps
     return eps / 2 if dtype.itemsize == 2 else 16 * eps
 

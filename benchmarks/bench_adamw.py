@@ -1,0 +1,121 @@
+"""One AdamW step over a flat buffer: fastmp, torch's fused and foreach optimizers, torch.compile.
+
+In bfloat16 the parameters have float32 masters: the step ends with the rounded copy. Gradients are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cases import COMPILE, EAGER, OURS, TORCH, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS, adamw_
+from fastmp.testing.samples.adamw import arguments as sample_arguments
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+_LR, _BETA1, _BETA2, _EPS, _DECAY = 1e-3, 0.9, 0.95, 1e-8, 0.1
+_OPTIONS = {"lr": _LR, "betas": (_BETA1, _BETA2), "eps": _EPS, "weight_decay": _DECAY}
+
+
+def _plain(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor) -> None:
+    """The formula, for torch.compile to fuse."""
+    step.add_(1)
+    exp_avg.lerp_(grad, 1 - _BETA1)
+    exp_avg_sq.mul_(_BETA2).addcmul_(grad, grad, value=1 - _BETA2)
+    root = (exp_avg_sq / (1 - _BETA2**step)).sqrt_()
+    param.mul_(1 - _LR * _DECAY).sub_(exp_avg / (root + _EPS) * (_LR / (1 - _BETA1**step)))
+
+
+def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+    param, grad = (torch.randn(num_elements, device=device, generator=generator) for _ in range(2))
+    on_gpu = torch.device(device).type == "cuda"
+
+    def rounded(of: Tensor) -> Tensor | None:
+        return None if dtype == torch.float32 else of.to(dtype)
+
+    # Each rival has a state of its own, made when it is first called: four do not fit on every GPU.
+
+    @cache
+    def ours() -> Callable[[], tuple[Tensor, ...]]:
+        own, m, v, out = param.clone(), torch.zeros_like(param), torch.zeros_like(param), rounded(param)
+        step = torch.zeros((), dtype=torch.int64, device=device)
+
+        def call() -> tuple[Tensor, ...]:
+            adamw_(own, grad, m, v, step, low_precision_out=out, **_OPTIONS)
+            return (own,) if out is None else (own, out)
+
+        return call
+
+    @cache
+    def with_torch(**kind: bool) -> Callable[[], tuple[Tensor, ...]]:
+        own, out = param.clone(), rounded(param)
+        own.grad = grad
+        optimizer = torch.optim.AdamW([own], **_OPTIONS, **kind, capturable=on_gpu)
+
+        def call() -> tuple[Tensor, ...]:
+            optimizer.step()
+            return (own,) if out is None else (own, out.copy_(own))
+
+        return call
+
+    @cache
+    def with_compile() -> Callable[[], tuple[Tensor, ...]]:
+        own, m, v, out = param.clone(), torch.zeros_like(param), torch.zeros_like(param), rounded(param)
+        step = torch.zeros((), device=device)
+
+        def plain(own: Tensor, m: Tensor, v: Tensor, step: Tensor, out: Tensor | None) -> None:
+            _plain(own, grad, m, v, step)
+            if out is not None:
+                out.copy_(own)
+
+        function = compiled(plain)
+
+        def call() -> tuple[Tensor, ...]:
+            function(own, m, v, step, out)
+            return (own,) if out is None else (own, out)
+
+        return call
+
+    rivals = {
+        OURS: lambda: ours()(),
+        TORCH: lambda: with_torch(fused=True)(),
+        EAGER: lambda: with_torch(foreach=True)(),
+        COMPILE: lambda: with_compile()(),
+    }
+    traffic = OPS["adamw_"].traffic(param, grad, param, param, param, rounded(param[:1]))
+    return Case(title("adamw", (num_elements,), dtype), (param,), grad, rivals, traffic, 0)
+
+
+WORKLOADS = (
+    Workload(
+        "adamw",
+        adamw_case,
+        cpu=((1 << 24,),),
+        cuda=((100_000_000,), (1_000_000_000,)),
+        rivals=(OURS, TORCH, EAGER, COMPILE),
+        directions=("forward",),
+        tiny=(5000,),
+    ),
+)
+GOALS = (
+    Goal("adamw", "float32", "forward", OURS, 1.0, 1.0, over=TORCH),
+    Goal("adamw", "bfloat16", "forward", OURS, 1.2, 1.2, over=TORCH),
+)
+SHAPES = {"adamw_": ((100_000_000,), (1_000_000_000,))}
+
+
+def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.adamw_`; a 16-bit dtype is that of gradients and copy."""
+    return sample_arguments(math.prod(shape), dtype, torch.Generator(device).manual_seed(seed))
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_adamw(compare, case, rival, direction):
+    compare(case(), rival, direction)

@@ -1,0 +1,194 @@
+// adamw_ on the CPU: one pass over flat buffers, in place.
+//
+// Every element is a function of its own numbers alone, so results depend neither on the number of threads nor on
+// where a slice begins. Numbers that are equal for all elements are computed once, in double.
+// The semantics are those of the reference in fastmp/ops/adamw.py.
+#include "simd.h"
+#include "stable.h"
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+namespace fastmp {
+
+// `decay` is 1 - lr * weight_decay, or 1.
+struct AdamwSpan {
+  void* param;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* out;  // null, or a copy in `out_type`
+  int64_t begin, end;
+  ScalarType type, grad_type, out_type;
+  double factor, weight1, beta2, decay, step_size, inv_root, eps;
+};
+
+FASTMP_DECLARE(void adamw_span(const AdamwSpan&);)
+
+namespace FASTMP_ISA {
+
+constexpr int kAhead = 2048;  // bytes: half a page serves four streams better than a page
+
+template <class T, class G, class O>
+FASTMP_INLINE void update(const AdamwSpan& span) {
+  using V = lanes_of<T>;
+  constexpr int64_t kStep = num_lanes<V>;
+  T* const param = static_cast<T*>(span.param);
+  const G* const grad = static_cast<const G*>(span.grad);
+  T* const exp_avg = static_cast<T*>(span.exp_avg);
+  T* const exp_avg_sq = static_cast<T*>(span.exp_avg_sq);
+  O* const out = static_cast<O*>(span.out);
+  const T factor = span.factor, weight1 = span.weight1, beta2 = span.beta2, weight2 = 1 - span.beta2;
+  const T decay = span.decay, step_size = span.step_size, inv_root = span.inv_root, eps = span.eps;
+  const auto advance = [&](V g, V& m, V& v, V& p) __attribute__((always_inline)) {
+    g *= factor;
+    m += weight1 * (g - m);
+    v = weight2 * g * g + beta2 * v;  // in this order the larger term enters the sum rounded once
+    p = p * decay - step_size * m / (sqrt(v) * inv_root + eps);
+  };
+  int64_t i = span.begin;
+  for (; i + kStep <= span.end; i += kStep) {
+    prefetch<kAhead>(grad + i);
+    prefetch<kAhead>(exp_avg + i);
+    prefetch<kAhead>(exp_avg_sq + i);
+    prefetch<kAhead>(param + i);
+    V m = load(exp_avg + i), v = load(exp_avg_sq + i), p = load(param + i);
+    advance(load(grad + i), m, v, p);
+    store(exp_avg + i, m);
+    store(exp_avg_sq + i, v);
+    store(param + i, p);
+    if constexpr (!std::is_void_v<O>) store(out + i, p);
+  }
+  if (const int64_t rest = span.end - i; rest > 0) {
+    V m = load(exp_avg + i, rest, 0), v = load(exp_avg_sq + i, rest, 0), p = load(param + i, rest, 0);
+    advance(load(grad + i, rest, 0), m, v, p);
+    store(exp_avg + i, m, rest);
+    store(exp_avg_sq + i, v, rest);
+    store(param + i, p, rest);
+    if constexpr (!std::is_void_v<O>) store(out + i, p, rest);
+  }
+}
+
+template <class G>
+FASTMP_INLINE void update_with_out(const AdamwSpan& span) {
+  if (!span.out) {
+    update<float, G, void>(span);
+  } else if (span.out_type == ScalarType::BFloat16) {
+    update<float, G, BFloat16>(span);
+  } else {
+    update<float, G, Half>(span);
+  }
+}
+
+void adamw_span(const AdamwSpan& span) {
+  if (span.type == ScalarType::Double) {
+    update<double, double, void>(span);
+  } else if (span.grad_type == ScalarType::Float) {
+    update_with_out<float>(span);
+  } else if (span.grad_type == ScalarType::BFloat16) {
+    update_with_out<BFloat16>(span);
+  } else {
+    update_with_out<Half>(span);
+  }
+}
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+constexpr const char* kOp = "adamw_";
+constexpr int64_t kGrain = 16384;
+
+double number(const Tensor& tensor, const char* name) {
+  FASTMP_CHECK(tensor.numel() == 1 && tensor.is_cpu(), kOp, ": ", name, " must hold one number on the CPU");
+  const void* data = tensor.const_data_ptr();
+  switch (tensor.scalar_type()) {
+    case ScalarType::Bool:
+    case ScalarType::Byte:
+      return *static_cast<const uint8_t*>(data);
+    case ScalarType::Int:
+      return *static_cast<const int32_t*>(data);
+    case ScalarType::Long:
+      return static_cast<double>(*static_cast<const int64_t*>(data));
+    default:
+      return dispatch_float(tensor.scalar_type(), kOp, [&](auto tag) {
+        return static_cast<double>(*static_cast<const typename decltype(tag)::type*>(data));
+      });
+  }
+}
+
+double number(const std::optional<Tensor>& tensor, const char* name, double otherwise) {
+  return tensor ? number(*tensor, name) : otherwise;
+}
+
+// 1 - beta^count
+double bias_correction(double beta, double count) { return beta > 0 ? -std::expm1(count * std::log(beta)) : 1; }
+
+void check_buffer(const Tensor& tensor, const char* name, const Tensor& param, bool type_fits) {
+  FASTMP_CHECK(tensor.numel() == param.numel() && tensor.is_contiguous() && tensor.is_cpu(), kOp, ": ", name,
+               " must be contiguous and have the ", param.numel(), " elements of param");
+  FASTMP_CHECK(type_fits, kOp, ": param is ", dtype_name(param.scalar_type()), " but ", name, " is ",
+               dtype_name(tensor.scalar_type()));
+}
+
+void adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& step,
+           std::optional<Tensor> out, std::optional<Tensor> lr_tensor, std::optional<Tensor> inv_scale,
+           std::optional<Tensor> clip_coefficient, std::optional<Tensor> found_inf, double lr, double beta1,
+           double beta2, double eps, double weight_decay, int64_t num_decayed) {
+  const ScalarType type = param.scalar_type();
+  const auto fits = [&](const Tensor& t) {
+    const ScalarType other = t.scalar_type();
+    return type == ScalarType::Float && (other == ScalarType::BFloat16 || other == ScalarType::Half);
+  };
+  check_buffer(param, "param", param, type == ScalarType::Float || type == ScalarType::Double);
+  check_buffer(grad, "grad", param, grad.scalar_type() == type || fits(grad));
+  check_buffer(exp_avg, "exp_avg", param, exp_avg.scalar_type() == type);
+  check_buffer(exp_avg_sq, "exp_avg_sq", param, exp_avg_sq.scalar_type() == type);
+  if (out) check_buffer(*out, "low_precision_out", param, fits(*out));
+  FASTMP_CHECK(step.scalar_type() == ScalarType::Long && step.numel() == 1 && step.is_cpu(), kOp,
+               ": step must be one int64 on the CPU");
+  if (number(found_inf, "found_inf", 0) != 0) return;
+
+  auto* const count = static_cast<int64_t*>(step.mutable_data_ptr());
+  const auto t = static_cast<double>(++*count);
+  const double rate = number(lr_tensor, "lr", lr);
+  AdamwSpan all{};
+  all.param = param.mutable_data_ptr();
+  all.grad = grad.const_data_ptr();
+  all.exp_avg = exp_avg.mutable_data_ptr();
+  all.exp_avg_sq = exp_avg_sq.mutable_data_ptr();
+  all.out = out ? out->mutable_data_ptr() : nullptr;
+  all.type = type;
+  all.grad_type = grad.scalar_type();
+  all.out_type = out ? out->scalar_type() : type;
+  all.factor = number(inv_scale, "inv_scale", 1) * number(clip_coefficient, "clip_coefficient", 1);
+  all.weight1 = 1 - beta1;
+  all.beta2 = beta2;
+  all.step_size = rate / bias_correction(beta1, t);
+  all.inv_root = 1 / std::sqrt(bias_correction(beta2, t));
+  all.eps = eps;
+  const auto kernel = FASTMP_BEST(adamw_span);
+  parallel_for(0, param.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    AdamwSpan span = all;
+    span.begin = begin;
+    span.end = std::clamp(num_decayed, begin, end);
+    span.decay = 1 - rate * weight_decay;
+    kernel(span);
+    span.begin = span.end;
+    span.end = end;
+    span.decay = 1;
+    kernel(span);
+  });
+}
+
+}  // namespace
+}  // namespace fastmp
+
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) { m.impl("adamw_", TORCH_BOX(&fastmp::adamw)); }
+
+#endif  // FASTMP_ISA_BASE

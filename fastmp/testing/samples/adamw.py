@@ -1,0 +1,58 @@
+"""Sample arguments of adamw_."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+
+def arguments(
+    num_elements: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    steps: int = 0,
+    num_decayed: int | None = None,
+    scalars: bool = False,
+    found_inf: bool | None = None,
+) -> tuple:
+    """Arguments of `torch.ops.fastmp.adamw_` after `steps` updates, for gradients of `dtype`.
+
+    A 16-bit dtype comes with a copy of the parameters in it. With `scalars`, learning rate and factors of
+    the gradient are tensors.
+    """
+    main = torch.float64 if dtype == torch.float64 else torch.float32
+    device = generator.device
+
+    def number(value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=main, device=device)
+
+    param, grad, exp_avg, exp_avg_sq = (
+        torch.randn(num_elements, generator=generator, dtype=main, device=device) for _ in range(4)
+    )
+    exp_avg, exp_avg_sq = (exp_avg * 0.1, exp_avg_sq.square() * 0.01) if steps else (exp_avg * 0, exp_avg * 0)
+    return (
+        param,
+        grad.to(dtype),
+        exp_avg,
+        exp_avg_sq,
+        torch.tensor(steps, device=device),
+        param.to(dtype) if dtype.itemsize == 2 else None,
+        number(3e-3) if scalars else None,
+        number(0.125) if scalars else None,
+        number(0.7) if scalars else None,
+        None if found_inf is None else torch.tensor(found_inf, device=device),
+        *(2e-3, 0.9, 0.95, 1e-8, 0.1),
+        num_elements if num_decayed is None else num_decayed,
+    )
+
+
+def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    yield arguments(5000, dtype, generator)
+    yield arguments(1031, dtype, generator, steps=7, num_decayed=17, scalars=True, found_inf=False)
+    yield arguments(4096, dtype, generator, steps=1000, num_decayed=4000, scalars=True)
+    yield arguments(0, dtype, generator, steps=2)
+    dropped = arguments(64, dtype, generator, steps=3, found_inf=True)
+    dropped[1][5] = torch.nan
+    yield dropped
