@@ -2,9 +2,9 @@
 
 Every parameter gets `param.main_grad`, a view of the buffer of its main dtype (float32, or float64 for
 float64 parameters), in reverse order of the model, so that gradients fill the buffer from its start as
-backward runs. A hook moves each gradient there as soon as autograd has it and frees `param.grad`, so
-microbatches accumulate in the main dtype and communication is one all-reduce per dtype and step, whatever
-the number of microbatches.
+backward runs; vectors, which are small and which optimizers do not decay, come after everything else. A hook
+moves each gradient there as soon as autograd has it and frees `param.grad`, so microbatches accumulate in the
+main dtype and communication is one all-reduce per dtype and step, whatever the number of microbatches.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from fastmp.parallel.collectives import all_reduce_
 from fastmp.parallel.layers import parallel_attributes
 
 __all__ = ["GradBuffer", "main_dtype"]
+
+_ALIGNMENT = 64  # elements: where parameters of another dtype begin within a buffer
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -64,13 +66,17 @@ class GradBuffer:
     def _allocate(self) -> None:
         sizes: dict[torch.dtype, int] = {}
         devices: dict[torch.dtype, torch.device] = {}
-        for name, param in reversed(self.parameters.items()):
+        last: dict[torch.dtype, torch.dtype] = {}
+        for name, param in _ordered(self.parameters):
             dtype = main_dtype(param.dtype)
             if devices.setdefault(dtype, param.device) != param.device:
                 raise ValueError(
                     f"GradBuffer: parameter {name!r} is on {param.device}, others on {devices[dtype]}"
                 )
             start = sizes.get(dtype, 0)
+            if last.setdefault(dtype, param.dtype) != param.dtype:
+                start += -start % _ALIGNMENT
+            last[dtype] = param.dtype
             sizes[dtype] = start + param.numel()
             self.ranges[name] = (start, sizes[dtype])
         for dtype, size in sizes.items():
@@ -110,11 +116,6 @@ class GradBuffer:
             chunks = coalesced.split([g.numel() for g in partial])
             torch._foreach_copy_(partial, [c.view_as(g) for c, g in zip(chunks, partial, strict=True)])
 
-    def scale_(self, factor: Tensor | float) -> None:
-        """Multiply all main gradients by `factor` (a number, or a 0-dim tensor on their device)."""
-        for buffer in self.buffers.values():
-            buffer.mul_(factor)
-
     def remove_hooks(self) -> None:
         """Let go of the parameters: gradients go to `param.grad` again, `param.main_grad` is gone."""
         for hook in self._hooks:
@@ -128,6 +129,13 @@ class GradBuffer:
 def _accumulate(param: Parameter) -> None:
     param.main_grad.add_(param.grad)
     param.grad = None
+
+
+def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:
+    """One dtype after the other, in each the vectors last, otherwise in reverse order of the model."""
+    backward = list(reversed(parameters.items()))
+    dtypes = list(dict.fromkeys(param.dtype for _, param in backward))
+    return sorted(backward, key=lambda item: (dtypes.index(item[1].dtype), item[1].ndim < 2))
 
 
 def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:

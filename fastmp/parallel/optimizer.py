@@ -1,9 +1,11 @@
 """The optimizer step over main gradients: global norm, clipping, AdamW on masters, skipping.
 
-Everything stays on the device. The norm is a tensor, the clip coefficient is a tensor, and whether the step
-counts is a tensor: a norm that is not finite reaches the fused kernel as `found_inf`, which then leaves
-parameters and state as they are, on every rank alike because the norm is the same on every rank. Nothing
-waits for the host.
+Masters and state lie in flat buffers in the order of the main gradients. A step is one launch over them
+(`fastmp.ops.adamw_`), which scales and clips the gradients as it reads them and writes the low-precision
+parameters. Everything stays on the device. The norm is a tensor, the clip coefficient is a tensor, and
+whether the step counts is a tensor: a norm that is not finite reaches the kernel as `found_inf`, which then
+leaves parameters and state as they are, on every rank alike because the norm is the same on every rank.
+Nothing waits for the host.
 AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
 """
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.ops import adamw_
 from fastmp.parallel.collectives import all_reduce_, group_rank
 from fastmp.parallel.grads import main_dtype
 from fastmp.parallel.layers import parallel_attributes
@@ -69,11 +72,15 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class AdamW:
-    """AdamW on main gradients, with torch's fused kernel.
+    """AdamW on main gradients, one launch a step for each dtype of parameters in a `GradBuffer`.
 
     named_parameters: (name, parameter) pairs that have a `main_grad` (see `GradBuffer`). A float32 or float64
-        parameter is updated in place; a bfloat16 or float16 one has a float32 master, of which it is the
+        parameter is its own master; a bfloat16 or float16 one has a float32 master, of which it is the
         rounded copy. Parameters with fewer than two dimensions (biases, norms) are not decayed.
+
+    The parameters move: `param.data` becomes a view of a flat buffer, with the strides it had. So the
+    optimizer is made once the model has its device and dtype; what shared a parameter's memory (`param.data`
+    taken before) no longer does. Tied weights, which are one Parameter, stay tied.
 
     `skipped_steps` is a 0-dim int64 tensor that counts the steps dropped for a gradient norm that was not
     finite.
@@ -92,62 +99,55 @@ class AdamW:
         if not self.parameters:
             raise ValueError("AdamW: no parameters given")
         for name, param in self.parameters.items():
-            if not hasattr(param, "main_grad"):
-                raise ValueError(f"AdamW: parameter {name!r} has no main_grad; make a GradBuffer of it first")
-        self.masters = {name: _master(param) for name, param in self.parameters.items()}
-        decayed = [m for m in self.masters.values() if m.ndim >= 2]
-        others = [m for m in self.masters.values() if m.ndim < 2]
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=lr, betas=betas, eps=eps, fused=True
-        )
-        for master in self.masters.values():
-            self._adamw.state[master] = {
-                "step": torch.zeros((), dtype=torch.float32, device=master.device),
-                "exp_avg": torch.zeros_like(master),
-                "exp_avg_sq": torch.zeros_like(master),
-            }
-        device = next(iter(self.masters.values())).device
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
+            _check_gradient(name, param)
+        _check_separate(self.parameters)
+        self.lr: float | Tensor = lr
+        self._options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._flats = [_Flat(run) for run in _runs(self.parameters)]
+        state = {name: entries for flat in self._flats for name, entries in flat.entries().items()}
+        self._state = {name: state[name] for name in self.parameters}
+        self.masters = {name: self._state[name].pop("master") for name in self.parameters}
+        self.skipped_steps = torch.zeros_like(self._flats[0].step)
 
-    def step(self, lr: float | None = None, *, grad_norm: Tensor | None = None) -> None:
+    @torch.no_grad()
+    def step(
+        self,
+        lr: float | Tensor | None = None,
+        *,
+        grad_norm: Tensor | None = None,
+        inv_scale: Tensor | None = None,
+        clip_coefficient: Tensor | None = None,
+    ) -> None:
         """Update the parameters from their main gradients, with learning rate `lr` (the last one if None).
 
         grad_norm: 0-dim tensor; where it is not finite, parameters and state stay bitwise what they were, and
-        `skipped_steps` grows by one. All ranks must pass the same value.
+            `skipped_steps` grows by one. All ranks must pass the same value.
+        inv_scale, clip_coefficient: 0-dim tensors; the gradients count times these, and are only read.
         """
         if lr is not None:
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
+            self.lr = lr
         skip = None if grad_norm is None else ~torch.isfinite(grad_norm)
-        self._adamw.found_inf = None if skip is None else skip.float()
-        self._adamw.step()
-        self._copy_back()
+        for flat in self._flats:
+            adamw_(
+                flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.step,
+                low_precision_out=flat.rounded, num_decayed=flat.num_decayed, lr=self.lr,
+                inv_scale=inv_scale, clip_coefficient=clip_coefficient, found_inf=skip, **self._options,
+            )  # fmt: skip
+        # The kernel counts a new version of its buffers, which parameters do not share.
+        torch.autograd.graph.increment_version(self.parameters.values())
         if skip is not None:
             self.skipped_steps += skip
-
-    @torch.no_grad()
-    def _copy_back(self) -> None:
-        rounded = {name: p for name, p in self.parameters.items() if p.dtype != self.masters[name].dtype}
-        if rounded:
-            torch._foreach_copy_(list(rounded.values()), [self.masters[name] for name in rounded])
 
     def state_dict(self) -> dict[str, Any]:
         """{"step", "skipped_steps": 0-dim tensors, "state": {name: {"exp_avg", "exp_avg_sq"}}}, not copied.
 
         A low-precision parameter has a third entry, "master".
         """
-        state: dict[str, dict[str, Tensor]] = {}
+        state = {name: dict(entries) for name, entries in self._state.items()}
         for name, param in self.parameters.items():
-            master = self.masters[name]
-            state[name] = {key: self._adamw.state[master][key] for key in ("exp_avg", "exp_avg_sq")}
-            if param.dtype != master.dtype:
-                state[name]["master"] = master
-        return {"step": self._steps()[0], "skipped_steps": self.skipped_steps, "state": state}
-
-    def _steps(self) -> list[Tensor]:
-        """torch keeps one count of updates per parameter; here they are all equal."""
-        return [self._adamw.state[master]["step"] for master in self.masters.values()]
+            if param.dtype != self.masters[name].dtype:
+                state[name]["master"] = self.masters[name]
+        return {"step": self._flats[0].step, "skipped_steps": self.skipped_steps, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -171,14 +171,96 @@ class AdamW:
         for name, entries in mine.items():
             for key, tensor in entries.items():
                 tensor.copy_(loaded[name][key])
-        for step in self._steps():
-            step.fill_(state_dict["step"])
+        for flat in self._flats:
+            flat.step.fill_(state_dict["step"])
+            if flat.rounded is not None:
+                flat.rounded.copy_(flat.master)
         self.skipped_steps.fill_(state_dict["skipped_steps"])
-        self._copy_back()
 
 
-def _master(param: Parameter) -> Tensor:
-    """What the kernel updates: the parameter's own storage, or its copy in the main dtype."""
-    master = param.detach().to(main_dtype(param.dtype))
-    master.grad = param.main_grad
-    return master
+class _Flat:
+    """Parameters, all of one dtype, whose main gradients lie side by side, those to decay first.
+
+    Masters, averages and, for low precision, the parameters lie in buffers of the same order; an element is
+    updated from those at its own place, so the buffers can be cut anywhere, in equal shards for instance.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters: dict[str, Parameter]) -> None:
+        self.parameters = parameters
+        sizes = [param.numel() for param in parameters.values()]
+        self.num_decayed = sum(param.numel() for param in parameters.values() if _decayed(param))
+        first = next(iter(parameters.values()))
+        self.grad = first.main_grad.as_strided((sum(sizes),), (1,))
+        self.master = torch.empty(sum(sizes), dtype=main_dtype(first.dtype), device=first.device)
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
+        self.rounded = None
+        if first.dtype != self.master.dtype:
+            self.rounded = torch.empty_like(self.master, dtype=first.dtype)
+        self.step = torch.zeros((), dtype=torch.int64, device=first.device)
+        for master, param in zip(self._views(self.master), parameters.values(), strict=True):
+            master.copy_(param)
+        own = self.master if self.rounded is None else self.rounded.copy_(self.master)
+        for view, param in zip(self._views(own), parameters.values(), strict=True):
+            param.data = view
+
+    def _views(self, buffer: Tensor) -> list[Tensor]:
+        """The part of each parameter, with its shape and strides."""
+        parts = buffer.split([param.numel() for param in self.parameters.values()])
+        params = self.parameters.values()
+        return [x.as_strided(p.shape, p.stride()) for x, p in zip(parts, params, strict=True)]
+
+    def entries(self) -> dict[str, dict[str, Tensor]]:
+        """{name: {"exp_avg", "exp_avg_sq", "master"}}, views."""
+        views = zip(*map(self._views, (self.exp_avg, self.exp_avg_sq, self.master)), strict=True)
+        keys = ("exp_avg", "exp_avg_sq", "master")
+        return {n: dict(zip(keys, v, strict=True)) for n, v in zip(self.parameters, views, strict=True)}
+
+
+def _decayed(param: Parameter) -> bool:
+    return param.ndim >= 2
+
+
+def _check_gradient(name: str, param: Parameter) -> None:
+    if not hasattr(param, "main_grad"):
+        raise ValueError(f"AdamW: parameter {name!r} has no main_grad; make a GradBuffer of it first")
+    grad = param.main_grad
+    ours, theirs = ([s for n, s in zip(param.shape, t.stride()) if n > 1] for t in (param, grad))
+    if grad.shape != param.shape or ours != theirs or not torch.ops.aten.is_non_overlapping_and_dense(param):
+        raise ValueError(
+            f"AdamW: parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has a "
+            f"main_grad of shape {tuple(grad.shape)} and strides {grad.stride()}; they must lie alike"
+        )
+
+
+def _check_separate(parameters: Mapping[str, Parameter]) -> None:
+    """Two Parameters over one memory would be updated apart from each other."""
+
+    def place(param: Parameter) -> tuple[int, int]:
+        return param.untyped_storage()._cdata, param.storage_offset() * param.element_size()
+
+    storage, end, before = 0, 0, ""
+    for name, param in sorted(parameters.items(), key=lambda item: place(item[1])):
+        if place(param) < (storage, end) and param.numel():
+            raise ValueError(f"AdamW: {before!r} and {name!r} share memory; tie them as one Parameter")
+        storage, begin = place(param)
+        end, before = begin + param.nbytes, name
+
+
+def _runs(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+    """The parameters in as few groups as a `_Flat` allows."""
+
+    def place(param: Parameter) -> tuple[Any, ...]:
+        grad = param.main_grad
+        return grad.untyped_storage()._cdata, str(grad.dtype), str(param.dtype), grad.storage_offset()
+
+    runs: list[dict[str, Parameter]] = []
+    end: tuple[Any, ...] = ()
+    decayed = False
+    for name, param in sorted(parameters.items(), key=lambda item: place(item[1])):
+        if place(param) != end or (_decayed(param) and not decayed):
+            runs.append({})
+        runs[-1][name] = param
+        *kind, offset = place(param)
+        end, decayed = (*kind, offset + param.numel()), _decayed(param)
+    return runs

@@ -178,10 +178,10 @@ class Trainer:
             grad_norm = per_token * global_grad_norm(
                 self.grads.parameters.values(), tp_group=self._tp, mp_group=self._mp
             )
-            self.grads.scale_(per_token * clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm))
+            clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
-            self.optimizer.step(lr, grad_norm=grad_norm)
+            self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=per_token, clip_coefficient=clip)
         self.step += 1
         return StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
@@ -51,8 +52,7 @@ def test_twenty_steps_equal_torch():
         grads.zero()
         model(x).square().sum().backward()
         norm = global_grad_norm(model.parameters())
-        grads.scale_(clip_coefficient(norm, 1.0))
-        ours.step(1e-2 / (step + 1), grad_norm=norm)
+        ours.step(1e-2 / (step + 1), grad_norm=norm, clip_coefficient=clip_coefficient(norm, 1.0))
         theirs.zero_grad()
         plain(x).square().sum().backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -120,6 +120,121 @@ def test_bfloat16_parameters_follow_float32_masters():
     assert torch.equal(param, master.bfloat16())
 
 
+class Launches(TorchDispatchMode):
+    """Names of the ops of fastmp that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastmp":
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_is_one_launch_for_each_dtype_of_parameters():
+    for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32, torch.float64)):
+        model = nn.ModuleList(make_model(dtype) for dtype in dtypes * 2)
+        GradBuffer(model.named_parameters())
+        optimizer = AdamW(model.named_parameters())
+        for _ in range(2):
+            with Launches() as seen:
+                optimizer.step(grad_norm=torch.tensor(1.0), clip_coefficient=torch.tensor(0.5))
+            assert seen.names == ["fastmp::adamw_"] * len(dtypes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scaled_in_the_kernel_is_scaled_before(dtype):
+    results = []
+    for fused in (True, False):
+        model = make_model(dtype)
+        grads = GradBuffer(model.named_parameters())
+        optimizer = AdamW(model.named_parameters(), lr=1e-2)
+        for step in range(4):
+            grads.zero()
+            torch.manual_seed(step)
+            model(torch.randn(4, 6, dtype=dtype)).square().sum().backward()
+            factors = {"inv_scale": torch.tensor(0.125), "clip_coefficient": torch.tensor(0.5)}
+            if not fused:
+                grads.buffers[torch.float32].mul_(0.0625)
+                factors = {}
+            optimizer.step(torch.tensor(1e-2) if fused else None, **factors)
+        results.append(optimizer.masters)
+    for name, master in results[0].items():
+        torch.testing.assert_close(master, results[1][name], rtol=1e-6, atol=1e-7)
+
+
+def test_main_gradients_of_ones_own():
+    """No GradBuffer: gradients of any order and place, in a dtype of their own."""
+    model, twin = make_model(torch.float32), make_model(torch.float32)
+    for param in model.parameters():
+        param.main_grad = torch.randn_like(param).bfloat16()
+    for param, other in zip(twin.parameters(), model.parameters()):
+        param.grad = other.main_grad.float()
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(3):
+        optimizer.step()
+        reference.step()
+    for param, other in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
+    assert optimizer.state_dict()["step"] == 3
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(11, 4)
+        self.output = nn.Linear(4, 11, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.output(self.embedding(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_move_into_a_flat_buffer_and_stay_what_they_are(dtype):
+    model = Tied().to(dtype)
+    weight, before, tokens = model.output.weight, model.output.weight.detach().clone(), torch.arange(8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    outputs = compiled(tokens)
+    GradBuffer(model.named_parameters())
+    optimizer = AdamW(model.named_parameters(), lr=0.1)
+    assert model.output.weight is weight and model.embedding.weight is weight
+    assert torch.equal(weight, before) and torch.equal(compiled(tokens), outputs)
+    compiled(tokens).float().square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    torch.testing.assert_close(compiled(tokens), model(tokens), rtol=0, atol=0)
+    assert torch.equal(copy.deepcopy(model).output.weight, weight)
+
+
+def test_state_lies_in_the_order_of_the_gradients():
+    """What lets ranks share the optimizer's work by cutting all buffers alike."""
+    model = make_model(torch.bfloat16)
+    grads = GradBuffer(model.named_parameters())
+    optimizer = AdamW(model.named_parameters())
+    state, first = optimizer.state_dict()["state"], "3.weight"
+    for name, param in model.named_parameters():
+        start = grads.ranges[name][0]
+        for tensor, origin in (
+            (param, model[3].weight),
+            *((state[name][key], state[first][key]) for key in ("exp_avg", "exp_avg_sq", "master")),
+        ):
+            assert tensor.data_ptr() - origin.data_ptr() == start * tensor.element_size()
+
+
+def test_a_step_is_seen_by_autograd():
+    model = make_model()
+    GradBuffer(model.named_parameters())
+    optimizer = AdamW(model.named_parameters())
+    loss = model(torch.randn(4, 6, dtype=torch.float64)).square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_clip_coefficient():
     norm = torch.tensor([0.0, 0.5, 2.0, 8.0], dtype=torch.float64)
     assert clip_coefficient(norm, 2.0).tolist() == pytest.approx([1.0, 1.0, 1.0, 0.25], abs=1e-6)
@@ -184,10 +299,10 @@ def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(layout):
                     param.main_grad.view(-1)[element] = value
             grads.all_reduce()
             norm = global_grad_norm(model.parameters(), tp_group=tp_group, mp_group=tp_group)
-            grads.scale_(clip_coefficient(norm, 1.0))
+            clip = clip_coefficient(norm, 1.0)
             before = [p.detach().clone() for p in model.parameters()]
             state = clone_state(optimizer)
-            optimizer.step(grad_norm=norm)
+            optimizer.step(grad_norm=norm, clip_coefficient=clip)
             unchanged = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
             assert unchanged == injected, f"step {step}"
             if injected:
@@ -225,6 +340,32 @@ def test_state_dict_continues_bitwise():
         assert torch.equal(p, q)
 
 
+def test_states_of_torch_s_optimizer_are_read():
+    """Counts as float32, as torch keeps them, and entries of one tensor a parameter."""
+    plain, model = make_model(torch.float32), make_model(torch.float32)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    grads = GradBuffer(model.named_parameters())
+    optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(4):
+        x = torch.randn(4, 6)
+        reference.zero_grad()
+        plain(x).square().sum().backward()
+        if step == 3:
+            model.load_state_dict(plain.state_dict())
+            states = {name: reference.state[p] for name, p in plain.named_parameters()}
+            entries = {n: {k: s[k] for k in ("exp_avg", "exp_avg_sq")} for n, s in states.items()}
+            count = states["0.bias"]["step"]
+            assert count.dtype == torch.float32
+            optimizer.load_state_dict({"step": count, "skipped_steps": 0, "state": entries})
+            grads.zero()
+            model(x).square().sum().backward()
+            optimizer.step()
+        reference.step()
+    assert optimizer.state_dict()["step"] == 4
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
 def test_bad_arguments_are_named():
     model = make_model()
     with pytest.raises(ValueError, match=r"0\.weight.*no main_grad"):
@@ -240,3 +381,12 @@ def test_bad_arguments_are_named():
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="no parameters"):
         global_grad_norm([])
+    memory = torch.zeros(2, 3)
+    views = {"upper": memory[0], "both": memory, "twisted": memory.t()}
+    halves = {name: nn.Parameter(view) for name, view in views.items()}
+    for param in halves.values():
+        param.main_grad = torch.zeros(param.shape)
+    with pytest.raises(ValueError, match=r"'(both' and 'upper|upper' and 'both)' share memory"):
+        AdamW(list(halves.items())[:2])
+    with pytest.raises(ValueError, match=r"'twisted' of shape \(3, 2\) and strides \(1, 3\) has a main_grad"):
+        AdamW(list(halves.items())[2:])

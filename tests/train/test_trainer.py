@@ -102,17 +102,21 @@ def make_groups(world_size, tp):
     return None if world_size == 1 else ParallelGroups.create(RankGrid(world_size=world_size, tp=tp))
 
 
-def gradients(trainer):
-    """{name: gradient of the whole parameter}, padding rows of the vocabulary cut off."""
+def gradients(trainer, num_tokens):
+    """{name: gradient of the whole parameter}, padding rows of the vocabulary cut off.
+
+    After a step the main gradients are those of the sum over all tokens; the optimizer scales as it reads.
+    """
     group = None if trainer.groups is None else trainer.groups.tp
     full = {n: full_tensor(p.main_grad, p, group) for n, p in trainer.model.named_parameters()}
     full["word_embedding.weight"] = full["word_embedding.weight"][: CONFIG.vocab_size]
-    return {name: grad.clone() for name, grad in full.items()}
+    return {name: grad / num_tokens for name, grad in full.items()}
 
 
 def one_step(trainer):
     result = trainer.train_step()
-    return result.loss.item(), result.grad_norm.item(), result.num_tokens.item(), gradients(trainer)
+    num_tokens = result.num_tokens.item()
+    return result.loss.item(), result.grad_norm.item(), num_tokens, gradients(trainer, num_tokens)
 
 
 UNCLIPPED = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4, clip_grad_norm=0.0)
@@ -176,7 +180,7 @@ def test_step_is_exact_for_uneven_microbatches():
     assert num_tokens == counts.sum() and abs(loss - expected.item()) < 1e-12
     assert abs(norm - math.sqrt(sum(g.square().sum().item() for g in expected_grads))) < 1e-10
     for param, grad in zip(trainer.model.parameters(), expected_grads, strict=True):
-        torch.testing.assert_close(param.main_grad, grad, rtol=0, atol=1e-12)
+        torch.testing.assert_close(param.main_grad / num_tokens, grad, rtol=0, atol=1e-12)
 
 
 def test_accumulation_does_not_change_the_training():
