@@ -11,9 +11,14 @@ from torch import Tensor
 
 from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Goal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.peers import peer
 from fastmp.ops import OPS, geglu, swiglu
 
 MEGATRON = "Megatron"
+_LIGER = {
+    "swiglu": "liger_kernel.ops.swiglu:LigerSiLUMulFunction",
+    "geglu": "liger_kernel.ops.geglu:LigerGELUMulFunction",
+}
 ACTIVATION = {"swiglu": "silu", "geglu": "gelu_tanh"}
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
@@ -55,9 +60,11 @@ def _megatron_swiglu() -> Callable[[Tensor, Tensor | None], Tensor]:
     return Fused.apply
 
 
-def _case(name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str) -> Case:
+def _case(
+    name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int
+) -> Case:
     """x (rows, 2 width)."""
-    generator = torch.Generator(device).manual_seed(0)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, device=device, generator=generator).to(dtype)
@@ -74,15 +81,8 @@ def _case(name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype,
     if name == "swiglu":
         megatron = _megatron_swiglu()
         rivals[MEGATRON] = lambda: megatron(x, bias)
-    if device != "cpu" and not with_bias:
-        try:
-            from liger_kernel.ops.geglu import LigerGELUMulFunction
-            from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-        except ImportError:
-            pass
-        else:
-            liger = LigerSiLUMulFunction if name == "swiglu" else LigerGELUMulFunction
-            rivals[LIGER] = lambda: liger.apply(*(half.contiguous() for half in x.chunk(2, -1)))
+    if not with_bias and (liger := peer(LIGER, _LIGER[name], device)) is not None:
+        rivals[LIGER] = lambda: liger.apply(*x.chunk(2, -1))  # copies both halves: it wants them apart
     arguments = x, bias, ACTIVATION[name]
     return Case(
         title(name + (" bias" if with_bias else ""), (rows, 2 * width), dtype),
@@ -94,12 +94,16 @@ def _case(name: str, rows: int, width: int, with_bias: bool, dtype: torch.dtype,
     )
 
 
-def swiglu_case(rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str) -> Case:
-    return _case("swiglu", rows, width, with_bias, dtype, device)
+def swiglu_case(
+    rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    return _case("swiglu", rows, width, with_bias, dtype, device, seed)
 
 
-def geglu_case(rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str) -> Case:
-    return _case("geglu", rows, width, with_bias, dtype, device)
+def geglu_case(
+    rows: int, width: int, with_bias: bool, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    return _case("geglu", rows, width, with_bias, dtype, device, seed)
 
 
 # Rows are tokens; widths are those of Llama-3-8B, Qwen3-30B-A3B's and DeepSeek-V3's experts.
@@ -110,12 +114,14 @@ WORKLOADS = (
         cpu=((4096, 4096, False), (4096, 4096, True)),
         cuda=((8192, 14336, False), (8192, 14336, True), (32768, 768, False), (32768, 2048, False)),
         rivals=(OURS, EAGER, COMPILE, MEGATRON, LIGER),
+        tiny=(6, 8, True),
     ),
     Workload(
         "geglu",
         geglu_case,
         cpu=((4096, 4096, False),),
         cuda=((8192, 14336, False), (8192, 14336, True)),
+        tiny=(6, 8, False),
     ),
 )
 GOALS = (

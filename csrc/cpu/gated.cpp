@@ -47,14 +47,6 @@ FASTMP_INLINE void dispatch_tile(const GatedTile& tile, const Body& body) {
   });
 }
 
-// Calls step(col, count) for the vectors of a row; `count` is all lanes but for the last.
-template <int64_t kStep, class Step>
-FASTMP_INLINE void for_vectors(int64_t num_cols, const Step& step) {
-  int64_t col = 0;
-  for (; col + kStep <= num_cols; col += kStep) step(col, std::integral_constant<int64_t, kStep>{});
-  if (col < num_cols) step(col, num_cols - col);
-}
-
 void gated_tile(const GatedTile& tile) {
   dispatch_tile(tile, [&](auto tag, auto form) {
     using T = typename decltype(tag)::type;
@@ -64,7 +56,7 @@ void gated_tile(const GatedTile& tile) {
     for (int64_t row = 0; row < tile.num_rows; ++row) {
       const T* x = static_cast<const T*>(tile.x) + row * tile.x_pitch;
       T* y = static_cast<T*>(tile.out) + row * tile.out_pitch;
-      for_vectors<num_lanes<V>>(tile.num_cols, [&](int64_t col, auto count) __attribute__((always_inline)) {
+      for_vectors<num_lanes<V>>(tile.num_cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
         prefetch(x + col);
         prefetch(x + half + col);
         V gate = load(x + col, count, 0), up = load(x + half + col, count, 0);
@@ -89,7 +81,7 @@ void gated_backward_tile(const GatedTile& tile) {
       const T* grad = static_cast<const T*>(tile.grad) + row * tile.grad_pitch;
       const T* x = static_cast<const T*>(tile.x) + row * tile.x_pitch;
       T* dx = static_cast<T*>(tile.out) + row * tile.out_pitch;
-      for_vectors<num_lanes<V>>(tile.num_cols, [&](int64_t col, auto count) __attribute__((always_inline)) {
+      for_vectors<num_lanes<V>>(tile.num_cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
         prefetch(x + col);
         prefetch(x + half + col);
         prefetch(grad + col);

@@ -18,6 +18,7 @@
 #endif
 
 #define FASTMP_INLINE inline __attribute__((always_inline))
+#define FASTMP_LAMBDA __attribute__((always_inline))
 
 #define FASTMP_DECLARE(...)        \
   namespace base { __VA_ARGS__ }   \
@@ -231,7 +232,7 @@ FASTMP_INLINE Pair<lanes_of<T>> load_pair(const T* p) {
 template <bool kNan, typename T>
 FASTMP_INLINE void store_pair(T* p, Pair<lanes_of<T>> v) {
   if constexpr (std::is_same_v<T, BFloat16>) {
-    const auto rounded = [](floats lanes) __attribute__((always_inline)) {
+    const auto rounded = [](floats lanes) FASTMP_LAMBDA {
       const words bits = bits_of(lanes);
       const words up = bits + 0x7fffu + ((bits >> 16) & 1u);
       return kNan ? select(lanes == lanes, up, bits | 0x400000u) : up;
@@ -261,6 +262,15 @@ FASTMP_INLINE void store(T* p, lanes_of<T> v, int64_t count) {
   T buffer[num_lanes<lanes_of<T>>];
   store(buffer, v);
   std::memcpy(p, buffer, count * sizeof(T));
+}
+
+// Calls step(col, count) for the vectors of a row; `count` is all lanes, a constant, but for the last. Write the
+// step as [&](int64_t col, auto count) FASTMP_LAMBDA { ... }.
+template <int64_t kStep, class Step>
+FASTMP_INLINE void for_vectors(int64_t num_cols, const Step& step) {
+  int64_t col = 0;
+  for (; col + kStep <= num_cols; col += kStep) step(col, std::integral_constant<int64_t, kStep>{});
+  if (col < num_cols) step(col, num_cols - col);
 }
 
 // e^x, relative error below 1e-7 (about one unit in the last place). Zero below -86.9, infinity above 88.73, NaN for

@@ -12,6 +12,7 @@ from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
+from fastmp.ops.softmax import scaled_masked_softmax
 
 
 def backends() -> dict[str, dict[str, tuple[str, str]]]:
@@ -33,5 +34,6 @@ __all__ = [
     "rope",
     "rope_cos_sin",
     "rope_qk",
+    "scaled_masked_softmax",
     "swiglu",
 ]

@@ -1,0 +1,219 @@
+"""scaled_masked_softmax: what is hidden, empty rows, kernels and reference, threads, errors, costs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastmp.ops import OPS, scaled_masked_softmax
+from fastmp.ops import softmax as module
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _random(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 3).to(dtype)
+
+
+def _mask(*shape, seed=1):
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+
+
+def _implementations(backend):
+    return tuple(
+        OPS[name].implementations[backend] if backend else OPS[name].overload
+        for name in ("scaled_masked_softmax", "scaled_masked_softmax_backward")
+    )
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (3, 7), (7, 3), (1, 5)])
+def test_causal_is_aligned_to_the_bottom_right(queries, keys):
+    y = scaled_masked_softmax(torch.zeros(queries, keys), causal=True)
+    for query, key in itertools.product(range(queries), range(keys)):
+        seen = query + 1 + keys - queries
+        assert y[query, key].item() == pytest.approx(1 / seen if key < seen else 0.0)
+
+
+def test_true_hides_as_in_megatron():
+    """SDPA's masks are the other way round, and its causal form is aligned to the top left."""
+    q, k, v = (_random(2, 3, 6, 8, seed=seed) for seed in range(3))
+    mask = _mask(2, 1, 6, 6) & ~torch.eye(6, dtype=torch.bool)
+    for hidden, causal in ((mask, False), (None, True)):
+        y = scaled_masked_softmax(q @ k.transpose(-1, -2), hidden, scale=8**-0.5, causal=causal)
+        shown = None if hidden is None else ~hidden
+        want = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, is_causal=causal)
+        torch.testing.assert_close(y @ v, want)
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_hidden_cannot_be_seen(dtype, backend):
+    """Rows with nothing to see are 0; NaN and infinity behind the mask, or in its gradient, go nowhere."""
+    forward, backward = _implementations(backend)
+    x, grad = _random(5, 40, dtype=dtype), _random(5, 40, dtype=dtype, seed=1)
+    mask = torch.zeros(5, 40, dtype=torch.bool)
+    mask[0], mask[1, 5:9], mask[2, 1:] = True, True, True
+    x[3] = -torch.inf
+    clean = forward(x, mask, 0.5, False)
+    clean_dx = backward(grad, clean, 0.5, False)
+    x[mask], grad[mask] = torch.nan, torch.inf
+    y = forward(x, mask, 0.5, False)
+    assert torch.equal(y, clean) and torch.equal(backward(grad, y, 0.5, False), clean_dx)
+    assert not y[mask].any() and not y[3].any() and y.isfinite().all()
+    assert y[2, 0] == 1 and clean_dx[2].count_nonzero() == 0 and not clean_dx[0].any()
+    x[4, 7], mask[4, 20:] = torch.nan, True
+    y = forward(x, mask, 0.5, False)
+    assert y[4, :20].isnan().all() and not y[4, 20:].any() and torch.equal(y[:4], clean[:4])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_kernel_equals_reference(dtype):
+    if OPS["scaled_masked_softmax"].serving["cpu"] != "c++":
+        pytest.skip(f"no compiled kernel: {OPS['scaled_masked_softmax'].reasons['cpu']}")
+    tolerance = {
+        torch.float64: {"rtol": 1e-12, "atol": 1e-14},
+        torch.float32: {"rtol": 1e-5, "atol": 1e-6},
+    }.get(dtype, {"rtol": torch.finfo(dtype).eps, "atol": 1e-5})
+    forward, backward = _implementations(None)
+    for shape, causal in itertools.product(
+        ((2, 3, 17, 64), (40, 1031), (9, 5), (5, 9), (3, 2, 1, 1)), (False, True)
+    ):
+        x, grad = _random(*shape, dtype=dtype), _random(*shape, dtype=dtype, seed=1)
+        strided = torch.cat([x, x], -1)[..., : shape[-1]]
+        for mask in (
+            None,
+            _mask(*shape[-2:]),
+            _mask(shape[-1], shape[-2]).t(),
+            _mask(shape[-2], 1),
+            _mask(*shape),
+        ):
+            y = module.reference(x, mask, 0.3, causal)
+            for scores in (x, strided):
+                torch.testing.assert_close(forward(scores, mask, 0.3, causal), y, **tolerance)
+            want = module.reference_backward(grad, y, 0.3, causal)
+            torch.testing.assert_close(backward(grad, y, 0.3, causal), want, **tolerance)
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("shape", [(1, 200_000), (300, 1000)], ids=str)
+def test_results_do_not_depend_on_the_number_of_threads(backend, shape):
+    forward, backward = _implementations(backend)
+    x, grad, mask = (
+        _random(*shape, dtype=torch.float32),
+        _random(*shape, dtype=torch.float32),
+        _mask(shape[-1]),
+    )
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            y = forward(x, mask, 0.5, True)
+            results.append((y, backward(grad, y, 0.5, True)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_broadcast_mask_is_not_made_whole():
+    """Its strides reach the kernel: three groups of leading dimensions are the first that need a copy."""
+    shape = (2, 5, 3, 8, 16)
+    for mask, group_strides in (
+        (_mask(16), (0, 0, 0, 1)),
+        (_mask(8, 1), (0, 0, 1, 0)),
+        (_mask(2, 1, 1, 1, 16), (16, 0, 0, 1)),
+        (_mask(5, 1, 1, 16), None),
+        (_mask(2, 5, 1, 8, 16), (128, 0, 16, 1)),
+        (_mask(2, 5, 3, 8, 16), (0, 128, 16, 1)),
+    ):
+        read, _, strides = module._mask_strides(mask, shape)
+        copied = group_strides is None
+        assert (read.data_ptr() != mask.data_ptr()) == copied
+        assert copied or strides == group_strides
+
+
+def test_saves_only_its_output():
+    x, mask = _random(6, 8).requires_grad_(), _mask(6, 8)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = scaled_masked_softmax(x, mask, scale=0.5)
+    assert [t.data_ptr() for t in saved] == [y.data_ptr()]
+    y = scaled_masked_softmax(x, mask)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.mul_(2).sum(), x)
+
+
+def test_second_derivative_raises():
+    x = _random(3, 4).requires_grad_()
+    (dx,) = torch.autograd.grad(scaled_masked_softmax(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="scaled_masked_softmax: its backward is not differentiable"):
+        dx.sum().backward()
+
+
+def test_autocast_keeps_the_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert scaled_masked_softmax(torch.zeros(2, 3)).dtype == torch.float32
+        assert scaled_masked_softmax(torch.zeros(2, 3, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("x", "mask", "message"),
+    [
+        (torch.zeros(3), None, r"\(..., queries, keys\), got shape \(3,\)"),
+        (torch.zeros(2, 3).int(), None, "got torch.int32"),
+        (torch.zeros(2, 3), torch.zeros(2, 3), r"torch.bool \(True hides\), got torch.float32"),
+        (torch.zeros(2, 3), torch.zeros(3, 1).bool(), r"shape \(3, 1\) does not fit x of shape \(2, 3\)"),
+        (
+            torch.zeros(2, 3),
+            torch.zeros(1, 2, 3).bool(),
+            r"shape \(1, 2, 3\) does not fit x of shape \(2, 3\)",
+        ),
+        (torch.zeros(2, 3), torch.zeros(3, device="meta").bool(), "x is on cpu but mask is on meta"),
+    ],
+)
+def test_wrong_arguments(x, mask, message):
+    with pytest.raises(ValueError, match=f"scaled_masked_softmax: .*{message}"):
+        scaled_masked_softmax(x, mask)
+
+
+def test_cost_formulas():
+    x = torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16)
+    forward, backward = OPS["scaled_masked_softmax"], OPS["scaled_masked_softmax_backward"]
+    assert forward.traffic(x, None, 1.0, False) == 2 * x.numel() * 2
+    assert forward.traffic(x, _mask(2, 1, 1, 8).expand(2, 3, 4, 8), 1.0, False) == 2 * x.numel() * 2 + 16
+    seen = 2 * 3 * (5 + 6 + 7 + 8)
+    assert forward.traffic(x, None, 1.0, True) == (seen + x.numel()) * 2
+    assert backward.traffic(x, x, 1.0, True) == (2 * seen + x.numel()) * 2
+    assert forward.flops(x.transpose(2, 3), None, 1.0, True) == 6 * 2 * 3 * (1 + 2 + 3 + 4)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        scaled_masked_softmax(x)
+    assert counter.get_total_flops() == 6 * x.numel()
+
+
+@pytest.mark.parametrize("itemsize", (2, 4, 8))
+@pytest.mark.parametrize("keys", (1, 17, 512, 1500, 4096, 16384, 16385, 1 << 20))
+@pytest.mark.parametrize("queries", (1, 3, 4096))
+def test_block_shapes(queries, keys, itemsize):
+    block_m, block_n, num_warps, whole = module.block_shape(queries, keys, itemsize)
+    assert math.log2(block_m) % 1 == math.log2(block_n) % 1 == 0 and 4 <= num_warps <= 16
+    assert block_m * block_n // (32 * num_warps) <= (16 if itemsize == 8 else 32)
+    assert block_m == 1 or block_m < 2 * queries
+    assert whole == (keys <= (8192 if itemsize == 8 else 16384)) and (not whole or block_n >= keys)
+
+
+def test_rivals_of_the_benchmark_agree(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2]))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    from benchmarks import bench_softmax
+
+    for causal in (False, True):
+        case = bench_softmax.softmax_case(2, 3, 5, 8, causal, torch.float64, "cpu")
+        for rival in case.rivals:
+            torch.testing.assert_close(case.forward(rival)(), case.forward("fastmp")())
+            torch.testing.assert_close(case.both(rival)(), case.both("fastmp")())
