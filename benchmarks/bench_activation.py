@@ -54,6 +54,7 @@ WORKLOADS = (
         cpu=((4096, 8192, "tanh"), (4096, 8192, "none")),
         cuda=((8192, 16384, "tanh"), (2048, 6144, "tanh"), (4096, 49152, "tanh"), (8192, 16384, "none")),
         rivals=(OURS, EAGER, COMPILE),
+        tiny=(7, 24, "tanh"),
     ),
 )
 GOALS = (

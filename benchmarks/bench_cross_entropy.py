@@ -63,6 +63,7 @@ WORKLOADS = (
         cpu=((2048, 50304),),
         cuda=((8192, 50304), (8192, 128256), (4096, 129280), (8192, 16032)),
         rivals=(OURS, IN_PLACE, EAGER, COMPILE, LIGER),
+        tiny=(7, 40),
     ),
 )
 GOALS = (

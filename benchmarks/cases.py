@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
@@ -42,7 +42,8 @@ class Case:
 
     `grad` is the gradient of what a rival returns, a tuple where that is one. `flops` (forward, backward)
     counts matrix products only: where there are any, they can be the floor. `again(seed)` makes the same
-    case with other numbers, for calls that must not find theirs in the cache.
+    case with other numbers, for calls that must not find theirs in the cache. `own_leaves` of rivals that do
+    not share the leaves; a case that is not `capturable` has host work that no CUDA graph can hold.
     """
 
     name: str
@@ -53,6 +54,8 @@ class Case:
     backward_bytes: int
     flops: tuple[int, int] = (0, 0)
     again: Callable[[int], Case] | None = None
+    own_leaves: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    capturable: bool = True
 
     def forward(self, rival: str) -> Callable[[], Any]:
         function = self.rivals[rival]
@@ -65,8 +68,12 @@ class Case:
 
     def both(self, rival: str) -> Callable[[], Any]:
         """Forward and backward; gradients are returned, not accumulated."""
-        function = self.rivals[rival]
-        return lambda: torch.autograd.grad(function(), self.leaves, self.grad)
+        function, leaves = self.rivals[rival], self.own_leaves.get(rival, self.leaves)
+        return lambda: torch.autograd.grad(function(), leaves, self.grad)
+
+    def step(self, rival: str) -> Callable[[], Any]:
+        """A step that differentiates and updates by itself."""
+        return self.rivals[rival]
 
     def results(self, rival: str, direction: str) -> Callable[[], Any]:
         """The call of that direction, returning all that it leaves behind: what comes out, and gradients."""
@@ -75,7 +82,7 @@ class Case:
 
         def call() -> Any:
             out = self.rivals[rival]()
-            return out, torch.autograd.grad(out, self.leaves, self.grad)
+            return out, torch.autograd.grad(out, self.own_leaves.get(rival, self.leaves), self.grad)
 
         return call
 

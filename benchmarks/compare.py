@@ -133,7 +133,7 @@ def _gpu_times(
     calls = {name: [getattr(one, direction)(name) for one in cases] for name in names}
     called = in_turn({name: EventRun(c) for name, c in calls.items()}, rounds, seconds / 2)
     graphs: dict[str, GraphRun] = {}
-    for name in names:
+    for name in names if case.capturable else ():
         with _reported(name, {}):
             graphs[name] = GraphRun(calls[name])
     for graph in graphs.values():

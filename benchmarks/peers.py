@@ -57,7 +57,7 @@ def _look(name: str, target: str, device: str) -> tuple[Any | None, str]:
 
 def why_absent(name: str) -> str:
     """One line."""
-    return ABSENT.get(name, f"{name} does not do this")
+    return ABSENT.get(name, f"{name} is not among the rivals here")
 
 
 def versions() -> dict[str, str | None]:

@@ -1,0 +1,50 @@
+"""The rivals of a benchmark compute the same: outputs, gradients, losses of a few steps, on a tiny shape."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
+
+
+def tensors(result):
+    return [result] if isinstance(result, torch.Tensor) else [t for part in result for t in tensors(part)]
+
+
+def results(work, rival):
+    """What a rival leaves behind, on inputs of its own: some write over theirs."""
+    case = work.case(work.tiny, torch.float32, "cpu")
+    if "step" in work.directions:
+        step = case.step(rival)
+        return [step().clone() for _ in range(3)]
+    direction = "both" if "both" in work.directions else work.directions[0]
+    return [tensor.detach().clone() for tensor in tensors(case.results(rival, direction)())]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rivals_agree(name):
+    module = importlib.import_module(f"benchmarks.{name}")
+    for work in (work for work in module.WORKLOADS if work.tiny is not None):
+        rivals = work.case(work.tiny, torch.float32, "cpu").rivals
+        expected = results(work, "torch eager")
+        for rival in rivals:
+            if rival == "torch eager" or "compile" in rival:  # compiling takes seconds, and is torch's affair
+                continue
+            for value, want in zip(results(work, rival), expected, strict=True):
+                torch.testing.assert_close(value, want, rtol=2e-4, atol=2e-5, check_dtype=False)
+
+
+def test_every_family_names_its_rivals_and_goals_rightly():
+    for name in NAMES:
+        module = importlib.import_module(f"benchmarks.{name}")
+        works = {work.name: work for work in module.WORKLOADS}
+        assert all(work.cpu and work.cuda for work in works.values()), name
+        for goal in getattr(module, "GOALS", ()):
+            work = works[goal.workload]
+            assert {goal.rival, goal.over} <= set(work.rivals) and goal.direction in work.directions, goal
+            assert getattr(torch, goal.dtype) in (*work.dtypes, torch.float32), goal
