@@ -7,12 +7,12 @@ marks that say so are kept through conversions and copies.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
+from fastmp.ops import layer_norm
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule
 
 __all__ = ["LayerNorm", "PositionEmbedding"]
@@ -46,7 +46,7 @@ class LayerNorm(_Replicated):
         self._mark()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return layer_norm(x, self.weight, self.bias, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"

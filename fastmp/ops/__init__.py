@@ -10,6 +10,7 @@ from fastmp.ops.adamw import adamw_
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
+from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 from fastmp.ops.softmax import scaled_masked_softmax
@@ -31,6 +32,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_from_stats",
     "geglu",
+    "layer_norm",
+    "rms_norm",
     "rope",
     "rope_cos_sin",
     "rope_qk",

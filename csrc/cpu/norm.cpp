@@ -1,0 +1,392 @@
+// rms_norm, layer_norm and their backward passes on the CPU.
+//
+// Rows are taken four at a time: their first pass keeps several places of memory busy, the later ones find them in the
+// caches, and weight, bias and partial sums are fetched once for four rows. The backward adds the weight and bias
+// gradients of a strip of rows up in one row of partial sums; those rows are then added in order. Strips depend on
+// the shape alone: results do not depend on the number of threads. Half types are computed in fp32 and rounded once.
+// The semantics are those of the references in fastmp/ops/norm.py.
+#include "rows.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <tuple>
+
+namespace fastmp {
+
+constexpr int64_t kStripRows = 64;
+constexpr int64_t kMostStrips = 256;
+
+// A strip of rows; pitches are in elements. Tensors with a pitch are of `dtype`, total, y and dx are contiguous, all
+// others are of the type that it is computed in. `residual`, `bias`, `grad_total` may be null; `total` may be x itself
+// (forward, without a residual) and has a pitch backward.
+struct NormStrip {
+  const void *x, *residual, *grad, *grad_total;
+  void *total, *y;
+  const void *weight, *bias;
+  void *rstd, *mean, *dweight, *dbias;
+  int64_t num_rows, num_cols, x_pitch, residual_pitch, grad_pitch, grad_total_pitch;
+  double eps;
+  ScalarType dtype;
+  bool centred;
+};
+
+FASTMP_DECLARE(void norm_strip(const NormStrip&); void norm_backward_strip(const NormStrip&);)
+
+namespace FASTMP_ISA {
+
+// Calls body(first column, lanes that exist) for each vector of a row.
+template <class V, class Body>
+FASTMP_INLINE void for_vectors(int64_t num_cols, const Body& body) {
+  constexpr int64_t kStep = num_lanes<V>;
+  int64_t col = 0;
+  for (; col + kStep <= num_cols; col += kStep) body(col, kStep);
+  if (col < num_cols) body(col, num_cols - col);
+}
+
+// y, total and statistics of kRows rows from the strip's row `row` on.
+template <class T, int kRows, bool kCentred, bool kResidual>
+void norm_rows(const NormStrip& strip, int64_t row) {
+  using V = lanes_of<T>;
+  using S = scalar_of<T>;
+  const int64_t n = strip.num_cols;
+  const S* weight = static_cast<const S*>(strip.weight);
+  const S* bias = static_cast<const S*>(strip.bias);
+  std::array<const T*, kRows> x, residual, in;
+  std::array<T*, kRows> total, y;
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = static_cast<const T*>(strip.x) + (row + r) * strip.x_pitch;
+    y[r] = static_cast<T*>(strip.y) + (row + r) * n;
+    in[r] = x[r];
+    if constexpr (kResidual) {
+      residual[r] = static_cast<const T*>(strip.residual) + (row + r) * strip.residual_pitch;
+      total[r] = static_cast<T*>(strip.total) + (row + r) * n;
+      in[r] = total[r];
+    }
+  }
+  std::array<V, kRows> sums{};
+  for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+    for (int r = 0; r < kRows; ++r) {
+      prefetch(x[r] + col);
+      V h = load(x[r] + col, count, 0);
+      if constexpr (kResidual) {
+        prefetch(residual[r] + col);
+        store(total[r] + col, h + load(residual[r] + col, count, 0), count);
+        h = load(in[r] + col, count, 0);  // rounded
+      }
+      sums[r] += kCentred ? h : h * h;
+    }
+  });
+  std::array<S, kRows> mean{}, rstd;
+  for (int r = 0; r < kRows; ++r) mean[r] = kCentred ? sum(sums[r]) / S(n) : S(0);
+  if constexpr (kCentred) {
+    sums.fill(V{});
+    for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+      for (int r = 0; r < kRows; ++r) {
+        const V h = load(in[r] + col, count, mean[r]) - mean[r];
+        sums[r] += h * h;
+      }
+    });
+  }
+  for (int r = 0; r < kRows; ++r) {
+    rstd[r] = S(1) / std::sqrt(sum(sums[r]) / S(n) + S(strip.eps));
+    static_cast<S*>(strip.rstd)[row + r] = rstd[r];
+    if (kCentred) static_cast<S*>(strip.mean)[row + r] = mean[r];
+  }
+  for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+    const V w = load(weight + col, count, 0);
+    const V b = bias ? load(bias + col, count, 0) : V{};
+    for (int r = 0; r < kRows; ++r) {
+      V h = load(in[r] + col, count, 0);
+      if constexpr (kCentred) h -= mean[r];
+      store(y[r] + col, h * rstd[r] * w + b, count);
+    }
+  });
+}
+
+// dx of kRows rows from the strip's row `row` on; their sums go to dweight and dbias, which they open where row is 0.
+template <class T, int kRows, bool kCentred, bool kGradTotal>
+void norm_backward_rows(const NormStrip& strip, int64_t row) {
+  using V = lanes_of<T>;
+  using S = scalar_of<T>;
+  const int64_t n = strip.num_cols;
+  const S* weight = static_cast<const S*>(strip.weight);
+  S* dweight = static_cast<S*>(strip.dweight);
+  S* dbias = static_cast<S*>(strip.dbias);
+  std::array<const T*, kRows> grad, grad_total, total;
+  std::array<T*, kRows> dx;
+  std::array<S, kRows> rstd, mean{}, along, level;
+  for (int r = 0; r < kRows; ++r) {
+    grad[r] = static_cast<const T*>(strip.grad) + (row + r) * strip.grad_pitch;
+    total[r] = static_cast<const T*>(strip.x) + (row + r) * strip.x_pitch;
+    if (kGradTotal) grad_total[r] = static_cast<const T*>(strip.grad_total) + (row + r) * strip.grad_total_pitch;
+    dx[r] = static_cast<T*>(strip.y) + (row + r) * n;
+    rstd[r] = static_cast<const S*>(strip.rstd)[row + r];
+    if (kCentred) mean[r] = static_cast<const S*>(strip.mean)[row + r];
+  }
+  std::array<V, kRows> alongs{}, levels{};
+  for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+    const V w = load(weight + col, count, 0);
+    for (int r = 0; r < kRows; ++r) {
+      prefetch(grad[r] + col);
+      prefetch(total[r] + col);
+      const V g = load(grad[r] + col, count, 0) * w;
+      V h = load(total[r] + col, count, 0);
+      if constexpr (kCentred) {
+        h -= mean[r];
+        levels[r] += g;
+      }
+      alongs[r] += g * (h * rstd[r]);
+    }
+  });
+  for (int r = 0; r < kRows; ++r) {
+    along[r] = sum(alongs[r]) / S(n);
+    level[r] = sum(levels[r]) / S(n);
+  }
+  for_vectors<V>(n, [&](int64_t col, int64_t count) __attribute__((always_inline)) {
+    const V w = load(weight + col, count, 0);
+    V dw = row == 0 ? V{} : load(dweight + col, count, 0);
+    V db = row == 0 || !dbias ? V{} : load(dbias + col, count, 0);
+    for (int r = 0; r < kRows; ++r) {
+      const V g = load(grad[r] + col, count, 0);
+      V h = load(total[r] + col, count, 0);
+      if constexpr (kCentred) h -= mean[r];
+      h *= rstd[r];
+      dw += g * h;
+      db += g;
+      V d = g * w - h * along[r];
+      if constexpr (kCentred) d -= level[r];
+      d *= rstd[r];
+      if constexpr (kGradTotal) d += load(grad_total[r] + col, count, 0);
+      store(dx[r] + col, d, count);
+    }
+    store(dweight + col, dw, count);
+    if (dbias) store(dbias + col, db, count);
+  });
+}
+
+// Calls body(T, centred, further) for a strip's element type and form.
+template <class Body>
+FASTMP_INLINE void dispatch_strip(const NormStrip& strip, bool further, const Body& body) {
+  dispatch_float(strip.dtype, "norm", [&](auto tag) {
+    if (strip.centred) {
+      further ? body(tag, std::true_type{}, std::true_type{}) : body(tag, std::true_type{}, std::false_type{});
+    } else {
+      further ? body(tag, std::false_type{}, std::true_type{}) : body(tag, std::false_type{}, std::false_type{});
+    }
+  });
+}
+
+void norm_strip(const NormStrip& strip) {
+  dispatch_strip(strip, strip.residual != nullptr, [&](auto tag, auto centred, auto residual) {
+    using T = typename decltype(tag)::type;
+    int64_t row = 0;
+    for (; row + 4 <= strip.num_rows; row += 4) norm_rows<T, 4, centred, residual>(strip, row);
+    for (; row < strip.num_rows; ++row) norm_rows<T, 1, centred, residual>(strip, row);
+  });
+}
+
+void norm_backward_strip(const NormStrip& strip) {
+  dispatch_strip(strip, strip.grad_total != nullptr, [&](auto tag, auto centred, auto grad_total) {
+    using T = typename decltype(tag)::type;
+    int64_t row = 0;
+    for (; row + 4 <= strip.num_rows; row += 4) norm_backward_rows<T, 4, centred, grad_total>(strip, row);
+    for (; row < strip.num_rows; ++row) norm_backward_rows<T, 1, centred, grad_total>(strip, row);
+  });
+}
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+ScalarType compute_type(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
+  bool same = tensor.scalar_type() == x.scalar_type() && tensor.dim() == x.dim();
+  for (int64_t dim = 0; same && dim < x.dim(); ++dim) same = tensor.size(dim) == x.size(dim);
+  FASTMP_CHECK(same, op, ": ", name, " is ", dtype_name(tensor.scalar_type()), " of ", tensor.numel(),
+               " elements but x is ", dtype_name(x.scalar_type()), " of ", x.numel(), ", or their shapes differ");
+}
+
+void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& x) {
+  FASTMP_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
+  FASTMP_CHECK(parameter.dim() == 1 && parameter.size(0) == x.size(x.dim() - 1), op, ": ", name, " of ",
+               parameter.numel(), " elements does not fit rows of ", x.size(x.dim() - 1));
+}
+
+int64_t strip_rows(int64_t num_rows) {
+  const int64_t wanted = (num_rows + kMostStrips - 1) / kMostStrips;
+  return std::max(kStripRows, (wanted + 3) / 4 * 4);
+}
+
+// Contiguous, in the type that is computed in.
+Tensor widened(const Tensor& parameter, ScalarType dtype) {
+  const ScalarType compute = compute_type(dtype);
+  return torch::stable::contiguous(parameter.scalar_type() == compute ? parameter
+                                                                      : torch::stable::to(parameter, compute));
+}
+
+const void* advance(const void* base, int64_t elements, int64_t itemsize) {
+  return base ? at(base, elements, itemsize) : nullptr;
+}
+void* advance(void* base, int64_t elements, int64_t itemsize) {
+  return const_cast<void*>(advance(static_cast<const void*>(base), elements, itemsize));
+}
+
+// Calls kernel(strip) on every strip of `all`, over all threads. `sums` elements of partial sums belong to a strip.
+template <class Kernel>
+void for_strips(const Kernel& kernel, const NormStrip& all, int64_t sums) {
+  const int64_t rows = strip_rows(all.num_rows), strips = (all.num_rows + rows - 1) / rows;
+  const int64_t size = all.dtype == ScalarType::Double ? 8 : 4;
+  const int64_t itemsize = all.dtype == ScalarType::Double ? 8 : all.dtype == ScalarType::Float ? 4 : 2;
+  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, std::min(rows, all.num_rows) * all.num_cols));
+  parallel_for(0, strips, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t row = index * rows;
+      NormStrip strip = all;
+      strip.num_rows = std::min(rows, all.num_rows - row);
+      strip.x = advance(all.x, row * all.x_pitch, itemsize);
+      strip.residual = advance(all.residual, row * all.residual_pitch, itemsize);
+      strip.grad = advance(all.grad, row * all.grad_pitch, itemsize);
+      strip.grad_total = advance(all.grad_total, row * all.grad_total_pitch, itemsize);
+      strip.total = advance(all.total, row * all.num_cols, itemsize);
+      strip.y = advance(all.y, row * all.num_cols, itemsize);
+      strip.rstd = advance(all.rstd, row, size);
+      strip.mean = advance(all.mean, row, size);
+      strip.dweight = advance(all.dweight, index * sums, size);
+      strip.dbias = advance(all.dbias, index * sums, size);
+      kernel(strip);
+    }
+  });
+}
+
+// Places rstd and, behind it, the means.
+void set_stats(NormStrip& all, const Tensor& stats) {
+  all.rstd = stats.mutable_data_ptr();
+  all.mean = advance(all.rstd, all.num_rows, static_cast<int64_t>(stats.element_size()));
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, const std::optional<Tensor>& residual,
+                                           const Tensor& weight, const std::optional<Tensor>& bias, double eps,
+                                           bool centred) {
+  check_parameter(op, "weight", weight, x);
+  if (bias) check_parameter(op, "bias", *bias, x);
+  if (residual) check_like(op, "residual", *residual, x);
+  const ScalarType dtype = x.scalar_type();
+  dispatch_float(dtype, op, [](auto) {});
+  int64_t num_rows = 1;
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) num_rows *= x.size(dim);
+  Tensor y = fastmp::empty(x.sizes(), dtype, x);
+  Tensor total = residual ? fastmp::empty(x.sizes(), dtype, x) : fastmp::empty({0}, dtype, x);
+  Tensor stats = fastmp::empty({centred ? 2 : 1, num_rows}, compute_type(dtype), x);
+  if (x.numel() == 0) {
+    if (stats.numel() > 0) torch::stable::zero_(stats);
+    return {y, total, stats};
+  }
+  const Rows rows(x), residual_rows(residual ? *residual : x);
+  const Tensor wide_weight = widened(weight, dtype), wide_bias = widened(bias ? *bias : weight, dtype);
+  NormStrip all{};
+  all.x = rows.tensor.const_data_ptr();
+  all.x_pitch = rows.pitch;
+  if (residual) {
+    all.residual = residual_rows.tensor.const_data_ptr();
+    all.residual_pitch = residual_rows.pitch;
+    all.total = total.mutable_data_ptr();
+  }
+  all.y = y.mutable_data_ptr();
+  all.weight = wide_weight.const_data_ptr();
+  all.bias = bias ? wide_bias.const_data_ptr() : nullptr;
+  all.num_rows = num_rows;
+  all.num_cols = rows.num_cols;
+  set_stats(all, stats);
+  all.eps = eps;
+  all.dtype = dtype;
+  all.centred = centred;
+  for_strips(FASTMP_BEST(norm_strip), all, 0);
+  return {y, total, stats};
+}
+
+std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const std::optional<Tensor>& grad_total,
+                                    const Tensor& total, const Tensor& weight, const Tensor& stats, bool centred,
+                                    bool with_bias) {
+  check_parameter(op, "weight", weight, total);
+  check_like(op, "grad", grad, total);
+  if (grad_total) check_like(op, "grad_total", *grad_total, total);
+  const ScalarType dtype = total.scalar_type();
+  const int64_t num_sums = with_bias ? 2 : 1, num_cols = weight.size(0);
+  Tensor dx = fastmp::empty(total.sizes(), dtype, total);
+  Tensor dparams = fastmp::empty({num_sums, num_cols}, weight.scalar_type(), total);
+  if (total.numel() == 0) {
+    if (dparams.numel() > 0) torch::stable::zero_(dparams);
+    return {dx, dparams};
+  }
+  const Rows rows(total), grad_rows(grad), grad_total_rows(grad_total ? *grad_total : grad);
+  FASTMP_CHECK(stats.scalar_type() == compute_type(dtype) && stats.is_contiguous() &&
+                   stats.numel() == rows.num_rows * (centred ? 2 : 1),
+               op, ": stats are ", dtype_name(stats.scalar_type()), " of ", stats.numel(), " elements for ",
+               rows.num_rows, " rows");
+  const Tensor wide_weight = widened(weight, dtype);
+  const int64_t strips = (rows.num_rows + strip_rows(rows.num_rows) - 1) / strip_rows(rows.num_rows);
+  const Tensor partials = fastmp::empty({strips, num_sums * num_cols}, compute_type(dtype), total);
+  NormStrip all{};
+  all.x = rows.tensor.const_data_ptr();
+  all.x_pitch = rows.pitch;
+  all.grad = grad_rows.tensor.const_data_ptr();
+  all.grad_pitch = grad_rows.pitch;
+  if (grad_total) {
+    all.grad_total = grad_total_rows.tensor.const_data_ptr();
+    all.grad_total_pitch = grad_total_rows.pitch;
+  }
+  all.y = dx.mutable_data_ptr();
+  all.weight = wide_weight.const_data_ptr();
+  all.num_rows = rows.num_rows;
+  all.num_cols = num_cols;
+  set_stats(all, stats);
+  all.dweight = partials.mutable_data_ptr();
+  if (with_bias) all.dbias = advance(all.dweight, num_cols, static_cast<int64_t>(partials.element_size()));
+  all.dtype = dtype;
+  all.centred = centred;
+  for_strips(FASTMP_BEST(norm_backward_strip), all, num_sums * num_cols);
+  sum_rows(partials, dparams);
+  return {dx, dparams};
+}
+
+std::tuple<Tensor, Tensor, Tensor> rms_norm(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
+                                            double eps) {
+  return forward("rms_norm", x, residual, weight, std::nullopt, eps, false);
+}
+
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, std::optional<Tensor> residual, const Tensor& weight,
+                                              std::optional<Tensor> bias, double eps) {
+  return forward("layer_norm", x, residual, weight, bias, eps, true);
+}
+
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, std::optional<Tensor> grad_total, const Tensor& total,
+                                             const Tensor& weight, const Tensor& stats) {
+  return backward("rms_norm_backward", grad, grad_total, total, weight, stats, false, false);
+}
+
+std::tuple<Tensor, Tensor> layer_norm_backward(const Tensor& grad, std::optional<Tensor> grad_total,
+                                               const Tensor& total, const Tensor& weight, const Tensor& stats,
+                                               bool with_bias) {
+  return backward("layer_norm_backward", grad, grad_total, total, weight, stats, true, with_bias);
+}
+
+}  // namespace
+}  // namespace fastmp
+
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
+  m.impl("rms_norm", TORCH_BOX(&fastmp::rms_norm));
+  m.impl("layer_norm", TORCH_BOX(&fastmp::layer_norm));
+  m.impl("rms_norm_backward", TORCH_BOX(&fastmp::rms_norm_backward));
+  m.impl("layer_norm_backward", TORCH_BOX(&fastmp::layer_norm_backward));
+}
+
+#endif  // FASTMP_ISA_BASE

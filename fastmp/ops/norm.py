@@ -1,0 +1,308 @@
+"""rms_norm and layer_norm over the last dimension, with the residual addition before them in the same pass.
+
+What is normalised is `total`: x, or x + residual rounded to x's dtype, so that the result is that of the two
+steps. Saved are total, weight and one or two numbers a row: rstd = 1 / sqrt(variance + eps), then the mean.
+With n = (total - mean) rstd and h = grad weight, the gradient of total is
+rstd (h - n mean(h n) - mean(h)) + grad_total, where grad_total is what arrives from the residual stream; the
+means are over the row, and the last one, like `mean` itself, is absent in rms_norm.
+RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba, Kiros and Hinton 2016 (arXiv 1607.06450).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.norm_triton import launch, launch_backward
+from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.rows import sum_rows
+from fastmp.profiling import traced
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def _mean(rows: Tensor) -> Tensor:
+    """Mean over the last dimension, kept, the same on any number of threads."""
+    return sum_rows(rows.movedim(-1, 0)).unsqueeze(-1).div_(rows.shape[-1])
+
+
+def _reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, x + residual (empty without), and stats: rstd, then the mean if `centred`, of each row."""
+    y, total, stats = _fake(x, residual, centred)
+    if x.numel() == 0:
+        return y, total, stats.zero_()
+    if residual is not None:
+        x = torch.add(x, residual, out=total)
+    h = x.to(stats.dtype)
+    if centred:
+        mean = _mean(h)
+        stats[1] = mean.flatten()
+        h = h - mean
+    rstd = _mean(h * h).add_(eps).rsqrt_()
+    stats[0] = rstd.flatten()
+    h = (h * rstd).mul_(weight)
+    if bias is not None:
+        h += bias
+    return y.copy_(h), total, stats
+
+
+def _reference_backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    centred: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of total and, as rows of one tensor, of weight and bias."""
+    dx, dparams = _fake_backward(total, weight, with_bias)
+    if total.numel() == 0:
+        return dx, dparams.zero_()
+    rstd, *mean = (s.view(*total.shape[:-1], 1) for s in stats)
+    n, g = total.to(stats.dtype), grad.to(stats.dtype)
+    n = (n - mean[0] if centred else n) * rstd
+    sums = [g * n, g] if with_bias else [g * n]
+    for i, rows in enumerate(sums):
+        dparams[i] = sum_rows(rows.unsqueeze(0).flatten(0, -2))
+    h = g * weight
+    d = h - n * _mean(h * n)
+    if centred:
+        d -= _mean(h)
+    d *= rstd
+    if grad_total is not None:
+        d += grad_total
+    return dx.copy_(d), dparams
+
+
+def _fake(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    stats = x.new_empty((2 if centred else 1, x.shape[:-1].numel()), dtype=compute_dtype(x.dtype))
+    return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), stats
+
+
+def _fake_backward(total: Tensor, weight: Tensor, with_bias: bool) -> tuple[Tensor, Tensor]:
+    return total.new_empty(total.shape), weight.new_empty((2 if with_bias else 1, *weight.shape))
+
+
+# Costs: of each element a rounded count of operations; bytes of everything read and written once.
+
+
+def _flops(x: Tensor, residual: Tensor | None, bias: Tensor | None, centred: bool) -> int:
+    return math.prod(x.shape) * (4 + 2 * centred + (residual is not None) + (bias is not None))
+
+
+def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, with_bias: bool) -> int:
+    return math.prod(total.shape) * (9 + 3 * centred + (grad_total is not None) + with_bias)
+
+
+def _traffic(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, centred: bool) -> int:
+    """Read x, residual and parameters, write y, total and stats."""
+    rows = x.shape[:-1].numel() * (2 if centred else 1) * compute_dtype(x.dtype).itemsize
+    parameters = weight.numel() * weight.element_size() * (1 if bias is None else 2)
+    return x.numel() * x.element_size() * (2 if residual is None else 4) + parameters + rows
+
+
+def _traffic_backward(
+    grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor, with_bias: bool
+) -> int:
+    """Read both gradients, total, weight and stats, write the gradients of total, weight and bias."""
+    parameters = weight.numel() * weight.element_size() * (3 if with_bias else 2)
+    data = total.numel() * total.element_size() * (3 if grad_total is None else 4)
+    return data + parameters + stats.numel() * stats.element_size()
+
+
+# The two ops differ in the mean and the bias alone.
+
+
+def rms_norm_reference(x, residual, weight, eps):
+    return _reference(x, residual, weight, None, eps, False)
+
+
+def layer_norm_reference(x, residual, weight, bias, eps):
+    return _reference(x, residual, weight, bias, eps, True)
+
+
+def rms_norm_backward_reference(grad, grad_total, total, weight, stats):
+    return _reference_backward(grad, grad_total, total, weight, stats, False, False)
+
+
+def layer_norm_backward_reference(grad, grad_total, total, weight, stats, with_bias):
+    return _reference_backward(grad, grad_total, total, weight, stats, True, with_bias)
+
+
+register(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
+    " -> (Tensor y, Tensor total, Tensor stats)",
+    reference=rms_norm_reference,
+    fake=lambda x, residual, weight, eps: _fake(x, residual, False),
+    triton=lambda x, residual, weight, eps: launch(x, residual, weight, None, eps, False),
+    flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
+    traffic=lambda x, residual, weight, eps: _traffic(x, residual, weight, None, False),
+)
+register(
+    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
+    " -> (Tensor y, Tensor total, Tensor stats)",
+    reference=layer_norm_reference,
+    fake=lambda x, residual, weight, bias, eps: _fake(x, residual, True),
+    triton=lambda x, residual, weight, bias, eps: launch(x, residual, weight, bias, eps, True),
+    flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
+    traffic=lambda x, residual, weight, bias, eps: _traffic(x, residual, weight, bias, True),
+)
+register(
+    "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
+    " -> (Tensor dx, Tensor dparams)",
+    reference=rms_norm_backward_reference,
+    fake=lambda grad, grad_total, total, weight, stats: _fake_backward(total, weight, False),
+    triton=lambda *arguments: launch_backward(*arguments, False, False),
+    flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
+    traffic=lambda grad, *arguments: _traffic_backward(*arguments, False),
+)
+register(
+    "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
+    " bool with_bias) -> (Tensor dx, Tensor dparams)",
+    reference=layer_norm_backward_reference,
+    fake=lambda grad, grad_total, total, weight, stats, with_bias: _fake_backward(total, weight, with_bias),
+    triton=lambda *arguments: launch_backward(*arguments[:-1], True, arguments[-1]),
+    flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
+    traffic=lambda grad, *arguments: _traffic_backward(*arguments),
+)
+
+
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, residual, weight = inputs[:3]
+    _, total, stats = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(stats)
+    ctx.with_residual = residual is not None
+    ctx.with_bias = len(inputs) == 5 and inputs[3] is not None
+    ctx.save_for_backward(x if residual is None else total, weight, stats)
+
+
+def _backward(op: Any, ctx: Any, grad: Tensor | None, grad_total: Tensor | None, *options: bool) -> tuple:
+    """Gradients of x, residual and parameters, None where there is none."""
+    if not ctx.with_residual:
+        grad_total = None
+    dx, dparams = grad_total, (None, None)
+    if grad is not None:
+        dx, dparams = op(grad, grad_total, *ctx.saved_tensors, *options)
+    return dx, (dx if ctx.with_residual else None), *dparams
+
+
+@traced("fastmp.rms_norm_backward")
+def _rms_norm_backward(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
+    dx, dresidual, dweight, *_ = _backward(torch.ops.fastmp.rms_norm_backward, ctx, grad, grad_total)
+    return dx, dresidual, dweight, None
+
+
+@traced("fastmp.layer_norm_backward")
+def _layer_norm_backward(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
+    op = torch.ops.fastmp.layer_norm_backward
+    dx, dresidual, dweight, *dbias = _backward(op, ctx, grad, grad_total, ctx.with_bias)
+    return dx, dresidual, dweight, (dbias[0] if dbias else None), None
+
+
+def _no_second_backward(name: str):
+    def backward(ctx, *grads):
+        raise RuntimeError(f"{name}: its backward is not differentiable (create_graph=True is not supported)")
+
+    return backward
+
+
+for _name, _formula in (("rms_norm", _rms_norm_backward), ("layer_norm", _layer_norm_backward)):
+    torch.library.register_autograd(f"fastmp::{_name}", _formula, setup_context=_setup, lib=LIBRARY)
+    torch.library.register_autograd(f"fastmp::{_name}_backward", _no_second_backward(_name), lib=LIBRARY)
+
+
+def _prepare(
+    op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """The tensors under the rules of autocast, checked."""
+    x, residual = autocast(x, residual)
+    if x.dtype not in _DTYPES:
+        raise ValueError(f"{op}: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got shape ()")
+    if eps < 0:
+        raise ValueError(f"{op}: eps must not be negative, got {eps}")
+    if weight.dtype not in (x.dtype, torch.float32):
+        weight, bias = autocast(weight, bias)
+    if weight.dtype != x.dtype and not (weight.dtype == torch.float32 and x.dtype in _NARROW):
+        raise ValueError(f"{op}: x is {x.dtype} but weight is {weight.dtype}")
+    if bias is not None and bias.dtype != weight.dtype:
+        raise ValueError(f"{op}: weight is {weight.dtype} but bias is {bias.dtype}")
+    if residual is not None and residual.dtype != x.dtype:
+        raise ValueError(f"{op}: x is {x.dtype} but residual is {residual.dtype}")
+    if residual is not None and residual.shape != x.shape:
+        shapes = f"residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
+        raise ValueError(f"{op}: {shapes}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[-1:]:
+            shapes = f"{name} of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}"
+            raise ValueError(f"{op}: {shapes}")
+    for name, tensor in (("residual", residual), ("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: x is on {x.device} but {name} is on {tensor.device}")
+    return x, residual, weight, bias
+
+
+@traced("fastmp.rms_norm")
+def rms_norm(
+    x: Tensor, weight: Tensor, *, eps: float = 1e-6, residual: Tensor | None = None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; differentiable once in all tensors.
+
+    Args:
+        x: (..., H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
+        weight: (H,) of x's dtype, or float32 with a 16-bit x; its gradient has its dtype.
+        eps: added to the mean square.
+        residual: of x's shape and dtype: normalise s = x + residual, rounded once to x's dtype, instead.
+
+    Returns:
+        y, or (y, s) with a residual: new contiguous tensors of x's shape and dtype. s is the new residual
+        stream; its gradient is added in the backward pass of the norm. Arithmetic, and sums over rows for the
+        gradient of weight, are in float32 (float64 for float64 inputs) and rounded once.
+
+    Under autocast x and residual, and so y and s, take its dtype; float32 weights stay as they are.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit, or eps is negative.
+
+    Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    x, residual, weight, _ = _prepare("rms_norm", x, residual, weight, None, eps)
+    y, total, _ = torch.ops.fastmp.rms_norm(x, residual, weight, eps)
+    return y if residual is None else (y, total)
+
+
+@traced("fastmp.layer_norm")
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    residual: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension; differentiable once.
+
+    The variance is that of the row itself (divided by H), computed from the centred row.
+
+    Args:
+        x, weight, residual: as in `rms_norm`.
+        bias: (H,) of weight's dtype, or None.
+        eps: added to the variance.
+
+    Returns:
+        y, or (y, s) with a residual, as in `rms_norm`; so are dtypes, autocast and errors.
+
+    Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    x, residual, weight, bias = _prepare("layer_norm", x, residual, weight, bias, eps)
+    y, total, _ = torch.ops.fastmp.layer_norm(x, residual, weight, bias, eps)
+    return y if residual is None else (y, total)

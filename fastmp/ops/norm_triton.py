@@ -1,0 +1,389 @@
+"""Triton kernels of rms_norm and layer_norm, and their launches.
+
+A program holds whole rows in registers, so each element is read once. Forward, a program is one block of
+rows. Backward, a fixed number of programs walk over the blocks, the next rows being on their way to shared
+memory, and each adds up its share of the weight and bias gradients; a second kernel adds the shares in order.
+Rows too long for registers are walked over in blocks of columns.
+`total` is what is normalised, x or x + residual; `stats` holds 1 / deviation of all rows, then their means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.registry import compute_dtype
+from fastmp.ops.rows import as_rows, sum_strips, vector_width
+
+# BLOCK_M, BLOCK_N and warps for rows too long for registers
+WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
+_MULTIPROCESSORS = 132  # of an H200; a grid that a shape alone decides keeps results equal everywhere
+
+
+@jit
+def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.constexpr):
+    """Row length and pitches count vectors of VECTOR elements, which proves their alignment."""
+    return tl.load(data + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+
+
+@jit
+def norm_kernel(
+    x,
+    residual,
+    weight,
+    bias,
+    y,
+    total,
+    stats,
+    num_rows,
+    num_vectors,
+    x_pitch,
+    residual_pitch,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y, total and stats of one block of rows."""
+    num_cols = num_vectors * VECTOR
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, BLOCK_N)
+    there, here = rows < num_rows, cols < num_cols
+    mask = there[:, None] & here[None, :]
+    out = rows[:, None] * num_vectors * VECTOR + cols[None, :]
+    h = _load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
+    if HAS_RESIDUAL:
+        h += _load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
+        rounded = h.to(total.dtype.element_ty)
+        tl.store(total + out, rounded, mask=mask)
+        h = rounded.to(COMPUTE)
+    w = tl.load(weight + cols, mask=here, other=0.0)
+    if CENTRED:
+        mean = tl.sum(h, 1) / num_cols
+        tl.store(stats + num_rows + rows, mean, mask=there)
+        h = tl.where(here[None, :], h - mean[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(h * h, 1) / num_cols + EPS)
+    tl.store(stats + rows, rstd, mask=there)
+    h = h * rstd[:, None] * w.to(COMPUTE)[None, :]
+    if HAS_BIAS:
+        h += tl.load(bias + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
+    tl.store(y + out, h, mask=mask)
+
+
+@jit
+def norm_wide_kernel(
+    total,
+    weight,
+    bias,
+    y,
+    stats,
+    num_rows,
+    num_vectors,
+    total_pitch,
+    EPS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """y and stats of one row, read from memory once and then from the caches."""
+    num_cols = num_vectors * VECTOR
+    row = tl.program_id(0).to(tl.int64)
+    total += row * total_pitch * VECTOR
+    y += row * num_vectors * VECTOR
+    mean = tl.zeros([], COMPUTE)
+    if CENTRED:
+        sums = tl.zeros([BLOCK_N], COMPUTE)
+        for start in range(0, num_cols, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            sums += tl.load(total + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+        mean = tl.sum(sums, 0) / num_cols
+        tl.store(stats + num_rows + row, mean)
+    squares = tl.zeros([BLOCK_N], COMPUTE)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        h = tl.load(total + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
+        h = tl.where(cols < num_cols, h - mean, 0.0)
+        squares += h * h
+    rstd = tl.rsqrt(tl.sum(squares, 0) / num_cols + EPS)
+    tl.store(stats + row, rstd)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        here = cols < num_cols
+        h = (tl.load(total + cols, mask=here, other=0.0).to(COMPUTE) - mean) * rstd
+        h = h * tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)
+        if HAS_BIAS:
+            h += tl.load(bias + cols, mask=here, other=0.0).to(COMPUTE)
+        tl.store(y + cols, h, mask=here)
+
+
+@jit
+def norm_backward_kernel(
+    grad,
+    grad_total,
+    total,
+    weight,
+    stats,
+    dx,
+    partials,
+    num_rows,
+    num_vectors,
+    grad_pitch,
+    grad_total_pitch,
+    total_pitch,
+    CENTRED: tl.constexpr,
+    HAS_GRAD_TOTAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """dx of every num_programs-th block of rows, and this program's row of `partials`."""
+    num_cols = num_vectors * VECTOR
+    pid = tl.program_id(0)
+    cols = tl.arange(0, BLOCK_N)
+    here = cols < num_cols
+    w = tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
+    dweight = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    dbias = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    for block in tl.range(pid, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0), num_stages=NUM_STAGES):
+        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        there = rows < num_rows
+        mask = here[None, :] if BLOCK_M == 1 else there[:, None] & here[None, :]
+        g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
+        h = _load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE)
+        rstd = tl.load(stats + rows, mask=there, other=0.0)[:, None]
+        if CENTRED:
+            h -= tl.load(stats + num_rows + rows, mask=there, other=0.0)[:, None]
+        h *= rstd
+        dweight += g * h
+        if HAS_BIAS:
+            dbias += g
+        g *= w
+        d = g - h * (tl.sum(g * h, 1) / num_cols)[:, None]
+        if CENTRED:
+            d -= (tl.sum(g, 1) / num_cols)[:, None]
+        d *= rstd
+        if HAS_GRAD_TOTAL:
+            d += _load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
+        tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
+    partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1) + cols
+    tl.store(partials, tl.sum(dweight, 0), mask=here)
+    if HAS_BIAS:
+        tl.store(partials + num_cols, tl.sum(dbias, 0), mask=here)
+
+
+@jit
+def norm_backward_wide_kernel(
+    grad,
+    grad_total,
+    total,
+    weight,
+    stats,
+    dx,
+    partials,
+    num_rows,
+    num_vectors,
+    grad_pitch,
+    grad_total_pitch,
+    total_pitch,
+    CENTRED: tl.constexpr,
+    HAS_GRAD_TOTAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    """The same for rows of any length: grad and total are read twice, the second time from a cache, and the
+    partial sums live in memory, where a block of rows passes them once."""
+    num_cols = num_vectors * VECTOR
+    pid = tl.program_id(0)
+    partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1)
+    for block in range(pid, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
+        rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        there = rows < num_rows
+        rstd = tl.load(stats + rows, mask=there, other=0.0)[:, None]
+        mean = tl.zeros([BLOCK_M, 1], COMPUTE)
+        if CENTRED:
+            mean = tl.load(stats + num_rows + rows, mask=there, other=0.0)[:, None]
+        along = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        level = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        for start in tl.range(0, num_cols, BLOCK_N, num_stages=NUM_STAGES):
+            cols = start + tl.arange(0, BLOCK_N)
+            here = cols < num_cols
+            mask = there[:, None] & here[None, :]
+            g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
+            h = (_load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
+            g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
+            along += g * h
+            level += g
+        along_row = (tl.sum(along, 1) / num_cols)[:, None]
+        level_row = tl.zeros([BLOCK_M, 1], COMPUTE)
+        if CENTRED:
+            level_row = (tl.sum(level, 1) / num_cols)[:, None]
+        for start in range(0, num_cols, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            here = cols < num_cols
+            mask = there[:, None] & here[None, :]
+            g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
+            h = (_load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
+            later = here & (block != pid)  # the first block finds nothing to add to
+            sums = tl.sum(g * h, 0) + tl.load(partials + cols, mask=later, other=0.0)
+            tl.store(partials + cols, sums, mask=here)
+            if HAS_BIAS:
+                sums = tl.sum(g, 0) + tl.load(partials + num_cols + cols, mask=later, other=0.0)
+                tl.store(partials + num_cols + cols, sums, mask=here)
+            g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
+            d = (g - h * along_row - level_row) * rstd
+            if HAS_GRAD_TOTAL:
+                d += _load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
+            tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
+
+
+def block_shape(num_cols: int, itemsize: int, *, backward: bool) -> tuple[int, int, int] | None:
+    """(BLOCK_M, BLOCK_N, number of warps) with whole rows in a block, None where they are too long.
+
+    Forward, a thread has four 16-byte loads in flight. Backward it has half as many of each tensor, for it
+    also holds partial sums: 128 registers, 16 warps on a multiprocessor.
+    """
+    block_n = max(16, next_power_of_2(num_cols))
+    if backward:
+        per_thread, least_warps, longest = 16 if itemsize < 8 else 8, 8, 8192 if itemsize == 2 else 4096
+    else:
+        per_thread, least_warps, longest = 64 // itemsize, 4, 16384 if itemsize < 8 else 4096
+    if block_n > longest:
+        return None
+    num_warps = min(16, max(least_warps, block_n // (32 * per_thread)))
+    return min(64, max(1, 32 * num_warps * per_thread // block_n)), block_n, num_warps
+
+
+def num_programs(num_rows: int, block_m: int, num_warps: int) -> int:
+    """Programs of the backward pass: as many as 132 multiprocessors run at once with 16 warps on each."""
+    return min(cdiv(num_rows, block_m), _MULTIPROCESSORS * 16 // num_warps)
+
+
+def num_stages(itemsize: int) -> int:
+    """Copies of a block of rows under way to shared memory, plus one; 96 KiB a multiprocessor at most."""
+    return 3 if itemsize == 2 else 2
+
+
+def _pitch(rows: Tensor | None, vector: int) -> int:
+    return 0 if rows is None else rows.stride(0) // vector
+
+
+def _compute(x: Tensor) -> Any:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, x + residual (empty without), stats (2 or 1, rows)."""
+    shape, num_rows = x.shape, x.shape[:-1].numel()
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(shape if residual is not None else 0, dtype=x.dtype, device=x.device)
+    stats = torch.empty((2 if centred else 1, num_rows), dtype=compute_dtype(x.dtype), device=x.device)
+    if x.numel() == 0:
+        return y, total, stats.zero_()
+    block = block_shape(shape[-1], x.element_size(), backward=False)
+    if block is None and residual is not None:
+        torch.add(x, residual, out=total)
+        x, residual = total, None
+    x, residual = as_rows(x), None if residual is None else as_rows(residual)
+    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
+    vector = vector_width(*(rows for rows in (x, residual) if rows is not None))
+    constants = {
+        "EPS": eps,
+        "CENTRED": centred,
+        "HAS_BIAS": bias is not None,
+        "COMPUTE": _compute(x),
+        "VECTOR": vector,
+    }
+    sizes = num_rows, shape[-1] // vector, x.stride(0) // vector
+    block_m, block_n, num_warps = block or WIDE_BLOCK
+    with torch.cuda.device_of(x):
+        if block is None:
+            norm_wide_kernel[(num_rows,)](
+                x, weight, bias, y, stats, *sizes, **constants, BLOCK_N=block_n, num_warps=num_warps
+            )
+            return y, total, stats
+        norm_kernel[(cdiv(num_rows, block_m),)](
+            x,
+            residual,
+            weight,
+            bias,
+            y,
+            total,
+            stats,
+            *sizes,
+            _pitch(residual, vector),
+            HAS_RESIDUAL=residual is not None,
+            **constants,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=num_warps,
+        )
+    return y, total, stats
+
+
+def launch_backward(
+    grad: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    stats: Tensor,
+    centred: bool,
+    with_bias: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of total and, as rows of one tensor, of weight and bias."""
+    num_cols = total.shape[-1]
+    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
+    dparams = torch.empty((2 if with_bias else 1, num_cols), dtype=weight.dtype, device=total.device)
+    if total.numel() == 0:
+        return dx, dparams.zero_()
+    grad, total = as_rows(grad), as_rows(total)
+    grad_total = None if grad_total is None else as_rows(grad_total)
+    vector = vector_width(*(rows for rows in (grad, total, grad_total) if rows is not None))
+    block = block_shape(num_cols, total.element_size(), backward=True)
+    kernel = norm_backward_wide_kernel if block is None else norm_backward_kernel
+    block_m, block_n, num_warps = block or WIDE_BACKWARD_BLOCK
+    programs = num_programs(len(total), block_m, num_warps)
+    partials = torch.empty((programs, dparams.numel()), dtype=stats.dtype, device=total.device)
+    with torch.cuda.device_of(total):
+        kernel[(programs,)](
+            grad,
+            grad_total,
+            total,
+            weight.contiguous(),
+            stats,
+            dx,
+            partials,
+            len(total),
+            num_cols // vector,
+            _pitch(grad, vector),
+            _pitch(grad_total, vector),
+            _pitch(total, vector),
+            CENTRED=centred,
+            HAS_GRAD_TOTAL=grad_total is not None,
+            HAS_BIAS=with_bias,
+            COMPUTE=_compute(total),
+            VECTOR=vector,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            NUM_STAGES=num_stages(total.element_size()),
+            num_warps=num_warps,
+        )
+    sum_strips(partials, dparams.view(-1))
+    return dx, dparams

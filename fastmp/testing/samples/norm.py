@@ -1,0 +1,85 @@
+"""Sample arguments of rms_norm and layer_norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from fastmp.ops import layer_norm, rms_norm
+from fastmp.ops.registry import OPS
+from fastmp.testing.functions import Draw, Function
+
+
+def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """Rows apart in memory, rows too long for registers, few columns, no rows, no columns.
+
+    The sum of x and residual is exact, so that statistics can be held against those of float64.
+    """
+    backward = op.endswith("_backward")
+    name = op.removesuffix("_backward")
+    forward = OPS[name].implementations["reference"]
+    #    rows, columns, gap between rows, residual, bias, float32 parameters
+    for rows, columns, gap, with_residual, with_bias, wide in (
+        (64, 512, 0, True, True, False),
+        (64, 512, 0, False, True, True),
+        (301, 129, 5, True, False, False),
+        (3, 17001, 3, True, True, False),
+        (5, 24, 0, False, True, False),
+        (0, 8, 0, True, True, False),
+        (2, 0, 0, False, True, False),
+    ):
+        drawn = torch.randn(4, rows, columns + gap, generator=generator).mul(16).round().clamp(-63, 63) / 8
+        x, residual, grad, grad_total = drawn.to(dtype)[:, :, :columns]
+        kind = torch.float32 if wide and dtype.itemsize == 2 else dtype
+        weight, bias = (torch.randn(columns, generator=generator).to(kind) for _ in range(2))
+        optional = () if name == "rms_norm" else (bias if with_bias else None,)
+        arguments = (x, residual if with_residual else None, weight, *optional, 1e-5)
+        if not backward:
+            yield arguments
+            continue
+        _, total, stats = forward(*arguments)
+        options = () if name == "rms_norm" else (with_bias,)
+        total = total if with_residual else x
+        yield grad, grad_total if with_residual else None, total, weight, stats, *options
+
+
+def _eager_rms_norm(x, weight, eps=1e-6, residual=None):
+    if residual is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def _eager_layer_norm(x, weight, bias=None, eps=1e-5, residual=None):
+    if residual is None:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    total = x + residual
+    return F.layer_norm(total, weight.shape, weight, bias, eps), total
+
+
+def _parameter(draw: Draw, columns: int) -> torch.Tensor:
+    """Finite: with an infinite weight, formulas differ in which elements of a row's gradient become NaN."""
+    finite = Draw(draw.source, draw.dtype, device=str(draw.device), large=draw.large, small=draw.small)
+    return finite.tensor(columns)
+
+
+def _draw_rms_norm(draw: Draw) -> tuple[tuple, dict]:
+    rows, columns = (256, 1024) if draw.large else (draw.size(33), draw.size(200 if draw.small else 1031))
+    shape = (rows, columns) if draw.flag() else (rows, 1, columns)
+    options = {"eps": draw.choice([1e-6, 1e-3])}
+    if draw.flag():
+        options["residual"] = draw.tensor(*shape)
+    return (draw.tensor(*shape, scale=draw.choice([0.1, 2.0])), _parameter(draw, columns)), options
+
+
+def _draw_layer_norm(draw: Draw) -> tuple[tuple, dict]:
+    (x, weight), options = _draw_rms_norm(draw)
+    return (x, weight, _parameter(draw, *weight.shape) if draw.flag() else None), options
+
+
+FUNCTIONS = (
+    Function("rms_norm", rms_norm, _eager_rms_norm, _draw_rms_norm),
+    Function("layer_norm", layer_norm, _eager_layer_norm, _draw_layer_norm),
+)

@@ -1,0 +1,306 @@
+"""rms_norm and layer_norm on the CPU: the residual stream, dtypes, compiled kernels, costs and errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fastmp.ops import OPS, layer_norm, norm_triton, rms_norm
+from fastmp.ops import norm as module
+
+NAMES = ("rms_norm", "layer_norm")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def _random(*shape, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _inputs(rows, columns, dtype=torch.float64, kind=None):
+    """x, residual, [weight, bias], gradients of y and of the residual stream."""
+    x, residual, grad, grad_total = (_random(rows, columns, dtype=dtype, seed=seed) for seed in range(4))
+    return x, residual, [_random(columns, dtype=kind or dtype, seed=s) for s in (4, 5)], grad, grad_total
+
+
+def _call(name, x, parameters, **options):
+    if name == "rms_norm":
+        return rms_norm(x, parameters[0], **options)
+    return layer_norm(x, *parameters, **options)
+
+
+def _leaves(*tensors):
+    return [t.detach().requires_grad_() for t in tensors]
+
+
+def _close(values, wanted, dtype):
+    for value, want in zip(values, wanted, strict=True):
+        scale = max(1.0, want.abs().max().item()) if want.numel() else 1.0
+        torch.testing.assert_close(value, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_residual_is_added_as_in_two_steps(name, dtype):
+    x, residual, parameters, _, _ = _inputs(37, 129, dtype)
+    y, total = _call(name, x, parameters, residual=residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, _call(name, x + residual, parameters))
+    assert y.is_contiguous() and total.is_contiguous()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_the_residual_stream(name):
+    """That of s joins the norm's; each of the two results may go unused."""
+    x, residual, parameters, grad, grad_total = _inputs(7, 33)
+    expected = {}
+    for fused in (True, False):
+        leaves = _leaves(x, residual, *parameters)
+        if fused:
+            y, total = _call(name, leaves[0], leaves[2:], residual=leaves[1])
+        else:
+            total = leaves[0] + leaves[1]
+            y = _call(name, total, leaves[2:])
+        for used in (("y", "total"), ("y",), ("total",)):
+            outputs = [{"y": y, "total": total}[key] for key in used]
+            grads = [{"y": grad, "total": grad_total}[key] for key in used]
+            found = torch.autograd.grad(
+                outputs, leaves, grads, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            _close(found, expected.setdefault(used, found), torch.float64)
+            assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+def test_float32_parameters_with_16_bit_data(name, dtype):
+    """Nothing is rounded but the results, and the gradients of the parameters are float32."""
+    x, residual, parameters, grad, grad_total = _inputs(40, 65, dtype, torch.float32)
+    leaves = _leaves(x, residual, *parameters)
+    y, total = _call(name, leaves[0], leaves[2:], residual=leaves[1])
+    assert y.dtype == total.dtype == dtype
+    used = leaves if name == "layer_norm" else leaves[:3]
+    grads = torch.autograd.grad((y, total), used, (grad, grad_total))
+    assert [g.dtype for g in grads] == [leaf.dtype for leaf in used]
+    wide = _leaves(total.double(), *(p.double() for p in parameters))
+    truth = _call(name, wide[0], wide[1:])
+    wide_grads = torch.autograd.grad(truth, wide if name == "layer_norm" else wide[:2], grad.double())
+    _close((y.double(), grads[0].double()), (truth, wide_grads[0] + grad_total), dtype)
+    _close([g.double() for g in grads[2:]], wide_grads[1:], torch.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_autocast_leaves_float32_parameters_alone(name):
+    x, residual, parameters, _, _ = _inputs(5, 16, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        results = _call(name, x, parameters, residual=residual)
+        other = _call(name, x, [p.half() for p in parameters])
+        exact = _call(name, x.double(), [p.double() for p in parameters])
+    narrow = x.bfloat16()
+    expected = _call(name, narrow, parameters, residual=residual.bfloat16())
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert torch.equal(other, _call(name, narrow, [p.half().bfloat16() for p in parameters]))
+    assert exact.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=str)
+def test_layer_norm_of_rows_far_from_zero(dtype):
+    """The variance is that of the centred row: a mean of 1000 deviations costs its own digits, no more."""
+    x = (_random(16, 512) + 1000).to(dtype)
+    ones, zeros = torch.ones(512, dtype=dtype), torch.zeros(512, dtype=dtype)
+    truth = F.layer_norm(x.double(), (512,), eps=1e-5)
+    error = (layer_norm(x, ones, zeros).double() - truth).abs().max()
+    assert error < (1e-3 if dtype == torch.float32 else 4e-3)
+    assert torch.equal(layer_norm(x, ones), layer_norm(x, ones, zeros))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [*((d, d) for d in DTYPES), *((d, torch.float32) for d in DTYPES[2:])], ids=str
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_kernel_equals_reference(name, dtype, kind):
+    if OPS[name].serving["cpu"] != "c++":
+        pytest.skip(f"no compiled kernel: {OPS[name].reasons['cpu']}")
+    forward, backward = (OPS[op] for op in (name, f"{name}_backward"))
+    for rows, columns in ((70, 1000), (3, 8195), (1, 31), (400, 7)):
+        x, residual, (weight, bias), grad, grad_total = _inputs(rows, columns, dtype, kind)
+        for with_residual in (True, False):
+            for with_bias in (True, False) if name == "layer_norm" else (False,):
+                optional = (bias if with_bias else None,) if name == "layer_norm" else ()
+                arguments = x, residual if with_residual else None, weight, *optional, 1e-5
+                wanted = forward.implementations["reference"](*arguments)
+                _close(forward.overload(*arguments), wanted, dtype)
+                optional = (with_bias,) if name == "layer_norm" else ()
+                total = wanted[1] if with_residual else x
+                arguments = grad, grad_total if with_residual else None, total, weight, wanted[2], *optional
+                _close(
+                    backward.overload(*arguments), backward.implementations["reference"](*arguments), dtype
+                )
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("rows", (1, 3, 1001))
+@pytest.mark.parametrize("name", NAMES)
+def test_results_do_not_depend_on_the_number_of_threads(name, backend, rows):
+    x, residual, (weight, bias), grad, grad_total = _inputs(rows, 300_300 // rows, torch.float32)
+    forward, backward = (
+        OPS[op].implementations[backend] if backend else OPS[op].overload for op in (name, f"{name}_backward")
+    )
+    further = ((bias,), (True,)) if name == "layer_norm" else ((), ())
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            y, total, stats = forward(x, residual, weight, *further[0], 1e-5)
+            results.append((y, stats, *backward(grad, grad_total, total, weight, stats, *further[1])))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    x, residual, parameters, grad, grad_total = _inputs(6, 9, torch.float32)
+    parameters = parameters if name == "layer_norm" else parameters[:1]
+    padded = _random(6, 12, dtype=torch.float32)[:, :9]
+    forward, backward = (OPS[op].overload for op in (name, f"{name}_backward"))
+    flag = (True,) if name == "layer_norm" else ()
+    for value in (x, padded):
+        stats = forward(value, None, *parameters, 1e-5)[2]
+        torch.library.opcheck(forward, (*_leaves(value, residual, *parameters), 1e-5))
+        torch.library.opcheck(forward, (value.detach().requires_grad_(), None, *_leaves(*parameters), 1e-5))
+        torch.library.opcheck(backward, (grad, grad_total, value, parameters[0], stats, *flag))
+        torch.library.opcheck(backward, (grad, None, value, parameters[0], stats, *flag))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saves_what_is_normalised_weight_and_statistics(name):
+    x, residual, parameters, _, _ = _inputs(6, 8)
+    saved = []
+    leaves = _leaves(x, residual, *parameters)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        _, total = _call(name, leaves[0], leaves[2:], residual=leaves[1])
+    assert sum(t.numel() for t in saved) == total.numel() + 8 + 6 * (2 if name == "layer_norm" else 1)
+    assert {t.data_ptr() for t in saved} > {total.data_ptr(), leaves[2].data_ptr()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_residual_stream_overwritten_before_backward_is_noticed(name):
+    x, residual, parameters, _, _ = _inputs(6, 8)
+    leaves = _leaves(x, residual, *parameters)
+    y, total = _call(name, leaves[0], leaves[2:], residual=leaves[1])
+    with torch.no_grad():
+        total.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivative_raises(name):
+    x, _, parameters, _, _ = _inputs(3, 4)
+    leaf = x.requires_grad_()
+    (dx,) = torch.autograd.grad(_call(name, leaf, parameters).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}: its backward is not differentiable"):
+        dx.sum().backward()
+
+
+def _zeros(*shape, **options):
+    return torch.zeros(shape, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "parameters", "options", "message"),
+    [
+        (_zeros(2, 3), [_zeros(4)], {}, r"weight of shape \(4,\) does not fit x of shape \(2, 3\)"),
+        (_zeros(2, 3), [_zeros(3).double()], {}, r"x is torch.float32 but weight is torch.float64"),
+        (_zeros(2, 3), [_zeros(3).half()], {}, r"x is torch.float32 but weight is torch.float16"),
+        (_zeros(2, 3).double(), [_zeros(3)], {}, r"x is torch.float64 but weight is torch.float32"),
+        (_zeros(2, 3), [_zeros(3, device="meta")], {}, r"x is on cpu but weight is on meta"),
+        (
+            _zeros(2, 3), [_zeros(3)], {"residual": _zeros(3)},
+            r"residual of shape \(3,\) does not fit x of shape \(2, 3\)",
+        ),
+        (
+            _zeros(2, 3), [_zeros(3)], {"residual": _zeros(2, 3).half()},
+            r"x is torch.float32 but residual is torch.float16",
+        ),
+        (_zeros(2, 3), [_zeros(3)], {"eps": -1.0}, r"eps must not be negative, got -1.0"),
+        (_zeros(2, 3).int(), [_zeros(3)], {}, r"got torch.int32"),
+        (torch.tensor(1.0), [_zeros(1)], {}, r"at least one dimension, got shape \(\)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_arguments(name, x, parameters, options, message):
+    with pytest.raises(ValueError, match=f"{name}: .*" + message):
+        _call(name, x, parameters, **options)
+
+
+def test_wrong_bias():
+    x, weight = _zeros(2, 3), _zeros(3)
+    for bias, message in (
+        (_zeros(2), r"bias of shape \(2,\) does not fit x of shape \(2, 3\)"),
+        (_zeros(3).half(), r"weight is torch.float32 but bias is torch.float16"),
+        (_zeros(3, device="meta"), r"x is on cpu but bias is on meta"),
+    ):
+        with pytest.raises(ValueError, match="layer_norm: " + message):
+            layer_norm(x, weight, bias)
+
+
+def test_cost_formulas():
+    x, residual, (weight, bias), grad, grad_total = _inputs(6, 8, torch.bfloat16, torch.float32)
+    stats = _zeros(2, 6)
+    assert OPS["rms_norm"].traffic(x, None, weight, 1e-5) == 2 * 2 * 48 + 4 * 8 + 4 * 6
+    assert OPS["rms_norm"].traffic(x, residual, weight, 1e-5) == 4 * 2 * 48 + 4 * 8 + 4 * 6
+    assert OPS["layer_norm"].traffic(x, None, weight, bias, 1e-5) == 2 * 2 * 48 + 2 * 4 * 8 + 2 * 4 * 6
+    backward = OPS["rms_norm_backward"].traffic
+    assert backward(grad, None, x, weight, stats[:1]) == 3 * 2 * 48 + 2 * 4 * 8 + 4 * 6
+    assert backward(grad, grad_total, x, weight, stats[:1]) == 4 * 2 * 48 + 2 * 4 * 8 + 4 * 6
+    backward = OPS["layer_norm_backward"].traffic
+    assert backward(grad, None, x, weight, stats, True) == 3 * 2 * 48 + 3 * 4 * 8 + 2 * 4 * 6
+    assert backward(grad, None, x, weight, stats, False) == 3 * 2 * 48 + 2 * 4 * 8 + 2 * 4 * 6
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        rms_norm(x, weight)
+    assert counter.get_total_flops() == 4 * 48 == OPS["rms_norm"].flops(x, None, weight, 1e-5)
+    assert OPS["layer_norm"].flops(x, residual, weight, bias, 1e-5) == 8 * 48
+    assert OPS["layer_norm_backward"].flops(grad, grad_total, x, weight, stats, True) == 14 * 48
+
+
+@pytest.mark.parametrize("num_cols", (1, 100, 128, 2048, 4096, 7168, 8192, 12288, 16384, 20000))
+@pytest.mark.parametrize("itemsize", (2, 4, 8))
+@pytest.mark.parametrize("backward", (False, True))
+def test_block_shapes(num_cols, itemsize, backward):
+    shape = norm_triton.block_shape(num_cols, itemsize, backward=backward)
+    longest = {(2, True): 8192, (2, False): 16384, (4, False): 16384}.get((itemsize, backward), 4096)
+    assert (shape is None) == (num_cols > longest)
+    if shape is None:
+        return
+    block_m, block_n, num_warps = shape
+    assert num_cols <= block_n and (block_n < 2 * num_cols or block_n == 16)
+    assert block_n & (block_n - 1) == 0 and block_m & (block_m - 1) == 0
+    per_thread = block_m * block_n // (32 * num_warps)
+    assert per_thread <= (16 if backward else 32) and num_warps <= 16
+    assert block_m == 64 or per_thread * itemsize >= 32  # at least two 16-byte accesses
+    for num_rows in (1, 100, 1 << 22):
+        if backward:
+            programs = norm_triton.num_programs(num_rows, block_m, num_warps)
+            assert 1 <= programs <= min(-(-num_rows // block_m), 264)
+
+
+def test_references_are_what_float64_torch_computes():
+    """`_reference` defines the op: here beside torch's own, with statistics."""
+    x, residual, (weight, bias), _, _ = _inputs(5, 7)
+    total = x + residual
+    for centred in (False, True):
+        optional = bias if centred else None
+        y, s, stats = module._reference(x, residual, weight, optional, 1e-3, centred)
+        theirs = F.layer_norm if centred else F.rms_norm
+        parameters = (weight, bias) if centred else (weight,)
+        torch.testing.assert_close(y, theirs(total, (7,), *parameters, 1e-3), rtol=1e-12, atol=1e-12)
+        assert torch.equal(s, total)
+        variance = total.var(1, correction=0) if centred else total.square().mean(1)
+        torch.testing.assert_close(stats[0], (variance + 1e-3).rsqrt(), rtol=1e-12, atol=1e-12)
+        if centred:
+            torch.testing.assert_close(stats[1], total.mean(1), rtol=1e-12, atol=1e-12)
