@@ -1,4 +1,4 @@
-"""bias_dropout_add of fastmp, torch eager and torch.compile; the masks differ, the work is the same."""
+"""bias_dropout_add of fastmp, torch eager and torch.compile: other masks, the same work; at p = 0 equal."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ def bias_dropout_add_case(
         COMPILE: lambda: with_compile(x, bias, residual),
     }
     key = torch.zeros((), dtype=torch.int64, device=device)
+    backward = OPS["bias_dropout_add_backward"].traffic(grad, p, key, dtype, True)
+    if p == 0:  # the gradient of x is that of y: what is left is to sum it for the bias
+        backward = (grad.numel() + columns) * grad.element_size()
     return Case(
         title(f"bias_dropout_add {p}", (rows, columns), dtype),
         (x, bias, residual),
         grad,
         rivals,
         OPS["bias_dropout_add"].traffic(x, bias, residual, p, key),
-        OPS["bias_dropout_add_backward"].traffic(grad, p, key, dtype, True),
+        backward,
     )
 
 
@@ -54,13 +57,14 @@ WORKLOADS = (
         cpu=((4096, 4096, 0.1), (2048, 7168, 0.0)),
         cuda=((8192, 8192, 0.1), (2048, 12288, 0.1), (4096, 7168, 0.1), (8192, 8192, 0.0)),
         rivals=(OURS, EAGER, COMPILE),
+        tiny=(16, 256, 0.0),
     ),
 )
 GOALS = (
-    Goal("bias_dropout_add", "float32", "forward", OURS, 2.5, 2.5),
-    Goal("bias_dropout_add", "float32", "both", OURS, 2.5, 2.5),
-    Goal("bias_dropout_add", "bfloat16", "forward", OURS, 2.5, 2.5),
-    Goal("bias_dropout_add", "bfloat16", "both", OURS, 2.5, 2.5),
+    Goal("bias_dropout_add", "float32", "forward", OURS, 7.0, 3.5),
+    Goal("bias_dropout_add", "float32", "both", OURS, 4.5, 2.5),
+    Goal("bias_dropout_add", "bfloat16", "forward", OURS, 6.0, 4.0),
+    Goal("bias_dropout_add", "bfloat16", "both", OURS, 4.5, 2.8),
 )
 SHAPES = dict.fromkeys(
     ("bias_dropout_add", "bias_dropout_add_backward"), ((8192, 8192), (2048, 12288), (4096, 7168))

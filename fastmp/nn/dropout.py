@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from fastmp.ops import bias_dropout_add
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.rng import RngTracker
 
@@ -47,10 +48,23 @@ class Dropout(nn.Module):
         self.probability, self.rng, self.sharded = probability, rng, sharded
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.training or self.probability == 0.0:
+        if not self.drops:
             return x
-        with sharded_region(self.rng, x.device) if self.sharded else nullcontext():
+        with self._stream(x.device):
             return F.dropout(x, self.probability)
+
+    def add(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
+        """residual + dropout(x + bias) in one pass; backward makes the mask again, so none is kept."""
+        with self._stream(x.device):
+            return bias_dropout_add(x, bias, residual, p=self.probability, training=self.training)
+
+    @property
+    def drops(self) -> bool:
+        return self.training and self.probability > 0.0
+
+    def _stream(self, device: torch.device) -> AbstractContextManager:
+        """Where random numbers come from, if any are drawn: no fork, and no break of a graph, if not."""
+        return sharded_region(self.rng, device) if self.sharded and self.drops else nullcontext()
 
     def extra_repr(self) -> str:
         return f"{self.probability}, sharded={self.sharded}"

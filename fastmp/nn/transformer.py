@@ -53,8 +53,8 @@ class TransformerLayer(SegmentedLayer):
 
     def _attention(self, hidden_SBH: torch.Tensor, *key_padding_mask_BS: torch.Tensor) -> Tensors:
         output_SBH, bias_H = self.attention(self.attention_norm(hidden_SBH), *key_padding_mask_BS)
-        return (hidden_SBH + self.dropout(output_SBH + bias_H),)
+        return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:
         output_SBH, bias_H = self.mlp(self.mlp_norm(hidden_SBH))
-        return (hidden_SBH + self.dropout(output_SBH + bias_H),)
+        return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)

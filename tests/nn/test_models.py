@@ -174,6 +174,7 @@ def test_the_whole_model_calls_one_op_where_one_is_enough():
     with Calls() as calls:
         model.loss(*text(SMALL)).mean().backward()
     assert calls.ops == {
+        "bias_dropout_add": 4,
         "bias_gelu": 2,
         "bias_gelu_backward": 2,
         "layer_norm": 5,

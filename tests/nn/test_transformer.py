@@ -112,23 +112,44 @@ def test_both_outputs_are_dropped_with_their_bias_before_they_are_added():
     torch.testing.assert_close(layer.eval()(x_SBH), x_SBH + 2.0, **CLOSE)
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32))
+def test_without_dropout_a_layer_is_bitwise_the_sum_of_its_parts(dtype):
+    """Forward and backward, as autograd differentiates the two additions."""
+    layer, x_SBH = make().to(dtype), inputs().to(dtype).requires_grad_()
+
+    def plain(x_SBH):
+        for norm, part in ((layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)):
+            output_SBH, bias_H = part(norm(x_SBH))
+            x_SBH = x_SBH + (output_SBH + bias_H)
+        return x_SBH
+
+    leaves = (x_SBH, *layer.parameters())
+    results = [(y, *torch.autograd.grad(y.square().sum(), leaves)) for y in (layer(x_SBH), plain(x_SBH))]
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 def test_hidden_dropout_is_equal_on_replicas_and_different_on_sequence_shards():
     def case(rank, world):
         group, ones = tp_groups(world).tp, torch.ones(40, 50)
         rng = RngTracker(SEED, tp_rank=rank)
         replica = Dropout(0.3, group=group, rng=rng, sharded=False)
         shard = Dropout(0.3, group=group, rng=rng, sharded=True)
-        result = replica(ones), shard(ones), shard(ones), torch.get_rng_state()
+        zeros, bias, residual = torch.zeros(40, 50), torch.full((50,), 0.7), torch.full((40, 50), 5.0)
+        results = []
+        for run in (lambda part: part(ones), lambda part: part.add(zeros, bias, residual) - residual):
+            results.append((run(replica), run(shard), run(shard), torch.get_rng_state()))
         shard.eval()
         assert shard(ones) is ones
-        return result
+        assert torch.equal(shard.add(zeros, bias, residual), residual + bias)
+        return results
 
-    (replica, shard, again, state), (replica1, shard1, _, state1) = run_ranks(case, 2)
-    assert torch.equal(replica, replica1) and torch.equal(state, state1)
-    assert not torch.equal(shard, shard1) and not torch.equal(shard, again)
-    for mask in (replica, shard, shard1):
-        assert abs((mask == 0).float().mean() - 0.3) < 0.05
-        assert torch.equal(mask.unique(), torch.tensor([0.0, 1 / 0.7]))
+    for one, other, kept in zip(*run_ranks(case, 2), (1 / 0.7, 1.0)):
+        (replica, shard, again, state), (replica1, shard1, _, state1) = one, other
+        assert torch.equal(replica, replica1) and torch.equal(state, state1)
+        assert not torch.equal(shard, shard1) and not torch.equal(shard, again)
+        for mask in (replica, shard, shard1):
+            assert abs((mask == 0).float().mean() - 0.3) < 0.05
+            torch.testing.assert_close(mask.unique(), torch.tensor([0.0, kept]))
 
 
 def test_dropout_of_shards_without_a_tracker_is_refused():

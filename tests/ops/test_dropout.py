@@ -439,10 +439,8 @@ def test_cost_formulas():
 def test_more_than_two_to_the_31_elements():
     """4.3 GB: the last rows, whose elements have numbers beyond 31 bits, have the mask of the definition."""
     rows, columns = (1 << 19) + 5, 1 << 12
-    ones, zeros = torch.ones(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.bfloat16)
-    y = torch.ops.fastmp.bias_dropout_add(
-        ones.expand(rows, columns), None, zeros.expand(rows, columns), 0.5, key(1)
-    )
+    ones, zeros = (torch.full((columns,), fill, dtype=torch.bfloat16).expand(rows, -1) for fill in (1, 0))
+    y = torch.ops.fastmp.bias_dropout_add(ones, None, zeros, 0.5, key(1))
     expected = words(8 * columns, 1, (rows - 8) * columns // 4) >= 1 << 31
     assert torch.equal((y[-8:] != 0).flatten(), expected)
 
