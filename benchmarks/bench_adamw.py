@@ -108,12 +108,14 @@ GOALS = (
     Goal("adamw", "float32", "forward", OURS, 1.0, 1.0, over=TORCH),
     Goal("adamw", "bfloat16", "forward", OURS, 1.2, 1.2, over=TORCH),
 )
-SHAPES = {"adamw_": ((100_000_000,), (1_000_000_000,))}
+SHAPES = {"adamw_": ((100_000_000,),)}
 
 
 def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> tuple:
-    """Random arguments of `torch.ops.fastmp.adamw_`; a 16-bit dtype is that of gradients and copy."""
-    return sample_arguments(math.prod(shape), dtype, torch.Generator(device).manual_seed(seed))
+    """Random arguments of `torch.ops.fastmp.adamw_`; a 16-bit dtype is that of the parameters' copy."""
+    generator = torch.Generator(device).manual_seed(seed)
+    param, grad, *others = sample_arguments(math.prod(shape), dtype, generator)
+    return param, grad.to(param.dtype), *others
 
 
 @pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))

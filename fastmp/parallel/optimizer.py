@@ -120,6 +120,7 @@ class AdamW:
     ) -> None:
         """Update the parameters from their main gradients, with learning rate `lr` (the last one if None).
 
+        lr: a number, or a 0-dim tensor that a captured CUDA graph reads anew at each replay.
         grad_norm: 0-dim tensor; where it is not finite, parameters and state stay bitwise what they were, and
             `skipped_steps` grows by one. All ranks must pass the same value.
         inv_scale, clip_coefficient: 0-dim tensors; the gradients count times these, and are only read.
@@ -128,6 +129,7 @@ class AdamW:
             self.lr = lr
         skip = None if grad_norm is None else ~torch.isfinite(grad_norm)
         for flat in self._flats:
+            flat.check()
             adamw_(
                 flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.step,
                 low_precision_out=flat.rounded, num_decayed=flat.num_decayed, lr=self.lr,
@@ -203,6 +205,16 @@ class _Flat:
         own = self.master if self.rounded is None else self.rounded.copy_(self.master)
         for view, param in zip(self._views(own), parameters.values(), strict=True):
             param.data = view
+
+    def check(self) -> None:
+        """Raise where the model has been moved, as model.to(dtype) does, and is not updated any more."""
+        name, param = next(iter(self.parameters.items()))
+        own = self.master if self.rounded is None else self.rounded
+        if param.untyped_storage()._cdata != own.untyped_storage()._cdata:
+            raise ValueError(
+                f"AdamW: parameter {name!r} was {own.dtype} on {own.device} when the optimizer was made, but "
+                f"has been moved to {param.dtype} on {param.device}; move the model first"
+            )
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
         """The part of each parameter, with its shape and strides."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import decimal
 import math
 
 import pytest
 import torch
+from cpp_tools import compiled, pointers, runnable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -240,6 +242,46 @@ def test_bias_correction_does_not_cancel(beta, steps, backend):
     param = run("adamw_", implementation(backend), inputs)[0]
     # 1 - beta itself has a rounding error of 2^-53
     assert param.item() == pytest.approx(-ratio / math.sqrt(ratio), rel=2e-16 / (1 - beta) + 1e-14)
+
+
+KERNEL = """
+#include "cpu/adamw.cpp"
+namespace fastmp::FASTMP_ISA {
+template <class T, class G, class O>
+void step(T* p, const G* g, T* m, T* v, O* out, int64_t n) {
+  AdamwSpan span{p, g, m, v, out, 1, n};
+  span.factor = 0.5, span.weight1 = 0.1, span.beta2 = 0.95, span.decay = 0.9, span.step_size = 1e-2;
+  span.inv_root = 2.0, span.eps = 1e-8;
+  update<T, G, O>(span);
+}
+extern "C" void wide(double* p, const double* g, double* m, double* v, int64_t n) {
+  step<double, double, void>(p, g, m, v, nullptr, n);
+}
+extern "C" void narrow(float* p, const BFloat16* g, float* m, float* v, Half* out, int64_t n) {
+  step(p, g, m, v, out, n);
+}
+}  // namespace fastmp::FASTMP_ISA
+"""
+
+
+def test_instruction_sets_agree(tmp_path):
+    """The kernels of the sets that this machine would not choose; the first element is not theirs."""
+    libraries = compiled(tmp_path, KERNEL, runnable()[:2])
+    for n in (1, 2, 8, 18, 1009):
+        for name, dtype, tolerance in (("wide", torch.float64, 1e-14), ("narrow", torch.bfloat16, 1e-6)):
+            p, g, m, v = drawn(n, dtype, steps=1)[:4]
+            expected_m = m + 0.1 * (g * 0.5 - m)
+            expected_v = 0.95 * v + 0.05 * (g.to(m.dtype) * 0.5).square()
+            expected = p * 0.9 - 1e-2 * expected_m / (expected_v.sqrt() * 2.0 + 1e-8)
+            for isa, library in libraries.items():
+                mine = [t.clone() for t in (p, m, v)]
+                out = [torch.full((n,), math.nan, dtype=torch.float16)] if name == "narrow" else []
+                getattr(library, name)(*pointers(mine[0], g, *mine[1:], *out), ctypes.c_int64(n))
+                for value, want in zip(mine, (expected, expected_m, expected_v)):
+                    close = {"rtol": tolerance, "atol": tolerance, "msg": f"{isa} {name} {n}"}
+                    torch.testing.assert_close(value[1:], want[1:], **close)
+                assert mine[0][0] == p[0] and all(t[0].isnan() for t in out)
+                assert all(torch.equal(t[1:], mine[0][1:].half()) for t in out)
 
 
 def test_writes_are_seen_by_autograd():

@@ -55,6 +55,14 @@ def test_sizes_of_one_and_absent_tensors_compile(absent):
     assert launch("adamw", "fp32").specialised(absent).compile(90).spill_bytes == 0
 
 
+def test_more_than_two_billion_elements_compile_alike():
+    """Sizes beyond int32 reach the kernel as int64."""
+    few, many = launch("adamw", "bf16"), launch("adamw", "bf16")
+    many.kinds.update(num_vectors="i64", num_decayed="i64")
+    cubins = [described.compile(90) for described in (few, many)]
+    assert len({(wide_loads(cubin), wide_stores(cubin), cubin.shared) for cubin in cubins}) == 1
+
+
 def test_numbers_reach_the_kernel_in_float64():
     """A Python float would otherwise be passed as float32."""
     types = {param.name: param.annotation_type for param in adamw.adamw_kernel.params}

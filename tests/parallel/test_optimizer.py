@@ -381,6 +381,9 @@ def test_bad_arguments_are_named():
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="no parameters"):
         global_grad_norm([])
+    model.float()
+    with pytest.raises(ValueError, match=r"'3\.weight' was torch.float64 .* moved to torch.float32"):
+        optimizer.step()
     memory = torch.zeros(2, 3)
     views = {"upper": memory[0], "both": memory, "twisted": memory.t()}
     halves = {name: nn.Parameter(view) for name, view in views.items()}
