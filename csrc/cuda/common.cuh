@@ -45,10 +45,16 @@ struct alignas(kVectorBytes) Vector {
   T lane[kLanes<T>];
 };
 
+// Whole, not lane by lane.
+template <class T>
+__device__ inline void copy_vector(Vector<T>* to, const Vector<T>* from) {
+  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+}
+
 template <class T>
 __device__ inline Vector<T> load_vector(const T* p) {
   Vector<T> out;
-  *reinterpret_cast<uint4*>(&out) = *reinterpret_cast<const uint4*>(p);  // copied whole, not lane by lane
+  copy_vector(&out, reinterpret_cast<const Vector<T>*>(p));
   return out;
 }
 

@@ -1,117 +1,23 @@
-// The cross-entropy family in CUDA C++: shard statistics, merge, gradient (fresh or in place).
+// The cross-entropy family in CUDA C++: shard statistics, merge, gradient (fresh or in place), and loss and gradient
+// of whole rows at once.
 //
-// One read of the logits gives a row's maximum and sum of exponentials: a thread takes the maximum of all the
-// values it has just loaded, rescales its running sum once, and spends one exponential a logit. Rows start at
-// any alignment: elements before the first and after the last 16-byte boundary are handled one by one.
 // The semantics are those of the references in fastmp/ops/cross_entropy.py.
-#include "common.cuh"
+#include "cross_entropy.cuh"
+
+#include <algorithm>
 
 namespace fastmp {
 namespace {
 
-constexpr int kMaxThreads = 512;
-
-// Vectors a thread has in flight; the f64 exponential needs the registers for itself.
-template <class T>
-constexpr int kUnroll = std::is_same_v<T, double> ? 1 : 4;
-
-// A running (maximum, sum of e^(x - maximum), sum of x) over some logits.
-template <class C, bool kWithSum>
-struct Statistics {
-  C top = -INFINITY;
-  C exps = 0;
-  C total = 0;
-
-  template <int kCount>
-  __device__ void absorb(const C (&x)[kCount]) {
-    C highest = top;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) highest = fmax(highest, x[i]);
-    const C shift = finite_shift(highest);
-    exps *= fast_exp(top - shift);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      exps += fast_exp(x[i] - shift);
-      if constexpr (kWithSum) total += x[i];
-    }
-    top = highest;
-  }
-
-  __device__ void merge(C other_top, C other_exps, C other_total) {
-    const C highest = fmax(top, other_top);
-    const C shift = finite_shift(highest);
-    exps = exps * fast_exp(top - shift) + other_exps * fast_exp(other_top - shift);
-    top = highest;
-    if constexpr (kWithSum) total += other_total;
-  }
-
-  // All threads of the block, in a fixed order; the result is valid in thread 0.
-  __device__ void merge_block() {
-#pragma unroll
-    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
-      const C other_top = __shfl_xor_sync(0xffffffffu, top, distance);
-      const C other_exps = __shfl_xor_sync(0xffffffffu, exps, distance);
-      const C other_total = __shfl_xor_sync(0xffffffffu, total, distance);
-      merge(other_top, other_exps, other_total);
-    }
-    __shared__ C warps[kMaxThreads / kWarp][3];
-    const int warp = threadIdx.x / kWarp;
-    if (threadIdx.x % kWarp == 0) {
-      warps[warp][0] = top;
-      warps[warp][1] = exps;
-      warps[warp][2] = total;
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int other = 1; other < static_cast<int>(blockDim.x) / kWarp; ++other) {
-        merge(warps[other][0], warps[other][1], warps[other][2]);
-      }
-    }
-  }
-};
-
 // One block a row. `num_cols` counts the columns that exist (no padding).
 template <class T, bool kWithSum>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     stats_kernel(const T* __restrict__ logits, int64_t row_stride, const int64_t* __restrict__ target,
                  Compute<T>* __restrict__ stats, int64_t num_cols, int64_t vocab_start) {
   using C = Compute<T>;
-  constexpr int kN = kLanes<T>;
   const int64_t row_index = blockIdx.x;
   const T* row = logits + row_index * row_stride;
-  const int64_t boundary = to_boundary(row);
-  const int64_t head = boundary < num_cols ? boundary : num_cols;
-  const int64_t num_vectors = (num_cols - head) / kN;
-  const int64_t tail = head + num_vectors * kN;
-  const T* vectors = row + head;
-  Statistics<C, kWithSum> mine;
-
-  int64_t v = threadIdx.x;
-  const int64_t step = blockDim.x;
-  for (; v + (kUnroll<T> - 1) * step < num_vectors; v += kUnroll<T> * step) {
-    Vector<T> loaded[kUnroll<T>];
-#pragma unroll
-    for (int u = 0; u < kUnroll<T>; ++u) loaded[u] = load_vector(vectors + (v + u * step) * kN);
-    C x[kUnroll<T> * kN];
-#pragma unroll
-    for (int i = 0; i < kUnroll<T> * kN; ++i) x[i] = widen(loaded[i / kN].lane[i % kN]);
-    mine.absorb(x);
-  }
-  for (; v < num_vectors; v += step) {
-    const Vector<T> loaded = load_vector(vectors + v * kN);
-    C x[kN];
-#pragma unroll
-    for (int i = 0; i < kN; ++i) x[i] = widen(loaded.lane[i]);
-    mine.absorb(x);
-  }
-  if (threadIdx.x < head) {
-    const C x[1] = {widen(row[threadIdx.x])};
-    mine.absorb(x);
-  }
-  if (tail + threadIdx.x < num_cols) {
-    const C x[1] = {widen(row[tail + threadIdx.x])};
-    mine.absorb(x);
-  }
+  auto mine = row_statistics<kWithSum, false>(row, num_cols, static_cast<Vector<T>*>(nullptr), 0);
   mine.merge_block();
 
   if (threadIdx.x == 0) {
@@ -128,8 +34,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 template <class C>
 __global__ void merge_kernel(const C* __restrict__ stats, const int64_t* __restrict__ target,
                              const C* __restrict__ token_weight, C* __restrict__ loss, C* __restrict__ lse,
-                             int64_t num_shards, int64_t num_tokens, int width, int64_t vocab_size,
-                             int64_t ignore_index, C label_smoothing, C z_loss) {
+                             int64_t num_shards, int64_t num_tokens, int width, Options<C> options) {
   const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (token >= num_tokens) return;
   C top = -INFINITY;
@@ -148,80 +53,27 @@ __global__ void merge_kernel(const C* __restrict__ stats, const int64_t* __restr
   lse[token] = log_sum;
 
   const int64_t id = target[token];
-  if (id == ignore_index) {
-    loss[token] = 0;
-    return;
-  }
-  C value = (1 - label_smoothing) * (log_sum - target_logit) + z_loss * log_sum * log_sum;
-  if (label_smoothing != 0) value += label_smoothing * (log_sum - total / static_cast<C>(vocab_size));
-  if (token_weight != nullptr) value *= token_weight[token];
-  loss[token] = id < 0 || id >= vocab_size ? static_cast<C>(NAN) : value;
-}
-
-// d loss / d logit = slope * e^(x - lse) - uniform - (column == target ? hit : 0)
-template <class C>
-struct RowGradient {
-  C lse, slope, uniform, hit;
-  int64_t target;  // column in this shard; may lie outside of it
-  int64_t num_cols;  // columns that exist
-  bool ignored;
-
-  __device__ C at(C x, int64_t column) const {
-    if (ignored || column >= num_cols) return 0;
-    const C value = slope * fast_exp(x - lse) - uniform;
-    return column == target ? value - hit : value;
-  }
-};
-
-template <class T>
-__device__ void gradient_vector(const RowGradient<Compute<T>>& row, const Vector<T>& loaded, T* out, int64_t column,
-                                bool aligned) {
-  using C = Compute<T>;
-  constexpr int kN = kLanes<T>;
-  C value[kN];
-  const int64_t hit_lane = row.target - column;
-  if (row.ignored || column + kN > row.num_cols || (hit_lane >= 0 && hit_lane < kN)) {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) value[i] = row.at(widen(loaded.lane[i]), column + i);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) value[i] = row.slope * fast_exp(widen(loaded.lane[i]) - row.lse) - row.uniform;
-  }
-  if (aligned) {
-    store_vector(out + column, value);
-  } else {
-#pragma unroll
-    for (int i = 0; i < kN; ++i) out[column + i] = narrow<T>(value[i]);
-  }
+  const C* weight = token_weight == nullptr ? nullptr : token_weight + token;
+  loss[token] = id == options.ignore_index ? 0 : options.loss(id, log_sum, target_logit, total, weight);
 }
 
 // Grid (rows, chunks of a row). `logits` and `out` may be the same memory: a thread reads an element before it
 // writes that element, and nobody else touches it. So no __restrict__ here.
 template <class T>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     gradient_kernel(const T* logits, int64_t row_stride, T* out, int64_t out_stride,
                     const int64_t* __restrict__ target, const Compute<T>* __restrict__ lse,
                     const Compute<T>* __restrict__ grad_loss, const Compute<T>* __restrict__ token_weight,
-                    int64_t row_cols, int64_t num_cols, int64_t vocab_start, int64_t vocab_size,
-                    int64_t ignore_index, Compute<T> label_smoothing, Compute<T> z_loss) {
+                    int64_t row_cols, int64_t num_cols, int64_t vocab_start, Options<Compute<T>> options) {
   using C = Compute<T>;
   constexpr int kN = kLanes<T>;
   const int64_t row_index = blockIdx.x;
   const T* in_row = logits + row_index * row_stride;
   T* out_row = out + row_index * out_stride;
 
-  const int64_t id = target[row_index];
   C scale = grad_loss[row_index];
   if (token_weight != nullptr) scale *= token_weight[row_index];
-  if (id < 0 || id >= vocab_size) scale = NAN;
-  RowGradient<C> row;
-  row.lse = lse[row_index];
-  row.slope = scale * (1 + 2 * z_loss * row.lse);
-  row.uniform = scale * label_smoothing / static_cast<C>(vocab_size);
-  row.hit = scale * (1 - label_smoothing);
-  row.target = id - vocab_start;
-  row.num_cols = num_cols;
-  row.ignored = id == ignore_index;
+  const RowGradient<C> row(options, target[row_index], vocab_start, num_cols, lse[row_index], scale);
 
   const int64_t boundary = to_boundary(in_row);
   const int64_t head = boundary < row_cols ? boundary : row_cols;
@@ -230,16 +82,16 @@ __global__ void __launch_bounds__(kMaxThreads)
   const bool aligned = is_aligned(out_row + head);
 
   const int64_t step = blockDim.x;
-  const int64_t stride = gridDim.y * kUnroll<T> * step;
-  for (int64_t first = blockIdx.y * kUnroll<T> * step + threadIdx.x; first < num_vectors; first += stride) {
-    Vector<T> loaded[kUnroll<T>];
+  const int64_t stride = gridDim.y * kGradUnroll<T> * step;
+  for (int64_t first = blockIdx.y * kGradUnroll<T> * step + threadIdx.x; first < num_vectors; first += stride) {
+    Vector<T> loaded[kGradUnroll<T>];
 #pragma unroll
-    for (int u = 0; u < kUnroll<T>; ++u) {
+    for (int u = 0; u < kGradUnroll<T>; ++u) {
       const int64_t v = first + u * step;
       if (v < num_vectors) loaded[u] = load_vector(in_row + head + v * kN);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll<T>; ++u) {
+    for (int u = 0; u < kGradUnroll<T>; ++u) {
       const int64_t v = first + u * step;
       if (v < num_vectors) gradient_vector<T>(row, loaded[u], out_row, head + v * kN, aligned);
     }
@@ -250,6 +102,61 @@ __global__ void __launch_bounds__(kMaxThreads)
   }
   const int64_t last = tail + threadIdx.x;
   if (last < row_cols) out_row[last] = narrow<T>(row.at(widen(in_row[last]), last));
+}
+
+// One block a row of a whole vocabulary: its loss, then its gradient over it. The first `num_kept` vectors stay in shared
+// memory in between; the others, read last, are read again from the second-level cache. Columns from num_cols on are
+// padding.
+template <class T, bool kWithSum>
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+    loss_gradient_kernel(T* logits, int64_t row_stride, const int64_t* __restrict__ target,
+                         const Compute<T>* __restrict__ loss_grad, const Compute<T>* __restrict__ token_weight,
+                         Compute<T>* __restrict__ loss, int64_t row_cols, int64_t num_cols, int64_t num_kept,
+                         Options<Compute<T>> options) {
+  using C = Compute<T>;
+  constexpr int kN = kLanes<T>;
+  extern __shared__ uint4 kept_bytes[];
+  auto* kept = reinterpret_cast<Vector<T>*>(kept_bytes);
+  __shared__ C shared_lse;
+  T* row = logits + blockIdx.x * row_stride;
+  const int64_t id = target[blockIdx.x];
+  const C* weight = token_weight == nullptr ? nullptr : token_weight + blockIdx.x;
+  const bool ignored = id == options.ignore_index;
+  if (!ignored) {
+    auto mine = row_statistics<kWithSum, true>(row, num_cols, kept, num_kept);
+    mine.merge_block();
+    if (threadIdx.x == 0) {
+      const C target_logit = id >= 0 && id < num_cols ? widen(row[id]) : C(0);
+      shared_lse = finite_shift(mine.top) + log(mine.exps);
+      loss[blockIdx.x] = options.loss(id, shared_lse, target_logit, mine.total, weight);
+    }
+    __syncthreads();  // all have read the row, before anyone writes to it
+  } else if (threadIdx.x == 0) {
+    loss[blockIdx.x] = 0;
+  }
+  C scale = loss_grad[blockIdx.x];
+  if (weight != nullptr) scale *= *weight;
+  const RowGradient<C> gradient(options, id, 0, num_cols, ignored ? C(0) : shared_lse, scale);
+
+  const int64_t boundary = to_boundary(row);
+  const int64_t head = boundary < row_cols ? boundary : row_cols;
+  const int64_t num_vectors = (row_cols - head) / kN;
+  const int64_t tail = head + num_vectors * kN;
+  const int64_t in_shared = ignored || head > num_cols ? 0 : min(num_kept, (num_cols - head) / kN);
+  const int64_t step = blockDim.x;
+  const int64_t first = threadIdx.x;
+  for (int64_t v = first + (num_vectors > first ? (num_vectors - 1 - first) / step : -1) * step; v >= 0; v -= step) {
+    Vector<T> loaded{};
+    if (v < in_shared) {
+      copy_vector(&loaded, kept + v);
+    } else if (!ignored) {
+      loaded = load_vector(row + head + v * kN);
+    }
+    gradient_vector<T>(gradient, loaded, row, head + v * kN, true);
+  }
+  if (threadIdx.x < head) row[threadIdx.x] = narrow<T>(gradient.at(widen(row[threadIdx.x]), threadIdx.x));
+  const int64_t last = tail + threadIdx.x;
+  if (last < row_cols) row[last] = narrow<T>(gradient.at(widen(row[last]), last));
 }
 
 // Threads for one row that give each `per_thread` elements at least: whole warps, two or more.
@@ -329,8 +236,8 @@ std::tuple<Tensor, Tensor> merge(const Tensor& stats_any, const Tensor& target_a
     constexpr int kThreads = 128;
     merge_kernel<C><<<static_cast<unsigned>(ceil_div(num_tokens, kThreads)), kThreads, 0, current_stream(stats)>>>(
         data<C>(stats), data<int64_t>(target), weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss),
-        mutable_data<C>(lse), num_shards, num_tokens, static_cast<int>(stats.size(2)), vocab_size, ignore_index,
-        static_cast<C>(label_smoothing), static_cast<C>(z_loss));
+        mutable_data<C>(lse), num_shards, num_tokens, static_cast<int>(stats.size(2)),
+        Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
   };
   dtype == ScalarType::Double ? launch(TypeTag<double>{}) : launch(TypeTag<float>{});
   FASTMP_LAUNCH_CHECK();
@@ -357,14 +264,14 @@ void gradient_into(const char* op, const Tensor& logits, const Tensor& out, cons
   dispatch_device(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using C = Compute<T>;
-    const int threads = threads_for(row_cols, kLanes<T> * kUnroll<T>);
-    const int64_t chunks = ceil_div(row_cols, threads * kLanes<T> * kUnroll<T>);
+    const int threads = threads_for(row_cols, kLanes<T> * kGradUnroll<T>);
+    const int64_t chunks = ceil_div(row_cols, threads * kLanes<T> * kGradUnroll<T>);
     const dim3 grid(static_cast<unsigned>(num_rows), static_cast<unsigned>(chunks < 65535 ? chunks : 65535));
     gradient_kernel<T><<<grid, threads, 0, current_stream(logits)>>>(
         data<T>(logits), logits.stride(0), mutable_data<T>(out), out.stride(0), data<int64_t>(target), data<C>(lse),
         data<C>(grad), weight ? data<C>(*weight) : nullptr, row_cols,
-        existing_columns(row_cols, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
-        static_cast<C>(label_smoothing), static_cast<C>(z_loss));
+        existing_columns(row_cols, vocab_start, vocab_size), vocab_start,
+        Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
   });
   FASTMP_LAUNCH_CHECK();
 }
@@ -382,17 +289,68 @@ Tensor gradient(const Tensor& logits_any, const Tensor& target, const Tensor& ls
   return out;
 }
 
+void check_writable(const char* op, const Tensor& logits) {
+  FASTMP_CHECK(logits.dim() == 2, op, ": logits must be (tokens, vocabulary), got ", logits.dim(), " dimensions");
+  FASTMP_CHECK(has_unit_columns(logits) && (logits.size(0) <= 1 || logits.stride(0) >= logits.size(1)), op,
+               ": rows of the logits must be contiguous and not overlap, got strides (", logits.stride(0), ", ",
+               logits.stride(1), ") for shape (", logits.size(0), ", ", logits.size(1), ")");
+}
+
 void gradient_in_place(Tensor logits, const Tensor& target, const Tensor& lse, const Tensor& grad_loss,
                        std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
                        int64_t ignore_index, double label_smoothing, double z_loss) {
   constexpr const char* kOp = "cross_entropy_grad_";
-  FASTMP_CHECK(logits.dim() == 2, kOp, ": logits must be (tokens, vocabulary), got ", logits.dim(), " dimensions");
-  FASTMP_CHECK(has_unit_columns(logits) && (logits.size(0) <= 1 || logits.stride(0) >= logits.size(1)), kOp,
-               ": rows of the logits must be contiguous and not overlap, got strides (", logits.stride(0), ", ",
-               logits.stride(1), ") for shape (", logits.size(0), ", ", logits.size(1), ")");
+  check_writable(kOp, logits);
   const DeviceGuard guard(logits);
   gradient_into(kOp, logits, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index,
                 label_smoothing, z_loss);
+}
+
+int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  FASTMP_CUDA_CHECK(cudaGetDevice(&device));
+  FASTMP_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+Tensor loss_gradient_in_place(Tensor logits, const Tensor& target_any, const Tensor& loss_grad_any,
+                              std::optional<Tensor> token_weight, int64_t vocab_size, int64_t ignore_index,
+                              double label_smoothing, double z_loss) {
+  constexpr const char* kOp = "cross_entropy_loss_grad_";
+  check_writable(kOp, logits);
+  check_rows(kOp, logits, target_any, "target");
+  check_rows(kOp, logits, loss_grad_any, "loss_grad");
+  const DeviceGuard guard(logits);
+  const ScalarType dtype = compute_dtype(logits.scalar_type());
+  const Tensor target = targets(kOp, target_any), loss_grad = per_token(loss_grad_any, dtype);
+  std::optional<Tensor> weight;
+  if (token_weight) {
+    check_rows(kOp, logits, *token_weight, "token_weight");
+    weight = per_token(*token_weight, dtype);
+  }
+  const int64_t num_rows = logits.size(0), row_cols = logits.size(1);
+  Tensor loss = fastmp::empty({num_rows}, dtype, logits);
+  if (num_rows == 0) return loss;
+  dispatch_device(logits.scalar_type(), kOp, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using C = Compute<T>;
+    constexpr int kReserved = 2048;  // the system's own share of shared memory, and the kernel's static part
+    const int64_t room = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / kBlocks - kReserved;
+    const int64_t num_cols = existing_columns(row_cols, 0, vocab_size);
+    const int64_t num_kept = std::min(room / kVectorBytes, num_cols / kLanes<T>);
+    const int bytes = static_cast<int>(num_kept * kVectorBytes);
+    const auto launch = [&](auto kernel) {
+      FASTMP_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+      const int threads = threads_for(row_cols, kLanes<T> * kUnroll<T>);
+      kernel<<<static_cast<unsigned>(num_rows), threads, bytes, current_stream(logits)>>>(
+          mutable_data<T>(logits), logits.stride(0), data<int64_t>(target), data<C>(loss_grad),
+          weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss), row_cols, num_cols, num_kept,
+          Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
+    };
+    label_smoothing > 0 ? launch(loss_gradient_kernel<T, true>) : launch(loss_gradient_kernel<T, false>);
+  });
+  FASTMP_LAUNCH_CHECK();
+  return loss;
 }
 
 }  // namespace
@@ -409,6 +367,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
   m.def(
       "cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, "
       "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> ()");
+  m.def(
+      "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight, "
+      "int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) {
@@ -416,4 +377,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) {
   m.impl("cross_entropy_merge", TORCH_BOX(&fastmp::merge));
   m.impl("cross_entropy_grad", TORCH_BOX(&fastmp::gradient));
   m.impl("cross_entropy_grad_", TORCH_BOX(&fastmp::gradient_in_place));
+  m.impl("cross_entropy_loss_grad_", TORCH_BOX(&fastmp::loss_gradient_in_place));
 }

@@ -243,7 +243,8 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
 
 def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     """(BLOCK, VEC, num_warps) for loss and gradient at once: two loads a thread, as above, but long rows get
-    so many warps that few of them are on a multiprocessor: rows of 132 of those stay in some 50 MiB of cache.
+    so many warps that few rows are on a multiprocessor. On average half of a row is live: that of 132
+    multiprocessors takes 35 MB of the second-level cache at most, for rows of up to 512 KiB.
     """
     vec = 16 // itemsize
     most = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32

@@ -304,6 +304,20 @@ def test_compiles_with_inductor():
     assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("known", [False, True])
+def test_autocast_changes_nothing(dtype, known):
+    """Loss and gradient are computed in float32 from whatever comes, so that there is nothing to cast."""
+    logits, target, _, grad_loss = case(9, 65, dtype)
+    options = {"loss_grad": grad_loss} if known else {}
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(loss_and_grad(cross_entropy, logits.clone(), target, grad_loss, **options))
+    assert results[0][0].dtype == torch.float32 and results[0][1].dtype == dtype
+    assert_close(results[1], results[0], rtol=0, atol=0)
+
+
 def test_runs_on_fake_tensors():
     """No host synchronisation: a look at values would raise here."""
     from torch._subclasses import FakeTensorMode
