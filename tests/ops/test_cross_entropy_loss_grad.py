@@ -227,3 +227,19 @@ def test_costs_are_one_read_and_one_write():
     op = OPS["cross_entropy_loss_grad_"]
     assert op.traffic(*arguments) == 8 * ((90 + 100) * 2 + 8 + 3 * 4)
     assert op.flops(*arguments) == 8 * 90 * 10
+
+
+def test_inductor_makes_one_buffer_of_the_size_of_the_logits():
+    from torch._inductor.utils import run_and_get_code
+
+    hidden, target = case(64, 16)
+    weight = torch.randn(16, 1000)
+
+    def step(hidden):
+        return cross_entropy(hidden @ weight, target, loss_grad=torch.ones(64)).sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True)
+    _, sources = run_and_get_code(lambda: compiled(hidden.requires_grad_()).backward())
+    source = "\n".join(sources)
+    assert source.count("empty_strided_cpu((64, 1000)") == 1 and "clone" not in source
