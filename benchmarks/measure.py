@@ -96,7 +96,8 @@ class GraphRun:
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         results: list[Any] = [None] * len(calls)
-        with torch.cuda.graph(self.graph):
+        # A capture that fails leaves its stream the current one; the outer context puts it back.
+        with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(self.graph):
             for _ in range(rounds):
                 for i, call in enumerate(calls):
                     results[i] = call()

@@ -185,3 +185,67 @@ def test_pytest_prints_the_table_and_writes_it_as_json(tmp_path):
         info = entry["extra_info"]
         assert entry["stats"]["min"] == pytest.approx(info["ms"] / 1e3, rel=1e-3)
         assert info["of_floor"] > 0 and math.isfinite(info["over_peer"]) and info["extra_bytes"] >= 0
+
+
+def uncapturable():
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_like_is_set_against_like_where_a_rival_cannot_be_captured(tiny_case, ceilings, monkeypatch):
+    """On a GPU; here the times of graphs and of calls are given."""
+    from benchmarks import compare
+
+    seconds = {"fastmp": (1.0, 2.0), "torch eager": (3.0, 5.0), "Liger": (None, 8.0)}
+    copies = []
+
+    def run(kind):
+        def made(calls, rounds=1):
+            copies.append(len(calls))
+            if (time := calls[0]()[kind]) is None:
+                uncapturable()
+            return lambda: time
+
+        return made
+
+    case = replace(tiny_case, again=lambda seed: case, rivals=dict.fromkeys(seconds, lambda: None))
+    monkeypatch.setattr(type(case), "both", lambda self, name: lambda: seconds[name])
+    for name, stand_in in (
+        ("GraphRun", run(0)),
+        ("EventRun", run(1)),
+        ("extra_bytes", lambda call, device: 0),
+        ("_all_flops", lambda case, direction: 0),
+    ):
+        monkeypatch.setattr(compare, name, stand_in)
+    monkeypatch.setattr(type(case), "results", lambda self, name, direction: self.both(name))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    rows = compare.compare(case, "both", ceilings, "cuda", rounds=3).rows
+    assert {name: (row.timing, row.ms, row.called_ms) for name, row in rows.items()} == {
+        "fastmp": ("CUDA graph", 1.0, 2.0),
+        "torch eager": ("CUDA graph", 3.0, 5.0),
+        "Liger": ("CUDA events", 8.0, 8.0),
+    }
+    assert rows["fastmp"].best_peer == "torch eager" and rows["fastmp"].over_peer == 3.0
+    assert rows["Liger"].over_eager == 5 / 8  # both as called
+    assert set(copies) == {16}  # of a case that would fit the cache sixteen times and more
+    case.capturable = False
+    rows = compare.compare(case, "both", ceilings, "cuda", rounds=3).rows
+    assert {row.timing for row in rows.values()} == {"CUDA events"} and rows["fastmp"].over_peer == 2.5
+
+
+@pytest.mark.gpu
+def test_rivals_are_timed_in_graphs_on_a_gpu():
+    from benchmarks.bench_activation import WORKLOADS
+    from benchmarks.compare import compare
+    from benchmarks.measure import measure_ceilings
+
+    case = WORKLOADS[0].case((256, 1024, "tanh"), torch.bfloat16, "cuda")
+    waits = case.rivals["torch eager"]
+    case.rivals = {name: case.rivals[name] for name in ("fastmp", "torch eager")}
+    case.rivals["waits"] = lambda: waits() if torch.ones(1, device="cuda").item() else None
+    ceilings = measure_ceilings("cuda", copy_bytes=1 << 26, gemm_size=1024)
+    for direction in ("forward", "both", "forward"):  # a capture that failed leaves nothing behind
+        rows = compare(case, direction, ceilings, "cuda", rounds=5).rows
+        assert rows["fastmp"].timing == rows["torch eager"].timing == "CUDA graph"
+        assert rows["waits"].timing == "CUDA events"
+        assert 0 < rows["fastmp"].ms <= rows["fastmp"].called_ms
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -212,3 +212,11 @@ time.sleep(100)
     assert done.returncode == 1 and "something is stuck" in done.stderr
     result = json.loads(out.read_text())
     assert not result["ok"] and result["dropped"] == ["all that followed: something was stuck"]
+
+
+@pytest.mark.gpu
+def test_every_function_on_a_gpu():
+    from benchmarks import correct
+
+    rows = [row for family in correct.families() for row in correct.check_functions(family, "cuda")]
+    assert not [row for row in rows if not row["ok"]]
