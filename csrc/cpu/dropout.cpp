@@ -145,7 +145,7 @@ FASTMP_INLINE void for_vectors(const DropTile& tile, int64_t row, const Body& bo
     col = end;
   };
   if (index % 4 != 0) up_to(std::min<int64_t>(4 - index % 4, tile.num_cols));
-  for (; col + kBlock <= tile.num_cols;) {
+  while (col + kBlock <= tile.num_cols) {
     if constexpr (std::is_same_v<V, floats>) {
       const Words block = philox(tile.seed, (index + col) / 4);
       body(col, kStep, Kept{block.first, tile.threshold});
@@ -231,7 +231,8 @@ bool is_wide(ScalarType dtype, ScalarType residual) {
 }
 
 // The parts of a tile that all tiles share. `residual` is the residual, or the gradient in the backward.
-DropTile describe(const char* op, ScalarType dtype, const Tensor& residual, double p, const std::optional<Tensor>& seed) {
+DropTile describe(const char* op, ScalarType dtype, const Tensor& residual, double p,
+                  const std::optional<Tensor>& seed) {
   dispatch_float(dtype, op, [](auto) {});
   FASTMP_CHECK(residual.dim() > 0, op, ": tensors must have at least one dimension");
   FASTMP_CHECK(residual.scalar_type() == dtype || is_wide(dtype, residual.scalar_type()), op, ": x is ",

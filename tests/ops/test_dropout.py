@@ -451,3 +451,17 @@ def test_the_mean_is_that_without_dropout():
     assert abs(y.mean() - (x + 1).mean()) < 4 * math.sqrt(2 * 0.25 / 0.75 / len(x))
     theirs = F.dropout(x + 1, 0.25)
     assert abs(y.var() / theirs.var() - 1) < 0.02
+
+
+@pytest.mark.gpu
+def test_masks_on_a_gpu_are_those_of_the_cpu_and_new_at_each_replay_of_a_graph():
+    ones, zeros = torch.ones(257, 516, device="cuda"), torch.zeros(257, 516, device="cuda")
+    y = bias_dropout_add(ones, None, zeros, p=0.3, seed=key(5).cuda())
+    assert torch.equal((y != 0).cpu(), module.keep_mask((257, 516), 0.3, key(5)))
+    graph, masks = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        y = bias_dropout_add(ones, None, zeros, p=0.3)
+    for _ in range(2):
+        graph.replay()
+        masks.append(y != 0)
+    assert not torch.equal(*masks) and all(abs(mask.float().mean() - 0.7) < 0.01 for mask in masks)
