@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.cases import EAGER, OURS, Case, is_ours
+from benchmarks.cases import EAGER, Case, is_ours
 from benchmarks.measure import (
     Ceilings,
     CpuRun,
@@ -102,7 +102,7 @@ def compare(
         called = times = in_turn(runs, rounds, seconds)
     num_bytes, products = case.costs(direction)
     floor_ms, floor_of = ceilings.floor(num_bytes, products, case.leaves[0].dtype)
-    flops = _all_flops(case, direction) if OURS in extra else products
+    flops = next((_all_flops(case, direction, name) for name in extra if is_ours(name)), 0)
     for name in extra:
         best = _best_peer(name, times, called, on_gpu)
         ms = _ms(times.get(name, called[name]), on_gpu)
@@ -175,9 +175,9 @@ def _best_peer(name: str, times: Times, called: Times, on_gpu: bool) -> tuple[st
     return None if best is None else (best, ratios[best])
 
 
-def _all_flops(case: Case, direction: str) -> int:
-    """Arithmetic of our own call by the registered formulas; 0 where counting is not possible."""
-    call: Callable[[], Any] = case.results(OURS, direction)
+def _all_flops(case: Case, direction: str, name: str) -> int:
+    """Arithmetic of a call of ours by the registered formulas; 0 where counting is not possible."""
+    call: Callable[[], Any] = case.results(name, direction)
     try:
         with FlopCounterMode(display=False) as counter:
             call()

@@ -213,7 +213,7 @@ def test_like_is_set_against_like_where_a_rival_cannot_be_captured(tiny_case, ce
         ("GraphRun", run(0)),
         ("EventRun", run(1)),
         ("extra_bytes", lambda call, device: 0),
-        ("_all_flops", lambda case, direction: 0),
+        ("_all_flops", lambda case, direction, name: 0),
     ):
         monkeypatch.setattr(compare, name, stand_in)
     monkeypatch.setattr(type(case), "results", lambda self, name, direction: self.both(name))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from fastmp import bench
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
@@ -48,3 +51,25 @@ def test_every_family_names_its_rivals_and_goals_rightly():
             work = works[goal.workload]
             assert {goal.rival, goal.over} <= set(work.rivals) and goal.direction in work.directions, goal
             assert getattr(torch, goal.dtype) in (*work.dtypes, torch.float32), goal
+
+
+def test_a_gpu_run_would_speak_to_every_goal():
+    """The names of ops, workloads and rivals in the goals of `fastmp bench report` are those timed here."""
+
+    def timing(case, workload, direction, rival):
+        return bench.Timing(case, workload, "bfloat16", direction, rival, 1.0, 0.9, "copy", 0, 1, 1)
+
+    timings = []
+    for module in (importlib.import_module(f"benchmarks.{name}") for name in NAMES):
+        shapes = getattr(module, "SHAPES", {})
+        timings += [timing(f"{op} {s}", op, "kernel", "triton") for op in shapes for s in shapes[op]]
+        for work in module.WORKLOADS:
+            timings += [
+                timing(f"{work.name} {list(shape)} bfloat16", work.name, direction, rival)
+                for shape in work.cuda
+                for direction in work.directions
+                for rival in work.rivals
+            ]
+    forward = [replace(t, ms=0.5) if t.direction == "forward" else t for t in timings]
+    silent = {goal.what for goal in bench.H200_GOALS if goal.worst(forward) is None}
+    assert silent <= (set() if "bench_linear_cross_entropy" in NAMES else {"linear + cross-entropy"})
