@@ -88,6 +88,7 @@ WORKLOADS = (
         cpu=((2048, 32, 8, 128),),
         cuda=_SHAPES,
         rivals=(OURS, IN_PLACE, EAGER, COMPILE, LIGER),
+        tiny=(6, 4, 2, 8),
     ),
 )
 GOALS = (

@@ -37,6 +37,7 @@ _MOST_COPIED = 1 << 30  # bytes: a call that moves more does not find its inputs
 class Row:
     """One rival. `times_ms` are of the rounds, timed by `timing`; `ms` is the one that counts.
 
+    `spread` is their 80th over their 20th percentile: on a GPU a ratio means little where it is large.
     `over_peer` and `over_eager`: how many times faster it is than the best peer (`best_peer`, none of ours)
     and than plain torch. `called_ms` is the time with the host's launches in it. `flops` counts all
     arithmetic that has a formula, not only matrix products.
@@ -46,6 +47,7 @@ class Row:
     timing: str
     times_ms: list[float]
     ms: float
+    spread: float
     called_ms: float
     floor_ms: float
     floor_of: str
@@ -105,12 +107,14 @@ def compare(
     flops = next((_all_flops(case, direction, name) for name in extra if is_ours(name)), 0)
     for name in extra:
         best = _best_peer(name, times, called, on_gpu)
-        ms = _ms(times.get(name, called[name]), on_gpu)
+        values = times.get(name, called[name])
+        figures, ms = summarize(values), _ms(values, on_gpu)
         result.rows[name] = Row(
             rival=name,
             timing=CPU_TIME if not on_gpu else GRAPH if name in times else EVENTS,
-            times_ms=times.get(name, called[name]),
+            times_ms=values,
             ms=ms,
+            spread=figures["p80"] / figures["p20"],
             called_ms=_ms(called[name], on_gpu),
             floor_ms=floor_ms,
             floor_of=floor_of,

@@ -131,9 +131,10 @@ def pytest_benchmark_update_json(config, benchmarks, output_json):
 
 def _line(info: dict) -> str:
     peer = f"{info['over_peer']:6.2f}x {info['best_peer']}" if info["best_peer"] else "no peer"
+    unsteady = DEVICE == "cuda" and info["ms"] > 0.1 and info["spread"] > 1.05
     return (
         f"  {info['rival']:<18} {info['ms']:10.3f} ms {info['of_floor']:7.1%} of floor  {peer:<22}"
-        f" {size(info['extra_bytes']):>9} extra"
+        f" {size(info['extra_bytes']):>9} extra" + (f"  spread {info['spread']:.2f}" if unsteady else "")
     )
 
 

@@ -111,6 +111,22 @@ def test_first_shapes_are_timed_before_second_ones(monkeypatch):
     assert [work.name for work, _ in gpu_check.workloads("cuda")][:2] == ["bias_gelu", "cross_entropy"]
 
 
+def test_every_op_can_be_timed(sizes):
+    """With the arguments of its benchmark, but small."""
+    from benchmarks import gpu_check
+    from benchmarks.measure import Ceilings
+
+    timed = set()
+    for family, op, shape in gpu_check.kernels(gpu_check.Sizes()):
+        small = tuple(min(length, 16) for length in shape)
+        options = (family, op, small, torch.float32, "cpu", sizes, ["reference"], Ceilings(1.0, {}))
+        if op not in timed:
+            (row,) = gpu_check._kernel_rows(*options)
+            assert row["bytes"] > 0 and row["flops"] >= 0 and row["ms"] > 0 and row["extra_bytes"] >= 0
+            timed.add(op)
+    assert timed == {op for op in OPS if OPS[op].traffic is not None}
+
+
 def test_a_family_that_dies_or_hangs_is_a_row(monkeypatch, tmp_path):
     from benchmarks import correct, gpu_check
 
