@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import timeit
+from pathlib import Path
 
 import pytest
 import torch
@@ -139,3 +141,16 @@ def test_ranges_follow_the_profiler_on_and_off():
     assert region("fastmp.example") is profiling._OFF
     assert names(lambda: [example(torch.ones(1)) for _ in range(2)]) == ["fastmp.example", "fastmp.inner"] * 2
     assert region("fastmp.example") is profiling._OFF
+
+
+def test_the_page_shows_what_happens(capsys):
+    """docs/profiling.md: its Python prints the ranges shown."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "profiling.md").read_text()
+    code, shown = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    exec(compile(code, "docs/profiling.md", "exec"), {})
+    printed = capsys.readouterr().out
+    assert [line.split()[0] for line in printed.splitlines()] == [
+        line.split()[0] for line in shown.splitlines()
+    ]
+    for name in ("all_reduce", "all_gather", "reduce_scatter", "data", "clip", "eval", "save"):
+        assert f"`{name}`" in page
