@@ -23,7 +23,7 @@ from fastmp.nn.replicated import LayerNorm, PositionEmbedding
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.layers import VocabParallelEmbedding, parallel_logits
-from fastmp.parallel.loss import vocab_parallel_cross_entropy
+from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.parallel.rng import RngTracker
 
 if TYPE_CHECKING:
@@ -149,6 +149,10 @@ class GPT(nn.Module):
         Raises ValueError for a sequence longer than `max_seq_len`, one that TP does not divide under sequence
         parallelism, and, on a CPU, an id outside the vocabulary (looking on a GPU would wait for it).
         """
+        return self.head(self.hidden(tokens_BS))
+
+    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+        """What the last layer leaves, before the final norm: hidden states (S, B, H)."""
         hidden_SBH = self.embed(tokens_BS)
         for layer in self.layers:
             if self.recompute:
@@ -156,7 +160,7 @@ class GPT(nn.Module):
                 hidden_SBH = recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
             else:
                 hidden_SBH = layer(hidden_SBH)
-        return self.head(hidden_SBH)
+        return hidden_SBH
 
     def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Words plus positions, then dropout: hidden states (S, B, H)."""
@@ -181,23 +185,26 @@ class GPT(nn.Module):
         z_loss: float = 0.0,
         ignore_index: int = -100,
         token_weight_BS: torch.Tensor | None = None,
+        loss_grad_BS: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """Cross-entropy of every token (B, S), equal on all TP ranks.
+        """Cross-entropy of every token (B, S), equal on all TP ranks. Backward can run once.
 
-        Options as in `vocab_parallel_cross_entropy`. The gradient of the logits is written over them, so
-        backward can run once.
+        Options as in `vocab_parallel_linear_cross_entropy`: the logits are never there as a whole, and with
+        `loss_grad_BS`, the gradient (B, S) that the losses will receive (1 where they are summed), the
+        gradients of the output layer are made in the forward pass.
         """
-        weight_SB = None if token_weight_BS is None else token_weight_BS.t().contiguous()
-        loss_SB = vocab_parallel_cross_entropy(
-            self(tokens_BS),
+        loss_SB = vocab_parallel_linear_cross_entropy(
+            self.final_norm(self.hidden(tokens_BS)),
+            self.word_embedding.weight,
             targets_BS.t().contiguous(),
             group=self.group,
+            sequence_parallel=self.sequence_parallel,
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             ignore_index=ignore_index,
-            token_weight=weight_SB,
+            token_weight=None if token_weight_BS is None else token_weight_BS.t(),
             vocab_size=self.config.vocab_size,
-            grad_in_place=torch.is_grad_enabled(),
+            loss_grad=loss_grad_BS.t() if isinstance(loss_grad_BS, torch.Tensor) else loss_grad_BS,
         )
         return loss_SB.t()
 

@@ -10,6 +10,7 @@ from fastmp.ops.adamw import adamw_
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
+from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
@@ -33,6 +34,7 @@ __all__ = [
     "cross_entropy_from_stats",
     "geglu",
     "layer_norm",
+    "linear_cross_entropy",
     "rms_norm",
     "rope",
     "rope_cos_sin",

@@ -19,6 +19,7 @@ __getattr__, __dir__, __all__ = exports(
         "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_attributes "
         "parallel_logits",
         "loss": "vocab_parallel_cross_entropy",
+        "linear_loss": "vocab_parallel_linear_cross_entropy",
         "grads": "GradBuffer",
         "optimizer": "AdamW clip_coefficient global_grad_norm",
     },

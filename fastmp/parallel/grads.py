@@ -127,8 +127,9 @@ class GradBuffer:
 
 
 def _accumulate(param: Parameter) -> None:
-    param.main_grad.add_(param.grad)
-    param.grad = None
+    if param.grad is not None:  # else an op has added the gradient to main_grad by itself
+        param.main_grad.add_(param.grad)
+        param.grad = None
 
 
 def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:

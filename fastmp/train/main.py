@@ -189,8 +189,11 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
 
 
 def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are."""
-    loss_BS = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX)
+    """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
+
+    The gradient of the sum must be 1, as it is in the Trainer: the output layer relies on it beforehand.
+    """
+    loss_BS = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
     return loss_BS.sum(), (batch["targets"] != IGNORE_INDEX).sum()
 
 

@@ -170,19 +170,18 @@ def test_the_sum_of_the_embeddings_is_dropped_out():
 
 
 def test_the_whole_model_calls_one_op_where_one_is_enough():
-    model = make_gpt(SMALL, None)
-    with Calls() as calls:
-        model.loss(*text(SMALL)).mean().backward()
-    assert calls.ops == {
+    model, losses = make_gpt(SMALL, None), ["stats", "merge", "grad_"]
+    layers = {
         "bias_dropout_add": 4,
         "bias_gelu": 2,
         "bias_gelu_backward": 2,
         "layer_norm": 5,
         "layer_norm_backward": 5,
-        "cross_entropy_stats": 1,
-        "cross_entropy_merge": 1,
-        "cross_entropy_grad_": 1,
     }
+    for promise, parts in (({}, losses), ({"loss_grad_BS": 1.0}, ["loss_grad_"])):
+        with Calls() as calls:
+            model.loss(*text(SMALL), **promise).sum().backward()
+        assert calls.ops == layers | {f"cross_entropy_{part}": 1 for part in parts}
 
 
 def test_loss_options_reach_the_loss():

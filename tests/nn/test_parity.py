@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from nn_tools import SMALL, make_gpt, shard_of, sum_partial_gradients, text, tp_groups
@@ -19,10 +21,11 @@ VARIANTS = {
 }
 
 
-def step(model, **options):
+def step(model, promised, **options):
     tokens_BS, targets_BS = text(SMALL)
     weight_BS = torch.rand(tokens_BS.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
-    loss_BS = model.loss(tokens_BS, targets_BS, **options)
+    promise = {"loss_grad_BS": weight_BS} if promised else {}
+    loss_BS = model.loss(tokens_BS, targets_BS, **promise, **options)
     (loss_BS * weight_BS).sum().backward()
     sum_partial_gradients(model.parameters(), model.group)
     return loss_BS.detach()
@@ -36,7 +39,7 @@ def step(model, **options):
 def test_loss_and_every_gradient(tp, variant, loss_options):
     def case(rank, world):
         one, many = make_gpt(SMALL, None), make_gpt(SMALL, tp_groups(tp), **VARIANTS[variant])
-        losses = step(one, **loss_options), step(many, **loss_options)
+        losses = step(one, promised=False, **loss_options), step(many, promised=tp == 4, **loss_options)
         torch.testing.assert_close(losses[1], losses[0], **CLOSE)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
             expected = shard_of(full.grad, param, many.group)
@@ -49,8 +52,9 @@ def test_loss_and_every_gradient(tp, variant, loss_options):
     assert all(torch.equal(loss, losses[0]) for loss in losses)  # the same bits on every rank
 
 
-# (forward, backward) of L layers, with embedding and logits around them; the loss gathers once, forward.
-# Recomputing a layer repeats one of its two sums: nothing needs the last.
+# (forward, backward) of L layers, with embedding and output layer around them; the loss gathers once,
+# forward. Recomputing a layer repeats one of its two sums: nothing needs the last. With a promise, the output
+# layer sums forward what it otherwise sums backward.
 COLLECTIVES = {
     "plain": lambda L: ({"all_reduce": 2 * L + 1, "all_gather": 1}, {"all_reduce": 2 * L + 1}),
     "recompute": lambda L: ({"all_reduce": 2 * L + 1, "all_gather": 1}, {"all_reduce": 3 * L + 1}),
@@ -60,7 +64,7 @@ COLLECTIVES = {
     ),
     "sequence": lambda L: (
         {"all_gather": 2 * L + 1 + 1, "reduce_scatter": 2 * L + 1},
-        {"all_gather": 4 * L + 2, "reduce_scatter": 2 * L + 1},
+        {"all_gather": 4 * L + 1, "reduce_scatter": 2 * L + 1},
     ),
 }
 
@@ -68,12 +72,16 @@ COLLECTIVES = {
 @pytest.mark.parametrize("variant", COLLECTIVES)
 def test_collectives_of_a_step(variant):
     def case(rank, world):
-        model = make_gpt(SMALL, tp_groups(world), **VARIANTS[variant])
-        with count_collectives() as forward:
-            loss = model.loss(*text(SMALL)).sum()
-        with count_collectives() as backward:
-            loss.backward()
-        return forward.counts, backward.counts
+        model, counted = make_gpt(SMALL, tp_groups(world), **VARIANTS[variant]), []
+        for promise in ({}, {"loss_grad_BS": 1.0}):
+            with count_collectives() as forward:
+                loss = model.loss(*text(SMALL), **promise).sum()
+            with count_collectives() as backward:
+                loss.backward()
+            counted.append((forward.counts, backward.counts))
+        return counted
 
-    for counted in run_ranks(case, 2):
-        assert counted == COLLECTIVES[variant](SMALL.num_layers)
+    sum_of_hidden = Counter({"reduce_scatter" if variant == "sequence" else "all_reduce": 1})
+    for (forward, backward), promised in run_ranks(case, 2):
+        assert (forward, backward) == COLLECTIVES[variant](SMALL.num_layers)
+        assert promised == (dict(Counter(forward) + sum_of_hidden), dict(Counter(backward) - sum_of_hidden))

@@ -1,0 +1,78 @@
+"""Output layer and cross-entropy in one, over a vocabulary that is sharded over a group.
+
+`fastmp.ops.linear_cross_entropy` with its shards joined by collectives: the statistics of a chunk of tokens
+are gathered while the next chunk's logits are made, and the gradient of the hidden states is summed over the
+group, once, behind the last product. What is communicated does not grow with the vocabulary, and no rank ever
+holds the logits of all tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fastmp.ops.linear_cross_entropy import ALONE, Shards, linear_cross_entropy_of
+from fastmp.parallel.collectives import all_gather, all_reduce_, group_size, reduce_scatter
+from fastmp.profiling import traced
+
+__all__ = ["vocab_parallel_linear_cross_entropy"]
+
+
+class _Group(Shards):
+    def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+        self.group, self.sequence_parallel = group, sequence_parallel
+        self.rank, self.size = group.rank(), group.size()
+
+    def tokens(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if not self.sequence_parallel or len(shape) < 2:
+            return shape[:-1]
+        return (shape[0] * self.size, *shape[1:-1])
+
+    def gather_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        return all_gather(hidden, self.group)[0] if self.sequence_parallel else hidden
+
+    def gather_stats(self, stats: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        return all_gather(stats[None], self.group, overlap=True)
+
+    def reduce_grad(self, grad: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        if self.sequence_parallel:
+            return reduce_scatter(grad, self.group, overlap=True)
+        return grad, all_reduce_(grad, self.group, overlap=True)
+
+
+@traced("fastmp.vocab_parallel_linear_cross_entropy")
+def vocab_parallel_linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    ignore_index: int = -100,
+    token_weight: torch.Tensor | None = None,
+    vocab_size: int | None = None,
+    loss_grad: torch.Tensor | float | None = None,
+    workspace: int | None = None,
+) -> torch.Tensor:
+    """Loss per token (...) of `parallel_logits` and `vocab_parallel_cross_entropy`, without the logits.
+
+    hidden: (..., H), the same on every rank; with `sequence_parallel` this rank's part of it along dim 0, and
+        its gradient is that of the part.
+    weight: (V/P, H), this rank's shard of the output embedding, rank r's rows [r * V/P, (r+1) * V/P). Its
+        gradient is added to `weight.main_grad` where there is one, in the forward pass if `loss_grad` is
+        given: main gradients are set to zero before it.
+    target: (...) int64 ids of all tokens in the whole vocabulary, the same on every rank.
+    loss_grad: the gradient that every token's loss will receive, the same on every rank, if it is known: the
+        gradients are then made in the forward pass, with no product done twice, and the backward pass, which
+        can run once, makes sure that the promise was kept.
+
+    The other options, the result and the errors: as in `fastmp.ops.linear_cross_entropy`.
+    """
+    shards = ALONE if group_size(group) == 1 else _Group(group, sequence_parallel)
+    return linear_cross_entropy_of(
+        shards, "vocab_parallel_linear_cross_entropy", hidden, weight, target,
+        label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,
+        vocab_size=vocab_size, loss_grad=loss_grad, workspace=workspace,
+    )  # fmt: skip

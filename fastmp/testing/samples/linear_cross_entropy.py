@@ -1,0 +1,70 @@
+"""Sample arguments of linear + cross-entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastmp.ops import linear_cross_entropy
+from fastmp.testing.functions import Draw, Function
+
+
+def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """Arguments of accumulate_weight_grad_: a sum in fp32 that goes on, and one of the operands' dtype."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for tokens, columns, hidden, gap in ((64, 384, 128, 0), (37, 129, 65, 3), (0, 16, 8, 0), (5, 1, 1, 0)):
+        grad, x = (
+            torch.randn(tokens, size + gap, generator=generator, dtype=torch.float64).to(dtype)[:, :size]
+            for size in (columns, hidden)
+        )
+        yield torch.randn(columns, hidden, generator=generator, dtype=torch.float64).to(wide), grad, x
+
+
+def _eager(
+    hidden: Tensor, weight: Tensor, target: Tensor, *, label_smoothing: float, z_loss: float,
+    ignore_index: int, token_weight: Tensor | None, vocab_size: int | None, workspace: int | None,
+) -> Tensor:  # fmt: skip
+    """Ignored tokens have no gradient whatever their logits: torch would let NaN through."""
+    ignored = (target == ignore_index).flatten()
+    logits = F.linear(hidden, weight)[..., :vocab_size].flatten(0, -2).masked_fill(ignored[:, None], 0)
+    loss = F.cross_entropy(
+        logits,
+        target.flatten(),
+        reduction="none",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(-1).square().masked_fill(ignored, 0)
+    loss = loss.view(target.shape)
+    return loss if token_weight is None else loss * token_weight
+
+
+def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
+    tokens = 384 if draw.large else draw.size(31)
+    size = 96 if draw.large else draw.size(32, least=1)
+    columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
+    shape = (tokens,) if draw.flag() else (2, tokens)
+    vocabulary = draw.choice([None, columns, max(columns - 3, 1)])
+    target = draw.ids(*shape, below=vocabulary or columns)
+    ignore_index = draw.choice([-100, 0])
+    if draw.flag():
+        target[..., ::3] = ignore_index
+    hidden = draw.tensor(*shape, size, scale=size**-0.5)
+    weight = draw.tensor(columns, size, scale=3.0)
+    tokens_a_chunk = draw.choice([None, 100] if draw.large else [None, 1, 3, 16])
+    return (hidden, weight, target), {
+        "label_smoothing": draw.choice([0.0, 0.1, 1.0]),
+        "z_loss": draw.choice([0.0, 1e-2]),
+        "ignore_index": ignore_index,
+        "token_weight": draw.tensor(*shape, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None,
+        "vocab_size": vocabulary,
+        "workspace": None if tokens_a_chunk is None else tokens_a_chunk * columns * draw.dtype.itemsize,
+    }
+
+
+FUNCTIONS = (Function("linear_cross_entropy", linear_cross_entropy, _eager, _draw),)
