@@ -127,6 +127,7 @@ WORKLOADS = (
 GOALS = (
     Goal("swiglu", "float32", "forward", OURS, 3.5, 1.6),
     Goal("swiglu", "float32", "both", OURS, 3.0, 2.0),
+    Goal("swiglu", "bfloat16", "both", OURS, 2.5, 2.0),
     Goal("geglu", "float32", "forward", OURS, 3.5, 2.0),
     Goal("geglu", "float32", "both", OURS, 3.5, 2.0),
 )

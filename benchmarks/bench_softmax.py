@@ -75,8 +75,9 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("softmax", "float32", "forward", OURS, 3.0, 2.0),
-    Goal("softmax", "float32", "both", OURS, 3.0, 2.0),
+    Goal("softmax", "float32", "forward", OURS, 4.0, 2.5),
+    Goal("softmax", "float32", "both", OURS, 4.0, 2.5),
+    Goal("softmax", "bfloat16", "both", OURS, 4.0, 2.5),
 )
 SHAPES = dict.fromkeys(
     ("scaled_masked_softmax", "scaled_masked_softmax_backward"), ((48, 2048, 2048), (4, 8192, 8192))
