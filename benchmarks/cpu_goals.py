@@ -75,6 +75,7 @@ class Outcome:
             "ok": self.ok,
             "ours": self.ours.columns(),
             "other": self.other.columns(),
+            "compile": None if self.compile is None else self.compile.columns(),
         }
 
 

@@ -134,7 +134,7 @@ def _read_cpu_goals(path: str, content: dict[str, Any]) -> Result:
         raise ValueError(f"{path}: an older form of cpu_goals; run it again")
     timings = {}
     for entry in goals:
-        for row in (entry["ours"], entry["other"]):
+        for row in filter(None, (entry["ours"], entry["other"], entry["compile"])):
             timing = _timing(row, case=entry["case"], direction=entry["goal"]["direction"])
             timings.setdefault((timing.case, timing.direction, timing.rival), timing)
     return Result(path, content, content.get("ceilings", {}), list(timings.values()), goals=goals)

@@ -131,7 +131,7 @@ def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp
     described = {"device": "x", "goals": [outcome.record()]}
     (tmp_path / "out.json").write_text(json.dumps(described))
     read = bench.read(tmp_path / "out.json")
-    assert [timing.rival for timing in read.timings] == ["fastmp", "torch eager"]
+    assert [timing.rival for timing in read.timings] == ["fastmp", "torch eager", "torch.compile"]
     ours = replace(outcome.ours, ms=1.0, extra_bytes=10)
     other, compiled = replace(outcome.other, ms=5.0, extra_bytes=99), replace(outcome.other, ms=1.5)
     made = cpu_goals.Outcome(goal, "x", 4.0, ours, other, compiled)
