@@ -1,0 +1,142 @@
+"""No offset wraps at 2^31 or 2^32: every op on tensors of more elements, most of which are never touched."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+
+import pytest
+import torch
+from every_op_tools import (
+    BEYOND,
+    NothingWalksThrough,
+    Stretched,
+    apart,
+    implementation,
+    only_ends_run,
+    op_backends,
+    results_of,
+    row_dim,
+    stretched,
+)
+from torch import Tensor
+
+from fastmp.ops import OPS, dropout, norm_triton, rows
+from fastmp.testing.ops import run, samples
+
+CONTIGUOUS = ("adamw_", "cross_entropy_merge")  # ops that take nothing else, or a copy
+ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
+TRITON = pytest.mark.parametrize(("op", "backend"), op_backends(("triton",)))
+pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+
+
+def equals_when_apart(op: str, call, dtype: torch.dtype, **tolerance: float) -> None:
+    """The same result whether the rows of the arguments lie next to each other or 2^35 elements apart."""
+    moved = 0
+    for arguments in samples(op, device="cpu", dtype=dtype):
+        far = tuple(apart(a) if isinstance(a, Tensor) else a for a in arguments)
+        if all(a is b for a, b in zip(arguments, far, strict=True)):
+            continue
+        moved += 1
+        near = run(op, call, arguments)
+        for value, want in zip(results_of(op, call, far), near, strict=True):
+            torch.testing.assert_close(value, want, equal_nan=True, **tolerance)
+    assert moved or op in CONTIGUOUS, "no sample has 17 rows"
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_rows_far_apart(op, backend, dtype):
+    equals_when_apart(op, implementation(op, backend), dtype, rtol=0, atol=0)
+
+
+@pytest.mark.interpret
+@TRITON
+def test_rows_far_apart_interpreted(op, backend):
+    """Up to rounding: where a block starts, and with it the order of sums, can follow from the address."""
+    equals_when_apart(op, implementation(op, backend), torch.float32, rtol=1e-5, atol=1e-5)
+
+
+def two_rows_of_many(op: str, case: Stretched, monkeypatch) -> tuple[Tensor, ...]:
+    """What the reference makes of the first and the last row; the dropout mask counts the rows between."""
+
+    def mask(shape, p, seed):
+        columns = math.prod(shape) // 2
+        row = torch.arange(columns, device=seed.device)
+        index = torch.cat((row, row + (case.num_rows - 1) * columns))
+        words = dropout.philox(seed.reshape(()), index // 4).gather(-1, (index % 4)[:, None])
+        return (words >= dropout._threshold(p)).reshape(shape)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dropout, "keep_mask", mask)
+        return run(op, OPS[op].implementations["reference"], case.two_rows)
+
+
+def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float, monkeypatch) -> None:
+    """The first row of the first result and the last row of the last one are right."""
+    wanted = two_rows_of_many(op, case, monkeypatch)
+    dims = [row_dim(result, case.num_rows) for result in results]
+    pairs = [trio for trio in zip(results, wanted, dims, strict=True) if trio[2] is not None]
+    assert pairs, "no result has rows"
+    for (result, want, dim), row in ((pairs[0], 0), (pairs[-1], -1)):
+        value, expected = result.select(dim, row), want.select(dim, row)
+        while value.dim() > 1:  # of several rows in one the outermost: the next may be another program's
+            value, expected = value[row], expected[row]
+        torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+@pytest.mark.interpret
+@TRITON
+def test_first_and_last_row_of_very_many(op, backend, monkeypatch):
+    """Contiguous arguments and results of more than 2^35 elements; the programs in between are left out."""
+    call = implementation(op, backend)
+    case = stretched(op, torch.float16, BEYOND)
+    # kernels that walk through rows and sum columns: one step a program, and the sums are left out
+    monkeypatch.setattr(rows, "_NUM_PROGRAMS", 1 << 40)
+    monkeypatch.setattr(rows, "sum_strips_kernel", defaultdict(lambda: lambda *arguments, **constants: None))
+    monkeypatch.setattr(
+        norm_triton, "num_programs", lambda num_rows, block_m, num_warps: -(-num_rows // block_m)
+    )
+    with NothingWalksThrough(), only_ends_run():
+        results = results_of(op, call, case.arguments)
+    check_ends(op, results, case, 2e-3, monkeypatch)
+
+
+@ON_CPU
+def test_first_and_last_row_of_many(op, backend, monkeypatch):
+    """The same comparison where all rows fit into memory."""
+    case = stretched(op, torch.float32, 1 << 18)
+    check_ends(op, results_of(op, implementation(op, backend), case.arguments), case, 1e-5, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("op", "backend"), op_backends(("c++",)))
+def test_results_of_more_than_two_to_the_31_elements(op, backend, monkeypatch):
+    """Compiled kernels; what is read takes no memory, what is written does."""
+    call = implementation(op, backend)
+    case = stretched(op, torch.bfloat16, (1 << 31) + (1 << 20))
+    written = bytes_written(op, case.arguments)
+    if (free := os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")) < 1.5 * written:
+        pytest.skip(f"writes {written >> 30} GiB, and {free >> 30} GiB of memory are free")
+    check_ends(op, results_of(op, call, case.arguments), case, 2e-2, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "backend"), op_backends(("triton", "cuda")))
+def test_more_than_two_to_the_31_elements_on_gpu(op, backend, monkeypatch):
+    call = implementation(op, backend)
+    torch.cuda.empty_cache()
+    few = stretched(op, torch.bfloat16, 1 << 20, "cuda")
+    per_element = sum(a.numel() * a.element_size() for a in few.arguments if isinstance(a, Tensor)) >> 20
+    needed = (per_element << 31) + bytes_written(op, few.arguments) * (1 << 11)
+    if torch.cuda.mem_get_info()[0] < 1.2 * needed:
+        pytest.skip(f"needs {needed >> 30} GiB of free GPU memory")
+    case = stretched(op, torch.bfloat16, (1 << 31) + (1 << 20), "cuda")
+    check_ends(op, results_of(op, call, case.arguments), case, 2e-2, monkeypatch)
+
+
+def bytes_written(op: str, arguments: tuple) -> int:
+    """Size of what an op returns and overwrites, found without running it."""
+    meta = tuple(a.to("meta") if isinstance(a, Tensor) else a for a in arguments)
+    return sum(t.numel() * t.element_size() for t in results_of(op, OPS[op].overload, meta))
