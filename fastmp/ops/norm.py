@@ -48,7 +48,7 @@ def _reference(
     stats[0] = rstd.flatten()
     h = (h * rstd).mul_(weight)
     if bias is not None:
-        h += bias
+        h.add_(bias)
     return y.copy_(h), total, stats
 
 
@@ -66,18 +66,15 @@ def _reference_backward(
     if total.numel() == 0:
         return dx, dparams.zero_()
     rstd, *mean = (s.view(*total.shape[:-1], 1) for s in stats)
-    n, g = total.to(stats.dtype), grad.to(stats.dtype)
-    n = (n - mean[0] if centred else n) * rstd
-    sums = [g * n, g] if with_bias else [g * n]
-    for i, rows in enumerate(sums):
+    n = (total - mean[0]).mul_(rstd) if centred else total * rstd
+    g = grad.to(stats.dtype)
+    for i, rows in enumerate((g * n, g) if with_bias else (g * n,)):
         dparams[i] = sum_rows(rows.unsqueeze(0).flatten(0, -2))
     h = g * weight
-    d = h - n * _mean(h * n)
-    if centred:
-        d -= _mean(h)
-    d *= rstd
+    along, level = _mean(h * n), _mean(h) if centred else 0
+    d = h.sub_(n.mul_(along)).sub_(level).mul_(rstd)
     if grad_total is not None:
-        d += grad_total
+        d.add_(grad_total)
     return dx.copy_(d), dparams
 
 

@@ -115,3 +115,13 @@ def test_sizes_of_one_and_absent_tensors_compile(name):
     absent = [name for name in ("residual", "bias", "grad_total") if name in described.tensors]
     flags = {"HAS_RESIDUAL", "HAS_BIAS", "HAS_GRAD_TOTAL"} & set(described.constants)
     assert described.specialised(absent, dict.fromkeys(flags, False)).compile(90).spill_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "layer_norm_backward"])
+def test_rows_of_odd_length_compile(name):
+    """Their accesses are as narrow as an element, and nothing is copied ahead."""
+    described = launch(name, "bf16", 4095)
+    described.constants["VECTOR"] = 1
+    cubin = described.compile(90)
+    check_resources(cubin, "bf16", 90)
+    assert not wide_copies(cubin)
