@@ -9,7 +9,7 @@ VENV := .venv/bin/python
 SETUP := $(PYTHON) .ci/environment.py
 KEEP_GOING := --continue-on-collection-errors
 
-.PHONY: train test test-full test-newest-triton lint build clean
+.PHONY: train test test-full test-newest-triton sanitize lint build clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores.
 train:
@@ -48,6 +48,12 @@ test-newest-triton:
 	@$(SETUP) test
 	$(VENV) -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton triton
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=.venv/newest-triton $(VENV) -m pytest tests/ops/test_*_cubins.py
+
+# The C++ kernels of every instruction set, and the host module, under the address and undefined-behaviour
+# sanitizers.
+sanitize:
+	@$(SETUP) test
+	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest --full tests/test_sanitize.py $(PYTEST)
 
 lint:
 	@$(SETUP) dev

@@ -3,8 +3,8 @@
 FASTMP_CPP (`_C_cpu` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools are), 0 (do not)
 or 1 (fail rather than skip); with FASTMP_CPP=0, auto leaves out `_C_cuda` too. TORCH_CUDA_ARCH_LIST lists the
 GPU architectures, FASTMP_TORCH_DIR names the torch package to build against, CXX and CUDACXX the compilers,
-MAX_JOBS limits parallel compilation. What was built, or why not, is written to fastmp/_build.json. No GPU is
-looked for.
+MAX_JOBS limits parallel compilation. FASTMP_SANITIZE=1 builds with sanitizers (`make sanitize`). What was
+built, or why not, is written to fastmp/_build.json. No GPU is looked for.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def gencode_flags(archs: list[Arch]) -> dict[str, list[str]]:
 
 
 def setting(name: str) -> str:
-    """FASTMP_CPP or FASTMP_CUDA: auto, 0 or 1."""
+    """FASTMP_CPP, FASTMP_CUDA or FASTMP_SANITIZE: auto, 0 or 1."""
     value = os.environ.get(name, "auto").strip().lower() or "auto"
     if value not in ("auto", "0", "1"):
         raise BuildError(f"{name} must be auto, 0 or 1, got {value!r}")
@@ -219,6 +219,7 @@ def make_plan() -> Plan:
         "FASTMP_BUILD_CPU": "OFF" if no_cpp else "ON",
         "FASTMP_BUILD_CUDA": "OFF" if no_cuda else "ON",
         "FASTMP_BUILD_HOST": "OFF" if no_host else "ON",
+        "FASTMP_SANITIZE": "ON" if setting("FASTMP_SANITIZE") == "1" else "OFF",
     }
     if not no_host:
         headers = Path(pybind11.origin).parent / "include"
@@ -269,7 +270,8 @@ class BuildExt(build_ext):
         inplace = self.inplace
         compilers = zlib.crc32(f"{PLAN.definitions['CMAKE_CXX_COMPILER']} {find_nvcc()}".encode())
         tag = f"{sys.implementation.cache_tag}-torch{PLAN.torch_version or 'none'}-{compilers:08x}"
-        self.cmake_dir = ROOT / "build" / "cmake" / tag
+        kind = "sanitize" if PLAN.definitions["FASTMP_SANITIZE"] == "ON" else "cmake"
+        self.cmake_dir = ROOT / "build" / kind / tag
         self.cmake_dir.mkdir(parents=True, exist_ok=True)
         with open(self.cmake_dir / ".lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one tree take turns

@@ -11,6 +11,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #if defined(__x86_64__)
@@ -39,10 +40,21 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 #if defined(FASTMP_WITH_AVX512)
-inline bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+// A build with sanitizers serves the set that FASTMP_LIMIT_ISA names, so that tests reach all of them.
+inline bool permitted([[maybe_unused]] const char* isas) {
+#if defined(FASTMP_LIMIT_ISA)
+  const char* limit = std::getenv("FASTMP_LIMIT_ISA");
+  return limit == nullptr || std::strstr(isas, limit) != nullptr;
+#else
+  return true;
+#endif
+}
+inline bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && permitted("avx2 avx512");
+}
 inline bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && permitted("avx512");
 }
 #endif
 

@@ -1,0 +1,95 @@
+"""The C++ kernels and the host module under the address and undefined-behaviour sanitizers: `make sanitize`.
+
+They are built into build/sanitize beside a copy of the package, and loaded into a Python that has the
+sanitizers' library before all others. The first report ends that process. A machine serves its widest
+instruction set only; in this build FASTMP_LIMIT_ISA names the one that serves, and each has its turn.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "sanitize"
+PACKAGE = BUILD / "lib"
+OP_TESTS = ("test_every_op.py", "test_large_offsets.py", "test_functions.py")
+# what calls kernels; torch.compile and the profiler have code of their own under way
+SELECTED = "not compiles and not profiler and not waits"
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(3000)]
+
+
+def isas() -> list[str]:
+    best = torch.backends.cpu.get_cpu_capability()
+    return ["base", *["avx2"] * (best in ("AVX2", "AVX512")), *["avx512"] * (best == "AVX512")]
+
+
+@pytest.fixture(scope="module")
+def preloaded() -> str:
+    """The libraries that come before all others: the sanitizers', and that of the exceptions they watch."""
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    found = []
+    for library in ("libasan.so", "libubsan.so", "libstdc++.so"):
+        command = [compiler, f"-print-file-name={library}"]
+        path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not os.path.isabs(path):
+            pytest.skip(f"{compiler} has no {library}")
+        found.append(path)
+    return " ".join(found)
+
+
+@pytest.fixture(scope="module")
+def built(preloaded) -> None:
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", BUILD, "--build-lib", PACKAGE]
+    variables = {"FASTMP_SANITIZE": "1", "FASTMP_CPP": "1", "FASTMP_CUDA": "0"}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for pattern in ("_C_cpu.so", "_host.*.so"):
+        (library,) = (PACKAGE / "fastmp").glob(pattern)
+        code = library.read_bytes()
+        assert b"__asan_report" in code and b"__ubsan_handle" in code, f"{library.name} is not instrumented"
+
+
+def succeed(preloaded: str, isa: str, *arguments: str | Path) -> None:
+    """Run Python on the instrumented copy; memory that torch never gives back is no error."""
+    variables = {
+        "LD_PRELOAD": preloaded,
+        "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "FASTMP_LIMIT_ISA": isa,
+    }
+    kept = {k: v for k, v in os.environ.items() if k not in ("FASTMP_OPS", "TRITON_INTERPRET", "PYTHONPATH")}
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=PACKAGE, env={**kept, **variables}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    reported = "Sanitizer" in output or "runtime error:" in output
+    assert done.returncode == 0 and not reported, output[-8000:]
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_samples_of_every_op(isa, preloaded, built):
+    succeed(preloaded, isa, "-m", "fastmp", "doctor", "--check")
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_functions_and_offsets(isa, preloaded, built):
+    paths = [ROOT / "tests" / "ops" / name for name in OP_TESTS]
+    succeed(preloaded, isa, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SELECTED, *paths)
+
+
+def test_host_module(preloaded, built):
+    path = ROOT / "tests" / "train" / "test_sampling.py"
+    succeed(preloaded, isas()[-1], "-m", "pytest", "-q", "-p", "no:cacheprovider", path)
