@@ -129,7 +129,8 @@ def test_compiled_libraries_load(installed, tmp_path):
     served = json.loads(succeed(installed, "-c", code, cwd=tmp_path))
     assert served
     if record["cpp"] == "built":
-        assert {name: by["cpu"][0] for name, by in served.items()} == dict.fromkeys(served, "c++")
+        by_torch = {"accumulate_weight_grad_"}  # a matrix product
+        assert {name for name, by in served.items() if by["cpu"][0] != "c++"} == by_torch
     if record["host"] == "built":
         succeed(installed, "-c", "import fastmp._host", cwd=tmp_path)
 
