@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fastmp.config import Environment
 
 _POLL_SECONDS = 0.02
-_JOIN_SECONDS = 8.0  # 16 ranks started at once on 2 cores came within 1 s of each other
+_JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -56,7 +56,7 @@ def init(
 
     With a GPU the device is `cuda:LOCAL_RANK`, CUDA tensors travel over NCCL and CPU tensors over gloo;
     without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds every collective of the
-    default group, `join_seconds` the wait for ranks that are not there yet: 8 by default, and as long as
+    default group, `join_seconds` the wait for ranks that are not there yet: 5 by default, and as long as
     a collective under torchrun, which itself ends a job one of whose ranks does not start. Without a RANK
     variable this is a world of one and no process group is made.
 

@@ -206,7 +206,7 @@ def test_a_job_without_one_of_its_ranks_is_gone_within_ten_seconds(worker, tmp_p
         for process in ranks:
             process.kill()
     assert [process.returncode for process in ranks] == [1, 1]
-    assert "fastmp.init: ranks [2] of 3 did not join in 8 s" in errors[0]
+    assert "fastmp.init: ranks [2] of 3 did not join in 5 s" in errors[0]
     assert not list(tmp_path.glob("result-*"))
 
 
