@@ -322,6 +322,8 @@ def test_a_layout_that_does_not_fit_the_ranks_ends_the_job_with_a_clear_line(wor
     done = torchrun("--standalone", "--nproc-per-node=3", worker, "plain", tmp_path)
     assert done.returncode != 0
     lines = lines_of_ranks(done.stderr)
+    # a rank that is still connecting when the first one leaves can only say that
+    lines = [line for line in lines if "another rank is gone" not in line]
     assert lines and all(
         line.endswith("ValueError: RankGrid: world_size 3 is not a multiple of tp 2 x cp 1 x pp 1 = 2")
         for line in lines
