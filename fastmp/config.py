@@ -64,6 +64,105 @@ class Environment:
         )
 
 
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of an MLP.
+
+    Routing: a token goes to `top_k` of `num_experts` experts. `score` makes scores of the logits ("softmax"
+    over all experts, with `pre_softmax` False over the chosen ones only; or "sigmoid"); `normalize_topk`
+    divides the chosen scores by their sum, `routed_scale` multiplies them. With `group_topk` the choice is
+    among the experts of that many of `num_groups` equal groups. `expert_bias` moves the choice (not the
+    scores) towards idle experts by `bias_update_rate` a step, without an auxiliary loss. `jitter` multiplies
+    the router's input by uniform numbers in [1 - jitter, 1 + jitter] while training.
+
+    Losses: coefficients of the Switch load-balancing loss (`aux_loss`), the same per sequence
+    (`sequence_aux_loss`), and the mean squared log-sum-exp of the logits (`z_loss`).
+
+    Capacity: while training, an expert takes capacity_factor * top_k / num_experts of a rank's tokens at
+    most (None: all that come) and drops those of least probability (`drop_policy` "probs") or the last ones
+    ("position").
+
+    Experts have `expert_ffn_hidden_size` hidden units; one shared expert that every token goes through has
+    `shared_expert_ffn_hidden_size` (0: none), and its output is multiplied by a sigmoid gate of the token
+    with `shared_expert_gate`. `dispatcher`: tokens travel by "alltoall", or "allgather" brings all tokens of
+    the expert group to every rank of it, which suits few experts a rank and many per token.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    expert_ffn_hidden_size: int = 512
+    score: str = "softmax"
+    pre_softmax: bool = True
+    normalize_topk: bool = False
+    routed_scale: float = 1.0
+    num_groups: int = 1
+    group_topk: int = 1
+    expert_bias: bool = False
+    bias_update_rate: float = 1e-3
+    aux_loss: float = 0.0
+    sequence_aux_loss: float = 0.0
+    z_loss: float = 0.0
+    jitter: float = 0.0
+    capacity_factor: float | None = None
+    drop_policy: str = "probs"
+    dispatcher: str = "alltoall"
+    shared_expert_ffn_hidden_size: int = 0
+    shared_expert_gate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk"):
+            value = getattr(self, name)
+            _require(value > 0, "MoEConfig", f"{name} must be positive, got {value}")
+        losses = ("aux_loss", "sequence_aux_loss", "z_loss")
+        for name in (*losses, "bias_update_rate", "shared_expert_ffn_hidden_size"):
+            value = getattr(self, name)
+            _require(value >= 0, "MoEConfig", f"{name} must not be negative, got {value}")
+        _require(
+            self.top_k <= self.num_experts,
+            "MoEConfig",
+            f"top_k {self.top_k} is more than num_experts {self.num_experts}",
+        )
+        self._check_groups()
+        choices = {
+            "score": ("softmax", "sigmoid"),
+            "drop_policy": ("probs", "position"),
+            "dispatcher": ("alltoall", "allgather"),
+        }
+        for name, known in choices.items():
+            value = getattr(self, name)
+            _require(value in known, "MoEConfig", f"{name} must be one of {', '.join(known)}, got {value!r}")
+        _require(0.0 <= self.jitter < 1.0, "MoEConfig", f"jitter must be in [0, 1), got {self.jitter}")
+        _require(
+            self.capacity_factor is None or self.capacity_factor > 0.0,
+            "MoEConfig",
+            f"capacity_factor must be positive or absent, got {self.capacity_factor}",
+        )
+        _require(
+            self.shared_expert_ffn_hidden_size > 0 or not self.shared_expert_gate,
+            "MoEConfig",
+            "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0",
+        )
+
+    def _check_groups(self) -> None:
+        _require(
+            self.num_experts % self.num_groups == 0,
+            "MoEConfig",
+            f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}",
+        )
+        _require(
+            self.group_topk <= self.num_groups,
+            "MoEConfig",
+            f"group_topk {self.group_topk} is more than num_groups {self.num_groups}",
+        )
+        reachable = self.group_topk * (self.num_experts // self.num_groups)
+        _require(
+            self.top_k <= reachable,
+            "MoEConfig",
+            f"top_k {self.top_k} is more than the {reachable} experts of group_topk {self.group_topk} of "
+            f"{self.num_groups} groups",
+        )
+
+
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 
 
@@ -71,7 +170,8 @@ _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # propert
 class GPTConfig:
     """A pre-LN GPT with learned positions, bias-GeLU MLP and tied embeddings.
 
-    `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA).
+    `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA). `moe`: the
+    layers have a mixture of experts in place of the MLP.
     """
 
     num_layers: int = 4
@@ -85,6 +185,7 @@ class GPTConfig:
     attention_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
     init_std: float = 0.02
+    moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len")

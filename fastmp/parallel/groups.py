@@ -26,8 +26,9 @@ class ParallelGroups:
 
     `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `dp_cp` is what
     gradients of dense parameters are summed over, `mp` (tp-pp) one replica of the model, `embedding` the
-    first and last stage of a pipeline (None on the stages between). `mp` and `dp_cp` are the very group of
-    one axis where the other has size one.
+    first and last stage of a pipeline (None on the stages between). `tp_cp` shares out the tokens of one
+    sequence in an expert layer, `tp_cp_dp` those of a whole microbatch, and `etp_ep` holds all experts. A
+    group of several axes is the very group of the smaller set where the others have size one.
 
     `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
     included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
@@ -45,6 +46,9 @@ class ParallelGroups:
     edp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
     mp: ProcessGroup | None = None
+    tp_cp: ProcessGroup | None = None
+    tp_cp_dp: ProcessGroup | None = None
+    etp_ep: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
@@ -77,11 +81,24 @@ class ParallelGroups:
 
         groups = {axis: make(axis) for axis in dict.fromkeys(DENSE_AXES + EXPERT_AXES)}
 
-        def join(axis: str, other: str) -> ProcessGroup | None:
-            both = grid.size(axis) > 1 and grid.size(other) > 1
-            return make(f"{axis}-{other}") if both else groups[axis] or groups[other]
+        made: dict[tuple[str, ...], ProcessGroup | None] = {}
 
-        groups |= {"dp_cp": join("dp", "cp"), "mp": join("tp", "pp"), "embedding": make("embedding")}
+        def join(*axes: str) -> ProcessGroup | None:
+            several = tuple(sorted(axis for axis in axes if grid.size(axis) > 1))
+            if len(several) < 2:
+                return groups[several[0]] if several else None
+            if several not in made:
+                made[several] = make("-".join(several))
+            return made[several]
+
+        groups |= {
+            "dp_cp": join("dp", "cp"),
+            "mp": join("tp", "pp"),
+            "tp_cp": join("tp", "cp"),
+            "tp_cp_dp": join("tp", "cp", "dp"),
+            "etp_ep": join("etp", "ep"),
+            "embedding": make("embedding"),
+        }
         singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
         alone = singles[rank]
 

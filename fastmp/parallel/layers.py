@@ -53,13 +53,15 @@ class ParallelAttributes(NamedTuple):
 
     `tensor_model_parallel`: it is a shard, cut along `partition_dim` in `partition_stride` interleaved
     pieces. When False, it is replicated; with `sequence_parallel` its gradient is a partial sum, to be added
-    over the group.
+    over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a contiguous part of all
+    experts of the `ep` group; the cut is then over the `etp` group, and replicas are the ranks of `edp`.
     """
 
     tensor_model_parallel: bool = False
     partition_dim: int = -1
     partition_stride: int = 1
     sequence_parallel: bool = False
+    expert_parallel: bool = False
 
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:

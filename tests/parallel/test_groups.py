@@ -18,6 +18,9 @@ from fastmp.testing import RankError, run_ranks
 AXES = {
     **{axis: axis for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "mp", "embedding")},
     "dp_cp": "dp-cp",
+    "tp_cp": "tp-cp",
+    "tp_cp_dp": "tp-cp-dp",
+    "etp_ep": "etp-ep",
 }
 LAYOUTS = [
     {"tp": 2, "pp": 2},
