@@ -10,6 +10,7 @@ from fastmp.ops.adamw import adamw_
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
+from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.registry import OPS
@@ -33,6 +34,8 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_from_stats",
     "geglu",
+    "grouped_mlp_in",
+    "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
     "rms_norm",

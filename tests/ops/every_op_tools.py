@@ -82,7 +82,8 @@ def _with_rows(arguments: tuple, given: int, num_rows: int, make: Callable[..., 
         if not isinstance(argument, Tensor):
             return num_rows if argument == given and not isinstance(argument, float) else argument
         if (dim := row_dim(argument, given)) is None:
-            return argument.clone()
+            ends = argument.dtype == torch.int32  # numbers of rows: where the last expert's end
+            return argument.masked_fill(argument == given, num_rows) if ends else argument.clone()
         shape = (*argument.shape[:dim], num_rows, *argument.shape[dim + 1 :])
         large = make(shape, argument.dtype)
         large.select(dim, 0).copy_(argument.select(dim, 0))

@@ -26,6 +26,7 @@ from fastmp.ops import OPS, dropout, norm_triton, rows
 from fastmp.testing.ops import run, samples
 
 CONTIGUOUS = ("adamw_", "cross_entropy_merge")  # ops that take nothing else, or a copy
+SUMS_OVER_ROWS = ("grouped_mm_wgrad", "grouped_mm_wgrad_")
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
 TRITON = pytest.mark.parametrize(("op", "backend"), op_backends(("triton",)))
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
@@ -77,6 +78,9 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
     """The first row of the first result and the last row of the last one are right."""
     wanted = two_rows_of_many(op, case, monkeypatch)
     dims = [row_dim(result, case.num_rows) for result in results]
+    if op in SUMS_OVER_ROWS:  # the rows between are zero
+        torch.testing.assert_close(results, list(wanted), rtol=tolerance, atol=tolerance)
+        return
     pairs = [trio for trio in zip(results, wanted, dims, strict=True) if trio[2] is not None]
     assert pairs, "no result has rows"
     for (result, want, dim), row in ((pairs[0], 0), (pairs[-1], -1)):

@@ -1,0 +1,395 @@
+"""grouped_mm: one product for each expert, over rows that lie in the order of the experts; and its gradients.
+
+Where an expert's rows end is known to the device only: kernels walk over `offsets` there, nothing is padded
+and no host waits. Rows from the last offset on belong to nobody; they are zeros in every result.
+`grouped_mlp_in` has the activation of the first product in the epilogue of the product, and keeps what its
+argument was (the pre-activation) for the backward pass. The gradient of the weights is summed in fp32 (fp64
+for fp64), in `w.main_grad` where there is one; each tile of it has one producer, so runs do not vary.
+M rows, E experts, N x K the weight of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops import gated
+from fastmp.ops.activation import reference as bias_gelu_reference
+from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.profiling import traced
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ACTIVATIONS = ("swiglu", "bias_gelu")
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """In it, products have the dtype of their operands."""
+    available = torch.amp.is_autocast_available(device)
+    return torch.autocast(device, enabled=False) if available else nullcontext()
+
+
+def spans(offsets: Tensor, num_rows: int) -> list[tuple[int, int]]:
+    """(start, end) of each expert's rows. An end before its start, or beyond all rows, is moved there."""
+    found, start = [], 0
+    for end in offsets.tolist():
+        end = max(start, min(end, num_rows))
+        found.append((start, end))
+        start = end
+    return found
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b, computed and returned in `dtype`."""
+    return torch.mm(a.to(dtype), b.to(dtype))
+
+
+def reference(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """Each expert's rows times its weight, rounded once."""
+    y = x.new_empty(len(x), w.shape[2 if transposed else 1])
+    dtype, end = compute_dtype(x.dtype), 0
+    with without_autocast(x.device.type):
+        for weight, (start, end) in zip(w, spans(offsets, len(x)), strict=True):
+            if start < end:
+                y[start:end] = _product(x[start:end], weight if transposed else weight.t(), dtype)
+    y[end:] = 0
+    return y
+
+
+def reference_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    """grad^T x over each expert's rows, rounded once."""
+    dw = x.new_zeros(len(offsets), grad.shape[1], x.shape[1])
+    dtype = compute_dtype(x.dtype)
+    with without_autocast(x.device.type):
+        for total, (start, end) in zip(dw, spans(offsets, len(x)), strict=True):
+            if start < end:
+                total.copy_(_product(grad[start:end].t(), x[start:end], dtype))
+    return dw
+
+
+def reference_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+    dtype = compute_dtype(x.dtype)
+    with without_autocast(x.device.type):
+        for total, (start, end) in zip(out, spans(offsets, len(x)), strict=True):
+            if start == end:
+                continue
+            rows, columns = grad[start:end].to(dtype), x[start:end].to(dtype)
+            if total.dtype == dtype:
+                total.addmm_(rows.t(), columns)
+            else:
+                total.copy_(torch.addmm(total.to(dtype), rows.t(), columns))
+
+
+def _activated(h: Tensor, activation: str) -> Tensor:
+    if activation == "swiglu":
+        return gated.reference(h, None, "silu")
+    return bias_gelu_reference(h, None, "tanh")
+
+
+def reference_mlp_in(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """(activation(h), h) of h = grouped_mm(x, w) + bias; each rounded once. Without `keep` h is empty."""
+    width = _width(w, activation)
+    y = x.new_empty(len(x), width)
+    h = x.new_empty((len(x), w.shape[1]) if keep else (0,))
+    dtype, end = compute_dtype(x.dtype), 0
+    with without_autocast(x.device.type):
+        for expert, (start, end) in enumerate(spans(offsets, len(x))):
+            if start == end:
+                continue
+            part = _product(x[start:end], w[expert].t(), dtype)
+            if bias is not None:
+                part += bias[expert]
+            y[start:end] = _activated(part, activation)
+            if keep:
+                h[start:end] = part
+    y[end:] = 0
+    if keep:
+        h[end:] = 0
+    return y, h
+
+
+def _width(w: Tensor, activation: str) -> int:
+    """Columns of the result: one for each pair of rows of w, if they are gate and up."""
+    return w.shape[1] // 2 if activation == "swiglu" else w.shape[1]
+
+
+def _fake(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2 if transposed else 1])
+
+
+def _fake_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
+
+
+def _fake_mlp_in(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    kept = (x.shape[0], w.shape[1]) if keep else (0,)
+    return x.new_empty(x.shape[0], _width(w, activation)), x.new_empty(kept)
+
+
+# Costs are those of rows that all belong to an expert; where they end only the device knows.
+
+
+def _flops(x: Any, w: Any, *_: Any) -> int:
+    return 2 * x.shape[0] * w.shape[1] * w.shape[2]
+
+
+def _flops_wgrad(grad: Any, x: Any, offsets: Any) -> int:
+    return 2 * x.shape[0] * grad.shape[1] * x.shape[1]
+
+
+def _traffic(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> int:
+    """Read x and w, write y."""
+    return (x.numel() + w.numel() + len(x) * w.shape[2 if transposed else 1]) * x.element_size()
+
+
+def _traffic_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> int:
+    """Read grad and x, write the gradient."""
+    return (grad.numel() + x.numel() + len(offsets) * grad.shape[1] * x.shape[1]) * x.element_size()
+
+
+def _traffic_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> int:
+    """Read grad, x and the sum, write the sum."""
+    return (grad.numel() + x.numel()) * x.element_size() + 2 * out.numel() * out.element_size()
+
+
+def _traffic_mlp_in(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+) -> int:
+    """Read x, w and bias, write y, and h if it is kept."""
+    columns = _width(w, activation) + (w.shape[1] if keep else 0)
+    read = x.numel() + w.numel() + (0 if bias is None else bias.numel())
+    return (read + len(x) * columns) * x.element_size()
+
+
+register(
+    "grouped_mm(Tensor x, Tensor w, Tensor offsets, bool transposed) -> Tensor",
+    reference=reference,
+    fake=_fake,
+    flops=_flops,
+    traffic=_traffic,
+)
+register(
+    "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
+    reference=reference_wgrad,
+    fake=_fake_wgrad,
+    flops=_flops_wgrad,
+    traffic=_traffic_wgrad,
+)
+register(
+    "grouped_mm_wgrad_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets) -> ()",
+    reference=reference_wgrad_,
+    fake=lambda out, grad, x, offsets: None,
+    flops=lambda out, grad, x, offsets: _flops_wgrad(grad, x, offsets),
+    traffic=_traffic_wgrad_,
+)
+register(
+    "grouped_mlp_in(Tensor x, Tensor w, Tensor? bias, Tensor offsets, str activation, bool keep)"
+    " -> (Tensor, Tensor)",
+    reference=reference_mlp_in,
+    fake=_fake_mlp_in,
+    flops=_flops,
+    traffic=_traffic_mlp_in,
+)
+
+
+def _no_backward(ctx, *grads):
+    raise RuntimeError(
+        "grouped_mm, grouped_mlp_in: these ops have no backward of their own; the functions of fastmp.ops "
+        "are differentiable, once (create_graph=True is not supported)"
+    )
+
+
+for _name in ("grouped_mm", "grouped_mm_wgrad", "grouped_mlp_in"):
+    torch.library.register_autograd(f"fastmp::{_name}", _no_backward, lib=LIBRARY)
+
+
+def _refuse_create_graph(name: str) -> None:
+    """Else a second derivative would silently be missing: nothing tells autograd what was saved."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError(f"{name}: its backward is not differentiable (create_graph=True is not supported)")
+
+
+def _wgrad(grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """The gradient of the weights; None where it went to `main_grad`."""
+    if main_grad is None:
+        return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
+    torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets)
+    return None
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, offsets, main_grad, transposed):
+        ctx.save_for_backward(x, w, offsets)
+        ctx.main_grad, ctx.transposed = main_grad, transposed
+        return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
+
+    @staticmethod
+    @traced("fastmp.grouped_mm_backward")
+    def backward(ctx, grad):
+        _refuse_create_graph("grouped_mm")
+        x, w, offsets = ctx.saved_tensors
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.fastmp.grouped_mm(grad, w, offsets, not ctx.transposed)
+        if ctx.needs_input_grad[1]:
+            left, right = (x, grad) if ctx.transposed else (grad, x)
+            dw = _wgrad(left, right, offsets, ctx.main_grad)
+        return dx, dw, None, None, None
+
+
+class _GroupedMLPIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, bias, offsets, main_grad, activation):
+        y, h = torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, activation, True)
+        ctx.save_for_backward(x, w, offsets, h)
+        ctx.main_grad, ctx.activation = main_grad, activation
+        return y
+
+    @staticmethod
+    @traced("fastmp.grouped_mlp_in_backward")
+    def backward(ctx, grad):
+        _refuse_create_graph("grouped_mlp_in")
+        x, w, offsets, h = ctx.saved_tensors
+        if ctx.activation == "swiglu":
+            dh, _ = torch.ops.fastmp.gated_activation_backward(grad, h, None, "silu")
+        else:
+            dh, _ = torch.ops.fastmp.bias_gelu_backward(grad, h, None, "tanh")
+        dx = dw = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)
+        if ctx.needs_input_grad[1]:
+            dw = _wgrad(dh, x, offsets, ctx.main_grad)
+        if ctx.needs_input_grad[2]:  # column sums of each expert's rows: a product with a column of ones
+            dbias = torch.ops.fastmp.grouped_mm_wgrad(dh, dh.new_ones(len(dh), 1), offsets).squeeze(2)
+        return dx, dw, dbias, None, None, None
+
+
+def _check(
+    name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, sizes: Sequence[int] | None
+) -> None:
+    def require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ValueError(f"{name}: {message}")
+
+    shape, weight = tuple(x.shape), tuple(w.shape)
+    require(x.dtype in _DTYPES, f"x must have one of the dtypes {_DTYPES}, got {x.dtype}")
+    require(len(shape) == 2, f"x must be (M, K), got shape {shape}")
+    require(len(weight) == 3, f"w must be (E, N, K), got shape {weight}")
+    require(shape[1] == weight[columns], f"x {shape} does not fit w {weight}")
+    require(w.dtype == x.dtype, f"x is {x.dtype}, but w is {w.dtype}")
+    require(w.device == x.device, f"x is on {x.device}, but w is on {w.device}")
+    require(offsets.dtype == torch.int32, f"offsets must be int32, got {offsets.dtype}")
+    require(
+        tuple(offsets.shape) == weight[:1],
+        f"offsets of shape {tuple(offsets.shape)} do not fit the {weight[0]} experts of w",
+    )
+    require(offsets.device == x.device, f"x is on {x.device}, but offsets are on {offsets.device}")
+    if sizes is not None:
+        require(len(sizes) == weight[0], f"{len(sizes)} sizes do not fit the {weight[0]} experts of w")
+        require(
+            all(size >= 0 for size in sizes) and sum(sizes) <= shape[0],
+            f"sizes {list(sizes)} must not be negative, nor sum to more than the {shape[0]} rows of x",
+        )
+    if offsets.device.type != "cpu" or type(offsets) is not Tensor or torch.compiler.is_compiling():
+        return  # looking at the offsets would make a device wait
+    ends = [0, *offsets.tolist()]
+    require(
+        all(start <= end for start, end in pairwise(ends)) and ends[-1] <= shape[0],
+        f"offsets {ends[1:]} must not be negative, fall, or pass the {shape[0]} rows of x",
+    )
+
+
+@traced("fastmp.grouped_mm")
+def grouped_mm(
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    *,
+    transposed: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Rows of x times the weight of their expert: y[r] = w[e] @ x[r]; differentiable once in x and w.
+
+    Under autocast, in its dtype. The gradient of w is summed in fp32 (fp64 for fp64); where the parameter has
+    a `main_grad`, a tensor of its shape, it is added to that, and autograd gets none.
+
+    Args:
+        x: (M, K) float64, float32, bfloat16 or float16, rows in the order of the experts.
+        w: (E, N, K) of the same dtype and device; contiguous avoids a copy.
+        offsets: (E,) int32 on the same device: where the rows of each expert end. They never fall, and the
+            last is at most M. Rows from there on are zeros in the result and in the gradient of x.
+        transposed: x is (M, N), and the result y[r] = x[r] @ w[e] is (M, K).
+        sizes: rows of each expert, where the host knows them: lets `grouped_mm_choice` take one product after
+            another where that is faster.
+
+    Returns:
+        (M, N), or (M, K) if transposed, contiguous, of x's dtype; sums are in float32 (float64 for float64
+        inputs) and rounded once.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or sizes that do not fit; on the CPU also offsets that fall or
+            pass M (elsewhere they are taken as the nearest that do not).
+
+    Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).
+    """
+    main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
+    x, w = autocast(x, w)
+    _check("grouped_mm", x, w, offsets, 1 if transposed else 2, sizes)
+    if not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
+        return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
+    return _GroupedMM.apply(x, w, offsets, main_grad if w.requires_grad else None, transposed)
+
+
+@traced("fastmp.grouped_mlp_in")
+def grouped_mlp_in(
+    x: Tensor, w: Tensor, offsets: Tensor, *, activation: str, bias: Tensor | None = None
+) -> Tensor:
+    """The first product of an expert's MLP and its activation, in one: activation(grouped_mm(x, w) + bias).
+
+    Under autocast, in its dtype; differentiable once in x, w and bias. The backward pass keeps the
+    pre-activation, which the same kernel writes; `main_grad` of w is treated as in `grouped_mm`.
+
+    Args:
+        x, w, offsets: as for `grouped_mm`, not transposed.
+        activation: "swiglu", silu(gate) * up with the rows of w[e] being [gate | up]; or "bias_gelu", gelu in
+            its tanh form.
+        bias: (E, N) of the same dtype and device, or None.
+
+    Returns:
+        (M, N / 2) for "swiglu", else (M, N), contiguous, of x's dtype; rounded once. Rows from the last
+        offset on are zeros.
+
+    Raises:
+        ValueError: as `grouped_mm`; another activation, an odd number of rows of w[e] for "swiglu", a bias
+            that does not fit.
+
+    Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
+    """
+    if activation not in _ACTIVATIONS:
+        raise ValueError(f"grouped_mlp_in: activation must be one of {_ACTIVATIONS}, got {activation!r}")
+    main_grad = getattr(w, "main_grad", None)
+    x, w, bias = autocast(x, w, bias)
+    _check("grouped_mlp_in", x, w, offsets, 2, None)
+    if activation == "swiglu" and w.shape[1] % 2:
+        raise ValueError(f"grouped_mlp_in: w {tuple(w.shape)} has an odd number of rows: no [gate | up]")
+    if bias is not None:
+        if bias.shape != w.shape[:2]:
+            shapes = f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}"
+            raise ValueError(f"grouped_mlp_in: {shapes}")
+        if bias.dtype != x.dtype:
+            raise ValueError(f"grouped_mlp_in: x is {x.dtype}, but bias is {bias.dtype}")
+        if bias.device != x.device:
+            raise ValueError(f"grouped_mlp_in: x is on {x.device}, but bias is on {bias.device}")
+    differentiable = (t.requires_grad for t in (x, w, bias) if t is not None)
+    if not (torch.is_grad_enabled() and any(differentiable)):
+        return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, activation, False)[0]
+    return _GroupedMLPIn.apply(x, w, bias, offsets, main_grad if w.requires_grad else None, activation)

@@ -1,0 +1,126 @@
+"""Sample arguments of the grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastmp.ops import grouped_mlp_in, grouped_mm
+from fastmp.testing.functions import Draw, Function
+
+# (rows, rows of a weight, columns of a weight, columns between rows, where experts end)
+_SHAPES = (
+    (256, 16, 24, 0, (1, 1, 256)),
+    (97, 34, 65, 3, (0, 40, 40, 41, 90)),
+    (64, 48, 32, 0, (64, 64)),
+    (5, 2, 1, 0, (0, 0)),
+    (0, 8, 16, 0, (0,)),
+)
+
+
+def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """The first has its last row in the last expert, and one row in the first."""
+
+    def random(*shape: int, gap: int = 0) -> Tensor:
+        shape = (*shape[:-1], shape[-1] + gap)
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return values.to(dtype)[..., : shape[-1] - gap]
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for rows, n, k, gap, ends in _SHAPES:
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        x, w, grad = random(rows, k, gap=gap), random(len(ends), n, k, gap=gap), random(rows, n, gap=gap)
+        bias = random(len(ends), n)
+        if op == "grouped_mm":
+            yield x, w, offsets, False
+            yield grad, w, offsets, True
+        elif op == "grouped_mlp_in":
+            yield x, w, None, offsets, "swiglu", True
+            yield x, w, bias, offsets, "bias_gelu", True
+            yield x, w, bias, offsets, "swiglu", False
+        elif op == "grouped_mm_wgrad":
+            yield grad, x, offsets
+        else:
+            yield random(len(ends), n, k).to(wide), grad, x, offsets
+
+
+def _of_each_row(offsets: Tensor, rows: int) -> Tensor:
+    """The expert of each row; one more than there are where it has none."""
+    return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32), right=True)
+
+
+def _eager_grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    starts = [0, *offsets.tolist()]
+    parts = [
+        x[start:end] @ (weight if transposed else weight.t())
+        for weight, start, end in zip(w, starts, starts[1:], strict=False)
+    ]
+    columns = w.shape[2 if transposed else 1]
+    return torch.cat([*parts, x.new_zeros(len(x) - starts[-1], columns)])
+
+
+def _eager_grouped_mlp_in(
+    x: Tensor, w: Tensor, offsets: Tensor, activation: str, bias: Tensor | None
+) -> Tensor:
+    h = _eager_grouped_mm(x, w, offsets, False)
+    expert = _of_each_row(offsets, len(x))
+    if bias is not None:
+        h = h + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
+    if activation == "bias_gelu":
+        return F.gelu(h, approximate="tanh")
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def draw_offsets(draw: Draw, rows: int, experts: int) -> Tensor:
+    """Where experts end: all kinds of routing, also none at all and all rows to one."""
+    kind = draw.choice(["any", "equal", "one", "none", "all"])
+    if kind == "equal":
+        ends = [rows // experts * (expert + 1) for expert in range(experts)]
+    elif kind == "one":
+        first = draw.source.randrange(experts)
+        ends = [rows if expert >= first else 0 for expert in range(experts)]
+    elif kind == "none":
+        ends = [0] * experts
+    else:
+        ends = sorted(draw.source.randrange(rows + 1) for _ in range(experts))
+        ends[-1] = rows if kind == "all" else ends[-1]
+    return torch.tensor(ends, dtype=torch.int32, device=draw.device)
+
+
+def _draw(draw: Draw) -> tuple[int, int, int, Tensor]:
+    """(M, N, K, offsets)"""
+    experts = 5 if draw.large else draw.choice([1, 2, 3, 7])
+    rows = 1031 if draw.large else draw.size(64 if draw.small else 128)
+    n, k = (128, 97) if draw.large else (draw.size(64), draw.size(64))
+    ends = torch.tensor([300, 300, 301, 900, 1000], dtype=torch.int32, device=draw.device)
+    return rows, n, k, ends if draw.large else draw_offsets(draw, rows, experts)
+
+
+def _draw_grouped_mm(draw: Draw) -> tuple[tuple, dict[str, Any]]:
+    rows, n, k, offsets = _draw(draw)
+    transposed = draw.flag()
+    width = n if transposed else k
+    x = draw.tensor(rows, width)
+    return (x, draw.tensor(len(offsets), n, k, scale=max(width, 1) ** -0.5), offsets), {
+        "transposed": transposed
+    }
+
+
+def _draw_grouped_mlp_in(draw: Draw) -> tuple[tuple, dict[str, Any]]:
+    rows, n, k, offsets = _draw(draw)
+    activation = draw.choice(["swiglu", "bias_gelu"])
+    n = 2 * n if activation == "swiglu" else n
+    bias = draw.tensor(len(offsets), n) if draw.flag() else None
+    x, w = draw.tensor(rows, k), draw.tensor(len(offsets), n, k, scale=2 * max(k, 1) ** -0.5)
+    return (x, w, offsets), {"activation": activation, "bias": bias}
+
+
+FUNCTIONS = (
+    Function("grouped_mm", grouped_mm, _eager_grouped_mm, _draw_grouped_mm),
+    Function("grouped_mlp_in", grouped_mlp_in, _eager_grouped_mlp_in, _draw_grouped_mlp_in),
+)
