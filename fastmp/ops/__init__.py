@@ -13,6 +13,7 @@ from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.norm import layer_norm, rms_norm
+from fastmp.ops.permute import permutation, permute, unpermute
 from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 from fastmp.ops.softmax import scaled_masked_softmax
@@ -38,10 +39,13 @@ __all__ = [
     "grouped_mm",
     "layer_norm",
     "linear_cross_entropy",
+    "permutation",
+    "permute",
     "rms_norm",
     "rope",
     "rope_cos_sin",
     "rope_qk",
     "scaled_masked_softmax",
     "swiglu",
+    "unpermute",
 ]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from every_op_tools import (
     BEYOND,
+    INDEXED,
     NothingWalksThrough,
     Stretched,
     apart,
@@ -91,7 +92,7 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
 
 
 @pytest.mark.interpret
-@TRITON
+@pytest.mark.parametrize(("op", "backend"), op_backends(("triton",), without=INDEXED))
 def test_first_and_last_row_of_very_many(op, backend, monkeypatch):
     """Contiguous arguments and results of more than 2^35 elements; the programs in between are left out."""
     call = implementation(op, backend)
@@ -107,7 +108,7 @@ def test_first_and_last_row_of_very_many(op, backend, monkeypatch):
     check_ends(op, results, case, 2e-3, monkeypatch)
 
 
-@ON_CPU
+@pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference"), without=INDEXED))
 def test_first_and_last_row_of_many(op, backend, monkeypatch):
     """The same comparison where all rows fit into memory."""
     case = stretched(op, torch.float32, 1 << 18)
@@ -115,7 +116,7 @@ def test_first_and_last_row_of_many(op, backend, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("op", "backend"), op_backends(("c++",)))
+@pytest.mark.parametrize(("op", "backend"), op_backends(("c++",), without=INDEXED))
 def test_results_of_more_than_two_to_the_31_elements(op, backend, monkeypatch):
     """Compiled kernels; what is read takes no memory, what is written does."""
     call = implementation(op, backend)
@@ -127,7 +128,7 @@ def test_results_of_more_than_two_to_the_31_elements(op, backend, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("op", "backend"), op_backends(("triton", "cuda")))
+@pytest.mark.parametrize(("op", "backend"), op_backends(("triton", "cuda"), without=INDEXED))
 def test_more_than_two_to_the_31_elements_on_gpu(op, backend, monkeypatch):
     call = implementation(op, backend)
     torch.cuda.empty_cache()

@@ -1,0 +1,295 @@
+"""permutation, permute and unpermute: tokens into the order of their experts, and back.
+
+`permutation` sorts the (token, slot) pairs by expert, those of one expert in the order of their tokens: a
+stable counting sort, which gives every pair its row. `permute` writes each token to its k rows, reading it
+once; `unpermute` gathers the k rows of each token, weighted, adding in fp32 in the order of the slots. The
+gradient of one is the other: no atomics, and rows that belong to nothing are zeros in results and gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.rows import sum_rows
+from fastmp.profiling import traced
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def reference_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The row of each pair, -1 for experts out of range, and the row after the last one of each expert."""
+    experts = indices.reshape(-1)
+    valid = (experts >= 0) & (experts < num_experts)
+    experts, order = experts.where(valid, num_experts).sort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    bounds = torch.arange(num_experts, device=order.device, dtype=experts.dtype)
+    offsets = torch.searchsorted(experts, bounds, right=True, out_int32=True)
+    return rows.where(valid, -1).to(torch.int32).view(indices.shape), offsets
+
+
+def _inside(row_of: Tensor, num_rows: int) -> Tensor:
+    return (row_of >= 0) & (row_of < num_rows)
+
+
+def reference(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
+    """Token t at the rows row_of[t], zeros elsewhere; what has no row is written behind the last one."""
+    rows = row_of.where(_inside(row_of, num_rows), num_rows).long()
+    out = x.new_zeros(num_rows + 1, x.shape[1])
+    for slot in rows.unbind(1):
+        out.index_copy_(0, slot, x)
+    return out[:num_rows]
+
+
+def _gathered(y: Tensor, rows: Tensor) -> Tensor:
+    """The given rows of y in the compute dtype, zeros for those that y does not have."""
+    wide = compute_dtype(y.dtype)
+    if len(y) == 0:
+        return y.new_zeros(len(rows), y.shape[1], dtype=wide)
+    inside = _inside(rows, len(y))
+    return y.index_select(0, rows.where(inside, 0)).to(wide).masked_fill_(~inside[:, None], 0)
+
+
+def reference_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+    """The sum over the slots of probs times the rows of y, added in the order of the slots."""
+    total = y.new_zeros(len(row_of), y.shape[1], dtype=compute_dtype(y.dtype))
+    inside = _inside(row_of, len(y))
+    for slot, rows in enumerate(row_of.unbind(1)):
+        part = _gathered(y, rows)
+        if probs is not None:
+            part.mul_(probs[:, slot, None].where(inside[:, slot, None], 0))
+        total.add_(part)
+    return total.to(y.dtype)
+
+
+def reference_unpermute_backward(
+    grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of y, every row of it, and of probs."""
+    num_rows = len(y)
+    rows = row_of.where(_inside(row_of, num_rows), num_rows).long()
+    wide = grad.to(probs.dtype)
+    dy = y.new_zeros(num_rows + 1, y.shape[1])
+    dprobs = torch.zeros(probs.shape, dtype=probs.dtype, device=probs.device)
+    for slot, target in enumerate(rows.unbind(1)):
+        dy.index_copy_(0, target, (wide * probs[:, slot, None]).to(y.dtype))
+        if y.shape[1]:
+            dots = sum_rows(_gathered(y, target).mul_(wide).t())
+            dprobs[:, slot] = dots.where(target < num_rows, 0)
+    return dy[:num_rows], dprobs
+
+
+def _fake_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return indices.new_empty(indices.shape), indices.new_empty(num_experts)
+
+
+def _fake(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
+    return x.new_empty(num_rows, x.shape[1])
+
+
+def _fake_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+    return y.new_empty(row_of.shape[0], y.shape[1])
+
+
+def _fake_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), probs.new_empty(probs.shape)
+
+
+# Costs, where every pair has a row: bytes of everything read and written once.
+
+
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+def _traffic_permutation(indices: Tensor, num_experts: int) -> int:
+    """Read indices, write rows and offsets."""
+    return 2 * _bytes(indices) + 4 * num_experts
+
+
+def _traffic(x: Tensor, row_of: Tensor, num_rows: int) -> int:
+    """Read tokens once, write all rows."""
+    return _bytes(x, row_of) + num_rows * x.shape[1] * x.element_size()
+
+
+def _traffic_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> int:
+    """Read rows, write tokens."""
+    rows = min(row_of.numel(), y.shape[0]) + row_of.shape[0]
+    return rows * y.shape[1] * y.element_size() + _bytes(row_of, probs)
+
+
+def _traffic_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor) -> int:
+    """Read grad once, read y and write its gradient, read and write probs."""
+    rows = row_of.shape[0] + min(row_of.numel(), y.shape[0]) + y.shape[0]
+    return rows * y.shape[1] * y.element_size() + _bytes(row_of, probs, probs)
+
+
+def _flops_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> int:
+    return row_of.numel() * y.shape[1] * (1 if probs is None else 2)
+
+
+def _flops_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor) -> int:
+    return row_of.numel() * y.shape[1] * 3
+
+
+register(
+    "permutation(Tensor indices, int num_experts) -> (Tensor, Tensor)",
+    reference=reference_permutation,
+    fake=_fake_permutation,
+    traffic=_traffic_permutation,
+)
+register(
+    "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
+    reference=reference,
+    fake=_fake,
+    traffic=_traffic,
+)
+register(
+    "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
+    reference=reference_unpermute,
+    fake=_fake_unpermute,
+    flops=_flops_unpermute,
+    traffic=_traffic_unpermute,
+)
+register(
+    "unpermute_backward(Tensor grad, Tensor y, Tensor row_of, Tensor probs) -> (Tensor, Tensor)",
+    reference=reference_unpermute_backward,
+    fake=_fake_unpermute_backward,
+    flops=_flops_unpermute_backward,
+    traffic=_traffic_unpermute_backward,
+)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+@traced("fastmp.permute_backward")
+def _backward(ctx, grad: Tensor):
+    (row_of,) = ctx.saved_tensors
+    return torch.ops.fastmp.unpermute(grad, row_of, None), None, None
+
+
+def _setup_unpermute(ctx, inputs, output) -> None:
+    y, row_of, probs = inputs
+    ctx.num_rows = y.shape[0]
+    ctx.save_for_backward(None if probs is None else y, row_of, probs)
+
+
+@traced("fastmp.unpermute_backward")
+def _backward_unpermute(ctx, grad: Tensor):
+    y, row_of, probs = ctx.saved_tensors
+    if probs is None:
+        return torch.ops.fastmp.permute(grad, row_of, ctx.num_rows), None, None
+    dy, dprobs = torch.ops.fastmp.unpermute_backward(grad, y, row_of, probs)
+    return dy, None, dprobs
+
+
+def _no_second_backward(ctx, *grads):
+    raise RuntimeError(
+        "unpermute: its backward with probs is not differentiable (create_graph=True is not supported)"
+    )
+
+
+torch.library.register_autograd("fastmp::permute", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd(
+    "fastmp::unpermute", _backward_unpermute, setup_context=_setup_unpermute, lib=LIBRARY
+)
+torch.library.register_autograd("fastmp::unpermute_backward", _no_second_backward, lib=LIBRARY)
+
+
+@traced("fastmp.permutation")
+def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Where each (token, slot) pair goes when pairs are sorted by expert; for `permute` and `unpermute`.
+
+    Args:
+        indices: (T, k) int32, the expert of each pair. One outside [0, num_experts), such as -1 for a dropped
+            pair, goes nowhere.
+        num_experts: E.
+
+    Returns:
+        row_of (T, k) int32, the row of each pair or -1, and offsets (E,) int32, the row after the last one of
+        each expert. Pairs of one expert keep the order of their tokens, then of their slots. The host learns
+        nothing of it: no synchronisation, and shapes do not depend on the numbers.
+
+    Raises:
+        ValueError: indices is not an int32 tensor of two dimensions with fewer than 2^31 elements, or
+            num_experts is not positive.
+    """
+    if indices.dim() != 2 or indices.dtype != torch.int32:
+        shape = tuple(indices.shape)
+        raise ValueError(f"permutation: indices must be int32 (T, k), got {indices.dtype} {shape}")
+    if indices.numel() >= 1 << 31:
+        raise ValueError(f"permutation: int32 cannot number the pairs of indices {tuple(indices.shape)}")
+    if num_experts < 1:
+        raise ValueError(f"permutation: num_experts must be positive, got {num_experts}")
+    return torch.ops.fastmp.permutation(indices, num_experts)
+
+
+def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
+    shape, rows = tuple(x.shape), tuple(row_of.shape)
+    if x.dim() != 2 or x.dtype not in _DTYPES:
+        raise ValueError(
+            f"{op}: {name} must be a matrix of one of the dtypes {_DTYPES}, got {x.dtype} {shape}"
+        )
+    if row_of.dim() != 2 or row_of.dtype != torch.int32:
+        raise ValueError(f"{op}: row_of must be int32 (T, k), got {row_of.dtype} {rows}")
+    if row_of.device != x.device:
+        raise ValueError(f"{op}: {name} is on {x.device} but row_of is on {row_of.device}")
+
+
+@traced("fastmp.permute")
+def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
+    """Each token at its rows: the input of the experts. Differentiable in x, any number of times.
+
+    Args:
+        x: (T, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
+        row_of: (T, k) int32, where each token goes, see `permutation`; a number outside [0, num_rows) is
+            nowhere. No two are the same row.
+        num_rows: M of the result.
+
+    Returns:
+        (M, H) of x's dtype; rows that nothing maps to are zeros. The gradient of a token is the sum over its
+        rows, in float32 (float64 for float64 x) in the order of the slots.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _check("permute", "x", x, row_of)
+    if row_of.shape[0] != x.shape[0]:
+        raise ValueError(f"permute: row_of {tuple(row_of.shape)} does not fit x {tuple(x.shape)}")
+    if num_rows < 0:
+        raise ValueError(f"permute: num_rows must not be negative, got {num_rows}")
+    return torch.ops.fastmp.permute(x, row_of, num_rows)
+
+
+@traced("fastmp.unpermute")
+def unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None = None) -> Tensor:
+    """The weighted sum of each token's rows: experts' outputs in token order. Differentiable in y and probs.
+
+    Args:
+        y: (M, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
+        row_of: (T, k) int32, see `permutation`; a number outside [0, M) adds nothing. No two are the same
+            row.
+        probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
+            differentiated again.
+
+    Returns:
+        (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32 (float64 for float64 y),
+        in order, rounded once. In the gradient of y, rows that nothing maps to are zeros.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    _check("unpermute", "y", y, row_of)
+    if probs is not None:
+        if probs.shape != row_of.shape:
+            shapes = f"probs {tuple(probs.shape)} does not fit row_of {tuple(row_of.shape)}"
+            raise ValueError(f"unpermute: {shapes}")
+        if probs.dtype != compute_dtype(y.dtype):
+            wanted = compute_dtype(y.dtype)
+            raise ValueError(f"unpermute: probs must be {wanted} for y of {y.dtype}, got {probs.dtype}")
+        if probs.device != y.device:
+            raise ValueError(f"unpermute: y is on {y.device} but probs is on {probs.device}")
+    return torch.ops.fastmp.unpermute(y, row_of, probs)

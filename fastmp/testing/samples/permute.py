@@ -1,0 +1,109 @@
+"""Sample arguments of the permute family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fastmp.ops import OPS, permute, unpermute
+from fastmp.ops.registry import compute_dtype
+from fastmp.testing.functions import Draw, Function
+
+#   tokens, slots, experts, columns, gap between rows, pairs dropped, rows that nothing maps to
+_CASES = (
+    (33, 2, 4, 512, 0, 0, 0),
+    (37, 6, 61, 129, 5, 40, 17),
+    (400, 4, 9, 40, 0, 7, 0),
+    (17, 1, 1, 64, 0, 0, 3),
+    (9, 12, 12, 8, 1, 0, 5),
+    (0, 8, 4, 16, 0, 0, 6),
+    (5, 2, 3, 24, 0, 10, 4),
+)
+
+
+def _indices(tokens: int, slots: int, experts: int, dropped: int, generator: torch.Generator) -> Tensor:
+    """Different experts of each token; dropped pairs have an index out of range."""
+    scores = torch.rand(tokens, experts, generator=generator)
+    indices = scores.argsort(1)[:, :slots].to(torch.int32).contiguous()
+    places = torch.randperm(indices.numel(), generator=generator)[:dropped]
+    indices.view(-1)[places] = -1
+    indices.view(-1)[places[::2]] = experts
+    return indices
+
+
+def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    rows_of = OPS["permutation"].implementations["reference"]
+    for tokens, slots, experts, columns, gap, dropped, spare in _CASES:
+        indices = _indices(tokens, slots, experts, dropped, generator)
+        if op == "permutation":
+            yield indices, experts
+            continue
+        num_rows = tokens * slots - dropped + spare
+        row_of = rows_of(indices, experts)[0]
+        tall, wide = (
+            torch.randn(rows, columns + gap, generator=generator, dtype=torch.float64).to(dtype)[:, :columns]
+            for rows in (num_rows, tokens)
+        )
+        probs = torch.rand(tokens, slots, generator=generator, dtype=compute_dtype(dtype))
+        if op == "permute":
+            yield wide, row_of, num_rows
+        elif op == "unpermute":
+            yield from ((tall, row_of, weights) for weights in (probs, None))
+        else:
+            yield wide, tall, row_of, probs
+
+
+def _eager_permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
+    """A last row takes what goes nowhere."""
+    rows = row_of.long().where((row_of >= 0) & (row_of < num_rows), num_rows)
+    out = x.new_zeros(num_rows + 1, x.shape[1])
+    return out.index_copy(0, rows.flatten(), x.repeat_interleave(row_of.shape[1], 0))[:num_rows]
+
+
+def _eager_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+    """A last row of zeros gives what comes from nowhere."""
+    rows = row_of.long().where((row_of >= 0) & (row_of < len(y)), len(y))
+    parts = torch.cat((y, y.new_zeros(1, y.shape[1])))[rows]
+    if probs is not None:
+        parts = parts * probs.masked_fill(rows == len(y), 0)[..., None]
+    return parts.sum(1).to(y.dtype)
+
+
+def _draw_rows(draw: Draw) -> tuple[int, Tensor, int]:
+    """Columns, row_of and the number of rows."""
+    if draw.large:
+        tokens, slots, experts, columns = 192, 4, 8, 256
+    else:
+        tokens, slots, experts, columns = (
+            draw.size(17),
+            draw.size(13, 1),
+            draw.size(17, 1),
+            draw.size(200 if draw.small else 1031),
+        )
+    indices = draw.ids(tokens, slots, below=experts).to(torch.int32)
+    if draw.flag():
+        indices.view(-1)[::3] = -1
+    row_of, _ = OPS["permutation"].implementations["reference"](indices, experts)
+    return columns, row_of, row_of.numel() + draw.choice([0, 0, 3])
+
+
+def _draw_permute(draw: Draw) -> tuple[tuple, dict]:
+    columns, row_of, num_rows = _draw_rows(draw)
+    return (draw.tensor(len(row_of), columns), row_of, num_rows), {}
+
+
+def _draw_unpermute(draw: Draw) -> tuple[tuple, dict]:
+    columns, row_of, num_rows = _draw_rows(draw)
+    y = draw.tensor(num_rows, columns)
+    if not draw.flag():
+        return (y, row_of, None), {}
+    probs = draw.tensor(*row_of.shape, grad=False).to(compute_dtype(draw.dtype))
+    return (y, row_of, probs.requires_grad_()), {}
+
+
+FUNCTIONS = (
+    Function("permute", permute, _eager_permute, _draw_permute),
+    Function("unpermute", unpermute, _eager_unpermute, _draw_unpermute),
+)
