@@ -164,13 +164,23 @@ class MoEConfig:
 
 
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
+_FORMS = {
+    "norm": ("layernorm", "rmsnorm"),
+    "position": ("learned", "rope"),
+    "activation": ("gelu", "swiglu"),
+}
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A pre-LN GPT with learned positions, bias-GeLU MLP and tied embeddings.
+    """A pre-LN GPT: with these defaults GPT-2, with the options below Llama, Mixtral and Qwen3.
 
-    `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA). `moe`: the
+    `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA); `head_size`
+    None means hidden_size / num_heads. `norm` is "layernorm" or "rmsnorm", both with `layernorm_epsilon`.
+    `position` is "learned" (a table) or "rope" (queries and keys turn by angles of base `rope_base`).
+    `activation` of the MLP is "gelu" or "swiglu", which has a gate as wide as the ffn beside it.
+    `linear_bias` False leaves the biases of all projections out, `tie_embeddings` False gives the output
+    layer a weight of its own, `qk_norm` normalises every query and key over its head (Qwen3). `moe`: the
     layers have a mixture of experts in place of the MLP.
     """
 
@@ -185,18 +195,28 @@ class GPTConfig:
     attention_dropout: float = 0.0
     layernorm_epsilon: float = 1e-5
     init_std: float = 0.02
+    head_size: int | None = None
+    norm: str = "layernorm"
+    position: str = "learned"
+    rope_base: float = 10000.0
+    activation: str = "gelu"
+    linear_bias: bool = True
+    tie_embeddings: bool = True
+    qk_norm: bool = False
     moe: MoEConfig | None = None
 
     def __post_init__(self) -> None:
         sizes = ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len")
-        for name in (*sizes, "kv_heads", "ffn_size", "init_std", "layernorm_epsilon"):
+        for name in (*sizes, "kv_heads", "ffn_size", "init_std", "layernorm_epsilon", "rope_base"):
             value = getattr(self, name)
             _require(value > 0, "GPTConfig", f"{_FIELDS.get(name, name)} must be positive, got {value}")
-        _require(
-            self.hidden_size % self.num_heads == 0,
-            "GPTConfig",
-            f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}",
-        )
+        if self.head_size is None:
+            _require(
+                self.hidden_size % self.num_heads == 0,
+                "GPTConfig",
+                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}",
+            )
+        _require(self.head_dim > 0, "GPTConfig", f"head_size must be positive, got {self.head_dim}")
         _require(
             self.num_heads % self.kv_heads == 0,
             "GPTConfig",
@@ -208,6 +228,14 @@ class GPTConfig:
                 "GPTConfig",
                 f"{name} must be in [0, 1), got {getattr(self, name)}",
             )
+        for name, known in _FORMS.items():
+            value = getattr(self, name)
+            _require(value in known, "GPTConfig", f"{name} must be one of {', '.join(known)}, got {value!r}")
+        _require(
+            self.position != "rope" or self.head_dim % 2 == 0,
+            "GPTConfig",
+            f'position "rope" needs heads of even size, got {self.head_dim}',
+        )
 
     @property
     def kv_heads(self) -> int:
@@ -219,7 +247,7 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.num_heads
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
 
 @dataclass(frozen=True)

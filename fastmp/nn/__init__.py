@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = exports(
         "segment": "Segment SegmentedLayer",
         "attention": "SelfAttention",
         "mlp": "MLP",
-        "replicated": "LayerNorm PositionEmbedding",
+        "replicated": "LayerNorm PositionEmbedding RMSNorm RotaryPositions",
         "transformer": "TransformerLayer",
         "models": "GPT flops_per_token num_parameters pad_vocab",
     },

@@ -5,6 +5,9 @@ share a head, then the head's key, then its value, and so on. So a plain contigu
 rank whole groups, for any number of query heads per group (GQA, Ainslie et al. 2023), and the full weight
 initialised at one TP size is, bit for bit, the weight of every other.
 
+Rotary positions (Su et al. 2021) turn queries and keys in one launch, after their norms where there are any
+(Dehghani et al. 2023, as in Qwen3).
+
 Shapes: S sequence, B batch, H hidden, G key/value heads of this rank, R query heads per key/value head,
 N = G * R query heads of this rank, D width of a head.
 """
@@ -21,6 +24,8 @@ from torch.distributed import ProcessGroup
 from fastmp.config import GPTConfig
 from fastmp.nn.dropout import require_rng, sharded_region
 from fastmp.nn.init import normal, residual_normal
+from fastmp.nn.replicated import RMSNorm, RotaryPositions
+from fastmp.ops import rope_qk
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.parallel.rng import RngTracker
@@ -36,6 +41,7 @@ class SelfAttention(nn.Module):
         group: tensor-parallel group, None for this rank alone.
         rng: generator states; dropout inside attention draws from the stream of this TP rank.
         causal: a token sees itself and those before it only.
+        rotary: the tables of `config.position` "rope", shared by layers; None makes one.
         sequence_parallel: input and output are this rank's part of the sequence, (S/TP, B, H).
         init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
 
@@ -49,6 +55,7 @@ class SelfAttention(nn.Module):
         group: ProcessGroup | None,
         rng: RngTracker | None = None,
         causal: bool = True,
+        rotary: RotaryPositions | None = None,
         sequence_parallel: bool = False,
         init: str = "full",
         device: torch.device | str | None = None,
@@ -69,6 +76,7 @@ class SelfAttention(nn.Module):
         options = {
             "group": group,
             "sequence_parallel": sequence_parallel,
+            "bias": config.linear_bias,
             "init": init,
             "rng": rng,
             "device": device,
@@ -79,18 +87,26 @@ class SelfAttention(nn.Module):
             config.hidden_size, qkv_size, gather_output=False, init_method=normal(config), **options
         )
         self.proj = RowParallelLinear(
-            config.hidden_size,
+            config.num_heads * config.head_dim,
             config.hidden_size,
             input_is_parallel=True,
             skip_bias_add=True,
             init_method=residual_normal(config),
             **options,
         )
+        place = {"device": device, "dtype": dtype}
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:  # of this rank's heads: the gradients of the ranks are added
+            norm = {"group": group, "size": self.head_dim, "sequence_parallel": True, **place}
+            self.q_norm, self.k_norm = RMSNorm(config, **norm), RMSNorm(config, **norm)
+        self.rotary = None
+        if config.position == "rope":
+            self.rotary = RotaryPositions(config, **place) if rotary is None else rotary
 
     def forward(
         self, hidden_SBH: torch.Tensor, key_padding_mask_BS: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output (S, B, H) without the bias of its projection, and that bias (H,).
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output (S, B, H) without the bias of its projection, and that bias (H,) or None.
 
         `key_padding_mask_BS` is boolean, True for padding (as in `torch.nn.MultiheadAttention`), and covers
         the whole sequence also under sequence parallelism. Nobody sees a padding token except that token
@@ -99,9 +115,13 @@ class SelfAttention(nn.Module):
         qkv = self.qkv(hidden_SBH)
         S, B = qkv.shape[:2]
         G, R, D = self.num_kv_heads, self.queries_per_kv, self.head_dim
-        q_SBGRD, k_SBGD, v_SBGD = self._split(qkv.view(S, B, G, R + 2, D))
-        q_BNSD = q_SBGRD.reshape(S, B, G * R, D).permute(1, 2, 0, 3)  # a view unless R > 1
-        k_BGSD, v_BGSD = k_SBGD.permute(1, 2, 0, 3), v_SBGD.permute(1, 2, 0, 3)
+        q_SBGRD, k_SBG1D, v_SBG1D = qkv.view(S, B, G, R + 2, D).split((R, 1, 1), dim=3)
+        if self.q_norm is not None:
+            q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
+        if self.rotary is not None:
+            q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S))
+        q_BNSD = q_SBGRD.reshape(S, B, G * R, D).permute(1, 2, 0, 3)  # copied only where R > 1, as projected
+        k_BGSD, v_BGSD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_SBG1D, v_SBG1D))
         mask = None if key_padding_mask_BS is None else self._mask(key_padding_mask_BS, (B, S))
         dropout = self.dropout if self.training else 0.0
         with sharded_region(self.rng, qkv.device) if dropout > 0.0 else nullcontext():
@@ -115,10 +135,6 @@ class SelfAttention(nn.Module):
                 enable_gqa=R > 1,
             )
         return self.proj(context_BNSD.permute(2, 0, 1, 3).reshape(S, B, G * R * D))
-
-    def _split(self, qkv_SBGED: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = qkv_SBGED.split((self.queries_per_kv, 1, 1), dim=3)
-        return q, k.squeeze(3), v.squeeze(3)
 
     def _mask(self, padding_BS: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
         """Boolean (B, 1, S, S), True where a query may look at a key."""

@@ -1,7 +1,8 @@
 """The MLP of a transformer layer over a tensor-parallel group (Shoeybi et al. 2019, section 3).
 
-The first product is split by columns, so each rank applies bias and GeLU to its own columns, in one fused op,
-and the second is split by rows: one all-reduce forward and one backward, and none between the two products.
+The first product is split by columns, so each rank applies bias and activation to its own columns, in one
+fused op, and the second is split by rows: one all-reduce forward and one backward, and none between the two
+products. With SwiGLU the first product makes gate and up: each rank has its part of one, then of the other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal, residual_normal
-from fastmp.ops import bias_gelu
+from fastmp.ops import bias_gelu, swiglu
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.parallel.rng import RngTracker
@@ -21,7 +22,7 @@ __all__ = ["MLP"]
 
 
 class MLP(nn.Module):
-    """hidden -> ffn -> hidden with tanh GeLU. Arguments as for `SelfAttention`.
+    """hidden -> ffn -> hidden with tanh GeLU or SwiGLU. Arguments as for `SelfAttention`.
 
     Raises ValueError where the ffn size is not divisible by the TP size.
     """
@@ -51,9 +52,17 @@ class MLP(nn.Module):
             "device": device,
             "dtype": dtype,
             "skip_bias_add": True,
+            "bias": config.linear_bias,
         }
+        self.gated = config.activation == "swiglu"
+        blocks = 2 if self.gated else 1
         self.up = ColumnParallelLinear(
-            config.hidden_size, config.ffn_size, gather_output=False, init_method=normal(config), **options
+            config.hidden_size,
+            blocks * config.ffn_size,
+            stride=blocks,
+            gather_output=False,
+            init_method=normal(config),
+            **options,
         )
         self.down = RowParallelLinear(
             config.ffn_size,
@@ -63,7 +72,9 @@ class MLP(nn.Module):
             **options,
         )
 
-    def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output (S, B, H) without the last bias, and that bias (H,)."""
-        ffn_SBF, bias_F = self.up(hidden_SBH)
-        return self.down(bias_gelu(ffn_SBF, bias_F, approximate="tanh"))
+    def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output (S, B, H) without the last bias, and that bias (H,) or None."""
+        up_SBF, bias_F = self.up(hidden_SBH)
+        if self.gated:
+            return self.down(swiglu(up_SBF, bias_F))
+        return self.down(bias_gelu(up_SBF, bias_F, approximate="tanh"))

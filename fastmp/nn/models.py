@@ -1,4 +1,4 @@
-"""GPT: tied embeddings divided by vocabulary over a tensor-parallel group, pre-LN layers, learned positions.
+"""GPT: embeddings divided by vocabulary over a tensor-parallel group, with pre-LN layers between them.
 
 The vocabulary is padded to a multiple of 128 x TP, so that shards are equal and aligned. Padding rows start
 at zero, their columns take no part in the loss and get no gradient, so a model is the same function, with the
@@ -19,10 +19,10 @@ from fastmp.config import GPTConfig
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.init import normal
 from fastmp.nn.recompute import recompute
-from fastmp.nn.replicated import LayerNorm, PositionEmbedding
+from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.layers import VocabParallelEmbedding, parallel_logits
+from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.parallel.rng import RngTracker
 
@@ -48,11 +48,22 @@ def num_parameters(config: GPTConfig, vocab_size: int | None = None) -> int:
 
     `vocab_size`: rows of the embedding counted, the real vocabulary by default.
     """
-    h, f = config.hidden_size, config.ffn_size
-    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-    layer = (h + 1) * qkv + (h + 1) * h + (h + 1) * f + (f + 1) * h + 4 * h
-    rows = (config.vocab_size if vocab_size is None else vocab_size) + config.max_seq_len
-    return config.num_layers * layer + rows * h + 2 * h
+    h, d, V = config.hidden_size, config.head_dim, config.vocab_size if vocab_size is None else vocab_size
+    qkv = (config.num_heads + 2 * config.kv_heads) * d
+    up = config.ffn_size * (2 if config.activation == "swiglu" else 1)
+    norm = h if config.norm == "rmsnorm" else 2 * h
+    layer = _layer_products(config) + 2 * norm
+    layer += (qkv + h + up + h) * config.linear_bias + 2 * d * config.qk_norm
+    rows = V * (1 if config.tie_embeddings else 2)
+    rows += config.max_seq_len if config.position == "learned" else 0
+    return config.num_layers * layer + rows * h + norm
+
+
+def _layer_products(config: GPTConfig) -> int:
+    """Elements of the weights that a token of a layer is multiplied with."""
+    h, d, f = config.hidden_size, config.head_dim, config.ffn_size
+    attention = (2 * config.num_heads + 2 * config.kv_heads) * d * h
+    return attention + h * f * (3 if config.activation == "swiglu" else 2)
 
 
 def flops_per_token(
@@ -65,11 +76,10 @@ def flops_per_token(
     is not model FLOPs. `vocab_size`: columns of the logits counted, the real vocabulary by default.
     """
     S = config.max_seq_len if seq_len is None else seq_len
-    h, f, V = config.hidden_size, config.ffn_size, config.vocab_size if vocab_size is None else vocab_size
-    qkv = (config.num_heads + 2 * config.kv_heads) * config.head_dim
-    weights = config.num_layers * (h * qkv + h * h + 2 * h * f) + h * V
+    V = config.vocab_size if vocab_size is None else vocab_size
+    weights = config.num_layers * _layer_products(config) + config.hidden_size * V
     keys = (S + 1) / 2 if causal else S
-    attention = config.num_layers * 2 * h * keys
+    attention = config.num_layers * 2 * config.num_heads * config.head_dim * keys
     return 3 * 2 * (weights + attention)
 
 
@@ -118,17 +128,27 @@ class GPT(nn.Module):
             "dtype": dtype,
         }
         options = {"rng": rng, "init": init, **place}
-        self.word_embedding = VocabParallelEmbedding(
-            pad_vocab(config.vocab_size, group_size(self.group)),
-            config.hidden_size,
-            init_method=self._init_words,
-            **options,
-        )
-        self.position_embedding = PositionEmbedding(config, **place)
+        rows, drawn = pad_vocab(config.vocab_size, group_size(self.group)), {"init_method": self._init_words}
+        self.word_embedding = VocabParallelEmbedding(rows, config.hidden_size, **drawn, **options)
+        learned = config.position == "learned"
+        self.position_embedding = PositionEmbedding(config, **place) if learned else None
+        self.rotary = None if learned else RotaryPositions(config, device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout, group=self.group, rng=rng, sharded=sequence_parallel)
-        self.layers = nn.ModuleList(TransformerLayer(config, **options) for _ in range(config.num_layers))
-        self.final_norm = LayerNorm(config, **place)
+        self.layers = nn.ModuleList(
+            TransformerLayer(config, rotary=self.rotary, **options) for _ in range(config.num_layers)
+        )
+        self.final_norm = make_norm(config, **place)
+        self.output_layer = None
+        if not config.tie_embeddings:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size, rows, bias=False, gather_output=False, **drawn, **options
+            )
         self._clear_padding()
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """This rank's shard (V, H) of the weight that makes the logits."""
+        return (self.word_embedding if self.output_layer is None else self.output_layer).weight
 
     def _init_words(self, weight_VH: torch.Tensor) -> torch.Tensor:
         """Draw real rows only: how many padding rows follow must not move the generator."""
@@ -137,9 +157,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        weight_VH = self.word_embedding.weight
-        first = group_rank(self.group) * weight_VH.shape[0]
-        weight_VH[max(self.config.vocab_size - first, 0) :].zero_()
+        for weight_VH in {self.word_embedding.weight, self.output_weight}:
+            first = group_rank(self.group) * weight_VH.shape[0]
+            weight_VH[max(self.config.vocab_size - first, 0) :].zero_()
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
@@ -163,15 +183,18 @@ class GPT(nn.Module):
         return hidden_SBH
 
     def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Words plus positions, then dropout: hidden states (S, B, H)."""
+        """Words, plus learned positions, then dropout: hidden states (S, B, H)."""
         self._check(tokens_BS)
-        return self.dropout(self.position_embedding(self.word_embedding(tokens_BS.t())))
+        words_SBH = self.word_embedding(tokens_BS.t())
+        return self.dropout(
+            words_SBH if self.position_embedding is None else self.position_embedding(words_SBH)
+        )
 
     def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Final norm and the product with this rank's part of the word embedding: logits (S, B, V)."""
+        """Final norm and the product with this rank's part of the output weight: logits (S, B, V)."""
         return parallel_logits(
             self.final_norm(hidden_SBH),
-            self.word_embedding.weight,
+            self.output_weight,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
         )
@@ -195,7 +218,7 @@ class GPT(nn.Module):
         """
         loss_SB = vocab_parallel_linear_cross_entropy(
             self.final_norm(self.hidden(tokens_BS)),
-            self.word_embedding.weight,
+            self.output_weight,
             targets_BS.t().contiguous(),
             group=self.group,
             sequence_parallel=self.sequence_parallel,

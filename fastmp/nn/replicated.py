@@ -1,4 +1,4 @@
-"""Parameters that every tensor-parallel rank holds whole: layer norms and the position table.
+"""What every tensor-parallel rank holds whole: norms, the position table, the angles of rotary positions.
 
 Under sequence parallelism a rank uses them on its part of the sequence, so its gradient is a partial sum; the
 marks that say so are kept through conversions and copies.
@@ -6,16 +6,19 @@ marks that say so are kept through conversions and copies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
-from fastmp.ops import layer_norm
+from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule
 
-__all__ = ["LayerNorm", "PositionEmbedding"]
+__all__ = ["LayerNorm", "PositionEmbedding", "RMSNorm", "RotaryPositions", "make_norm"]
 
 
 class _Replicated(ParallelModule):
@@ -50,6 +53,78 @@ class LayerNorm(_Replicated):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+class RMSNorm(_Replicated):
+    """Root mean square normalisation of (..., size), hidden states by default; weight (size,) starts at one.
+
+    `sequence_parallel` also where `size` is the width of a head: a rank sees its own heads only.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        group: ProcessGroup | None,
+        size: int | None = None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(group, sequence_parallel)
+        self.eps = config.layernorm_epsilon
+        self.weight = nn.Parameter(torch.ones(size or config.hidden_size, device=device, dtype=dtype))
+        self._mark()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+def make_norm(config: GPTConfig, **options: Any) -> LayerNorm | RMSNorm:
+    """The norm of hidden states that `config.norm` names."""
+    return (RMSNorm if config.norm == "rmsnorm" else LayerNorm)(config, **options)
+
+
+class RotaryPositions(nn.Module):
+    """cos and sin of positions 0 to max_seq_len - 1, (max_seq_len, D / 2), for `ops.rope_qk`.
+
+    In float32, in a float64 model float64, whatever else the model is cast to: a cast or a move makes them
+    anew. They are no part of a checkpoint, and one module serves all layers.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.length, self.dim, self.base = config.max_seq_len, config.head_dim, config.rope_base
+        for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, device=device, dtype=dtype))):
+            self.register_buffer(name, table, persistent=False)
+
+    def forward(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cos[:length], self.sin[:length]
+
+    def _tables(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return rope_cos_sin(self.length, self.dim, base=self.base, dtype=dtype, device=like.device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryPositions:
+        moved = fn(self.cos[:0])
+        if (
+            moved.device != self.cos.device
+            or torch.promote_types(moved.dtype, torch.float32) != self.cos.dtype
+        ):
+            self.cos, self.sin = self._tables(moved)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{self.length}, dim={self.dim}, base={self.base}"
 
 
 class PositionEmbedding(_Replicated):

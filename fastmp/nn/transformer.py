@@ -13,7 +13,7 @@ from fastmp.config import GPTConfig
 from fastmp.nn.attention import SelfAttention
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.mlp import MLP
-from fastmp.nn.replicated import LayerNorm
+from fastmp.nn.replicated import RotaryPositions, make_norm
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.rng import RngTracker
 
@@ -21,7 +21,7 @@ __all__ = ["TransformerLayer"]
 
 
 class TransformerLayer(SegmentedLayer):
-    """x + dropout(attention(LN(x))), then x + dropout(mlp(LN(x))).
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
     forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BS), see `SelfAttention`; returns hidden_SBH.
     Hidden states are (S, B, H), (S/TP, B, H) under sequence parallelism. Arguments as for `SelfAttention`.
@@ -34,6 +34,7 @@ class TransformerLayer(SegmentedLayer):
         group: ProcessGroup | None,
         rng: RngTracker | None = None,
         causal: bool = True,
+        rotary: RotaryPositions | None = None,
         sequence_parallel: bool = False,
         init: str = "full",
         device: torch.device | str | None = None,
@@ -42,9 +43,9 @@ class TransformerLayer(SegmentedLayer):
         super().__init__()
         place = {"group": group, "sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         options = {"rng": rng, "init": init, **place}
-        self.attention_norm = LayerNorm(config, **place)
-        self.attention = SelfAttention(config, causal=causal, **options)
-        self.mlp_norm = LayerNorm(config, **place)
+        self.attention_norm = make_norm(config, **place)
+        self.attention = SelfAttention(config, causal=causal, rotary=rotary, **options)
+        self.mlp_norm = make_norm(config, **place)
         self.mlp = MLP(config, **options)
         self.dropout = Dropout(config.dropout, group=group, rng=rng, sharded=sequence_parallel)
 

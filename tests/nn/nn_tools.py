@@ -1,9 +1,10 @@
-"""Shared by the tests of fastmp.nn: small models, full tensors cut to a rank's shard, collectives counted."""
+"""Shared by the tests of fastmp.nn: small models, full tensors cut to a rank's shard, ops counted."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import GPTConfig
 from fastmp.nn import GPT
-from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel import layers
+from fastmp.parallel.collectives import gather_from_group, group_rank, group_size
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -27,6 +29,16 @@ SMALL = GPTConfig(
     vocab_size=131,
     max_seq_len=20,
     init_std=0.2,
+)
+QWEN = replace(  # every option that differs from GPT-2's form, heads wider than hidden_size / num_heads
+    SMALL,
+    head_size=6,
+    norm="rmsnorm",
+    position="rope",
+    activation="swiglu",
+    linear_bias=False,
+    tie_embeddings=False,
+    qk_norm=True,
 )
 
 
@@ -55,7 +67,7 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
     if wanted != full.shape[dim]:
         assert dim == 0 and full.dim() == 2, "only the vocabulary is padded"
         full = F.pad(full, (0, 0, 0, wanted - full.shape[0]))
-    return full.chunk(group_size(group), dim)[group_rank(group)]
+    return layers.shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
 
 
 def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
@@ -64,6 +76,35 @@ def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.Proc
     for param in params:
         if param.sequence_parallel and group is not None:
             dist.all_reduce(param.grad, group=group)
+
+
+def compare_with_reference(
+    reference: dict, tp: int, dtype: torch.dtype, tolerance: float, sequence_parallel: bool = False
+) -> None:
+    """Logits, loss and gradients of a GPT of reference["config"] and ["weights"], at its ["tokens"].
+
+    A gradient is measured against the largest entry of its tensor, or 1.
+    """
+    groups = tp_groups(tp)
+    model = GPT(reference["config"], groups=groups, sequence_parallel=sequence_parallel, dtype=dtype)
+    assert (
+        {name for name, _ in model.named_parameters()} == set(reference["weights"]) == set(reference["grads"])
+    )
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(shard_of(reference["weights"][name], param, model.group))
+        logits_SBV = gather_from_group(model(reference["tokens"]), model.group)
+    logits_BSV = logits_SBV[..., : model.config.vocab_size].transpose(0, 1).double()
+    spread = reference["logits"].abs().max()
+    assert (logits_BSV - reference["logits"]).abs().max() <= tolerance * max(spread, 1.0)
+    loss_BS = model.loss(reference["tokens"], reference["targets"])
+    torch.testing.assert_close(loss_BS.double(), reference["loss"], rtol=tolerance, atol=tolerance)
+    loss_BS.mean().backward()
+    sum_partial_gradients(model.parameters(), model.group)
+    for name, param in model.named_parameters():
+        expected = shard_of(reference["grads"][name], param, model.group)
+        error = (param.grad.double() - expected).abs().max()
+        assert error <= tolerance * max(reference["grads"][name].abs().max(), 1.0), f"{name}: {error}"
 
 
 class Calls(TorchDispatchMode):

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import SEED, SMALL, shard_of, sum_partial_gradients, tp_groups
+from nn_tools import QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
 
-from fastmp.nn import SelfAttention
+from fastmp.nn import RotaryPositions, SelfAttention
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
 
@@ -87,6 +87,59 @@ def test_padding_tokens_do_not_reach_the_others():
     after, _ = attention(changed, mask)
     kept = ~mask.t()
     assert torch.equal(output[kept], after[kept]) and not torch.equal(output, after)
+
+
+def plain_qwen(attention, config, x_SBH):
+    """As `plain`, causal, with norms of every query and key and rotary positions, element by element."""
+    D, R = config.head_dim, config.num_heads // config.kv_heads
+
+    def turned(x_SD, weight_D):
+        x_SD = x_SD / (x_SD.square().mean(1, keepdim=True) + config.layernorm_epsilon).sqrt() * weight_D
+        out = torch.empty_like(x_SD)
+        for s in range(S):
+            for i in range(D // 2):
+                angle = s * config.rope_base ** (-2 * i / D)
+                a, b = x_SD[s, i], x_SD[s, i + D // 2]
+                out[s, i] = a * math.cos(angle) - b * math.sin(angle)
+                out[s, i + D // 2] = b * math.cos(angle) + a * math.sin(angle)
+        return out
+
+    out = torch.empty_like(x_SBH)
+    for b in range(B):
+        heads = []
+        for g in range(config.kv_heads):
+            rows = slice(g * (R + 2) * D, (g + 1) * (R + 2) * D)
+            *queries, key, value = (x_SBH[:, b] @ attention.qkv.weight[rows].T).split(D, dim=1)
+            key = turned(key, attention.k_norm.weight)
+            for query in queries:
+                score = turned(query, attention.q_norm.weight) @ key.T / math.sqrt(D)
+                score = score.masked_fill(torch.ones(S, S).triu(1).bool(), -math.inf)
+                heads.append(score.softmax(-1) @ value)
+        out[:, b] = torch.cat(heads, dim=1) @ attention.proj.weight.T
+    return out
+
+
+@pytest.mark.parametrize("kv_heads", (8, 2))
+def test_rotary_attention_with_normalised_heads_is_the_plain_formula(kv_heads):
+    config = replace(QWEN, num_kv_heads=kv_heads)
+    attention, x_SBH = make(config), inputs()
+    with torch.no_grad():
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight.uniform_(0.5, 1.5)
+        with Calls() as calls:
+            output, bias = attention(x_SBH)
+        torch.testing.assert_close(output, plain_qwen(attention, config, x_SBH), **CLOSE)
+    assert bias is None and calls.ops == {"rms_norm": 2, "rope": 1}
+
+
+def test_rotary_positions_are_exact_in_any_model_and_not_saved():
+    rotary = RotaryPositions(QWEN)
+    exact = RotaryPositions(QWEN, dtype=torch.float64)
+    assert not rotary.state_dict() and rotary.cos.dtype == torch.float32
+    assert torch.equal(rotary.to(torch.bfloat16).cos, exact.cos.float())
+    assert torch.equal(rotary.to(torch.float64).sin, exact.sin)
+    moved = RotaryPositions(QWEN, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    assert torch.equal(moved.sin, exact.sin.float())
 
 
 @pytest.mark.parametrize(

@@ -8,45 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from gpt2_reference import BUNDLE, gpt_config, load_bundle, to_fastmp
-from nn_tools import shard_of, sum_partial_gradients, tp_groups
+from nn_tools import compare_with_reference
 
-from fastmp.nn import GPT
-from fastmp.parallel.collectives import gather_from_group
 from fastmp.testing import run_ranks
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def compare(reference: dict, tp: int, dtype: torch.dtype, sequence_parallel: bool = False) -> None:
-    """Logits, loss and gradients; a float32 gradient is measured against the largest entry of its tensor."""
-    groups = tp_groups(tp)
-    model = GPT(reference["config"], groups=groups, sequence_parallel=sequence_parallel, dtype=dtype)
-    tolerance = TOLERANCE[dtype]
-    assert (
-        {name for name, _ in model.named_parameters()} == set(reference["weights"]) == set(reference["grads"])
-    )
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            param.copy_(shard_of(reference["weights"][name], param, model.group))
-        logits_SBV = gather_from_group(model(reference["tokens"]), model.group)
-    logits_BSV = logits_SBV[..., : model.config.vocab_size].transpose(0, 1).double()
-    spread = reference["logits"].abs().max()
-    assert (logits_BSV - reference["logits"]).abs().max() <= tolerance * max(spread, 1.0)
-    loss_BS = model.loss(reference["tokens"], reference["targets"])
-    torch.testing.assert_close(loss_BS.double(), reference["loss"], rtol=tolerance, atol=tolerance)
-    loss_BS.mean().backward()
-    sum_partial_gradients(model.parameters(), model.group)
-    for name, param in model.named_parameters():
-        expected = shard_of(reference["grads"][name], param, model.group)
-        error = (param.grad.double() - expected).abs().max()
-        assert error <= tolerance * max(reference["grads"][name].abs().max(), 1.0), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=("f64", "f32"))
 @pytest.mark.parametrize("tp, sequence_parallel", ((1, False), (2, False), (2, True), (4, False)))
 def test_the_reference_bundle(tp, sequence_parallel, dtype):
     reference = load_bundle()
-    run_ranks(lambda rank, world: compare(reference, tp, dtype, sequence_parallel), tp)
+    tolerance = TOLERANCE[dtype]
+    run_ranks(
+        lambda rank, world: compare_with_reference(reference, tp, dtype, tolerance, sequence_parallel), tp
+    )
 
 
 def test_the_bundle_is_small_and_says_where_it_is_from():
@@ -79,4 +55,4 @@ def test_a_live_gpt2(tp):
         "logits": logits_BSV,
         "loss": loss_BS,
     }
-    run_ranks(lambda rank, world: compare(reference, tp, torch.float64), tp)
+    run_ranks(lambda rank, world: compare_with_reference(reference, tp, torch.float64, 1e-10), tp)

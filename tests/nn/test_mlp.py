@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_tools import SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
+from nn_tools import QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
 
 from fastmp.nn import MLP
 from fastmp.parallel.rng import RngTracker
@@ -17,11 +17,12 @@ from fastmp.testing.parallel import count_collectives
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def make(group=None, tp_rank=0, **options):
-    mlp = MLP(SMALL, group=group, rng=RngTracker(SEED, tp_rank=tp_rank), dtype=torch.float64, **options)
+def make(group=None, tp_rank=0, activation="gelu", **options):
+    config = replace(SMALL, activation=activation)
+    mlp = MLP(config, group=group, rng=RngTracker(SEED, tp_rank=tp_rank), dtype=torch.float64, **options)
     with torch.no_grad():
         for param in (mlp.up.bias, mlp.down.bias):
-            size = SMALL.ffn_size if param is mlp.up.bias else SMALL.hidden_size
+            size = mlp.up.output_size if param is mlp.up.bias else SMALL.hidden_size
             param.copy_(shard_of(torch.linspace(-1, 1, size, dtype=torch.float64), param, group))
     return mlp
 
@@ -33,8 +34,11 @@ def inputs():
 
 
 def plain(mlp, x_SBH):
-    ffn_SBF = F.gelu(F.linear(x_SBH, mlp.up.weight, mlp.up.bias), approximate="tanh")
-    return F.linear(ffn_SBF, mlp.down.weight)
+    up_SBF = F.linear(x_SBH, mlp.up.weight, mlp.up.bias)
+    if mlp.gated:
+        gate_SBF, up_SBF = up_SBF.chunk(2, dim=-1)
+        return F.linear(F.silu(gate_SBF) * up_SBF, mlp.down.weight)
+    return F.linear(F.gelu(up_SBF, approximate="tanh"), mlp.down.weight)
 
 
 def test_mlp_is_the_plain_formula_and_leaves_its_bias_to_the_caller():
@@ -44,18 +48,29 @@ def test_mlp_is_the_plain_formula_and_leaves_its_bias_to_the_caller():
     assert bias is mlp.down.bias
 
 
-def test_bias_and_gelu_are_one_op_each_way():
-    mlp, x_SBH = make(), inputs().requires_grad_()
+@pytest.mark.parametrize("activation, op", (("gelu", "bias_gelu"), ("swiglu", "gated_activation")))
+def test_bias_and_activation_are_one_op_each_way(activation, op):
+    mlp, x_SBH = make(activation=activation), inputs().requires_grad_()
     with Calls() as calls:
         mlp(x_SBH)[0].sum().backward()
-    assert calls.ops == {"bias_gelu": 1, "bias_gelu_backward": 1}
+    assert calls.ops == {op: 1, f"{op}_backward": 1}
 
 
+def test_swiglu_without_biases_is_the_plain_formula():
+    mlp, x_SBH = MLP(QWEN, group=None, dtype=torch.float64), inputs()
+    gate, up = mlp.up.weight.chunk(2)
+    output, bias = mlp(x_SBH)
+    assert bias is None and mlp.up.bias is None
+    torch.testing.assert_close(output, (F.silu(x_SBH @ gate.T) * (x_SBH @ up.T)) @ mlp.down.weight.T, **CLOSE)
+
+
+@pytest.mark.parametrize("activation", ("gelu", "swiglu"))
 @pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
-def test_mlp_over_two_ranks(sequence_parallel):
+def test_mlp_over_two_ranks(sequence_parallel, activation):
     def case(rank, world):
         group = tp_groups(world).tp
-        one, many = make(), make(group, rank, sequence_parallel=sequence_parallel)
+        one = make(activation=activation)
+        many = make(group, rank, activation=activation, sequence_parallel=sequence_parallel)
         part = slice(rank * 4, rank * 4 + 4) if sequence_parallel else slice(None)
         x_SBH = inputs().requires_grad_()
         own_SBH = x_SBH.detach()[part].requires_grad_()

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import SEED, SMALL, Calls, make_gpt, shard_of, text, tp_groups
+from nn_tools import QWEN, SEED, SMALL, Calls, make_gpt, shard_of, text, tp_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -44,11 +44,32 @@ def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions)
     assert round(count / 1e9, 4) == billions
 
 
+@pytest.mark.parametrize("base", (SMALL, QWEN), ids=("gpt", "qwen"))
 @pytest.mark.parametrize("kv_heads, ffn", ((None, None), (4, 96), (1, 40)))
-def test_the_formula_counts_the_model(kv_heads, ffn):
-    config = replace(SMALL, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
+def test_the_formula_counts_the_model(kv_heads, ffn, base):
+    config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
     model = GPT(config, groups=None, device="meta")
     assert sum(param.numel() for param in model.parameters()) == num_parameters(config, pad_vocab(131, 1))
+
+
+def test_sizes_of_published_models():
+    """Llama 3 8B and Qwen3 8B and 0.6B, as their model cards and checkpoints count them."""
+    llama = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "linear_bias": False}
+    qwen = {**llama, "head_size": 128, "vocab_size": 151_936, "num_kv_heads": 8, "qk_norm": True}
+    counts = {
+        8_030_261_248: GPTConfig(
+            num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
+            vocab_size=128_256, tie_embeddings=False, **llama,
+        ),
+        8_190_735_360: GPTConfig(
+            num_layers=36, hidden_size=4096, num_heads=32, ffn_hidden_size=12288, tie_embeddings=False, **qwen
+        ),
+        596_049_920: GPTConfig(
+            num_layers=28, hidden_size=1024, num_heads=16, ffn_hidden_size=3072, **qwen
+        ),
+    }  # fmt: skip
+    for count, config in counts.items():
+        assert num_parameters(config) == count
 
 
 def test_ranks_share_the_parameters_of_the_formula():
@@ -59,10 +80,11 @@ def test_ranks_share_the_parameters_of_the_formula():
     assert sum(run_ranks(case, 2)) == num_parameters(SMALL, pad_vocab(131, 2))
 
 
+@pytest.mark.parametrize("base", (SMALL, QWEN), ids=("gpt", "qwen"))
 @pytest.mark.parametrize("kv_heads, ffn, seq_len", ((None, None, 16), (4, 96, 20)))
-def test_flops_are_what_torch_counts(kv_heads, ffn, seq_len):
+def test_flops_are_what_torch_counts(kv_heads, ffn, seq_len, base):
     """The counter has no formula for the CPU's fused attention, so attention runs as two products here."""
-    config = replace(SMALL, num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=256)
+    config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=256)
     model, (tokens_BS, targets_BS) = make_gpt(config, None, torch.float32), text(config, sequence=seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.loss(tokens_BS, targets_BS).mean().backward()
@@ -80,11 +102,14 @@ def test_flops_of_causal_attention_count_the_keys_that_are_seen():
     assert difference == 3 * SMALL.num_layers * 4 * SMALL.hidden_size * saved
 
 
+@pytest.mark.parametrize(
+    "config, size", ((SMALL, 2 + 12 * 2 + 2), (QWEN, 1 + 8 * 2 + 2)), ids=("gpt", "qwen")
+)
 @pytest.mark.parametrize("tp", (2, 4))
-def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp):
+def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp, config, size):
     def case(rank, world):
-        one, many = make_gpt(SMALL, None), make_gpt(SMALL, tp_groups(tp))
-        assert len(list(one.parameters())) == len(list(many.parameters())) == 2 + 12 * SMALL.num_layers + 2
+        one, many = make_gpt(config, None), make_gpt(config, tp_groups(tp))
+        assert len(list(one.parameters())) == len(list(many.parameters())) == size
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
             assert torch.equal(shard_of(full, param, many.group), param), name
 
@@ -128,6 +153,16 @@ def test_embeddings_are_tied():
     tokens_BS, targets_BS = text(SMALL)
     (grad,) = torch.autograd.grad(model.loss(tokens_BS, targets_BS).sum(), [model.word_embedding.weight])
     assert grad[:131].ne(0).all() and not grad[131:].any()  # every row is scored; padding is never reached
+
+
+def test_an_untied_output_layer_has_a_weight_of_its_own():
+    model, (tokens_BS, targets_BS) = make_gpt(QWEN, None), text(QWEN)
+    words, output = model.word_embedding.weight, model.output_layer.weight
+    assert not torch.equal(words, output) and not output[131:].any()
+    model.loss(tokens_BS, targets_BS).sum().backward()
+    seen = torch.zeros(len(words), dtype=torch.bool).index_fill(0, tokens_BS.flatten(), True)
+    assert torch.equal(words.grad.ne(0).any(1), seen)
+    assert output.grad[:131].ne(0).all() and not output.grad[131:].any()
 
 
 def test_hidden_dropout_is_the_same_at_every_tp():
@@ -250,6 +285,10 @@ def test_sizes_that_tp_does_not_divide_are_refused():
         ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
         ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
         ({"init_std": -0.1}, "init_std must be positive, got -0.1"),
+        ({"head_size": 0}, "head_size must be positive, got 0"),
+        ({"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
+        ({"norm": "rms"}, "norm must be one of layernorm, rmsnorm, got 'rms'"),
+        ({"position": "rope", "head_size": 5}, 'position "rope" needs heads of even size, got 5'),
     ),
 )
 def test_a_config_that_does_not_fit_together_is_refused(fields, message):

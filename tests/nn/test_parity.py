@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from nn_tools import SMALL, make_gpt, shard_of, sum_partial_gradients, text, tp_groups
+from nn_tools import QWEN, SMALL, make_gpt, shard_of, sum_partial_gradients, text, tp_groups
 
 from fastmp.testing import run_ranks
 from fastmp.testing.parallel import count_collectives
@@ -37,8 +37,18 @@ def step(model, promised, **options):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tp", (2, 4))
 def test_loss_and_every_gradient(tp, variant, loss_options):
+    compare(SMALL, tp, variant, loss_options)
+
+
+@pytest.mark.parametrize("tp, variant", ((2, "sequence"), (4, "plain"), (4, "sequence-recompute")))
+def test_loss_and_every_gradient_of_a_qwen(tp, variant):
+    """A rank rotates whole sequences of its own heads, and its norms of queries and keys see only those."""
+    compare(QWEN, tp, variant, {})
+
+
+def compare(config, tp, variant, loss_options):
     def case(rank, world):
-        one, many = make_gpt(SMALL, None), make_gpt(SMALL, tp_groups(tp), **VARIANTS[variant])
+        one, many = make_gpt(config, None), make_gpt(config, tp_groups(tp), **VARIANTS[variant])
         losses = step(one, promised=False, **loss_options), step(many, promised=tp == 4, **loss_options)
         torch.testing.assert_close(losses[1], losses[0], **CLOSE)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
