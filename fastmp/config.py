@@ -252,15 +252,23 @@ class GPTConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the parallel axes; the data-parallel size is what the world leaves over."""
+    """Sizes of the parallel axes; the data-parallel sizes are what the world leaves over.
+
+    `tp` divides attention and dense layers, `ep` the experts, `etp` each expert (None: as `tp`). Experts use
+    the ranks that are there: world_size = tp x dp = etp x ep x edp.
+    """
 
     tp: int = 1
+    ep: int = 1
+    etp: int | None = None
     sequence_parallel: bool = False
     recompute: bool = False
     shard_recompute_input: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.tp > 0, "ParallelConfig", f"tp must be positive, got {self.tp}")
+        for name in ("tp", "ep", "etp"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, "ParallelConfig", f"{name} must be positive, got {value}")
 
 
 @dataclass(frozen=True)
@@ -388,4 +396,9 @@ class Recipe:
             self.data.seq_len <= self.model.max_seq_len,
             "Recipe",
             f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",
+        )
+        _require(
+            self.parallel.ep == 1 or self.model.moe is not None,
+            "Recipe",
+            f"parallel.ep is {self.parallel.ep}, but the model has no experts: model.moe is absent",
         )

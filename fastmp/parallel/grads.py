@@ -5,6 +5,7 @@ float64 parameters), in reverse order of the model, so that gradients fill the b
 backward runs; vectors, which are small and which optimizers do not decay, come after everything else. A hook
 moves each gradient there as soon as autograd has it and frees `param.grad`, so microbatches accumulate in the
 main dtype and communication is one all-reduce per dtype and step, whatever the number of microbatches.
+Experts have buffers of their own, because their replicas are other ranks than those of the dense parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from fastmp.parallel.collectives import all_reduce_
 from fastmp.parallel.layers import parallel_attributes
 
-__all__ = ["GradBuffer", "main_dtype"]
+__all__ = ["GradBuffer", "is_vector", "main_dtype"]
 
 _ALIGNMENT = 64  # elements: where parameters of another dtype begin within a buffer
 
@@ -27,6 +28,11 @@ _ALIGNMENT = 64  # elements: where parameters of another dtype begin within a bu
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients accumulate and master weights live: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_vector(param: Parameter) -> bool:
+    """Whether `param` is a vector or a scalar, as biases and norms are; of experts, one for each."""
+    return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
 class GradBuffer:
@@ -39,10 +45,12 @@ class GradBuffer:
         one.
     tp_group: the tensor-parallel group, over which parameters marked `sequence_parallel` are summed: each
         rank saw its part of the sequence only, so its gradient of a replicated parameter is a partial sum.
+    edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it, and
+        over `dp_group` all others.
 
-    Attributes: `parameters` {name: parameter}, `buffers` {main dtype: (n,) tensor}, `ranges` {name: (start,
-    end)} within the parameter's buffer. A parameter without a gradient in a step keeps a main gradient of
-    zero.
+    Attributes: `parameters` {name: parameter}, `buffers` {main dtype: (n,) tensor}, `expert_buffers` the same
+    of the parameters marked `expert_parallel`, `ranges` {name: (start, end)} within the parameter's buffer. A
+    parameter without a gradient in a step keeps a main gradient of zero.
 
     Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, and for
     parameters of one main dtype on two devices.
@@ -54,20 +62,23 @@ class GradBuffer:
         *,
         dp_group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        edp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.dp_group = dp_group
-        self.tp_group = tp_group
+        self.dp_group, self.tp_group, self.edp_group = dp_group, tp_group, edp_group
         self.parameters = _unique_trainable(named_parameters)
         self.ranges: dict[str, tuple[int, int]] = {}
-        self.buffers: dict[torch.dtype, Tensor] = {}
-        self._allocate()
+        experts, others = {}, {}
+        for name, param in self.parameters.items():
+            (experts if parallel_attributes(param).expert_parallel else others)[name] = param
+        self.buffers = self._allocate(others)
+        self.expert_buffers = self._allocate(experts)
         self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
 
-    def _allocate(self) -> None:
+    def _allocate(self, parameters: dict[str, Parameter]) -> dict[torch.dtype, Tensor]:
         sizes: dict[torch.dtype, int] = {}
         devices: dict[torch.dtype, torch.device] = {}
         last: dict[torch.dtype, torch.dtype] = {}
-        for name, param in _ordered(self.parameters):
+        for name, param in _ordered(parameters):
             dtype = main_dtype(param.dtype)
             if devices.setdefault(dtype, param.device) != param.device:
                 raise ValueError(
@@ -79,26 +90,29 @@ class GradBuffer:
             last[dtype] = param.dtype
             sizes[dtype] = start + param.numel()
             self.ranges[name] = (start, sizes[dtype])
-        for dtype, size in sizes.items():
-            self.buffers[dtype] = torch.zeros(size, dtype=dtype, device=devices[dtype])
-        for name, (start, end) in self.ranges.items():
-            param = self.parameters[name]
+        buffers = {
+            dtype: torch.zeros(size, dtype=dtype, device=devices[dtype]) for dtype, size in sizes.items()
+        }
+        for name, param in parameters.items():
             param.grad = None
             # As the parameter lies in memory, also transposed or channels-last: fused kernels go by address.
-            buffer = self.buffers[main_dtype(param.dtype)]
+            start, end = self.ranges[name]
+            buffer = buffers[main_dtype(param.dtype)]
             param.main_grad = buffer[start:end].as_strided(param.shape, param.stride())
+        return buffers
 
     def zero(self) -> None:
         """Set all main gradients to zero: once at the start of a step."""
-        for buffer in self.buffers.values():
+        for buffer in [*self.buffers.values(), *self.expert_buffers.values()]:
             buffer.zero_()
 
     def all_reduce(self) -> None:
-        """Sum over ranks, once per step after the last backward. Every rank of both groups calls it."""
+        """Sum over ranks, once per step after the last backward. Every rank of all groups calls it."""
         self._reduce_sequence_parallel()
-        if self.dp_group is not None:
-            for buffer in self.buffers.values():
-                all_reduce_(buffer, self.dp_group)
+        for buffers, group in ((self.buffers, self.dp_group), (self.expert_buffers, self.edp_group)):
+            if group is not None:
+                for buffer in buffers.values():
+                    all_reduce_(buffer, group)
 
     def _reduce_sequence_parallel(self) -> None:
         if self.tp_group is None:
@@ -136,7 +150,7 @@ def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:
     """One dtype after the other, in each the vectors last, otherwise in reverse order of the model."""
     backward = list(reversed(parameters.items()))
     dtypes = list(dict.fromkeys(param.dtype for _, param in backward))
-    return sorted(backward, key=lambda item: (dtypes.index(item[1].dtype), item[1].ndim < 2))
+    return sorted(backward, key=lambda item: (dtypes.index(item[1].dtype), is_vector(item[1])))
 
 
 def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:

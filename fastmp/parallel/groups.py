@@ -26,7 +26,8 @@ class ParallelGroups:
 
     `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `dp_cp` is what
     gradients of dense parameters are summed over, `mp` (tp-pp) one replica of the model, `embedding` the
-    first and last stage of a pipeline (None on the stages between). `tp_cp` shares out the tokens of one
+    first and last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp) is one replica of
+    all experts, and `mp` itself where that is the same ranks. `tp_cp` shares out the tokens of one
     sequence in an expert layer, `tp_cp_dp` those of a whole microbatch, and `etp_ep` holds all experts. A
     group of several axes is the very group of the smaller set where the others have size one.
 
@@ -46,6 +47,7 @@ class ParallelGroups:
     edp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
     mp: ProcessGroup | None = None
+    expert_mp: ProcessGroup | None = None
     tp_cp: ProcessGroup | None = None
     tp_cp_dp: ProcessGroup | None = None
     etp_ep: ProcessGroup | None = None
@@ -99,6 +101,8 @@ class ParallelGroups:
             "etp_ep": join("etp", "ep"),
             "embedding": make("embedding"),
         }
+        same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
+        groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
         singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
         alone = singles[rank]
 

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from fastmp.ops import adamw_
 from fastmp.parallel.collectives import all_reduce_, group_rank
-from fastmp.parallel.grads import main_dtype
+from fastmp.parallel.grads import is_vector, main_dtype
 from fastmp.parallel.layers import parallel_attributes
 
 __all__ = ["AdamW", "clip_coefficient", "global_grad_norm"]
@@ -32,6 +32,8 @@ def global_grad_norm(
     *,
     tp_group: dist.ProcessGroup | None = None,
     mp_group: dist.ProcessGroup | None = None,
+    etp_group: dist.ProcessGroup | None = None,
+    expert_mp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """2-norm of all main gradients of the model, each parameter counted once whatever the layout.
 
@@ -39,25 +41,35 @@ def global_grad_norm(
     tp_group: parameters not marked `tensor_model_parallel` are replicated over it; its first rank counts
         them.
     mp_group: ranks that together hold one copy of the model (tensor and pipeline parallel); one all-reduce.
+    etp_group, expert_mp_group: the same for parameters marked `expert_parallel`: tensor parallelism inside an
+        expert, and the ranks that together hold one copy of all experts. Where both grids hold a copy of the
+        model on the same ranks, `expert_mp_group` is `mp_group` and one all-reduce serves both.
 
     Returns a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. It is not
     finite as soon as one gradient on one rank is not, also on the ranks that do not count a replicated
     parameter.
     """
-    sharded: list[Tensor] = []
-    replicated: list[Tensor] = []
+    grads: dict[tuple[bool, bool], list[Tensor]] = {}
     for param in parameters:
-        is_sharded = parallel_attributes(param).tensor_model_parallel
-        (sharded if is_sharded else replicated).append(param.main_grad)
-    if not sharded and not replicated:
+        marks = parallel_attributes(param)
+        grads.setdefault((marks.expert_parallel, marks.tensor_model_parallel), []).append(param.main_grad)
+    if not grads:
         raise ValueError("global_grad_norm: no parameters given")
-    # 0 x inf = nan: a rank that does not count the replicated ones still passes on that one is not finite.
-    share = 1.0 if group_rank(tp_group) == 0 else 0.0
-    squares = [_sum_of_squares(grads) * w for grads, w in ((sharded, 1.0), (replicated, share)) if grads]
-    total = torch.stack(squares).sum()
-    if mp_group is not None:
-        all_reduce_(total, mp_group)
-    return total.sqrt()
+    device = next(iter(grads.values()))[0].device
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # of all but experts, of experts
+    for (expert, sharded), members in grads.items():
+        # 0 x inf = nan: a rank that does not count replicated ones still passes on that one is not finite.
+        counts = sharded or group_rank(etp_group if expert else tp_group) == 0
+        totals[int(expert)] += _sum_of_squares(members) * float(counts)
+    if expert_mp_group is mp_group:
+        totals = totals.sum(0, keepdim=True)
+        if mp_group is not None:
+            all_reduce_(totals, mp_group)
+    else:
+        for total, group in zip(totals, (mp_group, expert_mp_group), strict=True):
+            if group is not None:
+                all_reduce_(total, group)
+    return totals.sum().sqrt()
 
 
 def _sum_of_squares(grads: list[Tensor]) -> Tensor:
@@ -76,7 +88,8 @@ class AdamW:
 
     named_parameters: (name, parameter) pairs that have a `main_grad` (see `GradBuffer`). A float32 or float64
         parameter is its own master; a bfloat16 or float16 one has a float32 master, of which it is the
-        rounded copy. Parameters with fewer than two dimensions (biases, norms) are not decayed.
+        rounded copy. Parameters with fewer than two dimensions (biases, norms; those of experts have one
+        dimension more) are not decayed.
 
     The parameters move: `param.data` becomes a view of a flat buffer, with the strides it had. So the
     optimizer is made once the model has its device and dtype; what shared a parameter's memory (`param.data`
@@ -230,7 +243,7 @@ class _Flat:
 
 
 def _decayed(param: Parameter) -> bool:
-    return param.ndim >= 2
+    return not is_vector(param)
 
 
 def _check_gradient(name: str, param: Parameter) -> None:

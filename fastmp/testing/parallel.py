@@ -81,20 +81,35 @@ def count_collectives() -> Iterator[Collectives]:
         yield seen
 
 
-def full_tensor(shard: torch.Tensor, param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def full_tensor(
+    shard: torch.Tensor,
+    param: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    etp_group: dist.ProcessGroup | None = None,
+    ep_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """`shard`, cut as the parallel attributes of `param` say, put together over `group`; replicas stay as
-    they are.
+    they are. Experts are put together over `etp_group`, then those of all ranks of `ep_group` joined.
     """
-    marks, size = parallel_attributes(param), group_size(group)
-    if size == 1 or not marks.tensor_model_parallel:
-        return shard
-    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(size)]
+    marks = parallel_attributes(param)
+    group = etp_group if marks.expert_parallel else group
+    if marks.tensor_model_parallel and group_size(group) > 1:
+        pieces = [p.chunk(marks.partition_stride, marks.partition_dim) for p in _parts(shard, group)]
+        shard = torch.cat(
+            [piece[block] for block in range(marks.partition_stride) for piece in pieces],
+            marks.partition_dim,
+        )
+    if marks.expert_parallel and group_size(ep_group) > 1:
+        shard = torch.cat(_parts(shard, ep_group))
+    return shard
+
+
+def _parts(shard: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """What the ranks of `group` hold, in rank order."""
+    parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group_size(group))]
     dist.all_gather(parts, shard.contiguous(), group=group)
-    pieces = [part.chunk(marks.partition_stride, marks.partition_dim) for part in parts]
-    return torch.cat(
-        [pieces[rank][block] for block in range(marks.partition_stride) for rank in range(size)],
-        marks.partition_dim,
-    )
+    return parts
 
 
 def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

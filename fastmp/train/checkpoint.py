@@ -4,7 +4,8 @@ One checkpoint is one directory: safetensors written through torch.distributed.c
 with the step, the layout, the model's description and the size and CRC-32 of every file. It is written
 under a staging name, synced, renamed, and only then does the file `latest` point to it (replaced
 atomically). A shard is stored under its place in the model-parallel grid ("tp1.pp0/model/..."), because two
-ranks that save plain tensors of one name would overwrite each other without a word.
+ranks that save plain tensors of one name would overwrite each other without a word; a shard of experts under
+its place in the grid of experts ("etp0.ep1.pp0/model/...").
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +43,7 @@ POINTER = "latest"
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d+))?")
 _STAGING = ".staging"
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
+NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class CheckpointError(ValueError):
@@ -70,17 +73,27 @@ class Checkpointer:
         self.rank = groups.rank if groups is not None else 0
         self.layout = {axis: 1 if groups is None else getattr(groups.grid, axis) for axis in _LAYOUT_AXES}
         tp_rank, pp_rank = (0, 0) if groups is None else (group_rank(groups.tp), group_rank(groups.pp))
+        etp_rank, ep_rank = (0, 0) if groups is None else (group_rank(groups.etp), group_rank(groups.ep))
         self._shard = f"tp{tp_rank}.pp{pp_rank}"
+        self._expert_shard = f"etp{etp_rank}.ep{ep_rank}.pp{pp_rank}"
         self._owns_shard = groups is None or group_rank(groups.dp_cp) == 0
+        self._owns_experts = groups is None or group_rank(groups.edp) == 0
 
     def save(
-        self, step: int, shard: Mapping[str, Tensor], own: Mapping[str, Tensor], scalars: Mapping[str, Any]
+        self,
+        step: int,
+        shard: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        scalars: Mapping[str, Any],
+        *,
+        experts: Mapping[str, Tensor] = NO_TENSORS,
     ) -> Path:
         """Write the state after `step` steps and make it the latest; returns its directory.
 
         shard: tensors that data-parallel ranks hold alike (parameters, optimizer state), saved by one of
             them.
         own: tensors of each rank (random states). scalars: JSON-able values, equal on all ranks.
+        experts: tensors that the ranks of `groups.edp` hold alike, saved by one of them.
 
         Raises OSError on all ranks if one of them could not write; what was there before is still there.
         """
@@ -93,6 +106,8 @@ class Checkpointer:
         tensors = self._named(own, f"rank{self.rank}")
         if self._owns_shard:
             tensors |= self._named(shard, self._shard)
+        if self._owns_experts:
+            tensors |= self._named(experts, self._expert_shard)
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         with self._together(remove=staging):
             self._write(tensors, staging)
@@ -106,7 +121,13 @@ class Checkpointer:
                 self._publish(staging, step)
         return self.directory / (self.directory / POINTER).read_text().strip()
 
-    def load(self, shard: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Any] | None:
+    def load(
+        self,
+        shard: Mapping[str, Tensor],
+        own: Mapping[str, Tensor],
+        *,
+        experts: Mapping[str, Tensor] = NO_TENSORS,
+    ) -> dict[str, Any] | None:
         """Read the latest valid checkpoint into the given tensors.
 
         Returns {"step": int, **scalars}, or None where the directory has no checkpoint. Raises
@@ -120,6 +141,7 @@ class Checkpointer:
         self._check_same("layout", path, state["layout"], self.layout)
         self._check_same("model", path, state["description"], self.description)
         wanted = self._named(shard, self._shard) | self._named(own, f"rank{self.rank}")
+        wanted |= self._named(experts, self._expert_shard)
         reader = HuggingFaceStorageReader(str(path))
         self._check_tensors(path, reader, wanted)
         with warnings.catch_warnings():
@@ -236,7 +258,7 @@ class Checkpointer:
         saved = {
             name: (tuple(entry.size), entry.properties.dtype)
             for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if name.startswith((f"{self._shard}/", f"rank{self.rank}/"))
+            if name.startswith((f"{self._shard}/", f"{self._expert_shard}/", f"rank{self.rank}/"))
         }
         current = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
         for name in sorted({**saved, **current}):

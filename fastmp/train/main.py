@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -64,12 +65,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     ValueError, before anything is written, for a layout that does not fit the world or the model, and for
     text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
-    if recipe.parallel.tp > runtime.world_size == 1:
-        raise ValueError(
-            f"fastmp train: parallel.tp is {recipe.parallel.tp}, but world_size is 1; start the ranks with "
-            f"torchrun --nproc-per-node {recipe.parallel.tp} -m fastmp train"
-        )
-    groups = ParallelGroups.create(RankGrid(world_size=runtime.world_size, tp=recipe.parallel.tp))
+    groups = make_groups(recipe, runtime)
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), device=runtime.device)
     model = build_model(recipe, groups, rng, runtime.device)
     data = open_data(recipe, runtime)
@@ -150,6 +146,22 @@ def _profiled(
         yield profiler
     finally:
         profiler.close()
+
+
+def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
+    """The process groups of `recipe` in this job; ValueError where its layout does not fit the world."""
+    layout = recipe.parallel
+    for name in ("tp", "ep", "etp"):
+        size = getattr(layout, name)
+        if runtime.world_size == 1 and size is not None and size > 1:
+            needed = math.lcm(layout.tp, layout.ep * (layout.etp or layout.tp))
+            raise ValueError(
+                f"fastmp train: parallel.{name} is {size}, but world_size is 1; start the ranks with "
+                f"torchrun --nproc-per-node {needed} -m fastmp train"
+            )
+    return ParallelGroups.create(
+        RankGrid(world_size=runtime.world_size, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    )
 
 
 def build_model(recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device) -> GPT:
@@ -239,9 +251,10 @@ def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, model: G
     grid = groups.grid
     dtype = str(model.final_norm.weight.dtype).removeprefix("torch.")
     sequence = " with sequence parallelism" if recipe.parallel.sequence_parallel and grid.tp > 1 else ""
+    experts = f"; experts: EP {grid.ep}, ETP {grid.etp}, DP {grid.edp}" if grid.ep > 1 else ""
     return (
         f"{num_parameters(recipe.model) / 1e6:.2f} M parameters in {dtype} on {runtime.device.type}, "
-        f"{runtime.world_size} ranks: TP {grid.tp}{sequence}, DP {grid.dp}"
+        f"{runtime.world_size} ranks: TP {grid.tp}{sequence}, DP {grid.dp}{experts}"
     )
 
 

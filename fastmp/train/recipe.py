@@ -3,9 +3,9 @@
     fastmp train --recipe configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
     fastmp train --recipe configs/gpt-small.toml --profile torch --steps 10:13
 
-Every field is `--table.field`; the ones in `SHORT` have a short name too. `--steps 500` is how many there
-are, `--steps 10:13` which of them are profiled; both may be given. A key or option that does not exist is an
-error that says which one may have been meant.
+Every field is `--table.field`, those of experts `--model.moe.field`; the ones in `SHORT` have a short name
+too. `--steps 500` is how many there are, `--steps 10:13` which of them are profiled; both may be given. A key
+or option that does not exist is an error that says which one may have been meant.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import types
 import typing
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import fields
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fastmp.config import Recipe
+from fastmp.config import MoEConfig, Recipe
 
 __all__ = ["load_recipe", "parse_arguments"]
 
 SHORT = {
     "--tp": "--parallel.tp",
+    "--ep": "--parallel.ep",
+    "--etp": "--parallel.etp",
     "--steps": "--train.steps",
     "--name": "--train.name",
     "--resume": "--train.resume",
@@ -46,6 +48,8 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
         raise ValueError('fastmp train needs tyro: pip install "fastmp[train]"') from None
     path, options = _split(argv)
     default = Recipe() if path is None else load_recipe(path)
+    if default.model.moe is None and any(option.startswith("--model.moe.") for option in options):
+        default = replace(default, model=replace(default.model, moe=MoEConfig()))
     short = ", ".join(f"{name} is {full}" for name, full in SHORT.items())
     with ExitStack() as stack:
         if quiet:
@@ -58,6 +62,7 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
             "--steps 10:13 are those that --profile looks at.",
             args=options,
             default=default,
+            config=(tyro.conf.AvoidSubcommands,),  # experts are there or not, as in `default`
         )
 
 
@@ -121,19 +126,25 @@ def _build(cls: type, content: dict[str, Any], table: str) -> Any:
         if key not in known:
             where = f"in [{table}]" if table else "table"
             raise ValueError(f"unknown key {key!r} {where}{_suggestion(key, known)}")
-        if isinstance(hints[key], type) and hasattr(hints[key], "__dataclass_fields__"):
+        hint, name = _without_none(hints[key]), f"{table}.{key}" if table else key
+        if is_dataclass(hint):
             if not isinstance(value, dict):
-                raise ValueError(f"[{key}] must be a table, got {value!r}")
-            values[key] = _build(hints[key], value, key)
+                raise ValueError(f"[{name}] must be a table, got {value!r}")
+            values[key] = _build(hint, value, name)
         else:
-            values[key] = _convert(value, hints[key], f"{table}.{key}")
+            values[key] = _convert(value, hint, name)
     return cls(**values)
 
 
-def _convert(value: Any, hint: Any, name: str) -> Any:
-    """`value`, if it is of type `hint` (int, float, str, bool, X | None, tuple of these)."""
+def _without_none(hint: Any) -> Any:
+    """X of X | None."""
     if isinstance(hint, types.UnionType):
-        hint = next(option for option in hint.__args__ if option is not types.NoneType)
+        return next(option for option in hint.__args__ if option is not types.NoneType)
+    return hint
+
+
+def _convert(value: Any, hint: Any, name: str) -> Any:
+    """`value`, if it is of type `hint` (int, float, str, bool, tuple of these)."""
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
         if not isinstance(value, list) or len(value) != len(items):

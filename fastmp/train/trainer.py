@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
@@ -97,12 +98,24 @@ class Trainer:
         self.data, self.loss_fn, self.config, self.groups, self.rng = data, loss_fn, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.device = next(model.parameters()).device
-        self._tp, self._mp, self._dp, self._dp_cp = (
-            (None, None, None, None) if groups is None else (groups.tp, groups.mp, groups.dp, groups.dp_cp)
+        self._tp, self._dp, self._dp_cp, self._edp = (
+            (None, None, None, None) if groups is None else (groups.tp, groups.dp, groups.dp_cp, groups.edp)
+        )
+        self._norm_groups = (
+            {}
+            if groups is None
+            else {
+                "tp_group": groups.tp,
+                "mp_group": groups.mp,
+                "etp_group": groups.etp,
+                "expert_mp_group": groups.expert_mp,
+            }
         )
         self.num_microbatches = self._count_microbatches()
         self._make_replicas_equal()
-        self.grads = GradBuffer(model.named_parameters(), dp_group=self._dp_cp, tp_group=self._tp)
+        self.grads = GradBuffer(
+            model.named_parameters(), dp_group=self._dp_cp, tp_group=self._tp, edp_group=self._edp
+        )
         self.optimizer = AdamW(
             self.grads.parameters.items(),
             lr=self.optimizer_config.lr,
@@ -175,9 +188,7 @@ class Trainer:
         with region("fastmp.train.clip"):
             loss, num_tokens = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
-            grad_norm = per_token * global_grad_norm(
-                self.grads.parameters.values(), tp_group=self._tp, mp_group=self._mp
-            )
+            grad_norm = per_token * global_grad_norm(self.grads.parameters.values(), **self._norm_groups)
             clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
@@ -211,8 +222,9 @@ class Trainer:
         """Write a checkpoint of everything the next step depends on; returns its directory."""
         state = self.optimizer.state_dict()
         scalars = {key: int(state[key]) for key in ("step", "skipped_steps")}
+        shard, experts = self._shards()
         return self.checkpointer.save(
-            self.step, self._tensors(), self._random_states(), {"optimizer": scalars}
+            self.step, shard, self._random_states(), {"optimizer": scalars}, experts=experts
         )
 
     def resume(self) -> bool:
@@ -222,7 +234,8 @@ class Trainer:
         another model's or another layout's.
         """
         random_states = self._random_states()
-        loaded = self.checkpointer.load(self._tensors(), random_states)
+        shard, experts = self._shards()
+        loaded = self.checkpointer.load(shard, random_states, experts=experts)
         if loaded is None:
             return False
         self.step = loaded["step"]
@@ -241,10 +254,11 @@ class Trainer:
 
     @torch.no_grad()
     def _make_replicas_equal(self) -> None:
-        if self._dp_cp is not None:
-            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            group = self._edp if parallel_attributes(tensor).expert_parallel else self._dp_cp
+            if group is not None:
                 contiguous = tensor.contiguous()
-                dist.broadcast(contiguous, group=self._dp_cp, group_src=0)
+                dist.broadcast(contiguous, group=group, group_src=0)
                 if contiguous is not tensor:
                     tensor.copy_(contiguous)
 
@@ -276,14 +290,26 @@ class Trainer:
             log.note(f"step {self.step}: saved {path}")
         return self.step
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """What data-parallel ranks hold alike: parameters (tied ones once), buffers, optimizer state."""
-        tensors = {f"model/{name}": param for name, param in self.model.named_parameters()}
+    def _shards(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What data-parallel ranks hold alike, and what the replicas of experts do.
+
+        Parameters (tied ones once), buffers, optimizer state.
+        """
+        shard: dict[str, Tensor] = {}
+        experts: dict[str, Tensor] = {}
+        state = self.optimizer.state_dict()["state"]
+        for name, param in self.model.named_parameters():
+            into = experts if parallel_attributes(param).expert_parallel else shard
+            into[f"model/{name}"] = param
+            into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
         persistent = self.model.state_dict(keep_vars=True)
-        tensors |= {f"model/{n}": b for n, b in self.model.named_buffers() if n in persistent}
-        for name, entries in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer/{name}/{key}": tensor for key, tensor in entries.items()}
-        return tensors
+        shard |= {f"model/{n}": b for n, b in self.model.named_buffers() if n in persistent}
+        return shard, experts
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """All that `_shards` has."""
+        shard, experts = self._shards()
+        return shard | experts
 
     def _random_states(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}

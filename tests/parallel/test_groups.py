@@ -21,6 +21,7 @@ AXES = {
     "tp_cp": "tp-cp",
     "tp_cp_dp": "tp-cp-dp",
     "etp_ep": "etp-ep",
+    "expert_mp": "etp-ep-pp",
 }
 LAYOUTS = [
     {"tp": 2, "pp": 2},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastmp.config import Recipe
+from fastmp.config import MoEConfig, Recipe
 from fastmp.train.recipe import load_recipe, parse_arguments
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -50,6 +50,12 @@ MISTAKES = {
     "[optimizer]\nlr = 1e-5": r"min_lr 0\.0001 and lr 1e-05",
     "[train]\ndtype = 'fp8'": r"dtype must be one of auto, float32, bfloat16, got 'fp8'",
     "[train]\nname = '../x'": r"name must be the name of a directory, got '\.\./x'",
+    "[model.moe]\ntopk = 1": r"unknown key 'topk' in \[model\.moe\]; did you mean 'top_k'\?",
+    "[model]\nmoe = 8": r"\[model\.moe\] must be a table, got 8",
+    "[model.moe]\ntop_k = 1.0": r"model\.moe\.top_k must be of type int, got 1\.0",
+    "[model.moe]\ntop_k = 9": r"MoEConfig: top_k 9 is more than num_experts 8",
+    "[parallel]\nep = 2": r"parallel\.ep is 2, but the model has no experts",
+    "[parallel]\netp = 0": r"ParallelConfig: etp must be positive, got 0",
     "[train\n": "not TOML",
     "[train]\nsteps = 1\nsteps = 2": "not TOML",
 }
@@ -93,6 +99,29 @@ def test_the_command_line_goes_over_the_file(tmp_path):
     assert parse_arguments([]) == Recipe()
     assert parse_arguments(["--parallel.sequence-parallel"]).parallel.sequence_parallel
     assert parse_arguments(["--optimizer.betas", "0.1", "0.2"]).optimizer.betas == (0.1, 0.2)
+
+
+def test_experts_are_a_table_of_their_own(tmp_path):
+    path = write(tmp_path, "[model.moe]\nnum_experts = 4\ncapacity_factor = 2\n[parallel]\nep = 2\netp = 1\n")
+    recipe = load_recipe(path)
+    assert recipe.model.moe == MoEConfig(num_experts=4, capacity_factor=2.0)
+    assert (recipe.parallel.ep, recipe.parallel.etp) == (2, 1)
+    options = [
+        "--recipe",
+        str(path),
+        "--ep",
+        "4",
+        "--etp",
+        "2",
+        "--model.moe.top-k",
+        "1",
+        "--model.moe.expert-bias",
+    ]
+    recipe = parse_arguments(options)
+    assert recipe.model.moe == MoEConfig(num_experts=4, top_k=1, capacity_factor=2.0, expert_bias=True)
+    assert (recipe.parallel.ep, recipe.parallel.etp) == (4, 2)
+    assert parse_arguments(["--model.moe.top-k", "3"]).model.moe == MoEConfig(top_k=3)
+    assert parse_arguments(["--model.num-layers", "3"]).model.moe is None
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,10 @@ def cut_tokens(tmp_path, tokens):
 
 BAD = {
     "tp without torchrun": ({"parallel__tp": 2}, r"tp is 2, but world_size is 1; .*torchrun .*-node 2"),
+    "ep without torchrun": (
+        {"parallel__ep": 4, "parallel__etp": 1, "model.moe.num-experts": 4},
+        r"ep is 4, but world_size is 1; .*torchrun .*-node 4",
+    ),
     "token ids beyond the vocabulary": ({"model__vocab_size": 200}, r"vocabulary of 257 .*vocab_size is 200"),
     "a run in the place of the data": ({"train__name": "data"}, r"/data is for token files"),
     "no such data": ({"data__path": "/nowhere"}, r"/nowhere"),

@@ -1,0 +1,331 @@
+"""Parameters of experts in training: on every layout the gradients, norm, steps and checkpoints of one rank.
+
+A stand-in for an expert layer, small enough to be seen through: token t goes to expert t % E, tokens are
+divided over all ranks, and every rank of the expert group sees all tokens of the group.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import pytest
+import torch
+from torch import nn
+
+from fastmp.config import OptimizerConfig, TrainConfig
+from fastmp.parallel.collectives import (
+    copy_to_group,
+    gather_from_group,
+    gather_sequence,
+    group_rank,
+    group_size,
+    reduce_from_group,
+    reduce_scatter_sequence,
+    split_to_group,
+)
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear, parallel_attributes, shard_of
+from fastmp.testing.parallel import count_collectives, full_tensor
+from fastmp.testing.ranks import run_ranks
+from fastmp.train.checkpoint import CheckpointError
+from fastmp.train.trainer import Trainer
+
+E, F, H = 8, 16, 12  # experts, hidden units of each, features
+GLOBAL_BATCH, MICRO_BATCH = 64, 8
+# World size, tp, ep, etp
+LAYOUTS = [
+    (2, 2, 2, 1),
+    (2, 1, 2, 1),
+    (2, 2, 1, 2),
+    (2, 1, 1, 2),
+    (4, 2, 2, 1),
+    (4, 2, 2, 2),
+    (4, 1, 4, 1),
+    (4, 4, 2, 2),
+    (4, 4, 1, 1),
+    (8, 2, 2, 2),
+    (8, 2, 4, 1),
+    (8, 4, 8, 1),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Experts(nn.Module):
+    """E x (scale, up, tanh, down, bias) of this rank: matrices cut over `etp`, vectors the same on it."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.etp, self.ep = (None, None) if groups is None else (groups.etp, groups.ep)
+        shapes = {"scale": (E, H), "up": (E, F, H), "down": (E, H, F), "bias": (E, H)}
+        cuts = {"up": 1, "down": 2}
+        for name, shape in shapes.items():
+            full = torch.randn(shape, dtype=torch.float64) * 0.3
+            shard = full.chunk(group_size(self.ep))[group_rank(self.ep)]
+            if name in cuts:
+                shard = shard_of(shard, cuts[name], 1, group_size(self.etp), group_rank(self.etp))
+            param = nn.Parameter(shard.clone())
+            param.expert_parallel = True
+            if name in cuts:
+                param.tensor_model_parallel, param.partition_dim = True, cuts[name]
+            setattr(self, name, param)
+
+    def forward(self, x_TH, expert_T):
+        rows = gather_sequence(gather_from_group(x_TH, self.etp, 0), self.ep)
+        expert = gather_sequence(gather_from_group(expert_T, self.etp, 0), self.ep)
+        output = torch.zeros_like(rows)
+        first = group_rank(self.ep) * len(self.up)
+        for i in range(len(self.up)):
+            mine = expert == first + i
+            x = copy_to_group(rows[mine] * self.scale[i], self.etp)
+            y = reduce_from_group(torch.tanh(x @ self.up[i].t()) @ self.down[i].t(), self.etp)
+            output[mine] = y + self.bias[i]
+        return split_to_group(reduce_scatter_sequence(output, self.ep), self.etp, 0)
+
+
+class Model(nn.Module):
+    """A tensor-parallel pair of layers, then experts on this rank's part of the tokens."""
+
+    def __init__(self, groups, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tp = None if groups is None else groups.tp
+        options = {"group": self.tp, "dtype": torch.float64}
+        self.up = ColumnParallelLinear(H, 4 * H, gather_output=False, **options)
+        self.down = RowParallelLinear(4 * H, H, input_is_parallel=True, **options)
+        self.gate = nn.Parameter(torch.randn(H, H, dtype=torch.float64) * 0.3)
+        self.gate.sequence_parallel = True
+        self.experts = Experts(groups)
+
+    def forward(self, x_TH, expert_T):
+        x_TH = x_TH + self.down(torch.tanh(self.up(x_TH)))
+        own, expert = (split_to_group(tensor, self.tp, 0) for tensor in (x_TH, expert_T))
+        own = own + self.experts(own @ self.gate.t(), expert)
+        return gather_from_group(own, self.tp, 0)
+
+
+class Samples:
+    """Random rows, each a function of its number, to be mapped to their cumulative sums."""
+
+    micro_batch_size = MICRO_BATCH
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        first = ((step * num_microbatches + microbatch) * dp_size + dp_rank) * MICRO_BATCH
+        generators = [torch.Generator().manual_seed(first + i) for i in range(MICRO_BATCH)]
+        x = torch.stack([torch.randn(H, dtype=torch.float64, generator=g) for g in generators])
+        return {"x": x, "expert": (first + torch.arange(MICRO_BATCH)) * 5 % 7 % E, "y": x.cumsum(1)}
+
+
+def loss_fn(model, batch):
+    error = model(batch["x"], batch["expert"]) - batch["y"]
+    return error.square().sum(), torch.tensor(len(error))
+
+
+def make_groups(world_size, tp, ep, etp):
+    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, ep=ep, etp=etp))
+
+
+def make_trainer(groups=None, *, seed=5, clip=0.0, **train):
+    config = TrainConfig(global_batch_size=GLOBAL_BATCH, eval_interval=0, steps=40, **train)
+    optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, weight_decay=0.1, clip_grad_norm=clip)
+    return Trainer(Model(groups, seed), Samples(), loss_fn, config, optimizer=optimizer, groups=groups)
+
+
+def whole(trainer, tensors):
+    """{name: tensor of the undivided parameter} for {name: what this rank has}."""
+    groups, params = trainer.groups, dict(trainer.model.named_parameters())
+    tp, etp, ep = (None, None, None) if groups is None else (groups.tp, groups.etp, groups.ep)
+    return {
+        name: full_tensor(tensor.detach().clone(), params[name], tp, etp_group=etp, ep_group=ep)
+        for name, tensor in tensors.items()
+    }
+
+
+def train(trainer, steps=4):
+    """Loss, norm and all gradients of the first step; then all parameters after `steps`."""
+    first = trainer.train_step()
+    grads = whole(trainer, {name: p.main_grad for name, p in trainer.model.named_parameters()})
+    results = [first, *(trainer.train_step() for _ in range(steps - 1))]
+    curve = [(result.loss.item(), result.grad_norm.item()) for result in results]
+    return curve, grads, whole(trainer, dict(trainer.model.named_parameters()))
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return train(make_trainer(clip=1.0))
+
+
+def test_one_rank_is_plain_autograd(one_rank):
+    """What the layouts are compared with: the norm is that of all gradients, and clipping matters."""
+    (loss, norm), *rest = one_rank[0]
+    assert norm > 2.0 and rest[-1][0] < loss
+    expected = math.sqrt(sum(grad.square().sum().item() for grad in one_rank[1].values())) / GLOBAL_BATCH
+    assert abs(norm - expected) < 1e-10
+
+
+@pytest.mark.parametrize(("world", "tp", "ep", "etp"), LAYOUTS)
+def test_every_layout_is_one_rank(one_rank, world, tp, ep, etp):
+    """Loss, norm, every gradient and parameter to 1e-10, with clipping; replicas bitwise equal."""
+
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, tp, ep, etp), clip=1.0)
+        results = train(trainer)
+        bits = {}
+        for name, param in trainer.model.named_parameters():
+            marks, groups = parallel_attributes(param), trainer.groups
+            cut = groups.etp if marks.expert_parallel else groups.tp
+            place = [group_rank(groups.ep)] if marks.expert_parallel else []
+            place += [group_rank(cut)] if marks.tensor_model_parallel else []
+            bits[name, *place] = zlib.crc32(param.detach().numpy().tobytes())
+        return *results, bits
+
+    curve, grads, params = one_rank
+    results = run_ranks(rank_main, world)
+    replicas = {}
+    for mine, my_grads, my_params, bits in results:
+        assert mine == results[0][0], "bits differ between ranks"
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+        for name in grads:
+            torch.testing.assert_close(my_grads[name], grads[name], rtol=0, atol=1e-10, msg=name)
+            torch.testing.assert_close(my_params[name], params[name], rtol=0, atol=1e-10, msg=name)
+        for place, checksum in bits.items():
+            assert replicas.setdefault(place, checksum) == checksum, f"{place} differs between its replicas"
+    assert len([place for place in replicas if place[0] == "experts.up"]) == ep * etp
+
+
+def test_experts_and_the_rest_are_each_sent_once_to_their_own_replicas():
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 2, 2, 1))  # dp 2, edp 2: other pairs of ranks
+        with count_collectives() as seen:
+            trainer.grads.all_reduce()
+        experts = [p for p in trainer.model.parameters() if parallel_attributes(p).expert_parallel]
+        return (
+            seen.calls,
+            sum(p.numel() for p in trainer.model.parameters()),
+            sum(p.numel() for p in experts),
+            trainer.grads.expert_buffers[torch.float64].numel(),
+        )
+
+    for calls, total, experts, buffer in run_ranks(rank_main, 4):
+        assert buffer == experts
+        partial = ("all_reduce", [(H * H,)])  # the gate, over tp
+        assert calls == [partial, ("all_reduce", [(total - experts,)]), ("all_reduce", [(experts,)])]
+
+
+def test_the_norm_is_one_collective_where_both_grids_hold_the_model_on_the_same_ranks():
+    def rank_main(rank, world_size):
+        counts = []
+        for layout in ((2, 2, 1), (2, 1, 2), (1, 1, 1), (4, 2, 1)):
+            groups = make_groups(world_size, *layout)
+            trainer = make_trainer(groups)
+            with count_collectives() as seen:
+                trainer.train_step()
+            counts.append(len([shapes for _, shapes in seen.calls if shapes in ([()], [(1,)])]))
+        return counts
+
+    assert run_ranks(rank_main, 4) == [[1, 1, 0, 2]] * 4
+
+
+def test_vectors_of_experts_are_not_decayed_and_lie_behind_the_matrices():
+    trainer = make_trainer()
+    start = {name: trainer.grads.ranges[f"experts.{name}"][0] for name in ("scale", "up", "down", "bias")}
+    assert max(start["up"], start["down"]) < min(start["scale"], start["bias"])
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            param.fill_(1.0)
+    trainer.grads.zero()
+    trainer.optimizer.step(0.5)
+    for name, param in trainer.model.named_parameters():
+        decayed = not name.endswith(("bias", "scale"))
+        assert param.unique().tolist() == [0.95 if decayed else 1.0], name
+
+
+def test_replicas_of_experts_start_equal_even_if_made_from_different_seeds():
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 2, 2, 1), seed=rank)
+        return trainer.model.experts.up.detach(), trainer.model.up.weight.detach()
+
+    experts, dense = zip(*run_ranks(rank_main, 4))
+    assert torch.equal(experts[0], experts[2]) and torch.equal(experts[1], experts[3])
+    assert not torch.equal(experts[0], experts[1])
+    assert torch.equal(dense[0], dense[2]) and torch.equal(dense[1], dense[3])
+
+
+@pytest.mark.parametrize("name", ["experts.up", "experts.bias", "gate", "up.weight"])
+def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
+    def rank_main(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 2, 2, 1), clip=1.0)
+        trainer.train_step()
+        victims = [0]
+        before = {name: tensor.detach().clone() for name, tensor in trainer._tensors().items()}
+
+        def poisoned(model, batch):
+            if rank == victims[0]:
+                dict(model.named_parameters())[name].main_grad.view(-1)[3] = math.inf
+            return loss_fn(model, batch)
+
+        trainer.loss_fn = poisoned
+        for victims[0] in range(world_size):
+            assert not math.isfinite(trainer.train_step().grad_norm)
+        for key, tensor in trainer._tensors().items():
+            assert torch.equal(tensor, before[key]), key
+        trainer.loss_fn = loss_fn
+        return trainer.optimizer.skipped_steps.item(), trainer.train_step().loss.item()
+
+    results = run_ranks(rank_main, 4)
+    assert results == [results[0]] * 4 and results[0][0] == 4 and math.isfinite(results[0][1])
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "ep", "etp"), [(2, 2, 2, 1), (2, 1, 2, 1), (4, 2, 2, 1), (4, 2, 1, 2), (4, 1, 2, 2)]
+)
+def test_resume_is_bitwise(tmp_path, world, tp, ep, etp):
+    """Three steps, a checkpoint, new objects from another seed, three more: the six of one run."""
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, tp, ep, etp)
+        straight = make_trainer(groups, run_dir=str(tmp_path))
+        expected = [straight.train_step().loss.item() for _ in range(6)]
+        first = make_trainer(groups, run_dir=str(tmp_path))
+        losses = [first.train_step().loss.item() for _ in range(3)]
+        first.save()
+        second = make_trainer(groups, seed=99, run_dir=str(tmp_path))
+        assert second.resume() and second.step == 3
+        losses += [second.train_step().loss.item() for _ in range(3)]
+        assert losses == expected
+        for name, tensor in straight._tensors().items():
+            assert torch.equal(tensor, second._tensors()[name]), name
+
+    run_ranks(rank_main, world)
+    (path,) = (tmp_path / "gpt" / "checkpoints").glob("step-*")
+    stored = b"".join(file.read_bytes() for file in path.glob("*.safetensors"))
+    for i in range(etp):
+        for j in range(ep):
+            assert stored.count(b'"etp%d.ep%d.pp0/model/experts.up"' % (i, j)) == 1, "saved by one replica"
+    for t in range(tp):
+        assert stored.count(b'"tp%d.pp0/model/up.weight"' % t) == 1
+    assert b'"tp0.pp0/model/experts' not in stored
+
+
+def test_a_checkpoint_of_another_layout_of_experts_is_refused(tmp_path):
+    def save(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 2, 2, 1), run_dir=str(tmp_path))
+        trainer.train_step()
+        trainer.save()
+
+    def load(rank, world_size):
+        trainer = make_trainer(make_groups(world_size, 2, 1, 1), run_dir=str(tmp_path))
+        with pytest.raises(CheckpointError, match=r"another layout: saved with ep=2; this run has ep=1"):
+            trainer.resume()
+
+    run_ranks(save, 2)
+    run_ranks(load, 2)
