@@ -122,7 +122,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Goal:
-    """Speed-up on a CPU of `rival` over `over` (plain torch) at the workload's first shape.
+    """Speed-up on a CPU of `rival` over `over` (plain torch) at shape number `shape` of the workload.
 
     `without_huge_pages` is the goal where the system refuses them; `over_compile` that over torch.compile,
     where it is among the rivals; `extra_bytes` the most extra memory, as a share of that of `over`.
@@ -137,6 +137,7 @@ class Goal:
     over_compile: float = 1.0
     extra_bytes: float | None = None
     over: str = EAGER
+    shape: int = 0
 
 
 def compiled(function: Callable) -> Callable:

@@ -117,12 +117,15 @@ def families() -> list[ModuleType]:
     return [module for module in modules if getattr(module, "GOALS", ())]
 
 
-def goals_by_case() -> Iterator[tuple[Workload, str, list[Goal]]]:
-    """(workload, dtype, its goals), in the order of the files."""
+def goals_by_case() -> Iterator[tuple[Workload, tuple, str, list[Goal]]]:
+    """(workload, shape, dtype, its goals), in the order of the files."""
     for module in families():
         works = {work.name: work for work in module.WORKLOADS}
-        for name, dtype in dict.fromkeys((goal.workload, goal.dtype) for goal in module.GOALS):
-            yield works[name], dtype, [g for g in module.GOALS if (g.workload, g.dtype) == (name, dtype)]
+        cases: dict[tuple, list[Goal]] = {}
+        for goal in module.GOALS:
+            cases.setdefault((goal.workload, goal.shape, goal.dtype), []).append(goal)
+        for (name, shape, dtype), goals in cases.items():
+            yield works[name], works[name].cpu[shape], dtype, goals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,10 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{described['device']}, {described['threads']} threads, huge pages: {described['huge_pages']}")
     outcomes = []
     ceilings = measure_ceilings("cpu")
-    for work, dtype, goals in goals_by_case():
+    for work, shape, dtype, goals in goals_by_case():
         if not any(options.only in goal.workload for goal in goals):
             continue
-        case = work.make(*work.cpu[0], getattr(torch, dtype), "cpu")
+        case = work.case(shape, getattr(torch, dtype), "cpu")
         for outcome in measure(case, goals, described["huge_pages"], options.rounds, ceilings):
             print(outcome.line(), flush=True)
             outcomes.append(outcome)
