@@ -24,7 +24,7 @@ from fastmp.profiling import traced
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
 # weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
-_WORKSPACE_CPU = 96 << 20
+_WORKSPACE_CPU = 64 << 20
 _WORKSPACE = 1 << 30
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
 
@@ -428,7 +428,7 @@ def linear_cross_entropy(
             operations and no logits made twice, and adds to `main_grad` already; the backward pass hands them
             out, once, and a gradient other than the promised one is a RuntimeError (on a GPU a device-side
             assertion). Without it, the loss can receive any gradient. Without gradients it has no effect.
-        workspace: bytes of logits at a time, from which the size of a chunk follows. Default 96 MiB on a CPU,
+        workspace: bytes of logits at a time, from which the size of a chunk follows. Default 64 MiB on a CPU,
             1 GiB elsewhere.
 
     Returns:
