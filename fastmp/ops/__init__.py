@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.adamw import adamw_
+from fastmp.ops.capacity import apply_capacity
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
@@ -16,6 +17,7 @@ from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
 from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
+from fastmp.ops.router import RouterOutput, topk_router
 from fastmp.ops.softmax import scaled_masked_softmax
 
 
@@ -28,7 +30,9 @@ def backends() -> dict[str, dict[str, tuple[str, str]]]:
 
 
 __all__ = [
+    "RouterOutput",
     "adamw_",
+    "apply_capacity",
     "backends",
     "bias_dropout_add",
     "bias_gelu",
@@ -47,5 +51,6 @@ __all__ = [
     "rope_qk",
     "scaled_masked_softmax",
     "swiglu",
+    "topk_router",
     "unpermute",
 ]

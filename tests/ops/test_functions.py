@@ -138,7 +138,7 @@ def test_error_is_that_of_plain_torch(name, dtype):
     # One rounding to 16 bits costs a fifth of eps; in float32 approximations are granted two.
     floor = torch.finfo(dtype).eps * (2 if dtype == torch.float32 else 1 / 8)
     for value, peer, want in zip(ours, theirs, truth, strict=True):
-        scale = want.norm().item() or 1.0
+        scale = want.double().norm().item() or 1.0
         error, yardstick = ((t.double() - want).norm().item() / scale for t in (value, peer))
         assert error <= max(1.1 * yardstick, floor), (error, yardstick)
 

@@ -1,0 +1,122 @@
+"""topk_router of fastmp, torch eager and torch.compile, each with what a Switch loss and a z-loss need."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS, topk_router
+from fastmp.ops.registry import compute_dtype
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+GROUPS, OPEN, SCALE = 8, 4, 2.5  # of the sigmoid router, as DeepSeek-V3 has them
+
+
+def _finish(logits: Tensor, scores: Tensor, probs: Tensor, indices: Tensor) -> tuple[Tensor, ...]:
+    """Probabilities, scores summed and weighted by the experts' loads, squared log-sum-exps summed."""
+    counts = F.one_hot(indices, logits.shape[-1]).sum((0, 1))
+    return probs, scores.sum(0) * counts, logits.logsumexp(-1).square().sum()
+
+
+def _eager_softmax(logits: Tensor, k: int) -> tuple[Tensor, ...]:
+    """As Mixtral and Qwen3-MoE route."""
+    logits = logits.float()
+    scores = logits.softmax(-1)
+    probs, indices = scores.topk(k, -1)
+    return _finish(logits, scores, probs / probs.sum(-1, keepdim=True), indices)
+
+
+def _eager_sigmoid(logits: Tensor, bias: Tensor, k: int) -> tuple[Tensor, ...]:
+    """As DeepSeek-V3 routes."""
+    logits = logits.float()
+    scores = logits.sigmoid()
+    by = (scores + bias).detach()
+    groups = by.unflatten(-1, (GROUPS, -1)).topk(2, -1).values.sum(-1).topk(OPEN, -1).indices
+    closed = torch.ones(len(by), GROUPS, dtype=torch.bool, device=by.device).scatter(1, groups, False)
+    by = by.unflatten(-1, (GROUPS, -1)).masked_fill(closed[..., None], -torch.inf).flatten(1)
+    indices = by.topk(k, -1).indices
+    probs = scores.gather(1, indices)
+    scores = scores / scores.sum(-1, keepdim=True)
+    return _finish(logits, scores, probs / probs.sum(-1, keepdim=True) * SCALE, indices)
+
+
+def router_case(
+    tokens: int, experts: int, k: int, score: str, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    logits = random(tokens, experts).to(dtype).requires_grad_()
+    bias = 0.1 * random(experts) if score == "sigmoid" else None
+    grads = random(tokens, k), random(experts), random(1)[0]
+    options = {"score": score, "expert_bias": bias, "normalize": True}
+    if score == "sigmoid":
+        options |= {"num_groups": GROUPS, "group_topk": OPEN, "scale": SCALE}
+
+    def ours() -> tuple[Tensor, ...]:
+        _, probs, counts, score_sums, z_sum = topk_router(logits, k, **options)
+        return probs, score_sums * counts, z_sum
+
+    eager = _eager_softmax if score == "softmax" else _eager_sigmoid
+    inputs = (logits, k) if bias is None else (logits, bias, k)
+    with_compile = compiled(eager)
+    rivals = {OURS: ours, EAGER: lambda: eager(*inputs), COMPILE: lambda: with_compile(*inputs)}
+    indices = torch.empty(tokens, k, dtype=torch.int32, device="meta")
+    return Case(
+        title(f"router {score} k={k}", (tokens, experts), dtype),
+        (logits,),
+        grads,
+        rivals,
+        OPS["topk_router"].traffic(logits, bias, k),
+        OPS["topk_router_backward"].traffic(*grads, logits, indices),
+    )
+
+
+# A micro-batch of Qwen3-MoE, of DeepSeek-V3, of Mixtral.
+WORKLOADS = (
+    Workload(
+        "router",
+        router_case,
+        cpu=((8192, 128, 8, "softmax"),),
+        cuda=((8192, 128, 8, "softmax"), (8192, 8, 2, "softmax")),
+        rivals=(OURS, EAGER, COMPILE),
+        tiny=(19, 16, 3, "softmax"),
+    ),
+    Workload(
+        "router grouped",
+        router_case,
+        cpu=((8192, 256, 8, "sigmoid"),),
+        cuda=((8192, 256, 8, "sigmoid"), (1024, 256, 8, "sigmoid")),
+        rivals=(OURS, EAGER, COMPILE),
+        tiny=(19, 16, 3, "sigmoid"),
+    ),
+)
+GOALS = ()
+SHAPES = dict.fromkeys(("topk_router", "topk_router_backward"), ((8192, 256), (8192, 128)))
+
+
+def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`: sigmoid, bias and groups of DeepSeek-V3, 8 experts."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens, experts = shape
+    logits = torch.randn(shape, device=device, generator=generator).to(dtype)
+    wide = compute_dtype(dtype)
+    bias = torch.randn(experts, device=device, generator=generator, dtype=wide) / 8
+    if op == "topk_router":
+        return logits, bias, 8, "sigmoid", GROUPS, OPEN, True, SCALE
+    shapes = (tokens, 8), (experts,), ()
+    grads = [torch.randn(s, device=device, generator=generator, dtype=wide) for s in shapes]
+    indices = torch.rand(shape, device=device, generator=generator).argsort(-1)[:, :8].to(torch.int32)
+    return *grads, logits, indices.contiguous(), "sigmoid", True, SCALE
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_router(compare, case, rival, direction):
+    compare(case(), rival, direction)

@@ -1,0 +1,331 @@
+"""topk_router: scores, experts, probabilities, loads and sums for the losses of a mixture of experts.
+
+A token's E logits are read once and stay in registers: scores, k rounds of choosing the best expert, the
+probabilities of the chosen ones. What the balancing losses need is summed in the same launch: how many tokens
+each expert has (integers), the scores over all tokens and the squared log-sum-exps (fixed order). The
+backward saves logits and indices, and makes the rest again.
+
+Choosing. A token chooses by its scores plus the expert's bias. Without a bias it compares the logits
+themselves, whose order is the same and which no rounding makes equal; so indices are the same whoever serves.
+Equal ones go to the lower expert, NaN counts as the largest (as in torch.sort), so indices are always k
+different experts. With groups, only experts of the `group_topk` best groups can be chosen; a group is as good
+as its best expert for softmax (DeepSeek-V2, arXiv 2405.04434) and as the sum of its two best for sigmoid
+(DeepSeek-V3, arXiv 2412.19437).
+
+T tokens, E experts, k chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.rows import sum_rows
+from fastmp.profiling import traced
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SCORES = ("softmax", "sigmoid")
+TINY = 1e-20  # keeps the sum of sigmoids that all underflow from dividing by 0
+
+
+class RouterOutput(NamedTuple):
+    """What `topk_router` returns, for logits (T, E) or, with a row of sums per sequence, (S, B, E).
+
+    indices: (..., k) int32, the experts of each token, best first.
+    probs: (..., k) float32 (float64 for float64 logits), their probabilities.
+    counts: (E,) or (B, E) int32, tokens that chose each expert.
+    score_sums: (E,) or (B, E), sum over tokens of the scores, normalised to 1 a token.
+    z_sum: 0-dim, sum over tokens of the squared log-sum-exp of the logits.
+    """
+
+    indices: Tensor
+    probs: Tensor
+    counts: Tensor
+    score_sums: Tensor
+    z_sum: Tensor
+
+
+# Ops name what a token chooses by: "softmax", "sigmoid", or "logits" for a softmax after the choice.
+
+
+def _first(keys: Tensor, count: int) -> Tensor:
+    """Indices of the `count` largest in order, ties to the lower index; -0 equals 0 on every device."""
+    return (keys + 0.0).sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _open_experts(keys: Tensor, values: Tensor, score: str, num_groups: int, group_topk: int) -> Tensor:
+    """Which experts belong to the best groups."""
+    if score == "sigmoid":
+        group = values.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values[..., :2].sum(-1)
+    else:
+        group = keys.unflatten(-1, (num_groups, -1)).amax(-1)
+    chosen = torch.zeros(group.shape, dtype=torch.bool, device=group.device)
+    chosen.scatter_(-1, _first(group, group_topk), True)
+    return chosen.repeat_interleave(keys.shape[-1] // num_groups, -1, output_size=keys.shape[-1])
+
+
+def _choose(
+    x: Tensor, scores: Tensor, bias: Tensor | None, k: int, score: str, num_groups: int, group_topk: int
+) -> Tensor:
+    values = x if score == "logits" else scores
+    values = values if bias is None else values + bias
+    keys = x if bias is None else values
+    if num_groups == group_topk:
+        return _first(keys, k)
+    order = _first(keys, x.shape[-1])
+    closed = ~_open_experts(keys, values, score, num_groups, group_topk).gather(-1, order)
+    return order.gather(-1, closed.to(torch.uint8).sort(dim=-1, stable=True).indices[..., :k])
+
+
+def reference(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    group_topk: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The five outputs of `RouterOutput`."""
+    x = logits.to(compute_dtype(logits.dtype))
+    scores = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
+    indices = _choose(x, scores, expert_bias, k, score, num_groups, group_topk)
+    if normalize and score != "sigmoid":
+        probs = x.gather(-1, indices).softmax(-1)
+    else:
+        probs = scores.gather(-1, indices)
+        probs = probs / (probs.sum(-1, keepdim=True) + TINY) if normalize else probs
+    if score == "sigmoid":
+        scores = scores / (scores.sum(-1, keepdim=True) + TINY)
+    place = indices
+    if logits.dim() == 3:
+        place = place + torch.arange(logits.shape[1], device=x.device)[:, None] * x.shape[-1]
+    counts = torch.zeros(logits.shape[1:].numel(), dtype=torch.int32, device=x.device)
+    place = place.flatten()
+    counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    return (
+        indices.to(torch.int32),
+        (probs * scale).contiguous(),
+        counts.view(logits.shape[1:]),
+        sum_rows(scores),
+        sum_rows(x.logsumexp(-1).square().flatten()),
+    )
+
+
+def _chosen(indices: Tensor, num_experts: int, values: Tensor | None) -> Tensor:
+    """(..., E): `values` (1 if None) at the chosen experts, 0 elsewhere."""
+    dtype = torch.bool if values is None else values.dtype
+    out = torch.zeros((*indices.shape[:-1], num_experts), dtype=dtype, device=indices.device)
+    return out.scatter_(-1, indices.long(), True if values is None else values)
+
+
+def reference_backward(
+    grad_probs: Tensor | None,
+    grad_sums: Tensor | None,
+    grad_z: Tensor | None,
+    logits: Tensor,
+    indices: Tensor,
+    score: str,
+    normalize: bool,
+    scale: float,
+) -> Tensor:
+    """Gradient of the logits; a gradient that is None is zero."""
+    x = logits.to(compute_dtype(logits.dtype))
+    sigmoid = score == "sigmoid"
+    shares = x.softmax(-1)
+    scores = x.sigmoid() if sigmoid else shares
+    dscores = torch.zeros_like(x)
+    dx = torch.zeros_like(x)
+    if grad_sums is not None:
+        if sigmoid:
+            total = scores.sum(-1, keepdim=True) + TINY
+            mean = (scores * grad_sums).sum(-1, keepdim=True) / total
+            dscores = dscores + (grad_sums - mean) / total
+        else:
+            dscores = dscores + grad_sums
+    if grad_probs is not None:
+        grad = grad_probs * scale
+        place = indices.long()
+        if normalize and not sigmoid:
+            weights = x.gather(-1, place).softmax(-1)
+            grad = weights * (grad - (weights * grad).sum(-1, keepdim=True))
+            dx = dx + _chosen(indices, x.shape[-1], grad)
+        else:
+            if normalize:
+                chosen = scores.gather(-1, place)
+                total = chosen.sum(-1, keepdim=True) + TINY
+                grad = (grad - (chosen * grad).sum(-1, keepdim=True) / total) / total
+            dscores = dscores + _chosen(indices, x.shape[-1], grad)
+    if sigmoid:
+        dx = dx + dscores * scores * (1 - scores)
+    else:
+        dx = dx + scores * (dscores - (scores * dscores).sum(-1, keepdim=True))
+    if grad_z is not None:
+        dx = dx + shares * (2 * grad_z * x.logsumexp(-1, keepdim=True))
+    return dx.to(logits.dtype).contiguous()
+
+
+def _fake(logits, expert_bias, k, score, num_groups, group_topk, normalize, scale):
+    wide = compute_dtype(logits.dtype)
+    sums = logits.shape[1:]
+    return (
+        logits.new_empty((*logits.shape[:-1], k), dtype=torch.int32),
+        logits.new_empty((*logits.shape[:-1], k), dtype=wide),
+        logits.new_empty(sums, dtype=torch.int32),
+        logits.new_empty(sums, dtype=wide),
+        logits.new_empty((), dtype=wide),
+    )
+
+
+def _fake_backward(grad_probs, grad_sums, grad_z, logits, *options):
+    return logits.new_empty(logits.shape)
+
+
+def _flops(logits, expert_bias, k, *options) -> int:
+    """Scores and their sums; the comparisons of the choice are none."""
+    return math.prod(logits.shape) * (6 if expert_bias is None else 7)
+
+
+def _flops_backward(grad_probs, grad_sums, grad_z, logits, *options) -> int:
+    return math.prod(logits.shape) * 10
+
+
+def _traffic(logits, expert_bias, k, *options) -> int:
+    """Read the logits, write indices and probabilities; the sums are small."""
+    itemsize = compute_dtype(logits.dtype).itemsize
+    tokens = math.prod(logits.shape[:-1])
+    return logits.numel() * logits.element_size() + tokens * k * (4 + itemsize)
+
+
+def _traffic_backward(grad_probs, grad_sums, grad_z, logits, indices, *options) -> int:
+    """Read logits, indices and the gradient of the probabilities, write the gradient of the logits."""
+    read = indices.numel() * (4 + (0 if grad_probs is None else grad_probs.element_size()))
+    return 2 * logits.numel() * logits.element_size() + read
+
+
+register(
+    "topk_router(Tensor logits, Tensor? expert_bias, int k, str score, int num_groups, int group_topk,"
+    " bool normalize, float scale)"
+    " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum)",
+    reference=reference,
+    fake=_fake,
+    flops=_flops,
+    traffic=_traffic,
+)
+register(
+    "topk_router_backward(Tensor? grad_probs, Tensor? grad_sums, Tensor? grad_z, Tensor logits,"
+    " Tensor indices, str score, bool normalize, float scale) -> Tensor",
+    reference=reference_backward,
+    fake=_fake_backward,
+    flops=_flops_backward,
+    traffic=_traffic_backward,
+)
+
+
+def _setup(ctx, inputs, output) -> None:
+    logits, _, _, score, _, _, normalize, scale = inputs
+    ctx.options = score, normalize, scale
+    ctx.save_for_backward(logits, output[0])
+    ctx.set_materialize_grads(False)
+
+
+@traced("fastmp.topk_router_backward")
+def _backward(ctx, _indices, grad_probs, _counts, grad_sums, grad_z):
+    logits, indices = ctx.saved_tensors
+    dlogits = torch.ops.fastmp.topk_router_backward(
+        grad_probs, grad_sums, grad_z, logits, indices, *ctx.options
+    )
+    return dlogits, None, None, None, None, None, None, None
+
+
+def _no_second_backward(ctx, *grads):
+    raise RuntimeError("topk_router: its backward is not differentiable (create_graph=True is not supported)")
+
+
+torch.library.register_autograd("fastmp::topk_router", _backward, setup_context=_setup, lib=LIBRARY)
+torch.library.register_autograd("fastmp::topk_router_backward", _no_second_backward, lib=LIBRARY)
+
+
+def _check_counts(experts: int, k: int, num_groups: int, group_topk: int) -> None:
+    if not 1 <= k <= experts:
+        raise ValueError(f"topk_router: k must be between 1 and the {experts} experts, got {k}")
+    if num_groups < 1 or experts % num_groups:
+        raise ValueError(f"topk_router: {experts} experts do not divide into num_groups={num_groups}")
+    if not 1 <= group_topk <= num_groups:
+        raise ValueError(
+            f"topk_router: group_topk must be between 1 and num_groups={num_groups}, got {group_topk}"
+        )
+    size = experts // num_groups
+    if k > size * group_topk:
+        raise ValueError(f"topk_router: k={k} experts are not in group_topk={group_topk} groups of {size}")
+
+
+@traced("fastmp.topk_router")
+def topk_router(
+    logits: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    pre_softmax: bool = True,
+    num_groups: int = 1,
+    group_topk: int | None = None,
+    expert_bias: Tensor | None = None,
+    normalize: bool = False,
+    scale: float = 1.0,
+) -> RouterOutput:
+    """The k experts of each token with their probabilities, and sums for the balancing losses, in one launch.
+
+    Differentiable once in `probs`, `score_sums` and `z_sum`; under autocast logits keep their dtype.
+
+    Args:
+        logits: (T, E), or (S, B, E) for sums per sequence; float64, float32, bfloat16 or float16.
+        k: experts a token chooses.
+        score: "softmax" or "sigmoid" of the logits.
+        pre_softmax: softmax over all experts before the choice; else over the k chosen ones, after it, and
+            tokens choose by logits. Means nothing for sigmoid.
+        num_groups, group_topk: experts come in `num_groups` equal groups of neighbours, and a token chooses
+            from its `group_topk` (default: all) best ones (see the top of this file).
+        expert_bias: (E,), added to the scores (logits if `pre_softmax` is off) for the choice only; no
+            gradient.
+        normalize: divide the k probabilities by their sum (softmax: exactly the softmax of the k logits).
+        scale: multiplies the probabilities last.
+
+    Returns:
+        `RouterOutput`. Arithmetic is in float32 (float64). NaN logits are chosen first, and make the token's
+        probabilities NaN if softmax is taken over them, and the sums NaN.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or counts do not fit.
+
+    Shazeer et al. 2017 (arXiv 1701.06538); Switch, Fedus et al. 2021 (arXiv 2101.03961) for the sums; Wang et
+    al. 2024 (arXiv 2408.15664) for the bias.
+    """
+    if score not in _SCORES:
+        raise ValueError(f"topk_router: score must be one of {_SCORES}, got {score!r}")
+    if logits.dtype not in _DTYPES:
+        raise ValueError(f"topk_router: logits must have one of the dtypes {_DTYPES}, got {logits.dtype}")
+    if logits.dim() not in (2, 3):
+        raise ValueError(f"topk_router: logits must be (T, E) or (S, B, E), got shape {tuple(logits.shape)}")
+    group_topk = num_groups if group_topk is None else group_topk
+    _check_counts(logits.shape[-1], k, num_groups, group_topk)
+    if expert_bias is not None:
+        if expert_bias.shape != logits.shape[-1:]:
+            shapes = f"{tuple(expert_bias.shape)} does not fit logits of shape {tuple(logits.shape)}"
+            raise ValueError(f"topk_router: expert_bias of shape {shapes}")
+        if expert_bias.device != logits.device:
+            raise ValueError(
+                f"topk_router: logits are on {logits.device} but expert_bias is on {expert_bias.device}"
+            )
+        expert_bias = expert_bias.detach().to(compute_dtype(logits.dtype))
+    if score == "softmax" and not pre_softmax:
+        score, normalize = "logits", True
+    return RouterOutput(
+        *torch.ops.fastmp.topk_router(
+            logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale)
+        )
+    )
