@@ -13,7 +13,7 @@ __getattr__, __dir__, __all__ = exports(
         "grid": "RankGrid",
         "groups": "ParallelGroups",
         "runtime": "Runtime init main_guard",
-        "collectives": "copy_to_group gather_from_group gather_sequence group_rank group_size "
+        "collectives": "all_to_all copy_to_group gather_from_group gather_sequence group_rank group_size "
         "reduce_from_group reduce_scatter_sequence split_to_group",
         "rng": "RngTracker",
         "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_attributes "

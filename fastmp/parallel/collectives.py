@@ -1,14 +1,17 @@
 """Communication at the borders of a tensor-parallel region, as pairs of conjugate autograd functions.
 
 The forward of one is the backward of the other (Shoeybi et al. 2019, f and g; Korthikanti et al. 2022 for the
-sequence-parallel pair): copy / reduce, split / gather, gather_sequence / reduce_scatter_sequence. `group` is
-a ProcessGroup, or None for this rank alone: then, as for a group of one, a function returns its input.
-Nobody's tensor is modified, except by the functions whose name ends in an underscore. Any layout goes in: the
-buffers handed to the backend are contiguous. The functions at the end are not differentiable and can run in
-the background; each is a range for profilers, of a background one its start.
+sequence-parallel pair): copy / reduce, split / gather, gather_sequence / reduce_scatter_sequence; all_to_all
+is its own conjugate. `group` is a ProcessGroup, or None for this rank alone: then, as for a group of one, a
+function returns its input. Nobody's tensor is modified, except by the functions whose name ends in an
+underscore. Any layout goes in: the buffers handed to the backend are contiguous. The functions at the end are
+not differentiable and can run in the background; each is a range for profilers, of a background one its
+start.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,7 @@ from torch.autograd import Function
 from fastmp.profiling import traced
 
 __all__ = [
+    "all_to_all",
     "copy_to_group",
     "gather_from_group",
     "gather_sequence",
@@ -95,6 +99,62 @@ def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup | None) ->
     ValueError where the group does not divide dim 0.
     """
     return x if group_size(group) == 1 else _ReduceScatterSequence.apply(x, group)
+
+
+def all_to_all(
+    x: torch.Tensor,
+    send_sizes: Sequence[int],
+    receive_sizes: Sequence[int],
+    group: dist.ProcessGroup | None,
+    *,
+    check: bool = True,
+) -> torch.Tensor:
+    """Rows to every rank and rows from every rank, in rank order; backward sends the gradients back.
+
+    x (sum of send_sizes, ...): its first send_sizes[0] rows go to the group's first rank, and so on. Returns
+    (sum of receive_sizes, ...). Sizes may be zero. The other dimensions are equal on all ranks.
+
+    check: compare the sizes of all ranks before rows are sent, which costs an exchange of 2P integers and, on
+    a GPU, a wait of the host. Sizes that all ranks have from one source need no check.
+
+    ValueError, the same on every rank, where one sends more or fewer rows than the other expects; and for
+    sizes that are not those of `x` or the group.
+    """
+    size, send, receive = group_size(group), list(send_sizes), list(receive_sizes)
+    problem = _size_problem(x, send, receive, size)
+    if check and size > 1:
+        problem = _first_problem(problem, send, receive, group)
+    if problem:
+        raise ValueError(f"all_to_all: {problem}")
+    return x if size == 1 else _AllToAll.apply(x, send, receive, group)
+
+
+def _size_problem(x: torch.Tensor, send: list[int], receive: list[int], size: int) -> str:
+    if len(send) != size or len(receive) != size:
+        return f"send_sizes {send} and receive_sizes {receive} must have one number for each of {size} ranks"
+    if min(*send, *receive) < 0:
+        return f"send_sizes {send} and receive_sizes {receive} must not be negative"
+    if sum(send) != x.shape[0]:
+        return f"send_sizes {send} sum to {sum(send)}, but x has {x.shape[0]} rows"
+    if size == 1 and send != receive:
+        return f"rank 0 sends {send[0]} rows to itself and expects {receive[0]}"
+    return ""
+
+
+def _first_problem(problem: str, send: list[int], receive: list[int], group: dist.ProcessGroup) -> str:
+    """What any rank has found wrong, else the first pair of ranks whose sizes differ; alike on all ranks."""
+    everyones: list[tuple[str, list[int], list[int]]] = [("", [], [])] * group.size()
+    dist.all_gather_object(everyones, (problem, send, receive), group=group)
+    for rank, (found, _, _) in enumerate(everyones):
+        if found:
+            return f"on rank {rank} of the group {found}"
+    for source, (_, sent, _) in enumerate(everyones):
+        for target, (_, _, expected) in enumerate(everyones):
+            if sent[target] != expected[source]:
+                return (f"rank {source} of the group sends {sent[target]} rows to rank {target}, which "
+                        f"expects {expected[source]}; send_sizes are {[s for _, s, _ in everyones]}, "
+                        f"receive_sizes {[r for _, _, r in everyones]}")
+    return ""
 
 
 # A forward returns what it has written to as `.detach()`: compiled by torch 2.11, the gradient of a Function
@@ -185,6 +245,26 @@ class _ReduceScatterSequence(Function):
     @staticmethod
     def backward(ctx, grad):
         return gather_sequence(grad, ctx.group), None
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _exchange(x, send, receive, group).detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+@traced("fastmp.collective.all_to_all")
+def _exchange(
+    x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    arrived = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group)
+    return arrived
 
 
 @traced("fastmp.collective.all_reduce")

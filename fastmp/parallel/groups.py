@@ -55,6 +55,10 @@ class ParallelGroups:
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ParallelGroups:
+        """A copy of a layer works in the same groups."""
+        return self
+
     @classmethod
     def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:
         """Make the groups of `grid`; every rank calls this, in the same order as its other groups.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["RngTracker"]
+__all__ = ["RngTracker", "seeded"]
 
 _TENSOR_PARALLEL_OFFSET = 2718  # seeds of the streams: the ones Megatron-LM uses
 _STAGE_OFFSET = 100
@@ -112,6 +112,18 @@ class RngTracker:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Continue from a `state_dict`. ValueError where the streams are not the same."""
         self.restore(state_dict)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the default generator of `device` starts from `seed`; outside, it has not moved."""
+    generator = _default_generator(device)
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from fastmp.parallel.collectives import (
     all_reduce_,
+    all_to_all,
     copy_to_group,
     gather_from_group,
     gather_sequence,
@@ -22,6 +23,14 @@ from fastmp.parallel.collectives import (
 )
 from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
+
+
+def exchange(x, group):
+    """An all-to-all of equal parts."""
+    size = group_size(group)
+    parts = [x.shape[0] // size] * size
+    return all_to_all(x, parts, parts, group, check=False)
+
 
 # Every function, what it launches forward and backward, and what it computes: from the list of all ranks'
 # inputs (or gradients) and this rank, this rank's output (or input gradient).
@@ -38,6 +47,9 @@ FUNCTIONS = {
                     lambda x, r: x[r].chunk(len(x), 1)[r], lambda g, r: torch.cat(g, 1)),
     "gather dim 0": (lambda x, group: gather_from_group(x, group, 0), {"all_gather": 1}, {},
                      lambda x, r: torch.cat(x), lambda g, r: g[r].chunk(len(g))[r]),
+    "all to all": (exchange, {"all_to_all": 1}, {"all_to_all": 1},
+                   lambda x, r: torch.cat([part.chunk(len(x))[r] for part in x]),
+                   lambda g, r: torch.cat([part.chunk(len(g))[r] for part in g])),
     "gather_sequence": (gather_sequence, {"all_gather": 1}, {"reduce_scatter": 1},
                         lambda x, r: torch.cat(x), lambda g, r: sum(g).chunk(len(g))[r]),
     "reduce_scatter_sequence": (reduce_scatter_sequence, {"reduce_scatter": 1}, {"all_gather": 1},
@@ -133,6 +145,61 @@ def check_errors(rank, world_size):
 
 def test_errors_name_the_sizes():
     run_ranks(check_errors, 2)
+
+
+def check_all_to_all(rank, world_size):
+    """Rank r sends (r + 2 s) % 3 rows to rank s: none at all between some."""
+    sizes = [[(r + 2 * s) % 3 for s in range(world_size)] for r in range(world_size)]
+    sizes[1] = [0] * world_size  # a rank with nothing to send
+    sent, received = sizes[rank], [row[rank] for row in sizes]
+    x = torch.tensor([[100.0 * rank + 10 * s + i, 1.0] for s in range(world_size) for i in range(sent[s])],
+                     dtype=torch.float64).view(-1, 2).requires_grad_()
+    with count_collectives() as seen:
+        y = all_to_all(x, sent, received, dist.group.WORLD)
+    expected = [100.0 * s + 10 * rank + i for s in range(world_size) for i in range(received[s])]
+    assert y[:, 0].tolist() == expected
+    assert set(seen.counts) == {"all_to_all", "all_gather"}
+    with count_collectives() as seen:
+        y = all_to_all(x, sent, received, dist.group.WORLD, check=False)
+        y.mul(torch.arange(len(y), dtype=torch.float64).unsqueeze(1)).sum().backward()
+    assert seen.counts == {"all_to_all": 2}
+    places = torch.arange(len(y), dtype=torch.float64).unsqueeze(1).expand(-1, 2).contiguous()
+    assert torch.equal(x.grad, all_to_all(places, received, sent, dist.group.WORLD))
+    for dtype in (torch.bfloat16, torch.float16, torch.int32):
+        z = all_to_all(x.detach().to(dtype), sent, received, dist.group.WORLD)
+        assert torch.equal(z, y.detach().to(dtype))
+    return rank
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_all_to_all_of_unequal_parts(world_size):
+    run_ranks(check_all_to_all, world_size)
+
+
+def check_sizes(rank, world_size):
+    """Every rank gets the same error, and none is left waiting."""
+    group, x = dist.group.WORLD, torch.ones(3, 2)
+    wrong = {
+        r"all_to_all: rank 0 of the group sends 2 rows to rank 1, which expects 1; send_sizes are "
+        r"\[\[1, 2\], \[1, 2\]\], receive_sizes \[\[1, 1\], \[1, 2\]\]": ([1, 2], [1, 1 + rank]),
+        r"all_to_all: on rank 1 of the group send_sizes \[1, 3\] sum to 4, but x has 3 rows":
+            ([1, 2 + rank], [1, 2]),
+        r"all_to_all: on rank 1 of the group send_sizes \[-1, 4\] and receive_sizes \[1, 1\] must not be neg":
+            ([1, 2] if rank == 0 else [-1, 4], [1, 1]),
+        r"all_to_all: on rank 0 of the group send_sizes \[3\] and receive_sizes .* one number for each of 2":
+            ([3], [1, 2]),
+    }
+    for message, (send, receive) in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            all_to_all(x, send, receive, group)
+    with pytest.raises(ValueError, match="sum to 4, but x has 3 rows"):
+        all_to_all(x, [1, 3], [2, 2], group, check=False)
+    with pytest.raises(ValueError, match="rank 0 sends 3 rows to itself and expects 2"):
+        all_to_all(x, [3], [2], None)
+
+
+def test_all_to_all_refuses_sizes_that_disagree():
+    run_ranks(check_sizes, 2)
 
 
 def check_traced(rank, world_size):

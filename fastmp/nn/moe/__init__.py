@@ -1,0 +1,15 @@
+"""Mixture of experts: router, dispatchers, grouped experts, and the layer that they make, in segments."""
+
+from __future__ import annotations
+
+from fastmp._lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "router": "Router",
+        "dispatch": "AllGatherDispatcher AllToAllDispatcher LocalDispatcher make_dispatcher",
+        "experts": "GroupedExperts SharedExperts",
+        "layer": "MoELayer",
+    },
+)

@@ -1,0 +1,244 @@
+"""Bringing tokens to their experts and back.
+
+A rank's pairs of token and expert are sorted by expert (a permutation made on the device), so the pairs of
+one expert-parallel rank lie in a row. `AllToAllDispatcher` sends them; what arrives is sorted by source, then
+by expert, and is sorted once more. With expert tensor parallelism the ranks of an `etp` group, which hold
+other tokens and other parts of the same experts, share their rows: all-gather in, reduce-scatter out.
+`AllGatherDispatcher` brings all tokens of the etp-ep group to each of its ranks, which takes what is for its
+experts; a reduce-scatter adds up the outputs. One rank alone has nothing to send (`LocalDispatcher`).
+
+How many rows go where is known on the device only. All ranks of the etp-ep group gather each other's counts
+there, a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the host:
+the only time that the host waits for the device. Every size in it and after it comes from that matrix, which
+is the same on all ranks: they cannot disagree. A rank alone copies nothing.
+
+T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, M rows at the experts,
+R ranks of the etp-ep group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastmp.config import MoEConfig
+from fastmp.nn.segment import Tensors
+from fastmp.ops import permutation, permute, unpermute
+from fastmp.parallel.collectives import (
+    all_gather,
+    all_to_all,
+    gather_sequence,
+    group_rank,
+    group_size,
+    reduce_scatter_sequence,
+)
+from fastmp.parallel.groups import ParallelGroups
+
+__all__ = ["AllGatherDispatcher", "AllToAllDispatcher", "LocalDispatcher", "make_dispatcher"]
+
+
+def make_dispatcher(moe: MoEConfig, groups: ParallelGroups | None) -> LocalDispatcher:
+    """The dispatcher that `moe.dispatcher` names, for the etp and ep groups of `groups`.
+
+    Raises ValueError where the ranks do not divide the experts.
+    """
+    if groups is None or groups.etp_ep is None:
+        return LocalDispatcher(moe.num_experts)
+    kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
+    axes = groups.grid.expert_axes
+    etp_first = "etp" not in axes or "ep" not in axes or axes.index("etp") < axes.index("ep")
+    return kind(
+        moe.num_experts,
+        ep_group=groups.ep,
+        etp_group=groups.etp,
+        etp_ep_group=groups.etp_ep,
+        etp_varies_first=etp_first,
+    )
+
+
+class LocalDispatcher:
+    """All experts are here: sort, and weigh on the way back. Nothing waits, every shape is static.
+
+    The three steps of a dispatcher pass each other tensors only:
+
+    preprocess(indices (T, k), probs (T, k)) -> plan, `num_planned` tensors
+    dispatch(tokens (T, H), *plan) -> rows (M, H), offsets (L,), and `num_kept` more tensors
+    combine(outputs (M, H), *those) -> (T, H)
+
+    `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
+    count as zeros. `capturable`: `dispatch` and `combine` neither wait nor have shapes that depend on data.
+    """
+
+    capturable = True
+    num_planned = 3
+    num_kept = 2
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+
+    def preprocess(self, indices: Tensor, probs: Tensor) -> Tensors:
+        row_of, offsets = permutation(indices, self.num_experts)
+        return probs, row_of, offsets
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor) -> Tensors:
+        return permute(tokens, row_of, row_of.numel()), offsets, probs, row_of
+
+    def sizes(self, *kept: Tensor) -> list[int] | None:
+        return None
+
+    def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor) -> Tensor:
+        return unpermute(outputs, row_of, probs)
+
+
+class _Exchanging(LocalDispatcher):
+    """What dispatchers over several ranks share: who is who in the etp-ep group, and the matrix of counts.
+
+    etp_varies_first: neighbours in `etp_ep_group` are ranks of one etp group, not of one ep group.
+    """
+
+    capturable = False
+
+    def __init__(
+        self,
+        num_experts: int,
+        *,
+        ep_group: ProcessGroup | None,
+        etp_group: ProcessGroup | None,
+        etp_ep_group: ProcessGroup,
+        etp_varies_first: bool = True,
+    ) -> None:
+        super().__init__(num_experts)
+        self.ep, self.etp = group_size(ep_group), group_size(etp_group)
+        if num_experts % self.ep:
+            raise ValueError(
+                f"{type(self).__name__}: {num_experts} experts are not divisible by the expert-parallel size "
+                f"{self.ep}"
+            )
+        self.ep_group, self.etp_group, self.etp_ep_group = ep_group, etp_group, etp_ep_group
+        self.ep_rank, self.etp_rank = group_rank(ep_group), group_rank(etp_group)
+        self.rank, self.etp_varies_first = group_rank(etp_ep_group), etp_varies_first
+        self.num_local = num_experts // self.ep
+
+    def __deepcopy__(self, memo: dict[int, object]) -> _Exchanging:
+        return self  # has no state, and a copy of a layer works in the same groups
+
+    def _local(self, matrix_RX: Tensor) -> Tensor:
+        """Columns of a matrix (R, >= E) that are about this rank's experts, as (etp, ep, L)."""
+        first = self.ep_rank * self.num_local
+        local = matrix_RX[:, first : first + self.num_local]
+        if self.etp_varies_first:
+            return local.view(self.ep, self.etp, -1).transpose(0, 1)
+        return local.view(self.etp, self.ep, -1)
+
+
+class AllToAllDispatcher(_Exchanging):
+    """Sends each pair to its expert: an all-to-all over `ep` with sizes that vary, then the rows of `etp`."""
+
+    num_kept = 4
+
+    def preprocess(self, indices: Tensor, probs: Tensor) -> Tensors:
+        row_of, offsets = permutation(indices, self.num_experts)
+        counts_1E = torch.diff(offsets, prepend=offsets.new_zeros(1)).unsqueeze(0)
+        return probs, row_of, all_gather(counts_1E, self.etp_ep_group)[0]
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, matrix_RE: Tensor) -> Tensors:
+        copy = HostCopy(matrix_RE)
+        rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
+        host_RE = copy.wait()
+        sent, received, by_etp = self._splits(host_RE)
+        rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
+        if self.etp > 1:
+            rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group)
+        row_of_arrived, offsets = permutation(self._experts_of(matrix_RE, by_etp), self.num_local)
+        rows = permute(rows, row_of_arrived, sum(by_etp))
+        return rows, offsets, probs, row_of, row_of_arrived, host_RE
+
+    def sizes(self, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RE: Tensor) -> list[int]:
+        return self._local(host_RE).sum((0, 1)).tolist()
+
+    def combine(
+        self, outputs: Tensor, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RE: Tensor
+    ) -> Tensor:
+        sent, received, by_etp = self._splits(host_RE)
+        rows = unpermute(outputs, row_of_arrived, None)
+        if self.etp > 1:
+            rows = _first(reduce_scatter_sequence(rows, self.etp_group), by_etp[self.etp_rank])
+        rows = all_to_all(rows, received, sent, self.ep_group, check=False)
+        return unpermute(rows, row_of, probs)
+
+    def _splits(self, host_RE: Tensor) -> tuple[list[int], list[int], list[int]]:
+        """Rows sent to and received from each rank of `ep`, and those that arrive at each rank of `etp`."""
+        sent = host_RE[self.rank].view(self.ep, -1).sum(1).tolist()
+        arriving = self._local(host_RE).sum(2)
+        return sent, arriving[self.etp_rank].tolist(), arriving.sum(1).tolist()
+
+    def _experts_of(self, matrix_RE: Tensor, by_etp: list[int]) -> Tensor:
+        """The local expert (rows, 1) of each row that arrived: by source, then by expert; -1 is padding."""
+        repeats = self._local(matrix_RE).reshape(self.etp, -1)
+        longest = max(by_etp)
+        padding = longest - repeats.sum(1, keepdim=True)
+        local = torch.arange(self.num_local, dtype=torch.int32, device=repeats.device).repeat(self.ep)
+        experts = F.pad(local, (0, 1), value=-1).repeat(self.etp)
+        repeats = torch.cat((repeats, padding), 1).flatten()
+        return experts.repeat_interleave(repeats, output_size=self.etp * longest).unsqueeze(1)
+
+
+class AllGatherDispatcher(_Exchanging):
+    """Brings all tokens of the etp-ep group here; a reduce-scatter takes the outputs back."""
+
+    num_kept = 3
+
+    def preprocess(self, indices: Tensor, probs: Tensor) -> Tensors:
+        """The matrix has one more column: the tokens of each rank."""
+        _, offsets = permutation(indices, self.num_experts)
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        counts_1X = F.pad(counts, (0, 1), value=indices.shape[0]).unsqueeze(0)
+        return indices, probs, all_gather(counts_1X, self.etp_ep_group)[0]
+
+    def dispatch(self, tokens: Tensor, indices: Tensor, probs: Tensor, matrix_RX: Tensor) -> Tensors:
+        host_RX = HostCopy(matrix_RX).wait()
+        longest = int(host_RX[:, -1].max())
+        tokens, probs = (
+            gather_sequence(_padded(part, longest), self.etp_ep_group) for part in (tokens, probs)
+        )
+        # Outside [0, L) are experts of other ranks, dropped pairs and padding: they get no row.
+        indices = all_gather(_padded(indices, longest, -1), self.etp_ep_group)[0]
+        row_of, offsets = permutation(indices - self.ep_rank * self.num_local, self.num_local)
+        rows = permute(tokens, row_of, int(self._local(host_RX).sum()))
+        return rows, offsets, probs, row_of, host_RX
+
+    def sizes(self, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> list[int]:
+        return self._local(host_RX).sum((0, 1)).tolist()
+
+    def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> Tensor:
+        partial = unpermute(outputs, row_of, probs)
+        return _first(reduce_scatter_sequence(partial, self.etp_ep_group), int(host_RX[self.rank, -1]))
+
+
+class HostCopy:
+    """A tensor on its way to the host: pinned memory, so that the device goes on; `wait` gives it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.event = None
+        if tensor.device.type != "cuda":
+            self.host = tensor.cpu()
+            return
+        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self.host.copy_(tensor, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    return rows if len(rows) == count else rows[:count]
+
+
+def _padded(rows: Tensor, count: int, value: float = 0.0) -> Tensor:
+    return rows if len(rows) == count else F.pad(rows, (0, 0, 0, count - len(rows)), value=value)

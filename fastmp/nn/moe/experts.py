@@ -1,0 +1,175 @@
+"""Experts: many small MLPs as two grouped products, and the shared expert that every token goes through.
+
+An expert-parallel rank holds E / EP whole experts in a row; with expert tensor parallelism each of them is
+divided as an MLP is: the first product by columns, the second by rows, so outputs are partial sums over the
+ETP ranks. Experts have no biases.
+
+M rows in the order of the experts, L experts of this rank, H hidden, F hidden units of an expert on this
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fastmp.config import GPTConfig
+from fastmp.nn.init import Init, normal, residual_normal
+from fastmp.nn.mlp import MLP
+from fastmp.nn.moe.router import moe_config
+from fastmp.ops import grouped_mlp_in, grouped_mm
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.layers import ParallelAttributes, ParallelModule, shard_of
+from fastmp.parallel.rng import seeded
+
+__all__ = ["GroupedExperts", "SharedExperts"]
+
+
+class GroupedExperts(ParallelModule):
+    """This rank's experts: rows sorted by expert through two grouped products.
+
+    Parameters: `fc1` (L, 2F, H) for SwiGLU, the gates before the ups, or (L, F, H) for GeLU; `fc2` (L, H, F).
+    Both are marked `expert_parallel`: dim 0 is divided over `ep_group`, and `partition_dim` over `etp_group`.
+
+    Args:
+        config: sizes, activation, the `moe` table, and the spread of the initial weights.
+        ep_group, etp_group: expert and expert tensor parallelism; None for this rank alone.
+        init: "full": an expert's weights depend on its number only, and are bit for bit the same on any
+            layout. "sharded": an ETP rank draws its own part. Either draws this rank's experts only.
+
+    Raises ValueError where the ranks do not divide the experts, or their hidden units.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        ep_group: ProcessGroup | None,
+        etp_group: ProcessGroup | None,
+        init: str = "full",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(etp_group)
+        moe = moe_config("GroupedExperts", config)
+        ep = group_size(ep_group)
+        if moe.num_experts % ep:
+            raise ValueError(
+                f"GroupedExperts: num_experts {moe.num_experts} is not divisible by "
+                f"the expert-parallel size {ep}"
+            )
+        if moe.expert_ffn_hidden_size % self.tp_size:
+            raise ValueError(
+                f"GroupedExperts: expert_ffn_hidden_size {moe.expert_ffn_hidden_size} is not divisible by "
+                f"the expert tensor-parallel size {self.tp_size}"
+            )
+        self.num_experts, self.num_local_experts = moe.num_experts, moe.num_experts // ep
+        self.first_expert = group_rank(ep_group) * self.num_local_experts
+        self.activation = "swiglu" if config.activation == "swiglu" else "bias_gelu"
+        self.blocks = 2 if self.activation == "swiglu" else 1
+        L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
+        place = {"device": device, "dtype": dtype}
+        self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **place))
+        self.fc2 = nn.Parameter(torch.empty(L, H, F, **place))
+        self._mark()
+        self._init({"fc1": normal(config), "fc2": residual_normal(config)}, init)
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return {
+            "fc1": ParallelAttributes(True, 1, self.blocks, expert_parallel=True),
+            "fc2": ParallelAttributes(True, 2, 1, expert_parallel=True),
+        }
+
+    @torch.no_grad()
+    def _init(self, methods: dict[str, Init], init: str) -> None:
+        """Every expert from a seed of its own, all of them after one draw from the default stream."""
+        if init not in ("full", "sharded"):
+            raise ValueError(f'GroupedExperts: init is "full" or "sharded", not {init!r}')
+        device = self.fc1.device
+        if self.fc1.is_meta:
+            return
+        seed = int(torch.randint(2**62, (), device=device))
+        whole = init == "full"
+        part = 0 if whole else self.num_experts * self.tp_rank
+        for local in range(self.num_local_experts):
+            with seeded(seed + part + self.first_expert + local, device):
+                for name, method in methods.items():
+                    expert = getattr(self, name)[local]
+                    marks = self._marks()[name]
+                    dim, size = marks.partition_dim - 1, self.tp_size if whole else 1
+                    shape = list(expert.shape)
+                    shape[dim] *= size
+                    dtype = torch.promote_types(expert.dtype, torch.float32)
+                    master = torch.empty(shape, dtype=dtype, device=device)
+                    method(master)
+                    expert.copy_(shard_of(master, dim, marks.partition_stride, size, self.tp_rank))
+
+    def forward(
+        self, rows_MH: torch.Tensor, offsets_L: torch.Tensor, sizes: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Rows in the order of the experts to outputs (M, H), partial sums over the ETP ranks.
+
+        offsets_L: int32, where each expert's rows end; rows from the last one on give zeros. sizes: rows of
+        each expert, where the host knows them.
+        """
+        ffn_MF = grouped_mlp_in(rows_MH, self.fc1, offsets_L, activation=self.activation)
+        return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
+
+    def extra_repr(self) -> str:
+        last = self.first_expert + self.num_local_experts - 1
+        return (
+            f"experts {self.first_expert} to {last} of {self.num_experts}, fc1={tuple(self.fc1.shape)}, "
+            f"activation={self.activation}, etp_rank={self.tp_rank}, etp_size={self.tp_size}"
+        )
+
+
+class SharedExperts(ParallelModule):
+    """An MLP over the tensor-parallel group that every token goes through, times a sigmoid gate on request.
+
+    The gate (1, H), as in Qwen's models, is the same on every rank. Arguments as for `MLP`.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        group: ProcessGroup | None,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(group)
+        self.sequence_parallel = sequence_parallel
+        moe = moe_config("SharedExperts", config)
+        place = {"device": device, "dtype": dtype}
+        shape = replace(config, ffn_hidden_size=moe.shared_expert_ffn_hidden_size, moe=None)
+        self.mlp = MLP(shape, group=group, sequence_parallel=sequence_parallel, **place, **options)
+        self.gate = None
+        if moe.shared_expert_gate:
+            self.gate = nn.Parameter(torch.empty(1, config.hidden_size, **place))
+            self._mark()
+            self._init_gate(normal(config))
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return {"gate": ParallelAttributes(sequence_parallel=self.sequence_parallel)}
+
+    @torch.no_grad()
+    def _init_gate(self, method: Init) -> None:
+        if not self.gate.is_meta:  # from the default stream, equal on all ranks
+            dtype = torch.promote_types(self.gate.dtype, torch.float32)
+            self.gate.copy_(method(torch.empty_like(self.gate, dtype=dtype)))
+
+    def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
+        output_SBH, bias_H = self.mlp(hidden_SBH)
+        if bias_H is not None:
+            output_SBH = output_SBH + bias_H
+        if self.gate is None:
+            return output_SBH
+        return output_SBH * torch.sigmoid(F.linear(hidden_SBH, self.gate))

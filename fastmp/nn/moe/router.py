@@ -1,0 +1,199 @@
+"""The router: which experts a token goes to, with which probabilities, and what keeps the experts busy.
+
+Losses are sums over tokens, as the loss of the model is, so adding up ranks and microbatches and dividing
+once by the number of tokens gives the mean. The Switch loss of a token set is
+
+    aux_loss * E * sum over experts e of f_e * S_e
+
+(Fedus et al. 2021, arXiv 2101.03961, times the number of tokens), where f_e is the share of all choices that
+fell on e, a constant for the gradient, and S_e the sum of the tokens' normalised scores of e. f_e counts the
+choices of all ranks that share the microbatch: one all-reduce of E integers. S_e is of this rank's tokens, so
+each rank has its part of the sum, and value and gradient are the same however tokens are divided. The
+sequence-level loss (DeepSeek-V2, arXiv 2405.04434) is the same with the choices of one sequence.
+
+Balancing without a loss (Wang et al. 2024, arXiv 2408.15664): a bias per expert, added for the choice only,
+goes up by a fixed rate where an expert had less than the mean, and down where it had more.
+
+S sequence, B batch, T = S * B tokens of this rank, H hidden, E experts, k chosen.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import Function, once_differentiable
+from torch.distributed import ProcessGroup
+
+from fastmp.config import GPTConfig, MoEConfig
+from fastmp.nn.init import normal
+from fastmp.ops import topk_router
+from fastmp.ops.grouped_mm import without_autocast
+from fastmp.parallel.collectives import all_reduce_, group_size
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.layers import ParallelAttributes, ParallelModule
+from fastmp.parallel.rng import RngTracker
+
+__all__ = ["Router", "moe_config"]
+
+
+def moe_config(owner: str, config: GPTConfig) -> MoEConfig:
+    """`config.moe`; ValueError where there is none."""
+    if config.moe is None:
+        raise ValueError(f"{owner}: the configuration describes no experts: GPTConfig.moe is None")
+    return config.moe
+
+
+class Router(ParallelModule):
+    """Chooses `config.moe.top_k` experts for each token of this rank.
+
+    The weight (E, H) is the same on every rank and sees this rank's tokens only: its gradient is partial on
+    each tensor-parallel rank, and it is marked `sequence_parallel`. Logits are float32 (float64 for float64
+    tokens) whatever the dtype of the tokens.
+
+    Args:
+        config: sizes, the `moe` table, and the spread of the initial weights.
+        groups: process groups of this rank (`tp`, `tp_cp`, `tp_cp_dp` are used); None for this rank alone.
+        rng: generator states; jitter draws from the stream of this TP rank.
+
+    Attributes: `expert_bias` (E,), a buffer in float32 or float64, None unless the configuration asks for it.
+
+    Raises ValueError for jitter over several TP ranks without `rng`.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        groups: ParallelGroups | None,
+        rng: RngTracker | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(None if groups is None else groups.tp)
+        self.moe, self.groups, self.rng = moe_config("Router", config), groups, rng
+        if self.moe.jitter > 0.0 and rng is None and self.tp_size > 1:
+            raise ValueError(
+                f"Router: jitter {self.moe.jitter} of the tokens of {self.tp_size} ranks needs "
+                "rng=RngTracker(...), got rng=None"
+            )
+        size = (self.moe.num_experts, config.hidden_size)
+        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self._mark()
+        bias = torch.zeros(size[0], device=device, dtype=_wide(self.weight.dtype))
+        self.register_buffer("expert_bias", bias if self.moe.expert_bias else None)
+        self._init_weight(size, normal(config), "full", None)
+
+    def _marks(self) -> dict[str, ParallelAttributes]:
+        return {"weight": ParallelAttributes(sequence_parallel=True)}
+
+    def _apply(self, fn, recurse: bool = True) -> Router:
+        super()._apply(fn, recurse)
+        if self.expert_bias is not None:  # steps of the bias are too small for a narrow dtype
+            self.expert_bias = self.expert_bias.to(_wide(self.expert_bias.dtype))
+        return self
+
+    def forward(
+        self, tokens_SBH: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns indices (T, k) int32, probs (T, k), the loss of this rank's tokens (), and counts (E,).
+
+        The loss is zero in evaluation mode, where ranks need not run in step. counts, int32, are this rank's
+        tokens per expert before anything is dropped.
+        """
+        moe = self.moe
+        logits = router_logits(self._jittered(tokens_SBH), self.weight)
+        chosen = topk_router(
+            logits if moe.sequence_aux_loss > 0.0 else logits.flatten(0, 1),
+            moe.top_k,
+            score=moe.score,
+            pre_softmax=moe.pre_softmax,
+            num_groups=moe.num_groups,
+            group_topk=moe.group_topk if moe.num_groups > 1 else None,
+            expert_bias=self.expert_bias,
+            normalize=moe.normalize_topk,
+            scale=moe.routed_scale,
+        )
+        counts, sums = chosen.counts, chosen.score_sums
+        loss = sums.new_zeros(())
+        if self.training:
+            groups = self.groups
+            if moe.sequence_aux_loss > 0.0:
+                shares = _shares(counts, None if groups is None else groups.tp_cp, sums.dtype)
+                loss = loss + moe.sequence_aux_loss * moe.num_experts * (shares * sums).sum()
+                counts, sums = counts.sum(0, dtype=counts.dtype), sums.sum(0)
+            if moe.aux_loss > 0.0:
+                shares = _shares(counts, None if groups is None else groups.tp_cp_dp, sums.dtype)
+                loss = loss + moe.aux_loss * moe.num_experts * (shares * sums).sum()
+            if moe.z_loss > 0.0:
+                loss = loss + moe.z_loss * chosen.z_sum
+        elif counts.dim() == 2:
+            counts = counts.sum(0, dtype=counts.dtype)
+        k = moe.top_k
+        return chosen.indices.view(-1, k), chosen.probs.view(-1, k), loss, counts
+
+    @torch.no_grad()
+    def update_expert_bias(self, counts_E: torch.Tensor) -> None:
+        """Move the bias by `bias_update_rate` towards equal loads.
+
+        counts_E: tokens of each expert in the whole step: the counts of `forward`, added over microbatches
+        and over the ranks of `tp_cp_dp`. Nothing is read back, and nothing happens without a bias.
+        """
+        if self.expert_bias is None:
+            return
+        counts = counts_E.to(self.expert_bias.dtype)
+        self.expert_bias.add_((counts.mean() - counts).sign(), alpha=self.moe.bias_update_rate)
+
+    def _jittered(self, tokens_SBH: torch.Tensor) -> torch.Tensor:
+        jitter = self.moe.jitter if self.training else 0.0
+        if jitter == 0.0:
+            return tokens_SBH
+        device = tokens_SBH.device
+        with nullcontext() if self.rng is None else self.rng.fork("tensor-parallel", device=device):
+            noise = torch.empty_like(tokens_SBH).uniform_(1.0 - jitter, 1.0 + jitter)
+        return tokens_SBH * noise
+
+    def extra_repr(self) -> str:
+        return f"{self.moe.num_experts} experts, top_k={self.moe.top_k}, score={self.moe.score}"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _shares(counts: torch.Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> torch.Tensor:
+    """The share of each expert in all choices of the group; counts (E,) or (B, E)."""
+    counts = counts.to(torch.int64)  # a copy
+    if group_size(group) > 1:
+        all_reduce_(counts, group)
+    return counts.to(dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x (..., H) and weight (E, H) to logits (..., E) in float32 (float64), under autocast too.
+
+    Backward makes the wide copy of `x` again: it is not kept.
+    """
+    return _RouterLogits.apply(x, weight)
+
+
+class _RouterLogits(Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with without_autocast(x.device.type):
+            return F.linear(x.to(_wide(x.dtype)), weight.to(_wide(x.dtype)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = None
+        grad_TE = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_TE @ weight.to(grad.dtype)).view(x.shape).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (grad_TE.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(weight.dtype)
+        return grad_x, grad_weight
