@@ -11,10 +11,10 @@ __getattr__, __dir__, __all__ = exports(
         "corpus": "build",
         "data": "TokenDataset",
         "lr": "warmup_cosine",
-        "trainer": "Trainer",
+        "trainer": "ExpertStats Trainer",
         "checkpoint": "Checkpointer",
         "metrics": "RunInfo TrainLog read_metrics",
-        "plot": "plot_loss",
+        "plot": "plot_loads plot_loss",
         "generate": "generate_text",
     },
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "evaluate"]
 
-LossFunction = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, Tensor]]
+LossFunction = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def evaluate(
 
     data: `validation_batches(dp_rank, dp_size, max_batches=...)` yields dicts of CPU tensors, equally many on
         every rank. `data.validation.info`, where there is one, gives bytes_per_token and unigram_entropy.
-    loss_fn: (model, batch) -> (sum of losses, number of tokens), as in training.
+    loss_fn: (model, batch) -> (sum of losses, number of tokens), as in training; what may follow is left.
 
     Every rank calls it and gets the same numbers. ValueError where there is not a single token.
     """
@@ -66,7 +66,8 @@ def evaluate(
     try:
         totals = None
         for batch in data.validation_batches(group_rank(dp), group_size(dp), max_batches=max_batches):
-            loss, num_tokens = loss_fn(model, {k: v.to(device, non_blocking=True) for k, v in batch.items()})
+            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            loss, num_tokens, *_ = loss_fn(model, batch)
             both = torch.stack([loss.double(), num_tokens.double()])
             totals = both if totals is None else totals + both
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastmp.parallel.collectives import gather_from_group
@@ -30,14 +31,17 @@ def generate(
     temperature: float = 1.0,
     seed: int = 0,
     group: ProcessGroup | None = None,
+    together: ProcessGroup | None = None,
 ) -> list[int]:
     """Continue `prompt` (token ids, at least one) by at most `max_new_tokens` ids, which are returned.
 
     `model(tokens (1, S) int64)` gives this rank's logits (S, 1, V_local), the vocabulary divided over
     `group` (None: this rank alone). Stops before an end-of-text. temperature 0 takes the likeliest token
     (the first of equals). Draws come from a generator of their own, so one seed gives one text, on every
-    rank of `group`, and the generators of training are left alone. A model with `eval` and `train` is put
-    in evaluation mode meanwhile. ValueError on an empty prompt, an id outside the vocabulary or a negative
+    rank of `group`, and the generators of training are left alone. `together`: ranks that can only run the
+    model together, as replicas of attention that share experts do; they all take the token that the first of
+    them drew, for rounding could send them different ways. A model with `eval` and `train` is put in
+    evaluation mode meanwhile. ValueError on an empty prompt, an id outside the vocabulary or a negative
     temperature.
     """
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
@@ -59,6 +63,10 @@ def generate(
         for _ in range(max_new_tokens):
             logits_V = _next_logits(model, ids[-max_seq_len:], max_seq_len, end_of_text, device, group)
             token = _draw(logits_V[:vocab_size], temperature, generator)
+            if together is not None:
+                drawn = torch.tensor([token], device=device)
+                dist.broadcast(drawn, group=together, group_src=0)
+                token = int(drawn)
             if token == end_of_text:
                 break
             ids.append(token)

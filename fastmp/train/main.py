@@ -31,8 +31,8 @@ from fastmp.parallel.runtime import Runtime, init, main_guard
 from fastmp.train.data import IGNORE_INDEX, TokenDataset
 from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
-from fastmp.train.metrics import RunInfo, TrainLog
-from fastmp.train.plot import plot_loss
+from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
+from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.trainer import DTYPES, Trainer
@@ -127,6 +127,7 @@ def _run(
         temperature=0.8,
         seed=recipe.train.seed,
         group=trainer.groups.tp,
+        together=None if recipe.model.moe is None else trainer.groups.tp_cp_dp,
     )
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
@@ -258,6 +259,13 @@ def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, model: G
     )
 
 
+def _describe_loads(metrics: Path) -> str:
+    """The load of the experts in the last steps of the run, a number a layer."""
+    last = next(r for r in reversed(read_metrics(metrics)) if r["kind"] == "experts")
+    highest, lowest = (", ".join(f"{load:.2f}" for load in last[key]) for key in ("max_load", "min_load"))
+    return f"load of the experts over the mean, layer by layer: busiest {highest}; idlest {lowest}"
+
+
 def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str) -> None:
     if evaluation is not None:
         below = evaluation.unigram_entropy - evaluation.loss_per_byte
@@ -265,6 +273,11 @@ def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample
             f"held-out loss {evaluation.loss_per_byte:.4f} nats per byte, {below:.2f} below the unigram "
             f"entropy of the same text, {evaluation.unigram_entropy:.4f}"
         )
-    picture = plot_loss(run_dir / "metrics.jsonl", run_dir / "loss.png", title=recipe.train.name)
-    print(f"metrics in {run_dir / 'metrics.jsonl'}" + (f", loss plot {picture}" if picture else ""))
+    metrics, title = run_dir / "metrics.jsonl", recipe.train.name
+    pictures = {"loss plot": plot_loss(metrics, run_dir / "loss.png", title=title)}
+    if recipe.model.moe is not None:
+        print(_describe_loads(metrics))
+        pictures["load plot"] = plot_loads(metrics, run_dir / "load.png", title=title)
+    drawn = [f"{name} {path}" for name, path in pictures.items() if path]
+    print(", ".join([f"metrics in {metrics}", *drawn]))
     print(f"a sample:\n{SAMPLE_PROMPT}{sample}")

@@ -4,8 +4,10 @@ metrics.jsonl has one JSON object a line; a number that is not finite is null. E
 "step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
 flops_per_token, bytes_per_token, device, world_size. "train": loss, loss_per_byte, grad_norm, lr,
 tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval": loss,
-loss_per_byte, unigram_entropy, elapsed_seconds. Losses are nats per token or per byte; rates are those of
-all ranks together.
+loss_per_byte, unigram_entropy, elapsed_seconds. "experts" follows "train" where there are some: aux_loss
+(their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
+busiest and idlest expert over the mean of its experts, since the last record. Losses are nats per token or
+per byte; rates are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -51,6 +53,20 @@ class RunInfo:
     bytes_per_token: float | None = None
     device: str = "cpu"
     world_size: int = 1
+
+
+class Experts(Protocol):
+    """Tensors: `aux_loss` () and `counts` (layers, experts)."""
+
+    @property
+    def aux_loss(self) -> Any: ...
+    @property
+    def counts(self) -> Any: ...
+
+
+def expert_loads(counts: list[list[int]]) -> list[list[float]]:
+    """Tokens of each expert over the mean of its layer; 0 in a layer that had none."""
+    return [[count * len(layer) / max(sum(layer), 1) for count in layer] for layer in counts]
 
 
 class Display(Protocol):
@@ -140,8 +156,13 @@ class TrainLog:
         """Whether `step(step, ...)` will read its values; alike on every rank."""
         return step % self._interval == 0 or step in (1, self._run.total_steps)
 
-    def step(self, step: int, *, loss: Any, grad_norm: Any, lr: float) -> None:
-        """Report after optimizer step number `step`, from 1: tensors or numbers, `loss` in nats per token."""
+    def step(
+        self, step: int, *, loss: Any, grad_norm: Any, lr: float, experts: Experts | None = None
+    ) -> None:
+        """Report after optimizer step number `step`, from 1: tensors or numbers, `loss` in nats per token.
+
+        experts: losses per token and counts (layers, experts) of the steps since the last report.
+        """
         if not self._active or not self.due(step):
             return
         values = {"loss": float(loss), "grad_norm": float(grad_norm), "lr": float(lr)}
@@ -170,9 +191,11 @@ class TrainLog:
             eta_seconds=eta,
             elapsed_seconds=now - self._begin,
         )
+        loads = [] if experts is None else self._experts(step, experts)
         parts = [
             self._progress(step),
             f"loss {values['loss']:.4f}",
+            *loads,
             f"norm {values['grad_norm']:.3f}",
             f"lr {values['lr']:.2e}",
             f"{_scaled(tokens_per_second)}tok/s",
@@ -181,6 +204,13 @@ class TrainLog:
             f"ETA {_clock_time(eta)}",
         ]
         self._display.update("  ".join(parts), step / max(self._run.total_steps, 1))
+
+    def _experts(self, step: int, experts: Experts) -> list[str]:
+        """Record the load of the experts; for the line, that of the busiest of all layers."""
+        loads = expert_loads(experts.counts.tolist())
+        highest, lowest = [max(layer) for layer in loads], [min(layer) for layer in loads]
+        self.record("experts", step, aux_loss=float(experts.aux_loss), max_load=highest, min_load=lowest)
+        return [f"max load {max(highest):.2f}"]
 
     def evaluation(
         self,

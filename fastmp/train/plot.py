@@ -1,9 +1,10 @@
-"""The loss picture of a run, from its metrics.jsonl."""
+"""The pictures of a run, from its metrics.jsonl: its loss, and the load of its experts."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,41 @@ def plot_loss(metrics: str | Path, out: str | Path, *, title: str = "") -> Path 
     held_out = _points(records, "eval", key)
     if not train and not held_out:
         raise ValueError(f"{metrics}: no loss to draw")
+    entropies = [r["unigram_entropy"] for r in records if r["kind"] == "eval" and r.get("unigram_entropy")]
+    entropy = entropies[-1] if key == "loss_per_byte" and entropies else None
+
+    def draw(axes: Any) -> None:
+        _draw(axes, train, held_out, entropy)
+        axes.set_ylabel(
+            "loss, nats per byte" if key == "loss_per_byte" else "loss, nats per token", color=INK
+        )
+
+    return _picture("loss", draw, out, title)
+
+
+def plot_loads(metrics: str | Path, out: str | Path, *, title: str = "") -> Path | None:
+    """Draw the load of every layer's busiest and idlest expert over steps to the PNG `out`; as `plot_loss`.
+
+    The load of an expert is its tokens over the mean of its layer's experts.
+    """
+    records = [r for r in read_metrics(metrics) if r["kind"] == "experts"]
+    if not records:
+        raise ValueError(f"{metrics}: no load of experts to draw")
+    return _picture("load", lambda axes: _draw_loads(axes, records), out, title)
+
+
+def _picture(name: str, draw: Callable[[Any], None], out: str | Path, title: str) -> Path | None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        print('fastmp: no loss plot: matplotlib is missing (pip install "fastmp[viz]")', file=sys.stderr)
+        print(f'fastmp: no {name} plot: matplotlib is missing (pip install "fastmp[viz]")', file=sys.stderr)
         return None
-    entropies = [r["unigram_entropy"] for r in records if r["kind"] == "eval" and r.get("unigram_entropy")]
     figure = Figure(figsize=(8.0, 4.5), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(
-        figure.add_subplot(), train, held_out, entropies[-1] if key == "loss_per_byte" and entropies else None
-    )
-    axes = figure.axes[0]
-    axes.set_ylabel("loss, nats per byte" if key == "loss_per_byte" else "loss, nats per token", color=INK)
+    axes = figure.add_subplot()
+    _frame(axes)
+    draw(axes)
     if title:
         axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK, pad=12)
     out = Path(out)
@@ -66,15 +88,37 @@ def _smooth(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     return smooth
 
 
-def _draw(
-    axes: Any, train: list[tuple[int, float]], held_out: list[tuple[int, float]], entropy: float | None
-) -> None:
+def _frame(axes: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(MUTED)
     axes.tick_params(colors=INK, labelsize=9)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel("step", color=INK)
+    axes.margins(x=0.02)
+
+
+def _draw_loads(axes: Any, records: list[dict[str, Any]]) -> None:
+    from matplotlib import colormaps
+
+    steps = [r["step"] for r in records]
+    num_layers = len(records[0]["max_load"])
+    named = {*range(num_layers)} if num_layers <= 8 else {0, num_layers - 1}
+    for layer in range(num_layers):
+        colour = colormaps["viridis"](0.9 * layer / max(num_layers - 1, 1))
+        highest, lowest = ([r[key][layer] for r in records] for key in ("max_load", "min_load"))
+        label = f"layer {layer + 1}" if layer in named else None
+        axes.plot(steps, highest, color=colour, linewidth=1.6, label=label)
+        axes.plot(steps, lowest, color=colour, linewidth=1.0, linestyle=(0, (2, 2)))
+    axes.axhline(1.0, color=ENTROPY, linewidth=1.0, zorder=1)
+    axes.set_ylim(bottom=0.0)
+    axes.set_ylabel("tokens of the busiest (dotted: idlest) expert over the mean", color=INK)
+    axes.legend(frameon=False, fontsize=9, loc="upper right", labelcolor=INK)
+
+
+def _draw(
+    axes: Any, train: list[tuple[int, float]], held_out: list[tuple[int, float]], entropy: float | None
+) -> None:
     if train:
         smooth = _smooth(train)
         if len(train) >= 60:
@@ -112,5 +156,4 @@ def _draw(
             color=ENTROPY,
             fontsize=9,
         )
-    axes.margins(x=0.02)
     axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1.0, 0.9), labelcolor=INK)

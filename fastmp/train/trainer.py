@@ -3,15 +3,18 @@
 A step runs its microbatches, sums gradients and token counts over the data-parallel ranks, and divides by the
 number of tokens: a mean over the tokens of the global batch, exact whatever the layout and however unevenly
 tokens fall on microbatches. Nothing in a step waits for the device; numbers are read where a log line is due.
+
+A model with experts gives two things more: losses that keep the experts busy, which are minimised but not
+reported as the loss, and how many tokens each expert got, from which routers correct themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,10 +35,23 @@ if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.metrics import TrainLog
 
-__all__ = ["StepResult", "TrainData", "Trainer"]
+__all__ = ["ExpertStats", "StepResult", "TrainData", "Trainer"]
+
+
+class ExpertStats(NamedTuple):
+    """What the expert layers of a model say about one microbatch.
+
+    `aux_loss` (): the sum of their losses over the tokens, to be added to the loss; as the loss, it is the
+    same on ranks of one tensor-parallel group. `counts` (layers, experts): how many of this rank's part of
+    the tokens chose each expert; integers.
+    """
+
+    aux_loss: Tensor
+    counts: Tensor
+
 
 Batch = dict[str, Tensor]
-LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -56,12 +72,17 @@ class StepResult:
 
     `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
     gradient before clipping (float64). Where that is not finite, the step was skipped.
+
+    With experts: `aux_loss`, their losses per token, which `loss` does not hold, and `expert_counts` (layers,
+    experts) of the global batch, int64.
     """
 
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
     lr: float
+    aux_loss: Tensor | None = None
+    expert_counts: Tensor | None = None
 
 
 class Trainer:
@@ -71,7 +92,10 @@ class Trainer:
         parameters of the first data-parallel rank.
     data: see `TrainData`; `fastmp.train.TokenDataset` is one.
     loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
-        0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly.
+        0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly. A model with experts
+        has an `ExpertStats` as the third; modules with a method `update_expert_bias(counts (experts,))` are
+        called in the order of its rows after the optimizer, with the counts of the global batch (zeros
+        after a step that was skipped).
     config, optimizer: the loop and AdamW with warm-up, cosine and clipping.
     groups: this rank's process groups; None for a process on its own.
     rng: random streams that go into checkpoints; None takes torch's default generators.
@@ -98,8 +122,10 @@ class Trainer:
         self.data, self.loss_fn, self.config, self.groups, self.rng = data, loss_fn, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.device = next(model.parameters()).device
-        self._tp, self._dp, self._dp_cp, self._edp = (
-            (None, None, None, None) if groups is None else (groups.tp, groups.dp, groups.dp_cp, groups.edp)
+        self._tp, self._dp, self._dp_cp, self._edp, self._sharing = (
+            (None,) * 5
+            if groups is None
+            else (groups.tp, groups.dp, groups.dp_cp, groups.edp, groups.tp_cp_dp)
         )
         self._norm_groups = (
             {}
@@ -129,6 +155,8 @@ class Trainer:
             groups=groups,
             description=asdict(model_config) if is_dataclass(model_config) else None,
         )
+        self._routers = [m for m in model.modules() if callable(getattr(m, "update_expert_bias", None))]
+        self._window: _Window | None = None  # what experts did since the last line of the log
         self.step = 0
         self.model.train()
 
@@ -147,7 +175,7 @@ class Trainer:
                 before_step(self.step)
             result = self.train_step()
             if log is not None and log.due(self.step):
-                log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr)
+                self._log_step(log, result)
                 skipped = self._note_skipped(log, skipped)
             if _due(self.step, config.eval_interval) and self.step < config.steps:
                 self.evaluate(log, max_batches=config.eval_batches)
@@ -164,7 +192,9 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch. Queues work on the device and does not wait for it."""
         self.grads.zero()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
+        # Sum of losses, number of tokens, sum of the experts' losses; and what the experts got.
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        counts: Tensor | None = None
         for microbatch in range(self.num_microbatches):
             with region("fastmp.train.data"):
                 batch = self._to_device(
@@ -177,16 +207,22 @@ class Trainer:
                     )
                 )
             with region("fastmp.train.forward"):
-                loss, num_tokens = self.loss_fn(self.model, batch)
+                loss, num_tokens, *more = self.loss_fn(self.model, batch)
+                aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
             with region("fastmp.train.backward"):
-                loss.backward()
-            totals += torch.stack([loss.detach().double(), num_tokens.double()])
+                (loss if aux_loss is None else loss + aux_loss).backward()
+            sums = (loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
+            totals += torch.stack([each.detach().double() for each in sums])
+            if own_counts is not None:
+                counts = own_counts.to(torch.int64) if counts is None else counts + own_counts
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
             if self._dp_cp is not None:
                 all_reduce_(totals, self._dp_cp)
+            if counts is not None and self._sharing is not None:
+                all_reduce_(counts, self._sharing)
         with region("fastmp.train.clip"):
-            loss, num_tokens = totals.unbind()
+            loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
             grad_norm = per_token * global_grad_norm(self.grads.parameters.values(), **self._norm_groups)
             clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
@@ -194,7 +230,13 @@ class Trainer:
         with region("fastmp.train.optimizer"):
             self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=per_token, clip_coefficient=clip)
         self.step += 1
-        return StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
+        result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
+        if counts is None:
+            return result
+        self._balance(counts.masked_fill(~torch.isfinite(grad_norm), 0))
+        result = replace(result, aux_loss=aux_loss * per_token, expert_counts=counts)
+        self._window = (self._window or _Window()).add(result.aux_loss, counts)
+        return result
 
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
@@ -277,6 +319,21 @@ class Trainer:
             floor=schedule.min_lr,
         )
 
+    def _balance(self, counts: Tensor) -> None:
+        """Let every router see what its experts got: counts (layers, experts) of the global batch."""
+        if self._routers and len(self._routers) != len(counts):
+            raise ValueError(
+                f"Trainer: the model has {len(self._routers)} routers, the counts of the loss function "
+                f"{len(counts)} rows"
+            )
+        for router, own in zip(self._routers, counts):
+            router.update_expert_bias(own)
+
+    def _log_step(self, log: TrainLog, result: StepResult) -> None:
+        window, self._window = self._window, None
+        experts = None if window is None else ExpertStats(window.aux_loss / window.steps, window.counts)
+        log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, experts=experts)
+
     def _note_skipped(self, log: TrainLog, before: int) -> int:
         skipped = int(self.optimizer.skipped_steps)
         if skipped > before:
@@ -326,6 +383,17 @@ class Trainer:
         if self.rng is not None:
             names = self.rng.state_dict()
             self.rng.load_state_dict({name: states[f"stream/{name}"] for name in names})
+
+
+class _Window(NamedTuple):
+    """Sums over some steps; nothing of it has been read."""
+
+    aux_loss: Tensor | float = 0.0
+    counts: Tensor | int = 0
+    steps: int = 0
+
+    def add(self, aux_loss: Tensor, counts: Tensor) -> _Window:
+        return _Window(self.aux_loss + aux_loss, self.counts + counts, self.steps + 1)
 
 
 def _due(step: int, interval: int) -> bool:

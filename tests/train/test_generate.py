@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fastmp.config import GPTConfig
 from fastmp.nn import GPT
@@ -140,3 +141,18 @@ def test_every_rank_generates_what_one_rank_alone_does(sequence_parallel):
     alone = generate_on_rank(0, 1, False)
     assert run_ranks(generate_on_rank, 2, sequence_parallel) == [alone, alone]
     assert len(alone[1]) > 10
+
+
+def test_ranks_that_run_the_model_together_take_the_first_ones_tokens():
+    """Two ranks whose models disagree, one of them about where the text ends."""
+
+    def ends(tokens_BS):
+        return torch.zeros(tokens_BS.shape[1], 1, 257).index_fill(2, torch.tensor(BYTES.end_of_text), 9.0)
+
+    def rank_main(rank, world_size):
+        model = NextLetter() if rank == 0 else ends
+        options = {"tokenizer": BYTES, "max_new_tokens": 5, "max_seq_len": 8, "temperature": 0.0}
+        return generate(model, [97], together=dist.group.WORLD, **options)
+
+    expected = generate(NextLetter(), [97], tokenizer=BYTES, max_new_tokens=5, max_seq_len=8, temperature=0.0)
+    assert run_ranks(rank_main, 2) == [expected] * 2 and len(expected) == 5

@@ -6,8 +6,10 @@ divided over all ranks, and every rank of the expert group sees all tokens of th
 
 from __future__ import annotations
 
+import io
 import math
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear, para
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.checkpoint import CheckpointError
-from fastmp.train.trainer import Trainer
+from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
+from fastmp.train.plot import plot_loads
+from fastmp.train.trainer import ExpertStats, Trainer
 
 E, F, H = 8, 16, 12  # experts, hidden units of each, features
 GLOBAL_BATCH, MICRO_BATCH = 64, 8
@@ -92,10 +96,23 @@ class Experts(nn.Module):
         return split_to_group(reduce_scatter_sequence(output, self.ep), self.etp, 0)
 
 
+class Router(nn.Module):
+    """Routes nothing; keeps the counts that it is shown, and a bias towards the experts that had less."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(E))
+        self.seen = []
+
+    def update_expert_bias(self, counts):
+        self.seen.append(counts.tolist())
+        self.bias += (counts.double().mean() - counts).sign()
+
+
 class Model(nn.Module):
     """A tensor-parallel pair of layers, then experts on this rank's part of the tokens."""
 
-    def __init__(self, groups, seed):
+    def __init__(self, groups, seed, num_routers=0):
         super().__init__()
         torch.manual_seed(seed)
         self.tp = None if groups is None else groups.tp
@@ -105,6 +122,7 @@ class Model(nn.Module):
         self.gate = nn.Parameter(torch.randn(H, H, dtype=torch.float64) * 0.3)
         self.gate.sequence_parallel = True
         self.experts = Experts(groups)
+        self.routers = nn.ModuleList(Router() for _ in range(num_routers))
 
     def forward(self, x_TH, expert_T):
         x_TH = x_TH + self.down(torch.tanh(self.up(x_TH)))
@@ -130,14 +148,24 @@ def loss_fn(model, batch):
     return error.square().sum(), torch.tensor(len(error))
 
 
+def stats_loss_fn(model, batch):
+    """Two layers' counts of this rank's tokens, and a loss of the same, which reaches the gate only."""
+    own, expert = (split_to_group(batch[name], model.tp, 0) for name in ("x", "expert"))
+    counts = torch.bincount(expert, minlength=E)
+    aux_loss = reduce_from_group((own @ model.gate.t()).square().sum(), model.tp)
+    return *loss_fn(model, batch), ExpertStats(aux_loss, torch.stack([counts, counts.roll(1)]))
+
+
 def make_groups(world_size, tp, ep, etp):
     return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, ep=ep, etp=etp))
 
 
-def make_trainer(groups=None, *, seed=5, clip=0.0, **train):
+def make_trainer(groups=None, *, seed=5, clip=0.0, num_routers=0, **train):
     config = TrainConfig(global_batch_size=GLOBAL_BATCH, eval_interval=0, steps=40, **train)
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, weight_decay=0.1, clip_grad_norm=clip)
-    return Trainer(Model(groups, seed), Samples(), loss_fn, config, optimizer=optimizer, groups=groups)
+    function = stats_loss_fn if num_routers else loss_fn
+    model = Model(groups, seed, num_routers)
+    return Trainer(model, Samples(), function, config, optimizer=optimizer, groups=groups)
 
 
 def whole(trainer, tensors):
@@ -329,3 +357,84 @@ def test_a_checkpoint_of_another_layout_of_experts_is_refused(tmp_path):
 
     run_ranks(save, 2)
     run_ranks(load, 2)
+
+
+def train_with_routers(groups):
+    """(loss, auxiliary loss, norm) of 3 steps, the gate's first gradient, what routers saw, their biases."""
+    trainer = make_trainer(groups, num_routers=2)
+    results, gates = [], []
+    for _ in range(3):
+        results.append(trainer.train_step())
+        gates.append(trainer.model.gate.main_grad.clone())
+    curve = [(r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
+    routers = trainer.model.routers
+    assert [r.expert_counts.tolist() for r in results] == [list(s) for s in zip(*(r.seen for r in routers))]
+    return curve, gates[0], [router.seen for router in routers], [router.bias for router in routers]
+
+
+@pytest.mark.parametrize(("world", "tp", "ep", "etp"), [(2, 2, 2, 1), (2, 1, 2, 1), (4, 2, 2, 2)])
+def test_routers_see_the_counts_of_the_whole_step_on_every_layout(world, tp, ep, etp):
+    """The auxiliary loss is minimised, reported apart, and no more than the loss a matter of the layout."""
+    curve, gate, seen, biases = train_with_routers(None)
+    batch = Samples().batch(0, 0, 1, 0, 1)
+    assert curve[0][0] == pytest.approx(make_trainer().train_step().loss.item(), abs=1e-12)
+    assert torch.tensor(seen).sum(-1).eq(GLOBAL_BATCH).all() and seen[1][0] != seen[0][0]
+    assert not torch.equal(biases[0], biases[1]) and biases[0].abs().max() > 1
+    assert batch["expert"].unique().numel() < E, "some expert is idle"
+
+    def rank_main(rank, world_size):
+        return train_with_routers(make_groups(world_size, tp, ep, etp))
+
+    for mine, my_gate, my_seen, my_biases in run_ranks(rank_main, world):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+        torch.testing.assert_close(my_gate, gate, rtol=0, atol=1e-10)
+        assert my_seen == seen
+        assert all(torch.equal(a, b) for a, b in zip(my_biases, biases, strict=True))
+
+
+def test_a_skipped_step_moves_no_bias_and_biases_come_back(tmp_path):
+    trainer = make_trainer(num_routers=2, run_dir=str(tmp_path))
+    trainer.train_step()
+    before = [router.bias.clone() for router in trainer.model.routers]
+
+    def poisoned(model, batch):
+        loss, *rest = stats_loss_fn(model, batch)
+        return loss * math.nan, *rest
+
+    trainer.loss_fn = poisoned
+    result = trainer.train_step()
+    assert not math.isfinite(result.grad_norm) and result.expert_counts.sum() == 2 * GLOBAL_BATCH
+    assert trainer.model.routers[0].seen[-1] == [0] * E
+    assert all(torch.equal(r.bias, b) for r, b in zip(trainer.model.routers, before, strict=True))
+    trainer.save()
+    again = make_trainer(num_routers=2, run_dir=str(tmp_path))
+    assert again.resume()
+    assert all(torch.equal(r.bias, b) for r, b in zip(again.model.routers, before, strict=True))
+
+
+def test_routers_and_rows_of_counts_must_agree():
+    with pytest.raises(ValueError, match="the model has 3 routers, the counts of the loss function 2 rows"):
+        make_trainer(num_routers=3).train_step()
+
+
+def test_the_log_tells_the_load_of_a_window(tmp_path):
+    """Counts of all steps since the last line; read only where a line is due."""
+    trainer = make_trainer(num_routers=2, run_dir=str(tmp_path), log_interval=3)
+    counts = []
+    for router in trainer.model.routers:
+        router.update_expert_bias = counts.append
+    stream = io.StringIO()
+    run = RunInfo(total_steps=40, tokens_per_step=GLOBAL_BATCH)
+    with TrainLog(tmp_path / "gpt", run, log_interval=3, stream=stream) as log:
+        trainer.config = replace(trainer.config, steps=6)
+        trainer.train(log)
+    lines = [r for r in read_metrics(tmp_path / "gpt" / "metrics.jsonl") if r["kind"] == "experts"]
+    assert [line["step"] for line in lines] == [1, 3, 6]
+    window = torch.stack(counts).view(6, 2, E)[3:].sum(0).double()
+    loads = window / window.mean(1, keepdim=True)
+    assert lines[-1]["max_load"] == pytest.approx(loads.amax(1).tolist())
+    assert lines[-1]["min_load"] == pytest.approx(loads.amin(1).tolist())
+    assert lines[-1]["aux_loss"] > 0
+    assert f"max load {loads.max():.2f}" in stream.getvalue().splitlines()[-1]
+    picture = plot_loads(tmp_path / "gpt" / "metrics.jsonl", tmp_path / "load.png", title="load")
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n") and picture.stat().st_size > 10_000
