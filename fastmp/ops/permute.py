@@ -11,6 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmp.ops.permute_triton import (
+    launch,
+    launch_permutation,
+    launch_unpermute,
+    launch_unpermute_backward,
+)
 from fastmp.ops.registry import LIBRARY, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
@@ -137,18 +143,21 @@ register(
     "permutation(Tensor indices, int num_experts) -> (Tensor, Tensor)",
     reference=reference_permutation,
     fake=_fake_permutation,
+    triton=launch_permutation,
     traffic=_traffic_permutation,
 )
 register(
     "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
     reference=reference,
     fake=_fake,
+    triton=launch,
     traffic=_traffic,
 )
 register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
     reference=reference_unpermute,
     fake=_fake_unpermute,
+    triton=launch_unpermute,
     flops=_flops_unpermute,
     traffic=_traffic_unpermute,
 )
@@ -156,6 +165,7 @@ register(
     "unpermute_backward(Tensor grad, Tensor y, Tensor row_of, Tensor probs) -> (Tensor, Tensor)",
     reference=reference_unpermute_backward,
     fake=_fake_unpermute_backward,
+    triton=launch_unpermute_backward,
     flops=_flops_unpermute_backward,
     traffic=_traffic_unpermute_backward,
 )

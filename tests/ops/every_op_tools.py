@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,15 +162,18 @@ class NothingWalksThrough(TorchDispatchMode):
 
 
 @contextmanager
-def only_ends_run(programs: int = 2) -> Iterator[None]:
-    """Triton's interpreter runs the first and last programs of a large grid, and copies no arguments back."""
+def only_ends_run(programs: int = 2, also: Sequence[int] = ()) -> Iterator[None]:
+    """Triton's interpreter runs the first and last programs of a large grid, and copies no arguments back.
+
+    also: programs in between that run, too.
+    """
     from triton.runtime import interpreter
 
     def short(*limits: int) -> Any:
         """`range` of that module; only over a grid does it go this far."""
         if len(limits) > 1 or limits[0] <= 1000:
             return range(*limits)
-        return [*range(programs), *range(limits[0] - programs, limits[0])]
+        return [*range(programs), *also, *range(limits[0] - programs, limits[0])]
 
     restore = interpreter.GridExecutor._restore_args_dev
     interpreter.GridExecutor._restore_args_dev = lambda *arguments: None

@@ -1,0 +1,348 @@
+"""The Triton kernels of permutation, permute and unpermute, and their launches.
+
+permutation takes three launches: counts of each expert in blocks of pairs, their sums over the blocks before,
+and the rank of each pair among those of its block. Tensors are tiled in rows of 16-byte accesses: permute and
+the backward of unpermute walk pairs and scatter, unpermute walks tokens and gathers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.rows import NUM_WARPS, as_rows, vector_width
+
+BLOCK_PAIRS = 256  # of one program of permutation
+STEP = 32  # of them are compared at once with all others
+BLOCK_BLOCKS, BLOCK_EXPERTS = 256, 8  # of the sums over blocks
+ZERO_ROWS = 64  # rows that one program looks through for those that nothing maps to
+SLOTS = 8  # of a token are in flight at once
+
+
+@jit
+def count_kernel(indices, counts, num_pairs, num_experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """counts (blocks, experts): how many pairs of each block go to each expert."""
+    block = tl.program_id(0).to(tl.int64)
+    pairs = block * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
+    valid = (experts >= 0) & (experts < num_experts)
+    bins = tl.arange(0, BINS)
+    found = tl.histogram(tl.where(valid, experts, 0), BINS, mask=valid)
+    tl.store(counts + block * num_experts + bins, found, mask=bins < num_experts)
+
+
+@jit
+def sum_blocks_kernel(counts, totals, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Each count becomes the sum of those of the blocks before; totals (experts,) of all blocks."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    before = tl.zeros([BLOCK_E], tl.int32)
+    for start in range(0, num_blocks, BLOCK_B):
+        blocks = start + tl.arange(0, BLOCK_B)
+        mask = (blocks < num_blocks)[:, None] & (experts < num_experts)[None, :]
+        places = counts + blocks[:, None].to(tl.int64) * num_experts + experts[None, :]
+        found = tl.load(places, mask=mask, other=0)
+        tl.store(places, before[None, :] + tl.cumsum(found, 0) - found, mask=mask)
+        before += tl.sum(found, 0)
+    tl.store(totals + experts, before, mask=experts < num_experts)
+
+
+@jit
+def rank_kernel(
+    indices,
+    counts,
+    totals,
+    row_of,
+    offsets,
+    num_pairs,
+    num_experts,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """The row of each pair: after the experts before, the blocks before, and the pairs before in its block."""
+    block = tl.program_id(0).to(tl.int64)
+    bins = tl.arange(0, BINS)
+    total = tl.load(totals + bins, mask=bins < num_experts, other=0)
+    ends = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(offsets + bins, ends, mask=bins < num_experts)
+    before = tl.load(counts + block * num_experts + bins, mask=bins < num_experts, other=0)
+    first = ends - total + before
+    local = tl.arange(0, BLOCK)
+    pairs = block * BLOCK + local
+    experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
+    rank = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, BLOCK, STEP):
+        others = (start + tl.arange(0, STEP))[:, None]
+        place = block * BLOCK + others
+        other = tl.load(indices + place, mask=place < num_pairs, other=-1)
+        rank += tl.sum(((other == experts[None, :]) & (others < local[None, :])).to(tl.int32), 0)
+    valid = (experts >= 0) & (experts < num_experts)
+    row = tl.gather(first, tl.where(valid, experts, 0), 0) + rank
+    tl.store(row_of + pairs, tl.where(valid, row, -1), mask=pairs < num_pairs)
+
+
+def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    row_of = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+    offsets = torch.empty(num_experts, dtype=torch.int32, device=indices.device)
+    num_pairs = indices.numel()
+    if num_pairs == 0:
+        return row_of, offsets.zero_()
+    indices = indices.contiguous()
+    num_blocks = cdiv(num_pairs, BLOCK_PAIRS)
+    counts = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=indices.device)
+    totals = torch.empty_like(offsets)
+    bins = max(32, next_power_of_2(num_experts))
+    with torch.cuda.device_of(indices):
+        count_kernel[(num_blocks,)](
+            indices, counts, num_pairs, num_experts, BLOCK=BLOCK_PAIRS, BINS=bins, num_warps=NUM_WARPS
+        )
+        sum_blocks_kernel[(cdiv(num_experts, BLOCK_EXPERTS),)](
+            counts,
+            totals,
+            num_blocks,
+            num_experts,
+            BLOCK_B=min(BLOCK_BLOCKS, max(16, next_power_of_2(num_blocks))),
+            BLOCK_E=BLOCK_EXPERTS,
+            num_warps=NUM_WARPS,
+        )
+        rank_kernel[(num_blocks,)](
+            indices,
+            counts,
+            totals,
+            row_of,
+            offsets,
+            num_pairs,
+            num_experts,
+            BLOCK=BLOCK_PAIRS,
+            STEP=STEP,
+            BINS=bins,
+            num_warps=NUM_WARPS,
+        )
+    return row_of, offsets
+
+
+@jit
+def mark_kernel(row_of, used, num_pairs, num_rows, BLOCK: tl.constexpr):
+    """used[row] = 1 for all rows that a pair maps to."""
+    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
+    tl.store(used + rows, 1, mask=(rows >= 0) & (rows < num_rows))
+
+
+@jit
+def zero_unused(
+    used, out, start, num_rows, num_cols, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Writes zeros to those of ROWS rows, from `start` on, that are not used: mostly there are none."""
+    end = tl.minimum(start + ROWS, num_rows)
+    searched = start + tl.arange(0, ROWS)
+    flags = tl.load(used + searched, mask=searched < end, other=1)
+    if tl.min(flags, 0) == 0:
+        zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
+        for step in range(0, ROWS, BLOCK_M):
+            rows = start + step + tl.arange(0, BLOCK_M)
+            unused = tl.load(used + rows, mask=rows < end, other=1) == 0
+            for first in range(0, num_cols, BLOCK_N):
+                cols = first + tl.arange(0, BLOCK_N)
+                mask = unused[:, None] & (cols < num_cols)[None, :]
+                tl.store(out + rows[:, None] * num_cols + cols[None, :], zeros, mask=mask)
+
+
+@jit
+def scatter_kernel(
+    x,
+    y,
+    row_of,
+    probs,
+    used,
+    out,
+    dprobs,
+    num_pairs,
+    num_slots,
+    num_rows,
+    num_vectors,
+    x_pitch,
+    y_pitch,
+    WEIGHTED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ZERO_ROWS: tl.constexpr,
+):
+    """Rows of out for a block of pairs: the pair's row of x, where WEIGHTED times its probability; then also
+    dprobs, the product of that row of x and the pair's row of y. The last programs write rows of zeros.
+    """
+    num_cols = num_vectors * VECTOR
+    num_blocks = tl.cdiv(num_pairs, BLOCK_M)
+    block = tl.program_id(0)
+    if block >= num_blocks:
+        first_row = (block - num_blocks).to(tl.int64) * ZERO_ROWS
+        zero_unused(used, out, first_row, num_rows, num_cols, ZERO_ROWS, BLOCK_M, BLOCK_N)
+    else:
+        pairs = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1).to(tl.int64)
+        inside = (rows >= 0) & (rows < num_rows)
+        tokens = pairs // num_slots
+        weights = tl.zeros([BLOCK_M], COMPUTE)
+        dots = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        if WEIGHTED:
+            weights = tl.load(probs + pairs, mask=inside, other=0.0)
+        for start in range(0, num_cols, BLOCK_N):
+            cols = start + tl.arange(0, BLOCK_N)
+            mask = inside[:, None] & (cols < num_cols)[None, :]
+            value = tl.load(x + tokens[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+            if WEIGHTED:
+                places = y + rows[:, None] * y_pitch * VECTOR + cols[None, :]
+                other = tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first")
+                value = value.to(COMPUTE)
+                dots += value * other.to(COMPUTE)
+                value *= weights[:, None]
+            tl.store(out + rows[:, None] * num_cols + cols[None, :], value, mask=mask)
+        if WEIGHTED:
+            tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
+
+
+@jit
+def gather_kernel(
+    y,
+    row_of,
+    probs,
+    out,
+    num_tokens,
+    num_slots,
+    num_rows,
+    num_vectors,
+    y_pitch,
+    WEIGHTED: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One tile of out: sums over the slots, SLOTS of which are loaded at once."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    for first in range(0, num_slots, SLOTS):
+        for step in tl.static_range(SLOTS):
+            slot = first + step
+            pairs = tokens * num_slots + slot
+            rows = tl.load(row_of + pairs, mask=(tokens < num_tokens) & (slot < num_slots), other=-1)
+            inside = (rows >= 0) & (rows < num_rows)
+            mask = inside[:, None] & (cols < num_cols)[None, :]
+            places = y + rows[:, None].to(tl.int64) * y_pitch * VECTOR + cols[None, :]
+            value = tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first").to(COMPUTE)
+            if WEIGHTED:
+                value *= tl.load(probs + pairs, mask=inside, other=0.0)[:, None]
+            total += value
+    mask = (tokens < num_tokens)[:, None] & (cols < num_cols)[None, :]
+    tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
+
+
+def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): each thread makes that many 16-byte accesses, few columns are padding."""
+    per_row = 32 * NUM_WARPS * 16 // itemsize
+    block_n = min((2 * per_row, per_row, per_row // 2), key=lambda n: (cdiv(num_cols, n) * n, -n))
+    block_n = min(block_n, accesses * per_row, max(16, next_power_of_2(num_cols)))
+    return accesses * per_row // block_n, block_n
+
+
+def _compute(x: Tensor):
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def _scatter(
+    x: Tensor,
+    row_of: Tensor,
+    out: Tensor,
+    y: Tensor | None = None,
+    probs: Tensor | None = None,
+    dprobs: Tensor | None = None,
+) -> None:
+    """Write all rows of out, which has some."""
+    num_rows, num_cols = out.shape
+    num_pairs, row_of, x = row_of.numel(), row_of.contiguous(), as_rows(x)
+    tall = x if y is None else as_rows(y)
+    used = torch.zeros(num_rows, dtype=torch.uint8, device=out.device)
+    block_m, block_n = block_shape(num_cols, x.element_size(), 4)
+    vector = vector_width(x, tall)
+    with torch.cuda.device_of(x):
+        mark_kernel[(cdiv(num_pairs, 1024),)](row_of, used, num_pairs, num_rows, BLOCK=1024)
+        scatter_kernel[(cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS),)](
+            x,
+            None if y is None else tall,
+            row_of,
+            None if probs is None else probs.contiguous(),
+            used,
+            out,
+            dprobs,
+            num_pairs,
+            num_pairs // len(x),
+            num_rows,
+            num_cols // vector,
+            x.stride(0) // vector,
+            tall.stride(0) // vector,
+            WEIGHTED=y is not None,
+            COMPUTE=_compute(x),
+            VECTOR=vector,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            ZERO_ROWS=ZERO_ROWS,
+            num_warps=NUM_WARPS,
+        )
+
+
+def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
+    out = torch.empty((num_rows, x.shape[1]), dtype=x.dtype, device=x.device)
+    if row_of.numel() == 0 or out.numel() == 0:
+        return out.zero_()
+    _scatter(x, row_of, out)
+    return out
+
+
+def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+    (num_tokens, num_slots), num_cols = row_of.shape, y.shape[1]
+    out = torch.empty((num_tokens, num_cols), dtype=y.dtype, device=y.device)
+    if out.numel() == 0 or num_slots == 0 or len(y) == 0:
+        return out.zero_()
+    y = as_rows(y)
+    block_m, block_n = block_shape(num_cols, y.element_size(), 2)
+    vector = vector_width(y)
+    with torch.cuda.device_of(y):
+        gather_kernel[(cdiv(num_tokens, block_m) * cdiv(num_cols, block_n),)](
+            y,
+            row_of.contiguous(),
+            None if probs is None else probs.contiguous(),
+            out,
+            num_tokens,
+            num_slots,
+            len(y),
+            num_cols // vector,
+            y.stride(0) // vector,
+            WEIGHTED=probs is not None,
+            COMPUTE=_compute(y),
+            VECTOR=vector,
+            SLOTS=min(num_slots, SLOTS),
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            num_warps=NUM_WARPS,
+        )
+    return out
+
+
+def launch_unpermute_backward(
+    grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
+) -> tuple[Tensor, Tensor]:
+    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dprobs = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+    if dy.numel() == 0 or probs.numel() == 0:
+        return dy.zero_(), dprobs.zero_()
+    _scatter(grad, row_of, dy, y, probs, dprobs)
+    return dy, dprobs
