@@ -60,7 +60,7 @@ def rank_kernel(
     STEP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The row of each pair: after the experts before, the blocks before, and the pairs before in its block."""
+    """The row of each pair: after the experts before, the blocks before, the pairs before in its block."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     total = tl.load(totals + bins, mask=bins < num_experts, other=0)

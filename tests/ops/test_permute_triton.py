@@ -1,4 +1,4 @@
-"""The Triton kernels of permutation, permute and unpermute in Triton's interpreter, against the references."""
+"""The Triton kernels of permutation, permute and unpermute, interpreted, against the references."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_many_unused_rows():
 
 
 def test_offsets_beyond_two_to_the_35():
-    """Tokens and rows of more than 2^35 elements in all: the first and last pairs, and the rows at the end."""
+    """Tokens and rows of more than 2^35 elements: the first and last pairs, and rows at either end."""
     columns = 1 << 16
     many = BEYOND // columns + 5
     few = random(4, columns, dtype=torch.float16)

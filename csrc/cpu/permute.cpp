@@ -1,0 +1,295 @@
+// permutation, permute and unpermute on the CPU: a stable counting sort, copies of rows, and weighted sums of rows.
+//
+// The sort counts the experts of blocks of pairs, sums the counts up, and gives rows out block by block: where blocks
+// end follows from the shape alone, and the rows do not depend on it. Tokens are spread over the threads; a token's
+// rows belong to nobody else. Half types are computed in fp32 and rounded once. The semantics are those of the
+// references in fastmp/ops/permute.py.
+#include "rows.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace fastmp {
+
+// Tokens [begin, end) with `num_slots` rows each. The rows of x or grad, one a token, lie `token_pitch` elements apart,
+// those of y `row_pitch`; outputs have no gaps. `probs` may be null.
+struct PairRun {
+  const void* tokens;
+  const void* rows;
+  const int32_t* row_of;
+  const void* probs;
+  void* out;
+  void* dprobs;
+  int64_t begin, end, num_slots, num_rows, num_cols, token_pitch, row_pitch;
+  ScalarType dtype;
+};
+
+FASTMP_DECLARE(void unpermute_run(const PairRun&); void unpermute_backward_run(const PairRun&);)
+
+namespace FASTMP_ISA {
+
+constexpr int64_t kAtOnce = 8;  // rows that are summed in registers
+
+// Adds rows [first, first + count) of a token's list to `out`, or begins the sum with them.
+template <typename T, bool kStart, bool kEnd>
+FASTMP_INLINE void add_rows(const T* const* rows, const scalar_of<T>* weights, int64_t count, scalar_of<T>* sums,
+                            T* out, int64_t num_cols) {
+  using V = lanes_of<T>;
+  for_vectors<num_lanes<V>>(num_cols, [&](int64_t col, auto lanes) FASTMP_LAMBDA {
+    V total = broadcast<V>(0);
+    if constexpr (!kStart) total = load(sums + col, lanes, 0);
+    for (int64_t i = 0; i < count; ++i) {
+      prefetch<1024>(rows[i] + col);
+      total += load(rows[i] + col, lanes, 0) * weights[i];
+    }
+    if constexpr (kEnd) {
+      store(out + col, total, lanes);
+    } else {
+      store(sums + col, total, lanes);
+    }
+  });
+}
+
+void unpermute_run(const PairRun& run) {
+  dispatch_float(run.dtype, "unpermute", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using S = scalar_of<T>;
+    std::vector<const T*> rows(run.num_slots);
+    std::vector<S> weights(run.num_slots), sums(run.num_slots > kAtOnce ? run.num_cols : 0);
+    for (int64_t token = run.begin; token < run.end; ++token) {
+      T* out = static_cast<T*>(run.out) + token * run.num_cols;
+      int64_t count = 0;
+      for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
+        const int64_t row = run.row_of[pair];
+        if (row < 0 || row >= run.num_rows) continue;
+        rows[count] = static_cast<const T*>(run.rows) + row * run.row_pitch;
+        weights[count++] = run.probs ? static_cast<const S*>(run.probs)[pair] : S{1};
+      }
+      if (count <= kAtOnce) {
+        add_rows<T, true, true>(rows.data(), weights.data(), count, nullptr, out, run.num_cols);
+        continue;
+      }
+      add_rows<T, true, false>(rows.data(), weights.data(), kAtOnce, sums.data(), out, run.num_cols);
+      int64_t first = kAtOnce;
+      for (; count - first > kAtOnce; first += kAtOnce) {
+        add_rows<T, false, false>(rows.data() + first, weights.data() + first, kAtOnce, sums.data(), out, run.num_cols);
+      }
+      add_rows<T, false, true>(rows.data() + first, weights.data() + first, count - first, sums.data(), out,
+                               run.num_cols);
+    }
+  });
+}
+
+void unpermute_backward_run(const PairRun& run) {
+  dispatch_float(run.dtype, "unpermute_backward", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using S = scalar_of<T>;
+    using V = lanes_of<T>;
+    for (int64_t token = run.begin; token < run.end; ++token) {
+      const T* grad = static_cast<const T*>(run.tokens) + token * run.token_pitch;
+      for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
+        const int64_t row = run.row_of[pair];
+        S& dprob = static_cast<S*>(run.dprobs)[pair];
+        dprob = 0;
+        if (row < 0 || row >= run.num_rows) continue;
+        const T* y = static_cast<const T*>(run.rows) + row * run.row_pitch;
+        T* dy = static_cast<T*>(run.out) + row * run.num_cols;
+        const S weight = static_cast<const S*>(run.probs)[pair];
+        V dots = broadcast<V>(0);
+        for_vectors<num_lanes<V>>(run.num_cols, [&](int64_t col, auto lanes) FASTMP_LAMBDA {
+          const V g = load(grad + col, lanes, 0);
+          dots += g * load(y + col, lanes, 0);
+          store(dy + col, g * weight, lanes);
+        });
+        dprob = sum(dots);
+      }
+    }
+  });
+}
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+constexpr int64_t kBlockPairs = 16384;  // of the sort: a block's counts are small beside it
+constexpr int64_t kGrainBytes = 65536;  // what a thread moves at the least
+
+std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts) {
+  FASTMP_CHECK(given.scalar_type() == ScalarType::Int, "permutation: indices must be int32, got ",
+               dtype_name(given.scalar_type()));
+  FASTMP_CHECK(num_experts > 0, "permutation: num_experts must be positive, got ", num_experts);
+  const Tensor indices = torch::stable::contiguous(given);
+  const Tensor row_of = fastmp::empty(indices.sizes(), ScalarType::Int, indices);
+  const Tensor offsets = fastmp::empty({num_experts}, ScalarType::Int, indices);
+  const auto* experts = static_cast<const int32_t*>(indices.const_data_ptr());
+  auto* rows = static_cast<int32_t*>(row_of.mutable_data_ptr());
+  auto* ends = static_cast<int32_t*>(offsets.mutable_data_ptr());
+  const int64_t num_pairs = indices.numel(), num_blocks = (num_pairs + kBlockPairs - 1) / kBlockPairs;
+  std::vector<int32_t> counts(num_blocks * num_experts);
+  const auto over_blocks = [&](const auto& body) {  // body(expert, pair, count of its block and expert)
+    parallel_for(0, num_blocks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        int32_t* own = counts.data() + block * num_experts;
+        for (int64_t i = block * kBlockPairs; i < std::min(num_pairs, (block + 1) * kBlockPairs); ++i) {
+          body(i, experts[i] < 0 || experts[i] >= num_experts ? nullptr : own + experts[i]);
+        }
+      }
+    });
+  };
+  over_blocks([&](int64_t, int32_t* count) {
+    if (count) ++*count;
+  });
+  int32_t row = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      row += std::exchange(counts[block * num_experts + expert], row);
+    }
+    ends[expert] = row;
+  }
+  over_blocks([&](int64_t pair, int32_t* next) { rows[pair] = next ? (*next)++ : -1; });
+  return {row_of, offsets};
+}
+
+void check_pairs(const char* op, const Tensor& tokens, const Tensor& row_of, const Tensor* probs, ScalarType dtype) {
+  FASTMP_CHECK(row_of.dim() == 2 && row_of.scalar_type() == ScalarType::Int, op,
+               ": row_of must be int32 (T, k), got ", dtype_name(row_of.scalar_type()), " of ", row_of.dim(),
+               " dimensions");
+  FASTMP_CHECK(tokens.dim() == 2, op, ": expected a matrix, got ", tokens.dim(), " dimensions");
+  dispatch_float(dtype, op, [](auto) {});
+  if (!probs) return;
+  const ScalarType wanted = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  FASTMP_CHECK(probs->scalar_type() == wanted && probs->dim() == 2 && probs->size(0) == row_of.size(0) &&
+                   probs->size(1) == row_of.size(1),
+               op, ": probs must be ", dtype_name(wanted), " of the shape of row_of, got ",
+               dtype_name(probs->scalar_type()), " of ", probs->numel(), " elements for ", row_of.numel());
+}
+
+// Tokens that keep a thread busy.
+int64_t token_grain(int64_t num_slots, int64_t row_bytes) {
+  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, num_slots * row_bytes));
+}
+
+// Clears the rows of `out` that no pair maps to.
+void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_pairs) {
+  const int64_t num_rows = out.size(0), bytes = out.size(1) * static_cast<int64_t>(out.element_size());
+  std::vector<char> used(num_rows);
+  for (int64_t pair = 0; pair < num_pairs; ++pair) {
+    if (row_of[pair] >= 0 && row_of[pair] < num_rows) used[row_of[pair]] = 1;
+  }
+  char* base = static_cast<char*>(out.mutable_data_ptr());
+  parallel_for(0, num_rows, token_grain(1, bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (!used[row]) std::memset(base + row * bytes, 0, bytes);
+    }
+  });
+}
+
+Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
+  check_pairs("permute", x, given, nullptr, x.scalar_type());
+  FASTMP_CHECK(given.size(0) == x.size(0) && num_rows >= 0, "permute: row_of of ", given.size(0),
+               " tokens does not fit x of ", x.size(0), ", or num_rows is negative: ", num_rows);
+  const Tensor out = fastmp::empty({num_rows, x.size(1)}, x.scalar_type(), x);
+  if (out.numel() == 0) return out;
+  const Tensor row_of = torch::stable::contiguous(given);
+  const auto* places = static_cast<const int32_t*>(row_of.const_data_ptr());
+  const int64_t num_slots = row_of.size(1);
+  zero_unused(out, places, row_of.numel());
+  if (row_of.numel() == 0) return out;
+  const Rows rows(x);
+  const auto itemsize = static_cast<int64_t>(x.element_size());
+  const int64_t bytes = x.size(1) * itemsize;
+  const char* from = static_cast<const char*>(rows.tensor.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  parallel_for(0, x.size(0), token_grain(num_slots, bytes), [&](int64_t begin, int64_t end) {
+    for (int64_t pair = begin * num_slots; pair < end * num_slots; ++pair) {
+      const int64_t row = places[pair];
+      if (row < 0 || row >= num_rows) continue;
+      std::memcpy(to + row * bytes, from + pair / num_slots * rows.pitch * itemsize, bytes);
+    }
+  });
+  return out;
+}
+
+// The run of all tokens, on `row_of` and `probs` without gaps.
+PairRun run_of(const Rows& rows, const Tensor& row_of, const Tensor* probs, const Tensor& out) {
+  PairRun run{};
+  run.rows = rows.tensor.const_data_ptr();
+  run.row_of = static_cast<const int32_t*>(row_of.const_data_ptr());
+  if (probs) run.probs = probs->const_data_ptr();
+  run.out = out.mutable_data_ptr();
+  run.num_slots = row_of.size(1);
+  run.num_rows = rows.num_rows;
+  run.num_cols = rows.num_cols;
+  run.row_pitch = rows.pitch;
+  run.dtype = rows.tensor.scalar_type();
+  return run;
+}
+
+template <class Kernel>
+void over_tokens(const Kernel& kernel, const PairRun& whole, int64_t num_tokens, int64_t itemsize) {
+  parallel_for(0, num_tokens, token_grain(whole.num_slots, whole.num_cols * itemsize), [&](int64_t begin, int64_t end) {
+    PairRun run = whole;
+    run.begin = begin;
+    run.end = end;
+    kernel(run);
+  });
+}
+
+Tensor unpermute(const Tensor& y, const Tensor& given, std::optional<Tensor> probs) {
+  check_pairs("unpermute", y, given, probs ? &*probs : nullptr, y.scalar_type());
+  Tensor out = fastmp::empty({given.size(0), y.size(1)}, y.scalar_type(), y);
+  if (out.numel() == 0) return out;
+  if (y.numel() == 0 || given.numel() == 0) return torch::stable::zero_(out);
+  const Tensor row_of = torch::stable::contiguous(given);
+  if (probs) probs = torch::stable::contiguous(*probs);
+  const Rows rows(y);
+  over_tokens([](const PairRun& run) { FASTMP_BEST(unpermute_run)(run); },
+              run_of(rows, row_of, probs ? &*probs : nullptr, out), out.size(0), y.element_size());
+  return out;
+}
+
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& y, const Tensor& given,
+                                              const Tensor& given_probs) {
+  constexpr const char* kOp = "unpermute_backward";
+  check_pairs(kOp, grad, given, &given_probs, y.scalar_type());
+  FASTMP_CHECK(y.dim() == 2 && grad.scalar_type() == y.scalar_type() && grad.size(1) == y.size(1) &&
+                   grad.size(0) == given.size(0),
+               kOp, ": grad of ", grad.size(0), " rows and ", grad.numel(), " elements fits neither y of ", y.numel(),
+               " elements nor row_of of ", given.size(0), " tokens, or is of another dtype");
+  Tensor dy = fastmp::empty(y.sizes(), y.scalar_type(), y);
+  Tensor dprobs = fastmp::empty(given_probs.sizes(), given_probs.scalar_type(), y);
+  if (y.numel() == 0 || given.numel() == 0) {
+    torch::stable::zero_(dy);
+    torch::stable::zero_(dprobs);
+    return {dy, dprobs};
+  }
+  const Tensor row_of = torch::stable::contiguous(given), probs = torch::stable::contiguous(given_probs);
+  const Rows rows(y), tokens(grad);
+  zero_unused(dy, static_cast<const int32_t*>(row_of.const_data_ptr()), row_of.numel());
+  PairRun run = run_of(rows, row_of, &probs, dy);
+  run.tokens = tokens.tensor.const_data_ptr();
+  run.token_pitch = tokens.pitch;
+  run.dprobs = dprobs.mutable_data_ptr();
+  over_tokens([](const PairRun& part) { FASTMP_BEST(unpermute_backward_run)(part); }, run, grad.size(0),
+              y.element_size());
+  return {dy, dprobs};
+}
+
+}  // namespace
+}  // namespace fastmp
+
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
+  m.impl("permutation", TORCH_BOX(&fastmp::permutation));
+  m.impl("permute", TORCH_BOX(&fastmp::permute));
+  m.impl("unpermute", TORCH_BOX(&fastmp::unpermute));
+  m.impl("unpermute_backward", TORCH_BOX(&fastmp::unpermute_backward));
+}
+
+#endif  // FASTMP_ISA_BASE

@@ -1,0 +1,307 @@
+"""permutation, permute and unpermute: order, drops, empty and full cases, gradients, errors, costs."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from every_op_tools import implementation, op_backends
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fastmp.ops import OPS, permutation, permute, unpermute
+from fastmp.ops.registry import compute_dtype
+from fastmp.testing.ops import poisoned_memory, samples
+
+FAMILY = ("permutation", "permute", "unpermute", "unpermute_backward")
+REFERENCE = {name: OPS[name].implementations["reference"] for name in FAMILY}
+BACKENDS = [case for case in op_backends(("c++", "reference")) if case.values[0] == "permutation"]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def by_hand(indices: list[list[int]], num_experts: int) -> tuple[list[list[int]], list[int]]:
+    """The definition, in plain Python."""
+    rows = [[-1] * len(slots) for slots in indices]
+    offsets, row = [], 0
+    for expert in range(num_experts):
+        for token, slots in enumerate(indices):
+            for slot, chosen in enumerate(slots):
+                if chosen == expert:
+                    rows[token][slot] = row
+                    row += 1
+        offsets.append(row)
+    return rows, offsets
+
+
+@settings(max_examples=200)
+@given(
+    tokens=st.sampled_from((0, 1, 2, 5, 17, 40)),
+    slots=st.sampled_from((1, 2, 3, 8)),
+    num_experts=st.sampled_from((1, 2, 3, 7, 16)),
+    pattern=st.sampled_from(("any", "one expert", "all equal", "few experts", "dropped", "out of range")),
+    source=st.randoms(use_true_random=False),
+)
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+def test_is_the_stable_sort_of_any_pattern(op, backend, tokens, slots, num_experts, pattern, source):
+    last = num_experts - 1
+    draw = {
+        "any": lambda: source.randint(0, last),
+        "one expert": lambda: last,
+        "all equal": lambda slot=0: slot % num_experts,
+        "few experts": lambda: source.choice([0, last]),
+        "dropped": lambda: source.choice([-1, -1, source.randint(0, last)]),
+        "out of range": lambda: source.choice([-(1 << 31), -2, num_experts, (1 << 31) - 1, 0]),
+    }[pattern]
+    chosen = [[draw() for _ in range(slots)] for _ in range(tokens)]
+    indices = torch.tensor(chosen, dtype=torch.int32).view(tokens, slots)
+    with poisoned_memory():
+        row_of, offsets = implementation(op, backend)(indices, num_experts)
+    assert (row_of.tolist(), offsets.tolist()) == by_hand(chosen, num_experts)
+    assert row_of.dtype == offsets.dtype == torch.int32 and row_of.is_contiguous()
+    kept = row_of[row_of >= 0].sort().values
+    assert torch.equal(kept, torch.arange(len(kept), dtype=torch.int32))
+
+
+@pytest.mark.parametrize(("op", "backend"), BACKENDS)
+def test_many_pairs(op, backend):
+    """As many as several blocks of the compiled kernel, in any layout."""
+    generator = torch.Generator().manual_seed(1)
+    indices = torch.randint(-1, 70, (9001, 6), generator=generator, dtype=torch.int32)
+    for given_indices in (indices, indices[:, 1:4], indices.t().contiguous().t()):
+        results = implementation(op, backend)(given_indices, 64)
+        for value, want in zip(results, REFERENCE[op](given_indices.contiguous(), 64), strict=True):
+            assert torch.equal(value, want)
+    assert len(torch.unique(results[0])) == (results[0] >= 0).sum() + 1
+
+
+@pytest.mark.parametrize("op", FAMILY)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_compiled_kernel_equals_reference(op, dtype):
+    if OPS[op].serving["cpu"] != "c++":
+        pytest.skip(f"no compiled kernel: {OPS[op].reasons['cpu']}")
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 1e-2)
+    for arguments in samples(op, device="cpu", dtype=dtype):
+        with poisoned_memory():
+            results = OPS[op].overload(*arguments)
+        wanted = REFERENCE[op](*arguments)
+        results, wanted = (r if isinstance(r, tuple) else (r,) for r in (results, wanted))
+        for value, want in zip(results, wanted, strict=True):
+            assert value.is_contiguous()
+            torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance)
+
+
+def test_there_and_back():
+    """A token that kept all its k rows comes back k times; dropped pairs take theirs along."""
+    x = random(6, 10)
+    indices = torch.tensor([[0, 1], [2, -1], [1, 2], [-1, -1], [2, 0], [0, 2]], dtype=torch.int32)
+    row_of, offsets = permutation(indices, 3)
+    rows = permute(x, row_of, 12)
+    assert torch.equal(rows[: offsets[0]], x[[0, 4, 5]])
+    assert torch.equal(rows[offsets[1] : offsets[2]], x[[1, 2, 4, 5]])
+    assert not rows[offsets[2] :].any()
+    assert torch.equal(unpermute(rows, row_of), x * (indices >= 0).sum(1, keepdim=True))
+    assert not unpermute(rows, row_of)[3].any()
+
+
+def test_all_experts_of_every_token():
+    """k = E: each expert has every token, in order."""
+    x = random(5, 3)
+    indices = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(t)) for t in range(5)])
+    row_of, offsets = permutation(indices.to(torch.int32), 4)
+    assert offsets.tolist() == [5, 10, 15, 20]
+    assert torch.equal(permute(x, row_of, 20), x.repeat(4, 1))
+
+
+@pytest.mark.parametrize("num_rows", (0, 3))
+def test_no_tokens(num_rows):
+    row_of, offsets = permutation(torch.empty(0, 2, dtype=torch.int32), 3)
+    assert row_of.shape == (0, 2) and offsets.tolist() == [0, 0, 0]
+    x = torch.empty(0, 4, dtype=torch.float64, requires_grad=True)
+    rows = permute(x, row_of, num_rows)
+    assert rows.shape == (num_rows, 4) and not rows.any()
+    y = torch.ones(num_rows, 4, dtype=torch.float64, requires_grad=True)
+    probs = torch.empty(0, 2, dtype=torch.float64, requires_grad=True)
+    out = unpermute(y, row_of, probs)
+    assert out.shape == (0, 4)
+    dy, dprobs = torch.autograd.grad(out, (y, probs), torch.empty_like(out))
+    assert dy.shape == y.shape and not dy.any() and dprobs.shape == (0, 2)
+
+
+def test_nothing_is_kept():
+    """All pairs dropped: zeros, and zero gradients, whatever the rows and probabilities hold."""
+    row_of, offsets = permutation(torch.full((3, 2), -1, dtype=torch.int32), 4)
+    assert (row_of == -1).all() and not offsets.any()
+    y = torch.full((5, 4), torch.nan, dtype=torch.float64, requires_grad=True)
+    probs = torch.full((3, 2), torch.nan, dtype=torch.float64, requires_grad=True)
+    out = unpermute(y, row_of, probs)
+    assert not any(t.any() for t in (out, *torch.autograd.grad(out.sum(), (y, probs))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_sums_are_wide_and_in_the_order_of_the_slots(dtype):
+    """In the narrow type 1 + eps / 4 + ... would stay 1; large terms that cancel tell the order."""
+    y = torch.tensor([[1.0], [2.0**-10], [2.0**-10], [2.0**-10], [2.0**-10]]).to(dtype)
+    row_of = torch.arange(5, dtype=torch.int32).view(1, 5)
+    wanted = torch.tensor([[1 + 2.0**-8]]).to(dtype)
+    large = torch.tensor([2.0**24, 1.0, -(2.0**24), 1.0]).view(1, 4)
+    ones = torch.ones(4, 1, dtype=dtype)
+    for backend in (None, "reference"):
+        op = OPS["unpermute"].implementations[backend] if backend else OPS["unpermute"].overload
+        assert torch.equal(op(y, row_of, None), wanted)
+        assert (
+            op(ones, row_of[:, :4].contiguous(), large).item() == 1.0
+        )  # 2^24 + 1 is lost, the last 1 is not
+
+
+@pytest.mark.parametrize("slots", (7, 8, 9, 16, 17, 40))
+def test_more_slots_than_are_summed_at_once(slots):
+    y, probs = random(3 * slots, 21), random(3, slots, seed=1)
+    row_of = torch.randperm(3 * slots, generator=torch.Generator().manual_seed(2)).to(torch.int32)
+    row_of[::5] = -1
+    arguments = y, row_of.view(3, slots), probs
+    torch.testing.assert_close(unpermute(*arguments), REFERENCE["unpermute"](*arguments))
+
+
+@pytest.mark.parametrize("create_graph", (False, True))
+def test_gradients_and_second_derivatives(create_graph):
+    """permute and the plain sum are linear and can be differentiated again; with probabilities, once."""
+    x, row_of = random(4, 3).requires_grad_(), torch.tensor([[0, 3], [1, -1], [5, 2], [-1, 4]]).int()
+    y, probs = random(7, 3).requires_grad_(), random(4, 2, seed=3).requires_grad_()
+    if not create_graph:
+        assert torch.autograd.gradcheck(lambda x: permute(x, row_of, 7), x)
+        assert torch.autograd.gradcheck(lambda y: unpermute(y, row_of), y)
+        assert torch.autograd.gradcheck(lambda y, p: unpermute(y, row_of, p), (y, probs))
+        return
+    assert torch.autograd.gradgradcheck(lambda x: permute(x, row_of, 7), x)
+    assert torch.autograd.gradgradcheck(lambda y: unpermute(y, row_of), y)
+    (dy,) = torch.autograd.grad(unpermute(y, row_of, probs).sum(), y, create_graph=True)
+    with pytest.raises(RuntimeError, match="unpermute: its backward with probs is not differentiable"):
+        dy.sum().backward()
+
+
+@pytest.mark.parametrize("frozen", ("y", "probs"))
+def test_frozen_arguments(frozen):
+    row_of = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    inputs = {"y": random(3, 4).requires_grad_(), "probs": random(2, 2, seed=1).requires_grad_()}
+    grads = torch.autograd.grad(unpermute(inputs["y"], row_of, inputs["probs"]).sum(), list(inputs.values()))
+    wanted = dict(zip(inputs, grads, strict=True))
+    inputs[frozen] = inputs[frozen].detach()
+    (other,) = set(inputs) - {frozen}
+    (grad,) = torch.autograd.grad(unpermute(inputs["y"], row_of, inputs["probs"]).sum(), inputs[other])
+    assert torch.equal(grad, wanted[other])
+
+
+@pytest.mark.parametrize("function", ("permute", "plain sum", "weighted sum"))
+def test_saves_no_copies(function):
+    row_of = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
+    y, probs = random(3, 4).requires_grad_(), random(2, 2, seed=1).requires_grad_()
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        if function == "permute":
+            permute(y[:2], row_of, 3)
+        else:
+            unpermute(y, row_of, probs if function == "weighted sum" else None)
+    wanted = {row_of, y, probs} if function == "weighted sum" else {row_of}
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in wanted}
+
+
+@pytest.mark.parametrize("op", FAMILY)
+def test_opcheck(op):
+    for arguments in samples(op, device="cpu", dtype=torch.float32)[:2]:
+        leaves = [
+            a.clone().requires_grad_() if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+            for a in copy.deepcopy(arguments)
+        ]
+        torch.library.opcheck(OPS[op].overload, tuple(leaves if op != "unpermute_backward" else arguments))
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+def test_the_host_learns_nothing_of_the_order(backend):
+    """On meta tensors every read of a number raises; shapes follow from shapes alone."""
+    op = OPS["permutation"].implementations[backend] if backend else OPS["permutation"].overload
+    with FakeTensorMode() if backend is None else nullcontext():
+        indices = torch.empty(8192, 8, dtype=torch.int32, device="meta")
+        row_of, offsets = op(indices, 256)
+    assert row_of.shape == indices.shape and offsets.shape == (256,)
+    assert row_of.dtype == offsets.dtype == torch.int32
+
+
+@pytest.mark.parametrize("dynamic", (False, True))
+def test_compiles_as_one_graph(dynamic):
+    def chain(x, indices, probs):
+        row_of, offsets = permutation(indices, 4)
+        rows = permute(x, row_of, row_of.numel())
+        return unpermute(rows * 2, row_of, probs), offsets
+
+    indices = torch.randint(-1, 4, (6, 2), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    x, probs = random(6, 5).requires_grad_(), random(6, 2, seed=1).requires_grad_()
+    torch.compiler.reset()
+    compiled = torch.compile(chain, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    results = []
+    for function in (chain, compiled):
+        out, offsets = function(x, indices, probs)
+        results.append((out, offsets, *torch.autograd.grad(out.sum(), (x, probs))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+INDICES = torch.zeros(2, 2, dtype=torch.int32)
+MATRIX = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: permutation(INDICES.long(), 2),
+            r"permutation: indices must be int32 .*torch.int64 \(2, 2\)",
+        ),
+        (lambda: permutation(INDICES[0], 2), r"permutation: indices must be int32 \(T, k\), .*\(2,\)"),
+        (lambda: permutation(INDICES, 0), r"permutation: num_experts must be positive, got 0"),
+        (
+            lambda: permutation(INDICES[:1].expand(1 << 30, 2), 2),
+            r"permutation: int32 cannot number the pairs of indices \(1073741824, 2\)",
+        ),
+        (lambda: permute(MATRIX[0], INDICES, 2), r"permute: x must be a matrix .*float32 \(3,\)"),
+        (lambda: permute(MATRIX.int(), INDICES, 2), r"permute: x must be .*got torch.int32"),
+        (lambda: permute(MATRIX, INDICES.long(), 2), r"permute: row_of must be int32 .*torch.int64"),
+        (lambda: permute(MATRIX, INDICES.to("meta"), 2), r"permute: x is on cpu but row_of is on meta"),
+        (lambda: permute(MATRIX, INDICES[:1], 2), r"permute: row_of \(1, 2\) does not fit x \(2, 3\)"),
+        (lambda: permute(MATRIX, INDICES, -1), r"permute: num_rows must not be negative, got -1"),
+        (lambda: unpermute(MATRIX, INDICES[0]), r"unpermute: row_of must be int32 \(T, k\)"),
+        (lambda: unpermute(MATRIX, INDICES, MATRIX), r"probs \(2, 3\) does not fit row_of \(2, 2\)"),
+        (
+            lambda: unpermute(MATRIX.bfloat16(), INDICES, MATRIX[:, :2].bfloat16()),
+            r"probs must be torch.float32 for y of torch.bfloat16, got torch.bfloat16",
+        ),
+        (
+            lambda: unpermute(MATRIX, INDICES, MATRIX[:, :2].to("meta")),
+            r"unpermute: y is on cpu but probs is on meta",
+        ),
+    ],
+)
+def test_wrong_arguments(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_cost_formulas():
+    x, y, probs = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((6, 8), (20, 8), (6, 4)))
+    row_of, probs = torch.zeros(6, 4, dtype=torch.int32), probs.to(compute_dtype(torch.bfloat16))
+    traffic = {name: OPS[name].traffic for name in FAMILY}
+    assert traffic["permutation"](row_of, 5) == 4 * (24 + 24 + 5)
+    assert traffic["permute"](x, row_of, 20) == 2 * 8 * (6 + 20) + 4 * 24
+    assert traffic["unpermute"](y, row_of, None) == 2 * 8 * (20 + 6) + 4 * 24
+    assert traffic["unpermute"](torch.cat((y, y)), row_of, probs) == 2 * 8 * (24 + 6) + 4 * 2 * 24
+    assert traffic["unpermute_backward"](x, y, row_of, probs) == 2 * 8 * (6 + 20 + 20) + 4 * 3 * 24
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        unpermute(y, row_of, probs)
+    assert counter.get_total_flops() == 2 * 24 * 8
+    assert OPS["unpermute"].flops(y, row_of, None) == 24 * 8
+    assert OPS["unpermute_backward"].flops(x, y, row_of, probs) == 3 * 24 * 8
