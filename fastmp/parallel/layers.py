@@ -437,7 +437,7 @@ def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     if group_size(group) == 1:
         return F.linear(x, weight, bias)
     device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+    if not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         # Autocast does not reach into the backward of a Function: cast outside it.
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

@@ -199,14 +199,14 @@ class AllGatherDispatcher(_Exchanging):
 
     def dispatch(self, tokens: Tensor, indices: Tensor, probs: Tensor, matrix_RX: Tensor) -> Tensors:
         host_RX = HostCopy(matrix_RX).wait()
-        longest = int(host_RX[:, -1].max())
+        longest, rows_here, _ = self._rows(host_RX)
         tokens, probs = (
             gather_sequence(_padded(part, longest), self.etp_ep_group) for part in (tokens, probs)
         )
         # Outside [0, L) are experts of other ranks, dropped pairs and padding: they get no row.
         indices = all_gather(_padded(indices, longest, -1), self.etp_ep_group)[0]
         row_of, offsets = permutation(indices - self.ep_rank * self.num_local, self.num_local)
-        rows = permute(tokens, row_of, int(self._local(host_RX).sum()))
+        rows = permute(tokens, row_of, rows_here)
         return rows, offsets, probs, row_of, host_RX
 
     def sizes(self, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> list[int]:
@@ -214,7 +214,13 @@ class AllGatherDispatcher(_Exchanging):
 
     def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> Tensor:
         partial = unpermute(outputs, row_of, probs)
-        return _first(reduce_scatter_sequence(partial, self.etp_ep_group), int(host_RX[self.rank, -1]))
+        own_tokens = self._rows(host_RX)[2]
+        return _first(reduce_scatter_sequence(partial, self.etp_ep_group), own_tokens)
+
+    def _rows(self, host_RX: Tensor) -> tuple[int, int, int]:
+        """The most tokens that a rank has, the rows of this rank's experts, and this rank's tokens."""
+        tokens = host_RX[:, -1].tolist()
+        return max(tokens), int(self._local(host_RX).sum()), tokens[self.rank]
 
 
 class HostCopy:

@@ -90,9 +90,11 @@ class Router(ParallelModule):
         return {"weight": ParallelAttributes(sequence_parallel=True)}
 
     def _apply(self, fn, recurse: bool = True) -> Router:
+        before = self.expert_bias
         super()._apply(fn, recurse)
-        if self.expert_bias is not None:  # steps of the bias are too small for a narrow dtype
-            self.expert_bias = self.expert_bias.to(_wide(self.expert_bias.dtype))
+        if before is not None:  # its steps are too small for a narrow dtype: move it, do not round it
+            now = self.expert_bias
+            self.expert_bias = (now if before.is_meta else before).to(now.device, _wide(now.dtype))
         return self
 
     def forward(

@@ -1,0 +1,154 @@
+"""The expert layer cut into segments: what crosses the borders, and how often the host waits for the device.
+
+On meta tensors everything that would make the host wait for a GPU is a copy to another device or a read of a
+value, in forward and in backward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from moe_tools import hidden_states, make_moe, plain_moe, with_moe
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.nn.moe import dispatch as dispatch_module
+from fastmp.nn.moe import layer as layer_module
+from fastmp.parallel.collectives import group_size
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.testing import run_ranks
+
+FRONT = ["router", "preprocess", "shared_experts"]
+BACK = ["dispatch", "experts", "combine"]
+
+
+class NeverWaits(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            device = (kwargs or {}).get("device")
+            assert device is None or torch.device(device) == args[0].device, "a copy to another device"
+        reads = func is torch.ops.aten._local_scalar_dense.default and args[0].device.type != "cpu"
+        assert not reads, "the value of a tensor on the device is read"
+        return func(*args, **(kwargs or {}))
+
+
+def run_on_meta(config, groups=None, sequence_parallel=False):
+    """Forward and backward with waiting refused; the shapes that cross each border."""
+    mode, crossing = FakeTensorMode(), {}
+    with mode, NeverWaits():
+        layer = make_moe(
+            config, groups, device="meta", dtype=torch.bfloat16, sequence_parallel=sequence_parallel
+        )
+        hidden = torch.empty(6, 2, 16, device="meta", dtype=torch.bfloat16).requires_grad_()
+        residual = torch.empty(6, 2, 16, device="meta", dtype=torch.bfloat16).requires_grad_()
+        tensors = (hidden, residual)
+        for segment in layer.segments():
+            tensors = segment.run(*tensors)
+            assert isinstance(tensors, tuple) and all(isinstance(t, torch.Tensor) for t in tensors)
+            crossing[segment.name] = [tuple(t.shape) for t in tensors]
+        output, aux, _, carried = tensors
+        assert carried is residual
+        leaves = (hidden, *layer.parameters())
+        grads = torch.autograd.grad(
+            (output, aux), leaves, (torch.empty_like(output), torch.empty_like(aux)), allow_unused=True
+        )
+        assert [g.shape for g in grads] == [leaf.shape for leaf in leaves]
+    return crossing
+
+
+@pytest.mark.parametrize("capacity", (None, "probs", "position"))
+def test_one_rank_never_waits(capacity):
+    drop = {} if capacity is None else {"capacity_factor": 1.0, "drop_policy": capacity}
+    crossing = run_on_meta(with_moe(expert_bias=True, **drop))
+    T, H, E, k, hidden = 12, 16, 8, 3, (6, 2, 16)
+    assert list(crossing) == FRONT + BACK
+    rest = [(), (E,), hidden, hidden]  # aux, counts, the layer's input, what is carried
+    assert crossing["router"] == [(T, H), (T, k), (T, k), *rest]
+    assert crossing["preprocess"] == crossing["shared_experts"] == [(T, H), (T, k), (T, k), (E,), *rest]
+    assert crossing["dispatch"] == [(T * k, H), (E,), (T, k), (T, k), *rest]
+    assert crossing["experts"] == [(T * k, H), (T, k), (T, k), *rest]
+    assert crossing["combine"] == [hidden, (), (E,), hidden]
+
+
+def one_copy(rank, world_size, layout, dispatcher, sequence_parallel, tokens):
+    """Rank 0 of a world of shapes only; the matrix of counts is made up where it is copied."""
+    dist.destroy_process_group()
+    size = RankGrid(world_size=layout["world_size"], **layout["axes"]).world_size
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    groups = ParallelGroups.create(RankGrid(world_size=size, **layout["axes"]))
+    copies = []
+
+    class MadeUp:
+        def __init__(self, matrix):
+            assert matrix.is_meta and matrix.shape[0] == group_size(groups.etp_ep)
+            copies.append(tuple(matrix.shape))
+
+        def wait(self):
+            with unset_fake_temporarily():
+                rows, columns = copies[0]
+                counts = [3 * tokens - 7, *[1] * 7] + [tokens] * (columns - 8)
+                return torch.tensor(counts, dtype=torch.int32).repeat(rows, 1)
+
+    def on_the_host(function):
+        def outside(*args):
+            with unset_fake_temporarily():
+                return function(*args)
+
+        return outside
+
+    dispatch_module.HostCopy = MadeUp
+    for kind in (dispatch_module.AllToAllDispatcher, dispatch_module.AllGatherDispatcher):
+        for name in ("sizes", "_splits", "_rows"):
+            if hasattr(kind, name):
+                setattr(kind, name, on_the_host(getattr(kind, name)))
+    layer_module._agree = lambda *args: None
+    crossing = run_on_meta(with_moe(dispatcher=dispatcher), groups, sequence_parallel)
+    assert len(copies) == 1, copies
+    return crossing
+
+
+@pytest.mark.parametrize("dispatcher", ("alltoall", "allgather"))
+@pytest.mark.parametrize(
+    ("world", "axes", "sequence_parallel"),
+    [(2, {"ep": 2}, False), (4, {"tp": 2, "ep": 2}, True), (4, {"tp": 2, "ep": 2}, False)],
+    ids=("ep", "tp-sequence", "tp"),
+)
+def test_divided_experts_wait_once(world, axes, sequence_parallel, dispatcher):
+    layout = {"world_size": world, "axes": axes}
+    T = 12 if sequence_parallel or "tp" not in axes else 6
+    (crossing,) = run_ranks(one_copy, 1, layout, dispatcher, sequence_parallel, T)
+    assert list(crossing) == FRONT + BACK
+    assert crossing["router"][0] == (T, 16)
+    assert crossing["combine"] == [(6, 2, 16), (), (8,), (6, 2, 16)]
+
+
+def flags_case(rank, world):
+    layouts = {"edp": {}, "ep": {"ep": 2}, "etp": {"etp": 2}}
+    groups = {
+        name: ParallelGroups.create(RankGrid(world_size=world, **axes)) for name, axes in layouts.items()
+    }
+    return {
+        name: {segment.name: segment.capturable for segment in make_moe(with_moe(), own).segments()}
+        for name, own in groups.items()
+    }
+
+
+def test_what_can_be_captured():
+    alone = {segment.name: segment.capturable for segment in make_moe(with_moe()).segments()}
+    assert alone == dict.fromkeys(FRONT + BACK, True)
+    divided = dict.fromkeys(FRONT, True) | dict.fromkeys(BACK, False)
+    for flags in run_ranks(flags_case, 2):
+        assert flags == {"edp": alone, "ep": divided, "etp": divided}
+
+
+def test_without_a_shared_expert_there_is_no_segment_for_it():
+    layer = make_moe(plain_moe())
+    assert [segment.name for segment in layer.segments()] == FRONT[:2] + BACK
+    x = hidden_states(4, 2)
+    tensors = (x,)
+    for segment in layer.segments():
+        tensors = segment.run(*tensors)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, layer(x), strict=True))
