@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.router_triton import launch, launch_backward
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
@@ -214,6 +215,7 @@ register(
     " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum)",
     reference=reference,
     fake=_fake,
+    triton=launch,
     flops=_flops,
     traffic=_traffic,
 )
@@ -222,6 +224,7 @@ register(
     " Tensor indices, str score, bool normalize, float scale) -> Tensor",
     reference=reference_backward,
     fake=_fake_backward,
+    triton=launch_backward,
     flops=_flops_backward,
     traffic=_traffic_backward,
 )

@@ -1,0 +1,510 @@
+// topk_router and its backward on the CPU.
+//
+// A token's logits are read once into a row of fp32 (f64) scratch, where scores, choice and probabilities are made.
+// The best k so far are kept in order, and a vector none of whose lanes beats the last of them is passed over, which
+// is nearly all of them. Tokens come in strips that depend on the shape alone; a strip sums its scores in fp32 over a
+// few tokens at a time and in f64 over all of them, and strips are added in order: results do not depend on the number
+// of threads. The semantics are those of the references in fastmp/ops/router.py.
+#include "rows.h"
+#include "simd.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
+
+namespace fastmp {
+
+enum class Score { kSoftmax, kLogits, kSigmoid };
+
+// What all tokens have in common. Pointers to scores and gradients are of the type that is computed in.
+struct Router {
+  const void* logits;
+  const void* bias;  // or null
+  const int32_t* chosen;  // backward only
+  const void *grad_probs, *grad_sums, *grad_z;  // backward only, or null
+  int64_t pitch, num_experts, num_sequences, k, num_groups, group_topk;
+  Score score;
+  bool normalize;
+  double scale;
+};
+
+// Where a strip of tokens puts its results: the first three by token, the others of the strip alone.
+struct RouterOut {
+  int32_t* indices;
+  void* probs;
+  void* grad;  // backward only
+  double* score_sums;
+  double* z_sum;
+  int32_t* counts;
+};
+
+FASTMP_DECLARE(
+  template <typename T> void route(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
+  template <typename T> void route_backward(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
+)
+
+namespace FASTMP_ISA {
+
+constexpr double kTiny = 1e-20;    // as in the reference
+constexpr int64_t kFlush = 16;     // tokens of a sequence that are summed in fp32
+constexpr int64_t kInsert = 64;    // from so many experts on, sorting beats insertion
+
+// NaN is above everything; equal keys keep their order.
+template <typename A>
+bool above(A a, A b) {
+  return a > b || (std::isnan(a) && !std::isnan(b));
+}
+
+// The first `count` of all indices, by key.
+template <typename A>
+void sort_first(const A* keys, int32_t* indices, int64_t size, int64_t count) {
+  std::iota(indices, indices + size, 0);
+  std::partial_sort(indices, indices + count, indices + size, [&](int32_t i, int32_t j) {
+    return above(keys[i], keys[j]) || (!above(keys[j], keys[i]) && i < j);
+  });
+}
+
+// The best experts in order of descending key, ties to the lower one; keys must not be NaN.
+template <typename A>
+struct Best {
+  A* keys;
+  int32_t* experts;
+  int64_t k, filled = 0;
+
+  FASTMP_INLINE void offer(A key, int32_t expert) {
+    if (filled == k && !(key > keys[k - 1])) return;
+    int64_t place = filled < k ? filled++ : k - 1;
+    for (; place > 0 && key > keys[place - 1]; --place) {
+      keys[place] = keys[place - 1];
+      experts[place] = experts[place - 1];
+    }
+    keys[place] = key;
+    experts[place] = expert;
+  }
+
+  FASTMP_INLINE void offer(const A* from, int64_t begin, int64_t end) {
+    using V = std::conditional_t<std::is_same_v<A, double>, doubles, floats>;
+    constexpr int64_t kStep = num_lanes<V>;
+    int64_t i = begin;
+    for (; i < end && filled < k; ++i) offer(from[i], static_cast<int32_t>(i));
+    for (; i + kStep <= end; i += kStep) {
+      if (!any_greater(load(from + i), broadcast<V>(keys[k - 1]))) continue;
+      for (int64_t lane = 0; lane < kStep; ++lane) offer(from[i + lane], static_cast<int32_t>(i + lane));
+    }
+    for (; i < end; ++i) offer(from[i], static_cast<int32_t>(i));
+  }
+};
+
+// Scratch of one thread.
+template <typename A>
+struct Scratch {
+  std::vector<A> x, scores, keys, best, groups;
+  std::vector<int32_t> order, chosen;
+  std::vector<uint8_t> open;
+
+  explicit Scratch(const Router& router)
+      : x(router.num_experts), scores(router.num_experts), keys(router.num_experts), best(router.k),
+        groups(router.num_groups), order(std::max(router.num_experts, router.num_groups)), chosen(router.k),
+        open(router.num_groups) {}
+};
+
+// The largest logit of a row (NaN if there is any), the sum of exponentials relative to it, and the log of that sum.
+template <typename A>
+struct Row {
+  A top, total, lse;
+};
+
+// Fills scratch.x with the logits and scratch.scores with the exponentials of the softmax, not yet divided.
+template <typename T, typename A = scalar_of<T>>
+FASTMP_INLINE Row<A> read(const Router& router, int64_t token, Scratch<A>& scratch) {
+  using V = lanes_of<T>;
+  constexpr int64_t kStep = num_lanes<V>;
+  constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  const T* row = static_cast<const T*>(router.logits) + token * router.pitch;
+  A* x = scratch.x.data();
+  A* e = scratch.scores.data();
+  V top = broadcast<V>(-kInfinity), nan = {};
+  for_vectors<kStep>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+    const V lanes = load(row + i, count, -kInfinity);
+    store(x + i, lanes, count);
+    top = max(lanes, top);
+    nan = select(lanes == lanes, nan, lanes);
+  });
+  A highest = max(top);
+  if (std::isnan(sum(nan))) [[unlikely]] {
+    for (int64_t i = 0; i < router.num_experts; ++i) highest = std::isnan(x[i]) ? x[i] : highest;
+  }
+  const A shift = highest == -kInfinity ? 0 : highest;
+  V sums = {};
+  for_vectors<kStep>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+    const V lanes = exp(load(x + i, count, -kInfinity) - shift);
+    store(e + i, lanes, count);
+    sums += lanes;
+  });
+  const A total = sum(sums);
+  return {highest, total, highest == kInfinity ? kInfinity : shift + std::log(total)};
+}
+
+// Turns scratch.scores into scores: of softmax from its exponentials, of sigmoid anew. Returns their sum.
+template <typename T, typename A = scalar_of<T>>
+FASTMP_INLINE A make_scores(const Router& router, const Row<A>& row, Scratch<A>& scratch) {
+  using V = lanes_of<T>;
+  constexpr int64_t kStep = num_lanes<V>;
+  A* scores = scratch.scores.data();
+  if (router.score != Score::kSigmoid) {
+    const A share = 1 / row.total;
+    for_vectors<kStep>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+      store(scores + i, load(scores + i, count, 0) * share, count);
+    });
+    return 1;
+  }
+  V sums = {};
+  for_vectors<kStep>(router.num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+    const V lanes = sigmoid(load(scratch.x.data() + i, count, -std::numeric_limits<A>::infinity()));
+    store(scores + i, lanes, count);
+    sums += lanes;  // the filled lanes are 0
+  });
+  return sum(sums);
+}
+
+// How good each group is: its best key, or the sum of its two best values.
+template <typename A>
+void rate_groups(const Router& router, const A* keys, const A* values, A* groups) {
+  constexpr A kLowest = -std::numeric_limits<A>::infinity();
+  const int64_t size = router.num_experts / router.num_groups;
+  for (int64_t group = 0; group < router.num_groups; ++group) {
+    const bool pair = router.score == Score::kSigmoid;
+    const A* from = (pair ? values : keys) + group * size;
+    A first = from[0], second = kLowest, sum = from[0];
+    for (int64_t i = 1; i < size; ++i) {
+      sum += from[i];
+      second = std::max(second, std::min(first, from[i]));
+      first = std::max(first, from[i]);
+    }
+    groups[group] = !pair || size == 1 ? first : first + second;
+    if (std::isnan(sum) && std::any_of(from, from + size, [](A value) { return std::isnan(value); })) {
+      groups[group] = sum;
+    }
+  }
+}
+
+// Writes the k experts of a token.
+template <typename A>
+void choose(const Router& router, const A* keys, const A* values, bool any_nan, Scratch<A>& scratch,
+            int32_t* indices) {
+  const int64_t size = router.num_experts / router.num_groups;
+  const bool grouped = router.group_topk < router.num_groups;
+  if (grouped) {
+    rate_groups(router, keys, values, scratch.groups.data());
+    sort_first(scratch.groups.data(), scratch.order.data(), router.num_groups, router.group_topk);
+    std::fill(scratch.open.begin(), scratch.open.end(), 0);
+    for (int64_t i = 0; i < router.group_topk; ++i) scratch.open[scratch.order[i]] = 1;
+  }
+  if (any_nan || router.k > kInsert) {
+    sort_first(keys, scratch.order.data(), router.num_experts, grouped ? router.num_experts : router.k);
+    for (int64_t i = 0, filled = 0; filled < router.k; ++i) {
+      if (!grouped || scratch.open[scratch.order[i] / size]) indices[filled++] = scratch.order[i];
+    }
+    return;
+  }
+  Best<A> best{scratch.best.data(), indices, router.k};
+  if (!grouped) return best.offer(keys, 0, router.num_experts);
+  for (int64_t group = 0; group < router.num_groups; ++group) {
+    if (scratch.open[group]) best.offer(keys, group * size, (group + 1) * size);
+  }
+}
+
+// Probabilities of the chosen experts; the weights of a softmax over their logits if normalised.
+template <typename A>
+FASTMP_INLINE void probabilities(const Router& router, const Scratch<A>& scratch, const int32_t* chosen, A* probs) {
+  const bool soft = router.normalize && router.score != Score::kSigmoid;
+  A top = -std::numeric_limits<A>::infinity(), total = 0;
+  for (int64_t j = 0; soft && j < router.k; ++j) top = std::max(top, scratch.x[chosen[j]]);
+  for (int64_t j = 0; j < router.k; ++j) {
+    probs[j] = soft ? std::exp(scratch.x[chosen[j]] - top) : scratch.scores[chosen[j]];
+    total += probs[j];
+  }
+  if (!router.normalize) return;
+  total += soft ? A(0) : A(kTiny);
+  for (int64_t j = 0; j < router.k; ++j) probs[j] /= total;
+}
+
+template <typename T>
+void route(const Router& router, const RouterOut& out, int64_t begin, int64_t end) {
+  using V = lanes_of<T>;
+  using A = scalar_of<T>;
+  constexpr int64_t kStep = num_lanes<V>;
+  const int64_t num_experts = router.num_experts, num_sums = num_experts * router.num_sequences;
+  const A* bias = static_cast<const A*>(router.bias);
+  Scratch<A> scratch(router);
+  std::vector<A> sums(num_sums);
+  const auto flush = [&] {
+    for (int64_t i = 0; i < num_sums; ++i) {
+      out.score_sums[i] += sums[i];
+      sums[i] = 0;
+    }
+  };
+  for (int64_t token = begin; token < end; ++token) {
+    const int64_t place = token % router.num_sequences * num_experts;
+    int32_t* indices = out.indices + token * router.k;
+    A* probs = static_cast<A*>(out.probs) + token * router.k;
+    const Row<A> row = read<T>(router, token, scratch);
+    const A total = make_scores<T>(router, row, scratch);
+    const A* values = router.score == Score::kLogits ? scratch.x.data() : scratch.scores.data();
+    const A* keys = scratch.x.data();
+    bool any_nan = std::isnan(row.top);
+    if (bias) {
+      V nan = {};
+      for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+        const V key = load(values + i, count, 0) + load(bias + i, count, 0);
+        nan = select(key == key, nan, key);
+        store(scratch.keys.data() + i, key, count);
+      });
+      any_nan = std::isnan(sum(nan));
+      keys = values = scratch.keys.data();
+    }
+    choose(router, keys, values, any_nan, scratch, indices);
+    probabilities(router, scratch, indices, probs);
+    for (int64_t j = 0; j < router.k; ++j) {
+      probs[j] *= static_cast<A>(router.scale);
+      ++out.counts[place + indices[j]];
+    }
+    const A share = router.score == Score::kSigmoid ? 1 / (total + static_cast<A>(kTiny)) : A(1);
+    for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+      A* to = sums.data() + place + i;
+      store(to, load(to, count, 0) + load(scratch.scores.data() + i, count, 0) * share, count);
+    });
+    *out.z_sum += static_cast<double>(row.lse) * row.lse;
+    if ((token - begin + 1) % (kFlush * router.num_sequences) == 0) flush();
+  }
+  flush();
+}
+
+template <typename T>
+void route_backward(const Router& router, const RouterOut& out, int64_t begin, int64_t end) {
+  using V = lanes_of<T>;
+  using A = scalar_of<T>;
+  constexpr int64_t kStep = num_lanes<V>;
+  const int64_t num_experts = router.num_experts, k = router.k;
+  const bool sigmoidal = router.score == Score::kSigmoid;
+  const A* grad_sums = static_cast<const A*>(router.grad_sums);
+  const A* grad_z = static_cast<const A*>(router.grad_z);
+  const A scale = static_cast<A>(router.scale);
+  Scratch<A> scratch(router);
+  std::vector<A> shares(sigmoidal && grad_z ? num_experts : 0), extra(num_experts), zeros(num_experts), probs(k), g(k);
+  for (int64_t token = begin; token < end; ++token) {
+    const int32_t* chosen = router.chosen + token * k;
+    const A* sums = grad_sums ? grad_sums + token % router.num_sequences * num_experts : zeros.data();
+    const Row<A> row = read<T>(router, token, scratch);
+    if (sigmoidal && grad_z) std::copy(scratch.scores.begin(), scratch.scores.end(), shares.begin());
+    const A total = make_scores<T>(router, row, scratch) + (sigmoidal ? static_cast<A>(kTiny) : A(0));
+    const A* scores = scratch.scores.data();
+    // `extra`: gradients of the chosen scores; of the chosen logits for a softmax over them
+    const A* from = static_cast<const A*>(router.grad_probs);
+    if (from) {
+      probabilities(router, scratch, chosen, probs.data());
+      A mean = 0;
+      for (int64_t j = 0; j < k; ++j) {
+        g[j] = from[token * k + j] * scale;
+        mean += probs[j] * g[j];
+      }
+      A chosen_total = static_cast<A>(kTiny);
+      for (int64_t j = 0; j < k; ++j) chosen_total += scores[chosen[j]];
+      for (int64_t j = 0; j < k; ++j) {
+        if (router.normalize) g[j] = sigmoidal ? (g[j] - mean) / chosen_total : probs[j] * (g[j] - mean);
+        extra[chosen[j]] = g[j];
+      }
+    }
+    const bool direct = router.normalize && !sigmoidal;  // `extra` belongs to the logits
+    V dots = {};
+    for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+      V slope = load(sums + i, count, 0);
+      if (!sigmoidal && !direct) slope += load(extra.data() + i, count, 0);
+      dots += load(scores + i, count, 0) * slope;
+    });
+    const A dot = sum(dots) / (sigmoidal ? total : A(1));
+    const A z = grad_z ? 2 * *grad_z * row.lse : A(0);
+    T* dx = static_cast<T*>(out.grad) + token * num_experts;
+    for_vectors<kStep>(num_experts, [&](int64_t i, auto count) FASTMP_LAMBDA {
+      const V s = load(scores + i, count, 0), more = load(extra.data() + i, count, 0);
+      V slope = load(sums + i, count, 0) - dot;
+      if (sigmoidal) {
+        slope = (slope / total + more) * s * (1 - s);
+        if (grad_z) slope += load(shares.data() + i, count, 0) * (z / row.total);
+      } else {
+        slope = s * (direct ? slope + z : slope + more + z);
+        if (direct) slope += more;
+      }
+      store(dx + i, slope, count);
+    });
+    for (int64_t j = 0; from && j < k; ++j) extra[chosen[j]] = 0;
+  }
+}
+
+#define FASTMP_INSTANTIATE(T)                                                                              \
+  template void route<T>(const Router& router, const RouterOut& out, int64_t begin, int64_t end);          \
+  template void route_backward<T>(const Router& router, const RouterOut& out, int64_t begin, int64_t end);
+FASTMP_INSTANTIATE(float)
+FASTMP_INSTANTIATE(double)
+FASTMP_INSTANTIATE(BFloat16)
+FASTMP_INSTANTIATE(Half)
+#undef FASTMP_INSTANTIATE
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+constexpr int64_t kGrain = 8192;            // logits a thread should at least have
+constexpr int64_t kStripTokens = 128;       // tokens of a strip, or more
+constexpr int64_t kStripSums = 1 << 18;     // sums of all strips, or fewer
+
+Score score_of(const char* op, const std::string& name) {
+  if (name == "softmax") return Score::kSoftmax;
+  if (name == "logits") return Score::kLogits;
+  FASTMP_CHECK(name == "sigmoid", op, ": score must be softmax, logits or sigmoid, got ", name);
+  return Score::kSigmoid;
+}
+
+ScalarType wide(ScalarType dtype) { return dtype == ScalarType::Double ? dtype : ScalarType::Float; }
+
+void check_dims(const char* op, const Tensor& logits) {
+  FASTMP_CHECK(logits.dim() == 2 || logits.dim() == 3, op, ": logits must be (T, E) or (S, B, E), got ", logits.dim(),
+               " dimensions");
+}
+
+Router describe(const char* op, const Rows& rows, const Tensor& logits, int64_t k, const std::string& score,
+                bool normalize, double scale) {
+  Router router{};
+  router.logits = rows.tensor.const_data_ptr();
+  router.pitch = rows.pitch;
+  router.num_experts = rows.num_cols;
+  router.num_sequences = logits.dim() == 3 ? logits.size(1) : 1;
+  router.k = k;
+  router.num_groups = router.group_topk = 1;
+  router.score = score_of(op, score);
+  router.normalize = normalize;
+  router.scale = scale;
+  return router;
+}
+
+// A contiguous tensor of so many numbers of the wide dtype, or null.
+const void* checked(const char* op, const char* name, const std::optional<Tensor>& tensor, std::optional<Tensor>& kept,
+                    const Tensor& logits, int64_t numel) {
+  if (!tensor) return nullptr;
+  FASTMP_CHECK(tensor->scalar_type() == wide(logits.scalar_type()) && tensor->numel() == numel, op, ": ", name,
+               " must have ", numel, " numbers of ", dtype_name(wide(logits.scalar_type())), ", got ", tensor->numel(),
+               " of ", dtype_name(tensor->scalar_type()));
+  kept = tensor->is_contiguous() ? *tensor : torch::stable::contiguous(*tensor);
+  return kept->const_data_ptr();
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& logits, std::optional<Tensor> expert_bias,
+                                                              int64_t k, std::string score, int64_t num_groups,
+                                                              int64_t group_topk, bool normalize, double scale) {
+  constexpr const char* kOp = "topk_router";
+  check_dims(kOp, logits);
+  const int64_t last = logits.dim() - 1, experts = logits.size(last);
+  FASTMP_CHECK(k >= 1 && num_groups >= 1 && experts % num_groups == 0 && group_topk >= 1 && group_topk <= num_groups &&
+                   k <= experts / num_groups * group_topk,
+               kOp, ": k=", k, " does not fit ", experts, " experts with ", group_topk, " of ", num_groups, " groups");
+  const auto dtype = wide(logits.scalar_type());
+  std::vector<int64_t> per_token(logits.sizes().begin(), logits.sizes().end());
+  const std::vector<int64_t> per_expert(per_token.begin() + 1, per_token.end());
+  per_token[last] = k;
+  Tensor indices = fastmp::empty(per_token, ScalarType::Int, logits), probs = fastmp::empty(per_token, dtype, logits);
+  Tensor counts = fastmp::empty(per_expert, ScalarType::Int, logits), sums = fastmp::empty(per_expert, dtype, logits);
+  Tensor z_sum = fastmp::empty({}, dtype, logits);
+  const int64_t num_tokens = logits.numel() / experts, num_sums = counts.numel();
+  const int64_t most = std::max<int64_t>(1, kStripSums / std::max<int64_t>(1, num_sums));
+  const int64_t per_strip = std::max(kStripTokens, (num_tokens + most - 1) / most);
+  const int64_t num_strips = (num_tokens + per_strip - 1) / per_strip;
+  std::vector<double> partials(num_strips * (num_sums + 1));
+  std::vector<int32_t> loads(num_strips * num_sums);
+  dispatch_float(logits.scalar_type(), kOp, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+    if (num_tokens > 0) {
+      const Rows rows(logits);
+      Router router = describe(kOp, rows, logits, k, score, normalize, scale);
+      router.num_groups = num_groups;
+      router.group_topk = group_topk;
+      std::optional<Tensor> bias;
+      router.bias = checked(kOp, "expert_bias", expert_bias, bias, logits, experts);
+      const auto kernel = FASTMP_BEST(route<T>);
+      RouterOut all{};
+      all.indices = indices.mutable_data_ptr<int32_t>();
+      all.probs = probs.mutable_data_ptr();
+      const int64_t grain = std::max<int64_t>(1, kGrain / (per_strip * experts));
+      parallel_for(0, num_strips, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t strip = begin; strip < end; ++strip) {
+          RouterOut out = all;
+          out.score_sums = partials.data() + strip * (num_sums + 1);
+          out.z_sum = out.score_sums + num_sums;
+          out.counts = loads.data() + strip * num_sums;
+          kernel(router, out, strip * per_strip, std::min(num_tokens, (strip + 1) * per_strip));
+        }
+      });
+    }
+    std::vector<double> total(num_sums + 1);
+    std::vector<int32_t> load(num_sums);
+    for (int64_t strip = 0; strip < num_strips; ++strip) {
+      for (int64_t i = 0; i <= num_sums; ++i) total[i] += partials[strip * (num_sums + 1) + i];
+      for (int64_t i = 0; i < num_sums; ++i) load[i] += loads[strip * num_sums + i];
+    }
+    std::copy(load.begin(), load.end(), counts.mutable_data_ptr<int32_t>());
+    std::transform(total.begin(), total.end() - 1, static_cast<A*>(sums.mutable_data_ptr()),
+                   [](double value) { return static_cast<A>(value); });
+    *static_cast<A*>(z_sum.mutable_data_ptr()) = static_cast<A>(total.back());
+  });
+  return {indices, probs, counts, sums, z_sum};
+}
+
+Tensor topk_router_backward(std::optional<Tensor> grad_probs, std::optional<Tensor> grad_sums,
+                            std::optional<Tensor> grad_z, const Tensor& logits, const Tensor& indices,
+                            std::string score, bool normalize, double scale) {
+  constexpr const char* kOp = "topk_router_backward";
+  check_dims(kOp, logits);
+  FASTMP_CHECK(indices.scalar_type() == ScalarType::Int && indices.dim() == logits.dim(), kOp,
+               ": indices must be int32 with ", logits.dim(), " dimensions, got ", dtype_name(indices.scalar_type()),
+               " with ", indices.dim());
+  Tensor grad = fastmp::empty(logits.sizes(), logits.scalar_type(), logits);
+  if (logits.numel() == 0) return grad;
+  dispatch_float(logits.scalar_type(), kOp, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const Rows rows(logits);
+    const int64_t k = indices.size(indices.dim() - 1);
+    FASTMP_CHECK(indices.numel() == rows.num_rows * k, kOp, ": ", indices.numel(), " indices do not fit ",
+                 rows.num_rows, " tokens");
+    Router router = describe(kOp, rows, logits, k, score, normalize, scale);
+    const Tensor chosen = indices.is_contiguous() ? indices : torch::stable::contiguous(indices);
+    router.chosen = chosen.const_data_ptr<int32_t>();
+    std::optional<Tensor> kept[3];
+    const int64_t sums = router.num_sequences * router.num_experts;
+    router.grad_probs = checked(kOp, "grad_probs", grad_probs, kept[0], logits, indices.numel());
+    router.grad_sums = checked(kOp, "grad_sums", grad_sums, kept[1], logits, sums);
+    router.grad_z = checked(kOp, "grad_z", grad_z, kept[2], logits, 1);
+    RouterOut out{};
+    out.grad = grad.mutable_data_ptr();
+    const auto kernel = FASTMP_BEST(route_backward<T>);
+    parallel_for(0, rows.num_rows, std::max<int64_t>(1, kGrain / rows.num_cols),
+                 [&](int64_t begin, int64_t end) { kernel(router, out, begin, end); });
+  });
+  return grad;
+}
+
+}  // namespace
+}  // namespace fastmp
+
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
+  m.impl("topk_router", TORCH_BOX(&fastmp::topk_router));
+  m.impl("topk_router_backward", TORCH_BOX(&fastmp::topk_router_backward));
+}
+
+#endif  // FASTMP_ISA_BASE

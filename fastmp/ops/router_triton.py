@@ -1,0 +1,397 @@
+"""Triton kernels of the router, and their launches; semantics as in `router`.
+
+A program takes a strip of one sequence's tokens, a few at a time, all of whose experts are in registers: from
+128 experts on a warp has a token. Scores are compared as integers in the same order, because a maximum of
+32-bit integers over a warp is one instruction. The k rounds only find indices; the chosen logits are then
+read again, all at once, from a cache. A strip's sums of scores go to a row of partial sums, which the program
+that comes last, whichever it is, adds in order; counts are integers, whose sum has no order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.registry import compute_dtype
+from fastmp.ops.rows import as_rows, strip_shape, vector_width
+
+_SUM_TILE = 8192  # partial sums that are on their way at once
+
+
+@jit
+def _exp(x):
+    return tl.exp2(x * 1.4426950408889634)
+
+
+@jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + _exp(-x))
+
+
+@jit
+def _sortable(x):
+    """Integers in the order of x: NaN above all, -0 equal to 0, and many left below -inf."""
+    if x.dtype == tl.float64:
+        bits = tl.where(x == 0, 0, x.to(tl.int64, bitcast=True))
+        keys = tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
+        return tl.where(x != x, 0x7FFFFFFFFFFFFFFF, keys)
+    else:
+        bits = tl.where(x == 0, 0, x.to(tl.int32, bitcast=True))
+        keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        return tl.where(x != x, 0x7FFFFFFF, keys)
+
+
+@jit
+def _unsorted(keys):
+    """The numbers of which `_sortable` made the keys."""
+    if keys.dtype == tl.int64:
+        return tl.where(keys < 0, keys ^ 0x7FFFFFFFFFFFFFFF, keys).to(tl.float64, bitcast=True)
+    else:
+        return tl.where(keys < 0, keys ^ 0x7FFFFFFF, keys).to(tl.float32, bitcast=True)
+
+
+@jit
+def _softmax(x):
+    """(maximum, exponentials relative to it, their sum, log-sum-exp) of each row.
+
+    Padding is -inf. A row with NaN is all NaN; one with infinity, too, but for an infinite log-sum-exp.
+    """
+    highest = _unsorted(tl.max(_sortable(x), 1))  # NaN if there is any
+    top = tl.where(highest == float("-inf"), 0.0, highest)
+    e = _exp(x - top[:, None])
+    total = tl.sum(e, 1)
+    return top, e, total, tl.where(tl.abs(highest) == float("inf"), highest, top + tl.log(total))
+
+
+@jit
+def _take_best(keys, places, TAKEN: tl.constexpr, END: tl.constexpr):
+    """Where each row's largest key is first, and the keys with TAKEN in its place."""
+    best = tl.min(tl.where(keys == tl.max(keys, 1)[:, None], places, END), 1)
+    return best, tl.where(places == best[:, None], TAKEN, keys)
+
+
+@jit
+def _close_groups(
+    keys, BLOCK_M: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr,
+    SIZE: tl.constexpr, OPEN: tl.constexpr, PAIR: tl.constexpr, LOGITS: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """The keys (BLOCK_M, ALL * EACH), the lowest for experts outside the OPEN best groups.
+
+    A group is as good as its best key, or if PAIR as the sum of the two best, whose sigmoids are taken
+    first if LOGITS.
+    """
+    grouped = tl.reshape(keys, (BLOCK_M, ALL, EACH))
+    first = tl.max(grouped, 2)
+    groups = tl.arange(0, ALL)[None, :]
+    if PAIR:
+        value = _unsorted(first)
+        value = _sigmoid(value) if LOGITS else value
+        if SIZE > 1:
+            places = tl.arange(0, EACH)[None, None, :]
+            best = tl.min(tl.where(grouped == first[:, :, None], places, EACH), 2)
+            second = _unsorted(tl.max(tl.where(places == best[:, :, None], LOWEST, grouped), 2))
+            value += _sigmoid(second) if LOGITS else second
+        first = tl.where(groups < GROUPS, _sortable(value), LOWEST)
+    for _ in range(OPEN):
+        _, first = _take_best(first, groups, LOWEST + 1, ALL)
+    opened = (first == LOWEST + 1)[:, :, None]
+    return tl.reshape(tl.where(opened, grouped, LOWEST), (BLOCK_M, ALL * EACH))
+
+
+@jit
+def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """sums = the rows of `partials` (num_rows, num_cols) added up in order."""
+    for start in range(0, num_cols, COLS):
+        cols = start + tl.arange(0, COLS)
+        total = tl.zeros([ROWS, COLS], partials.dtype.element_ty)
+        for first in range(0, num_rows, ROWS):
+            rows = (first + tl.arange(0, ROWS))[:, None]
+            mask = (rows < num_rows) & (cols < num_cols)[None, :]
+            at = partials + rows.to(tl.int64) * num_cols + cols[None, :]
+            total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote them just now
+        tl.store(sums + cols, tl.sum(total, 0), mask=cols < num_cols)
+
+
+@jit
+def router_kernel(
+    logits, bias, indices, probs, counts, score_sums, z_sum, partials, z_partials,
+    num_steps, num_sequences, strip_steps, pitch, scale: tl.float64,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OPEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
+    LOWEST: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    ALL: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """One strip of one sequence; logits are (num_steps, num_sequences) rows, their pitch counts vectors.
+
+    `counts` are 0, and so is the number behind them, in which programs count themselves. Keys below that of
+    -inf mean: LOWEST, cannot be chosen; LOWEST + 1, has been.
+    """
+    COMPUTE: tl.constexpr = probs.dtype.element_ty
+    WIDTH: tl.constexpr = ALL * EACH
+    EXPERTS: tl.constexpr = GROUPS * SIZE
+    places = tl.arange(0, WIDTH)
+    cols, here = places, places < EXPERTS
+    if GROUPS > 1:  # a group begins every EACH places
+        cols = places // EACH * SIZE + places % EACH
+        here = (places % EACH < SIZE) & (places // EACH < GROUPS)
+    sequence = tl.program_id(0) % num_sequences
+    strip = (tl.program_id(0) // num_sequences).to(tl.int64)
+    slots = tl.arange(0, K_BLOCK)[None, :]
+    shift = tl.zeros([WIDTH], COMPUTE)
+    if HAS_BIAS:
+        shift = tl.load(bias + cols, mask=here, other=0.0)
+    factor = tl.full([1, 1], scale, COMPUTE)
+    sums = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
+    loads = tl.zeros([BLOCK_M, WIDTH], tl.int32)
+    squares = tl.zeros([BLOCK_M], COMPUTE)
+    for start in range(0, strip_steps, BLOCK_M):
+        step = strip * strip_steps + start + tl.arange(0, BLOCK_M)
+        there = step < num_steps
+        tokens = (step * num_sequences + sequence)[:, None]
+        row = logits + tokens * pitch * VECTOR
+        mask = there[:, None] & here[None, :]
+        x = tl.load(row + cols[None, :], mask=mask, other=float("-inf")).to(COMPUTE)
+        top, e, total, lse = _softmax(x)
+        if SIGMOID:
+            scores = _sigmoid(x)
+            shares = scores / (tl.sum(scores, 1) + 1e-20)[:, None]
+        else:
+            scores = e / total[:, None]
+            shares = scores
+        sums += tl.where(there[:, None], shares, 0.0)
+        squares += tl.where(there, lse * lse, 0.0)
+        keys = x
+        if HAS_BIAS:
+            keys = (x if AFTER else scores) + shift[None, :]
+        keys = tl.where(here[None, :], _sortable(keys), LOWEST)
+        if OPEN < GROUPS:
+            keys = _close_groups(keys, BLOCK_M, ALL, EACH, GROUPS, SIZE, OPEN, SIGMOID, not HAS_BIAS, LOWEST)
+        chosen = tl.zeros([BLOCK_M, K_BLOCK], tl.int32)
+        for slot in range(K):
+            best, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH)
+            chosen = tl.where(slots == slot, best[:, None], chosen)
+        loads += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
+        if GROUPS > 1:
+            chosen = chosen // EACH * SIZE + chosen % EACH
+        out = there[:, None] & (slots < K)
+        value = tl.load(row + chosen, mask=out, other=float("-inf")).to(COMPUTE)
+        if SIGMOID:
+            value = _sigmoid(value)
+            if NORMALIZE:
+                value /= (tl.sum(value, 1) + 1e-20)[:, None]
+        elif NORMALIZE:
+            value = _exp(value - tl.max(value, 1)[:, None])
+            value /= tl.sum(value, 1)[:, None]
+        else:
+            value = _exp(value - top[:, None]) / total[:, None]
+        tl.store(indices + tokens * K + slots, chosen, mask=out)
+        tl.store(probs + tokens * K + slots, value * factor, mask=out)
+    num_sums = num_sequences * EXPERTS
+    tl.atomic_add(counts + sequence * EXPERTS + cols, tl.sum(loads, 0), mask=here, sem="relaxed")
+    tl.store(partials + strip * num_sums + sequence * EXPERTS + cols, tl.sum(sums, 0), mask=here)
+    tl.store(z_partials + tl.program_id(0), tl.sum(squares, 0))
+    tl.debug_barrier()  # what all threads of the program wrote is released by the one that counts
+    before = tl.atomic_add(counts + num_sums, 1, sem="acq_rel")
+    if before == tl.num_programs(0) - 1:
+        _sum_partials(partials, score_sums, tl.num_programs(0) // num_sequences, num_sums, ROWS, COLS)
+        _sum_partials(z_partials, z_sum, tl.num_programs(0), 1, ROWS * COLS, 1)
+
+
+@jit
+def router_backward_kernel(
+    grad_probs, grad_sums, grad_z, logits, indices, dx,
+    num_steps, num_sequences, pitch, scale: tl.float64,
+    K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
+    COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """dx of BLOCK_M tokens of one sequence; gradients that are None are 0."""
+    cols = tl.arange(0, WIDTH)
+    here = cols < EXPERTS
+    sequence = tl.program_id(0) % num_sequences
+    step = (tl.program_id(0) // num_sequences).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = step < num_steps
+    tokens = step * num_sequences + sequence
+    mask = there[:, None] & here[None, :]
+    row = logits + tokens[:, None] * pitch * VECTOR
+    x = tl.load(row + cols[None, :], mask=mask, other=float("-inf")).to(COMPUTE)
+    given = tl.zeros([BLOCK_M, WIDTH], COMPUTE)  # gradients of the probabilities, at their experts
+    chosen = tl.zeros([BLOCK_M, WIDTH], tl.int1)
+    if grad_probs is not None:
+        factor = tl.full([1], scale, COMPUTE)
+        for slot in range(K):
+            expert = tl.load(indices + tokens * K + slot, mask=there, other=0)
+            grad = tl.load(grad_probs + tokens * K + slot, mask=there, other=0.0) * factor
+            found = cols[None, :] == expert[:, None]
+            given = tl.where(found, grad[:, None], given)
+            chosen |= found
+    _, e, total, lse = _softmax(x)
+    shares = e / total[:, None]
+    scores = _sigmoid(x) if SIGMOID else shares
+    slope = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
+    if grad_sums is not None:
+        slope += tl.load(grad_sums + sequence * EXPERTS + cols, mask=here, other=0.0)[None, :]
+    if SIGMOID:
+        if grad_sums is not None:
+            norm = (tl.sum(scores, 1) + 1e-20)[:, None]
+            slope = (slope - tl.sum(scores * slope, 1)[:, None] / norm) / norm
+        if NORMALIZE:
+            norm = (tl.sum(tl.where(chosen, scores, 0.0), 1) + 1e-20)[:, None]
+            mean = tl.sum(tl.where(chosen, scores * given, 0.0), 1)[:, None] / norm
+            given = tl.where(chosen, (given - mean) / norm, 0.0)
+        out = (slope + given) * scores * (1.0 - scores)
+    elif NORMALIZE:
+        weights = tl.where(chosen, x, float("-inf"))
+        weights = tl.where(chosen, _exp(weights - tl.max(weights, 1)[:, None]), 0.0)
+        weights /= tl.sum(weights, 1)[:, None]
+        mean = tl.sum(tl.where(chosen, weights * given, 0.0), 1)[:, None]
+        out = scores * (slope - tl.sum(scores * slope, 1)[:, None])
+        out += tl.where(chosen, weights * (given - mean), 0.0)
+    else:
+        slope += given
+        out = scores * (slope - tl.sum(scores * slope, 1)[:, None])
+    if grad_z is not None:
+        out += shares * (2.0 * tl.load(grad_z) * lse)[:, None]
+    tl.store(dx + tokens[:, None] * EXPERTS + cols[None, :], out, mask=mask)
+
+
+def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
+    """(tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
+
+    16 experts a thread (float64: 8), a token a warp at least; fewer for few tokens: 128 programs.
+    """
+    per_warp = 512 if itemsize < 8 else 256
+    num_warps = min(max(4, width // per_warp), 16)
+    most = max(1, min(num_warps * per_warp // width, 64))
+    return min(most, max(4, next_power_of_2(cdiv(num_tokens, 128)))), num_warps
+
+
+def _sizes(logits: Tensor) -> tuple[int, int]:
+    """(steps, sequences): logits (T, E) are one sequence."""
+    return logits.shape[0], logits.shape[1] if logits.dim() == 3 else 1
+
+
+def constants(
+    num_tokens: int, experts: int, k: int, score: str, num_groups: int, group_topk: int, wide: torch.dtype
+) -> dict[str, Any]:
+    """Constants of the forward kernel that follow from shapes and options."""
+    groups = num_groups if group_topk < num_groups else 1
+    size = experts // groups
+    all_groups, each = next_power_of_2(groups), max(next_power_of_2(size), 16 if groups == 1 else 1)
+    block_m, num_warps = block_shape(num_tokens, all_groups * each, wide.itemsize)
+    cols = min(next_power_of_2(experts), 256)
+    return {
+        "K": k,
+        "K_BLOCK": next_power_of_2(k),
+        "GROUPS": groups,
+        "SIZE": size,
+        "OPEN": min(group_topk, groups),
+        "SIGMOID": score == "sigmoid",
+        "AFTER": score == "logits",
+        "LOWEST": -(1 << 63) if wide == torch.float64 else -(1 << 31),
+        "BLOCK_M": block_m,
+        "ALL": all_groups,
+        "EACH": each,
+        "ROWS": _SUM_TILE // cols,
+        "COLS": cols,
+        "num_warps": num_warps,
+    }
+
+
+def launch(
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    group_topk: int,
+    normalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    wide = compute_dtype(logits.dtype)
+    experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
+    num_sums = num_sequences * experts
+    shape = (*logits.shape[:-1], k)
+    indices = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    probs = torch.empty(shape, dtype=wide, device=logits.device)
+    counts = torch.zeros(num_sums + 1, dtype=torch.int32, device=logits.device)
+    score_sums = torch.empty(logits.shape[1:], dtype=wide, device=logits.device)
+    z_sum = torch.empty((), dtype=wide, device=logits.device)
+    loads = counts[:num_sums].view(score_sums.shape)
+    if logits.numel() == 0:
+        return indices, probs, loads, score_sums.zero_(), z_sum.zero_()
+    fixed = constants(num_steps * num_sequences, experts, k, score, num_groups, group_topk, wide)
+    # an eighth of the usual number of strips: one program adds them all
+    num_strips, strip_steps = strip_shape(num_steps, 8 * num_sequences, fixed["BLOCK_M"], 1)
+    partials = torch.empty((num_strips, num_sums), dtype=wide, device=logits.device)
+    z_partials = torch.empty(num_strips * num_sequences, dtype=wide, device=logits.device)
+    rows = as_rows(logits)
+    vector = vector_width(rows)
+    with torch.cuda.device_of(logits):
+        router_kernel[(num_strips * num_sequences,)](
+            rows,
+            None if expert_bias is None else expert_bias.contiguous(),
+            indices,
+            probs,
+            counts,
+            score_sums,
+            z_sum,
+            partials,
+            z_partials,
+            num_steps,
+            num_sequences,
+            strip_steps,
+            rows.stride(0) // vector,
+            float(scale),
+            HAS_BIAS=expert_bias is not None,
+            NORMALIZE=normalize,
+            VECTOR=vector,
+            **fixed,
+        )
+    return indices, probs, loads, score_sums, z_sum
+
+
+def launch_backward(
+    grad_probs: Tensor | None,
+    grad_sums: Tensor | None,
+    grad_z: Tensor | None,
+    logits: Tensor,
+    indices: Tensor,
+    score: str,
+    normalize: bool,
+    scale: float,
+) -> Tensor:
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if logits.numel() == 0:
+        return dx
+    wide = compute_dtype(logits.dtype)
+    experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
+    width = max(16, next_power_of_2(experts))
+    block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
+    rows = as_rows(logits)
+    vector = vector_width(rows)
+    with torch.cuda.device_of(logits):
+        router_backward_kernel[(cdiv(num_steps, block_m) * num_sequences,)](
+            None if grad_probs is None else grad_probs.contiguous(),
+            None if grad_sums is None else grad_sums.contiguous(),
+            grad_z,
+            rows,
+            indices.contiguous(),
+            dx,
+            num_steps,
+            num_sequences,
+            rows.stride(0) // vector,
+            float(scale),
+            K=indices.shape[-1],
+            EXPERTS=experts,
+            SIGMOID=score == "sigmoid",
+            NORMALIZE=normalize and grad_probs is not None,
+            COMPUTE=tl.float64 if wide == torch.float64 else tl.float32,
+            VECTOR=vector,
+            BLOCK_M=block_m,
+            WIDTH=width,
+            num_warps=num_warps,
+        )
+    return dx
