@@ -320,6 +320,8 @@ def topk_router(
         if expert_bias.shape != logits.shape[-1:]:
             shapes = f"{tuple(expert_bias.shape)} does not fit logits of shape {tuple(logits.shape)}"
             raise ValueError(f"topk_router: expert_bias of shape {shapes}")
+        if not expert_bias.is_floating_point():
+            raise ValueError(f"topk_router: expert_bias must be floating, got {expert_bias.dtype}")
         if expert_bias.device != logits.device:
             raise ValueError(
                 f"topk_router: logits are on {logits.device} but expert_bias is on {expert_bias.device}"

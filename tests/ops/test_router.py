@@ -1,0 +1,339 @@
+"""What is the router's own: whom a token chooses, and what published routers make of the same logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastmp.ops import OPS, router, router_triton, topk_router
+from fastmp.ops.rows import strip_shape
+
+EXPERTS, GROUPS = 32, 8
+
+
+def _logits(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+# Routers of `transformers` in plain torch, down to what each returns.
+
+
+def mixtral(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    probs, indices = logits.softmax(-1).topk(k, -1)
+    return indices, probs / probs.sum(-1, keepdim=True)
+
+
+def qwen3(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    probs, indices = logits.softmax(-1).topk(k, -1)
+    return indices, probs / probs.sum(-1, keepdim=True) if normalize else probs
+
+
+def gpt_oss(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    best, indices = logits.topk(k, -1)
+    return indices, best.softmax(-1)
+
+
+def deepseek_v2(logits: Tensor, k: int, groups: int, opened: int, scale: float) -> tuple[Tensor, Tensor]:
+    scores = logits.softmax(-1)
+    best = scores.view(len(scores), groups, -1).amax(-1).topk(opened, -1).indices
+    mask = torch.zeros(len(scores), groups).scatter(1, best, 1.0)
+    mask = mask.repeat_interleave(scores.shape[1] // groups, 1).bool()
+    probs, indices = scores.masked_fill(~mask, 0.0).topk(k, -1)
+    return indices, probs * scale
+
+
+def deepseek_v3(
+    logits: Tensor, bias: Tensor, k: int, groups: int, opened: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = logits.sigmoid()
+    choice = scores + bias
+    rated = choice.view(len(scores), groups, -1).topk(2, -1).values.sum(-1)
+    mask = torch.zeros_like(rated).scatter(1, rated.topk(opened, -1).indices, 1.0)
+    mask = mask.repeat_interleave(scores.shape[1] // groups, 1).bool()
+    indices = choice.masked_fill(~mask, -math.inf).topk(k, -1).indices
+    probs = scores.gather(1, indices)
+    return indices, probs / (probs.sum(-1, keepdim=True) + 1e-20) * scale
+
+
+BIAS = _logits(EXPERTS, seed=1) / 4
+PUBLISHED = {
+    "Mixtral": (lambda x: mixtral(x, 2), 2, {"normalize": True}),
+    "Qwen3": (lambda x: qwen3(x, 8, True), 8, {"normalize": True}),
+    "Qwen2": (lambda x: qwen3(x, 4, False), 4, {}),
+    "gpt-oss": (lambda x: gpt_oss(x, 4), 4, {"pre_softmax": False}),
+    "DeepSeek-V2": (
+        lambda x: deepseek_v2(x, 6, GROUPS, 3, 16.0),
+        6,
+        {"num_groups": GROUPS, "group_topk": 3, "scale": 16.0},
+    ),
+    "DeepSeek-V3": (
+        lambda x: deepseek_v3(x, BIAS, 8, GROUPS, 4, 2.5),
+        8,
+        {
+            "score": "sigmoid",
+            "expert_bias": BIAS,
+            "num_groups": GROUPS,
+            "group_topk": 4,
+            "normalize": True,
+            "scale": 2.5,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_routes_as_published_models_do(name):
+    """Experts in the same order, probabilities, and their gradient."""
+    published, k, options = PUBLISHED[name]
+    logits = _logits(200, EXPERTS).requires_grad_()
+    out = topk_router(logits, k, **options)
+    indices, probs = published(logits)
+    assert torch.equal(out.indices.long(), indices)
+    torch.testing.assert_close(out.probs, probs, rtol=1e-12, atol=1e-12)
+    grad = _logits(200, k, seed=2)
+    ours, theirs = (torch.autograd.grad(p, logits, grad)[0] for p in (out.probs, probs))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def switch_loss(logits: Tensor, k: int) -> Tensor:
+    """The load balancing loss of transformers' Mixtral, E * sum of (load / T) * (mean score)."""
+    scores = logits.softmax(-1)
+    mask = torch.nn.functional.one_hot(scores.topk(k, -1).indices, logits.shape[-1]).double()
+    return (mask.mean(0) * scores.mean(0)[None]).sum() * logits.shape[-1]
+
+
+def test_sums_make_the_balancing_loss():
+    logits = _logits(300, EXPERTS).requires_grad_()
+    out = topk_router(logits, 4)
+    ours = EXPERTS * (out.counts * out.score_sums).sum() / 300**2
+    theirs = switch_loss(logits, 4)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+    grads = [torch.autograd.grad(loss, logits)[0] for loss in (ours, theirs)]
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-14)
+    assert out.counts.sum() == 4 * 300 and not out.counts.requires_grad
+
+
+def test_sums_are_per_sequence():
+    """Logits (S, B, E) have what each sequence alone has, and one sum of squares."""
+    logits = _logits(37, 5, EXPERTS)
+    out = topk_router(logits, 3, score="sigmoid")
+    alone = [topk_router(logits[:, b], 3, score="sigmoid") for b in range(5)]
+    for name in ("counts", "score_sums"):
+        torch.testing.assert_close(getattr(out, name), torch.stack([getattr(one, name) for one in alone]))
+    for name in ("indices", "probs"):
+        assert torch.equal(getattr(out, name), torch.stack([getattr(one, name) for one in alone], 1))
+    torch.testing.assert_close(out.z_sum, sum(one.z_sum for one in alone))
+
+
+SCORES = (
+    {"score": "softmax"},
+    {"score": "softmax", "normalize": True},
+    {"score": "softmax", "pre_softmax": False},
+    {"score": "sigmoid"},
+    {"score": "sigmoid", "normalize": True},
+)
+EVERY_SCORE = pytest.mark.parametrize("options", SCORES, ids=lambda o: "-".join(map(str, o.values())))
+
+
+@EVERY_SCORE
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_ties_go_to_the_lower_expert(options, dtype):
+    for value in (0.0, -math.inf, 7.0):
+        out = topk_router(torch.full((3, 70), value, dtype=dtype), 5, **options)
+        assert torch.equal(out.indices, torch.arange(5).int().expand(3, 5))
+    logits = torch.tensor([[1, 2, 1, 2, 1, 2, 0, -0.0]], dtype=dtype)
+    out = topk_router(logits, 8, **options)
+    assert out.indices.tolist() == [[1, 3, 5, 0, 2, 4, 6, 7]]
+    assert topk_router(-logits, 8, **options).indices.tolist() == [[6, 7, 0, 2, 4, 1, 3, 5]]
+
+
+@EVERY_SCORE
+def test_every_pattern_of_ties(options):
+    """As a stable sort has them; eight levels over 200 experts, so most are equal."""
+    logits = (_logits(400, 200) * 2).round()
+    out = topk_router(logits, 50, **options)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :50]
+    assert torch.equal(out.indices.long(), order)
+
+
+def test_ties_of_groups_go_to_the_lower_group():
+    for score in ("softmax", "sigmoid"):
+        out = topk_router(torch.zeros(2, 12), 3, score=score, num_groups=4, group_topk=2)
+        assert out.indices.tolist() == [[0, 1, 2]] * 2
+        logits = torch.zeros(1, 12)
+        logits[0, 9:] = 1.0  # the last group, then the first of the others
+        out = topk_router(logits, 5, score=score, num_groups=4, group_topk=2)
+        assert out.indices.tolist() == [[9, 10, 11, 0, 1]]
+
+
+def test_scores_that_rounding_makes_equal_are_told_apart():
+    """exp(-200) is 0 and sigmoid(40) is 1 in float32, but the logits differ."""
+    out = topk_router(torch.tensor([[0.0, -300.0, -200.0]]), 2)
+    assert out.indices.tolist() == [[0, 2]] and out.probs.tolist() == [[1.0, 0.0]]
+    out = topk_router(torch.tensor([[40.0, 50.0, 60.0]]), 2, score="sigmoid")
+    assert out.indices.tolist() == [[2, 1]] and out.probs.tolist() == [[1.0, 1.0]]
+
+
+def test_groups_by_the_best_or_by_the_two_best():
+    logits = torch.tensor([[3.0, -9, 2, 2, 1, 1]])
+    assert topk_router(logits, 2, num_groups=3, group_topk=1).indices.tolist() == [[0, 1]]
+    out = topk_router(logits, 2, score="sigmoid", num_groups=3, group_topk=1)
+    assert out.indices.tolist() == [[2, 3]]
+    # one expert a group: group-limited is the plain choice
+    limited = topk_router(logits, 2, score="sigmoid", num_groups=6, group_topk=2)
+    assert limited.indices.tolist() == [[0, 2]]
+    # and an expert of a closed group is not chosen even if those of open ones are at -inf
+    logits = torch.tensor([[5.0, -math.inf, 4, 4]])
+    assert topk_router(logits, 2, num_groups=2, group_topk=1).indices.tolist() == [[0, 1]]
+
+
+def test_bias_steers_the_choice_only():
+    logits = torch.tensor([[0.0, 1.0, 2.0]], requires_grad=True)
+    bias = torch.tensor([10.0, 0.0, 0.0], requires_grad=True)
+    for options in SCORES:
+        out = topk_router(logits, 1, expert_bias=bias, **options)
+        assert out.indices.tolist() == [[0]] and out.counts.tolist() == [1, 0, 0]
+        plain = topk_router(logits, 3, **options)
+        if not options.get("normalize") and options.get("pre_softmax", True):
+            torch.testing.assert_close(out.probs, plain.probs[:, 2:])
+        torch.testing.assert_close(out.score_sums, plain.score_sums)
+        (out.probs.sum() + out.z_sum).backward()
+    assert bias.grad is None and logits.grad is not None
+    half = topk_router(logits.detach().bfloat16(), 1, expert_bias=bias.bfloat16())
+    assert half.indices.tolist() == [[0]]  # any floating dtype
+
+
+@EVERY_SCORE
+def test_all_experts(options):
+    out = topk_router(_logits(50, 31), 31, **options)
+    assert (out.counts == 50).all() and (out.indices.sort().values == torch.arange(31)).all()
+    if options != {"score": "sigmoid"}:
+        torch.testing.assert_close(out.probs.sum(-1), torch.ones(50).double())
+
+
+@EVERY_SCORE
+def test_no_tokens_and_one_expert(options):
+    logits = torch.zeros(0, 4, requires_grad=True)
+    out = topk_router(logits, 2, **options)
+    assert out.indices.shape == (0, 2) and out.counts.tolist() == [0] * 4
+    assert out.score_sums.tolist() == [0.0] * 4 and out.z_sum.item() == 0
+    (out.probs.sum() + out.score_sums.sum() + out.z_sum).backward()
+    assert logits.grad.shape == (0, 4)
+    assert topk_router(torch.zeros(0, 3, 4), 2, **options).counts.shape == (3, 4)
+    assert topk_router(torch.zeros(5, 0, 4), 2, **options).counts.shape == (0, 4)
+    one = topk_router(torch.ones(5, 1), 1, **options)
+    assert one.indices.tolist() == [[0]] * 5 and one.counts.tolist() == [5]
+
+
+@EVERY_SCORE
+@pytest.mark.parametrize("grouped", (False, True))
+@pytest.mark.parametrize("biased", (False, True))
+def test_nan_is_chosen_first_and_never_out_of_range(options, grouped, biased):
+    logits = _logits(6, 16, dtype=torch.float32)
+    logits[0, 3], logits[1, :], logits[2, 5:9], logits[3, 0], logits[4, :2] = (
+        math.nan,
+        math.nan,
+        -math.nan,
+        math.inf,
+        -math.inf,
+    )
+    logits[2, 1] = math.inf
+    options = options | ({"num_groups": 4, "group_topk": 2} if grouped else {})
+    if biased:
+        options = options | {"expert_bias": torch.zeros(16)}
+    out = topk_router(logits, 6, **options)
+    assert ((out.indices >= 0) & (out.indices < 16)).all() and out.counts.sum() == 36
+    assert all(len(set(row)) == 6 for row in out.indices.tolist())
+    assert out.probs[5].isfinite().all() and out.score_sums.isnan().all() and out.z_sum.isnan()
+    if not biased or options["score"] == "sigmoid":
+        assert out.indices[0, 0] == 3 and out.indices[2, :4].tolist() == [5, 6, 7, 8]
+    assert out.probs[0].isnan().any()
+
+
+def test_only_the_wanted_gradients_are_made():
+    logits = _logits(9, 8, dtype=torch.float32).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = topk_router(logits, 2)
+    assert {t.data_ptr() for t in saved} == {logits.data_ptr(), out.indices.data_ptr()}
+    parts = [torch.autograd.grad(o.sum(), logits, retain_graph=True)[0] for o in (out[1], out[3], out[4])]
+    (both,) = torch.autograd.grad(out[1].sum() + out[3].sum() + out[4], logits)
+    torch.testing.assert_close(sum(parts), both)
+
+
+def test_second_derivative_raises():
+    logits = _logits(3, 4).requires_grad_()
+    (grad,) = torch.autograd.grad(topk_router(logits, 2).z_sum, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="topk_router: its backward is not differentiable"):
+        grad.sum().backward()
+
+
+def test_autocast_keeps_the_dtype():
+    with torch.autocast("cpu", torch.bfloat16):
+        assert topk_router(torch.zeros(2, 3), 1).probs.dtype == torch.float32
+        assert topk_router(torch.zeros(2, 3, dtype=torch.bfloat16), 1).probs.dtype == torch.float32
+        assert topk_router(torch.zeros(2, 3, dtype=torch.float64), 1).score_sums.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("shape", "k", "options", "message"),
+    [
+        ((3, 4), 5, {}, "k must be between 1 and the 4 experts, got 5"),
+        ((3, 4), 0, {}, "k must be between 1 and the 4 experts, got 0"),
+        ((3, 4), 1, {"num_groups": 3}, "4 experts do not divide into num_groups=3"),
+        ((3, 4), 1, {"num_groups": 2, "group_topk": 3}, "between 1 and num_groups=2, got 3"),
+        ((3, 4), 3, {"num_groups": 2, "group_topk": 1}, "k=3 experts are not in group_topk=1 groups of 2"),
+        ((3, 4), 1, {"score": "relu"}, "got 'relu'"),
+        ((4,), 1, {}, r"\(T, E\) or \(S, B, E\), got shape \(4,\)"),
+        ((3, 4), 1, {"expert_bias": torch.zeros(3)}, r"shape \(3,\) does not fit logits of shape \(3, 4\)"),
+        ((3, 4), 1, {"expert_bias": torch.zeros(4, device="meta")}, "on cpu but expert_bias is on meta"),
+    ],
+)
+def test_wrong_arguments(shape, k, options, message):
+    with pytest.raises(ValueError, match=f"topk_router: .*{message}"):
+        topk_router(torch.zeros(shape), k, **options)
+
+
+def test_wrong_dtypes():
+    with pytest.raises(ValueError, match=r"topk_router: logits .* got torch.int32"):
+        topk_router(torch.zeros(2, 3).int(), 1)
+    with pytest.raises(ValueError, match=r"expert_bias must be floating, got torch.int64"):
+        topk_router(torch.zeros(2, 3), 1, expert_bias=torch.zeros(3).long())
+
+
+def test_cost_formulas():
+    logits = torch.zeros(10, 8, dtype=torch.bfloat16)
+    options = ("softmax", 1, 1, False, 1.0)
+    forward, backward = OPS["topk_router"], OPS["topk_router_backward"]
+    assert forward.traffic(logits, None, 2, *options) == 10 * 8 * 2 + 10 * 2 * (4 + 4)
+    indices, probs = torch.zeros(10, 2, dtype=torch.int32), torch.zeros(10, 2)
+    arguments = (logits, indices, "softmax", False, 1.0)
+    assert backward.traffic(probs, None, None, *arguments) == 2 * 10 * 8 * 2 + 10 * 2 * (4 + 4)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        topk_router(logits, 2)
+    assert counter.get_total_flops() == 6 * 80
+
+
+@pytest.mark.parametrize("itemsize", (4, 8))
+@pytest.mark.parametrize("width", (16, 64, 256, 512, 4096, 16384))
+@pytest.mark.parametrize("num_tokens", (1, 300, 8192, 1 << 20))
+def test_block_shapes(num_tokens, width, itemsize):
+    block_m, num_warps = router_triton.block_shape(num_tokens, width, itemsize)
+    assert block_m & (block_m - 1) == 0 and 4 <= num_warps <= 16
+    held = block_m * width / (32 * num_warps)
+    assert held <= (16 if itemsize < 8 else 8) or (block_m == 1 and width > 8192 // (itemsize // 4))
+    num_strips, steps = strip_shape(num_tokens, 8, block_m, 1)
+    assert num_strips <= 128 and (num_strips - 1) * steps < num_tokens <= num_strips * steps
+
+
+def test_reference_serves_where_nothing_else_does():
+    """The op by its reference gives the tensors that the fake promises."""
+    for arguments in ((_logits(5, 6), None, 2), (_logits(5, 3, 6), None, 2)):
+        options = ("sigmoid", 2, 1, True, 1.0)
+        real = router.reference(*arguments, *options)
+        fake = router._fake(*arguments, *options)
+        assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in fake]
+        assert all(t.is_contiguous() for t in real)
