@@ -12,6 +12,6 @@ __getattr__, __dir__, __all__ = exports(
         "mlp": "MLP",
         "replicated": "LayerNorm PositionEmbedding RMSNorm RotaryPositions",
         "transformer": "TransformerLayer",
-        "models": "GPT flops_per_token num_parameters pad_vocab",
+        "models": "ExpertLosses GPT flops_per_token num_parameters pad_vocab",
     },
 )

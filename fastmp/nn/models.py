@@ -10,7 +10,7 @@ activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence paralleli
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from fastmp.nn.init import normal
 from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.transformer import TransformerLayer
-from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.collectives import group_rank, group_size, reduce_from_group
 from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.parallel.rng import RngTracker
@@ -29,7 +29,22 @@ from fastmp.parallel.rng import RngTracker
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
 
-__all__ = ["GPT", "flops_per_token", "num_parameters", "pad_vocab"]
+__all__ = ["GPT", "ExpertLosses", "flops_per_token", "num_parameters", "pad_vocab"]
+
+
+class ExpertLosses(NamedTuple):
+    """What `GPT.loss` returns for a model with experts.
+
+    tokens: (B, S), cross-entropy of every token, equal on all TP ranks.
+    aux: 0-dim, the auxiliary losses of these tokens, summed over layers and tokens: to be added to the sum of
+        the others before backward. Equal on all TP ranks; zero in evaluation mode.
+    counts: (L, E) int32, tokens of this rank that chose each expert of each layer; TP ranks have different
+        tokens. Added over microbatches and `groups.tp_cp_dp`, row l is for `update_expert_bias` of layer l.
+    """
+
+    tokens: torch.Tensor
+    aux: torch.Tensor
+    counts: torch.Tensor
 
 
 def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
@@ -50,20 +65,30 @@ def num_parameters(config: GPTConfig, vocab_size: int | None = None) -> int:
     """
     h, d, V = config.hidden_size, config.head_dim, config.vocab_size if vocab_size is None else vocab_size
     qkv = (config.num_heads + 2 * config.kv_heads) * d
-    up = config.ffn_size * (2 if config.activation == "swiglu" else 1)
     norm = h if config.norm == "rmsnorm" else 2 * h
-    layer = _layer_products(config) + 2 * norm
-    layer += (qkv + h + up + h) * config.linear_bias + 2 * d * config.qk_norm
+    layer = _layer_weights(config, active=False) + 2 * norm + 2 * d * config.qk_norm
+    if config.linear_bias:  # experts have none, the shared one has
+        ffn = config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
+        layer += qkv + h + (ffn * _blocks(config) + h if ffn else 0)
     rows = V * (1 if config.tie_embeddings else 2)
     rows += config.max_seq_len if config.position == "learned" else 0
     return config.num_layers * layer + rows * h + norm
 
 
-def _layer_products(config: GPTConfig) -> int:
-    """Elements of the weights that a token of a layer is multiplied with."""
-    h, d, f = config.hidden_size, config.head_dim, config.ffn_size
-    attention = (2 * config.num_heads + 2 * config.kv_heads) * d * h
-    return attention + h * f * (3 if config.activation == "swiglu" else 2)
+def _blocks(config: GPTConfig) -> int:
+    """How many products the first one of an MLP is: gate and up, or one."""
+    return 2 if config.activation == "swiglu" else 1
+
+
+def _layer_weights(config: GPTConfig, active: bool) -> int:
+    """Elements of a layer's matrices; `active`: of those that a token is multiplied with."""
+    h, moe, matrices = config.hidden_size, config.moe, _blocks(config) + 1
+    attention = (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim * h
+    if moe is None:
+        return attention + matrices * h * config.ffn_size
+    experts = moe.top_k if active else moe.num_experts
+    hidden_units = experts * moe.expert_ffn_hidden_size + moe.shared_expert_ffn_hidden_size
+    return attention + h * (moe.num_experts + matrices * hidden_units + moe.shared_expert_gate)
 
 
 def flops_per_token(
@@ -72,12 +97,13 @@ def flops_per_token(
     """Model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
 
     A multiply-add is two. `causal=False` counts the whole S x S attention matrix, the convention of published
-    MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. What recomputation repeats
-    is not model FLOPs. `vocab_size`: columns of the logits counted, the real vocabulary by default.
+    MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. Of experts those
+    count that a token goes to. What recomputation repeats is not model FLOPs. `vocab_size`: columns of the
+    logits counted, the real vocabulary by default.
     """
     S = config.max_seq_len if seq_len is None else seq_len
     V = config.vocab_size if vocab_size is None else vocab_size
-    weights = config.num_layers * _layer_products(config) + config.hidden_size * V
+    weights = config.num_layers * _layer_weights(config, active=True) + config.hidden_size * V
     keys = (S + 1) / 2 if causal else S
     attention = config.num_layers * 2 * config.num_heads * config.head_dim * keys
     return 3 * 2 * (weights + attention)
@@ -88,14 +114,14 @@ class GPT(nn.Module):
 
     Args:
         config: sizes, dropout, initial spread.
-        groups: process groups of this rank (its `tp` is used); None for this rank alone.
+        groups: process groups of this rank (`tp`, and those of experts); None for this rank alone.
         rng: generator states; needed where dropout acts on TP shards.
         sequence_parallel: norms, dropout and residuals on (S/TP, B, H); S must be divisible by TP.
         recompute: keep only the input of every layer for backward.
         shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
         init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
 
-    Raises ValueError where TP does not divide heads, key/value heads or ffn size.
+    Raises ValueError where TP does not divide heads, key/value heads or ffn size, and as `MoELayer` does.
     """
 
     def __init__(
@@ -135,7 +161,8 @@ class GPT(nn.Module):
         self.rotary = None if learned else RotaryPositions(config, device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout, group=self.group, rng=rng, sharded=sequence_parallel)
         self.layers = nn.ModuleList(
-            TransformerLayer(config, rotary=self.rotary, **options) for _ in range(config.num_layers)
+            TransformerLayer(config, groups=groups, rotary=self.rotary, **options)
+            for _ in range(config.num_layers)
         )
         self.final_norm = make_norm(config, **place)
         self.output_layer = None
@@ -173,14 +200,26 @@ class GPT(nn.Module):
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """What the last layer leaves, before the final norm: hidden states (S, B, H)."""
-        hidden_SBH = self.embed(tokens_BS)
+        return self._through_layers(tokens_BS)[0]
+
+    def _through_layers(
+        self, tokens_BS: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """Hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
+        hidden_SBH, aux, counts = self.embed(tokens_BS), [], []
         for layer in self.layers:
             if self.recompute:
                 shard_over = self.group if self.shard_recompute_input else None
-                hidden_SBH = recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
+                output = recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
             else:
-                hidden_SBH = layer(hidden_SBH)
-        return hidden_SBH
+                output = layer(hidden_SBH)
+            if self.config.moe is None:
+                hidden_SBH = output
+            else:
+                hidden_SBH, layer_aux, counts_E = output
+                aux.append(layer_aux)
+                counts.append(counts_E)
+        return hidden_SBH, aux, counts
 
     def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Words, plus learned positions, then dropout: hidden states (S, B, H)."""
@@ -209,15 +248,18 @@ class GPT(nn.Module):
         ignore_index: int = -100,
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | ExpertLosses:
         """Cross-entropy of every token (B, S), equal on all TP ranks. Backward can run once.
+
+        A model with experts returns `ExpertLosses`, of which it is the first part.
 
         Options as in `vocab_parallel_linear_cross_entropy`: the logits are never there as a whole, and with
         `loss_grad_BS`, the gradient (B, S) that the losses will receive (1 where they are summed), the
         gradients of the output layer are made in the forward pass.
         """
+        hidden_SBH, aux, counts = self._through_layers(tokens_BS)
         loss_SB = vocab_parallel_linear_cross_entropy(
-            self.final_norm(self.hidden(tokens_BS)),
+            self.final_norm(hidden_SBH),
             self.output_weight,
             targets_BS.t().contiguous(),
             group=self.group,
@@ -229,7 +271,14 @@ class GPT(nn.Module):
             vocab_size=self.config.vocab_size,
             loss_grad=loss_grad_BS.t() if isinstance(loss_grad_BS, torch.Tensor) else loss_grad_BS,
         )
-        return loss_SB.t()
+        if self.config.moe is None:
+            return loss_SB.t()
+        total = torch.stack(aux).sum()
+        if (
+            self.training
+        ):  # a TP rank has the part of its tokens; the gradient of the sum is that of each part
+            total = reduce_from_group(total, self.group)
+        return ExpertLosses(loss_SB.t(), total, torch.stack(counts))
 
     def _check(self, tokens_BS: torch.Tensor) -> None:
         if tokens_BS.dim() != 2:

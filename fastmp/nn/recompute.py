@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from fastmp.nn.segment import Tensors
 from fastmp.parallel.collectives import all_gather, group_rank, group_size
 from fastmp.parallel.rng import RngTracker
 
@@ -22,12 +23,12 @@ __all__ = ["recompute"]
 
 
 def recompute(
-    function: Callable[..., torch.Tensor],
+    function: Callable[..., torch.Tensor | Tensors],
     hidden: torch.Tensor,
     *others: torch.Tensor,
     rng: RngTracker | None,
     shard_over: ProcessGroup | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor | Tensors:
     """`function(hidden, *others)`, of which only the arguments are kept for backward.
 
     Args:
@@ -57,13 +58,13 @@ class _Gathering:
     """Calls `function` with the tensor itself the first time, then with one gathered from the shards."""
 
     def __init__(
-        self, function: Callable[..., torch.Tensor], hidden: torch.Tensor, group: ProcessGroup
+        self, function: Callable[..., torch.Tensor | Tensors], hidden: torch.Tensor, group: ProcessGroup
     ) -> None:
         self.function, self.group = function, group
         self.shape, self.requires_grad = hidden.shape, hidden.requires_grad
         self.first: torch.Tensor | None = hidden
 
-    def __call__(self, shard: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    def __call__(self, shard: torch.Tensor, *others: torch.Tensor) -> torch.Tensor | Tensors:
         hidden, self.first = self.first, None
         if hidden is None:
             hidden = all_gather(shard.detach(), self.group)[0].view(self.shape)

@@ -4,8 +4,8 @@ A segment takes and returns a fixed tuple of tensors: everything that crosses fr
 in that tuple, so whoever runs a layer can stop between any two of them. `capturable` says that a segment has
 no host synchronisation, no data-dependent shape and no side effect on the host: it may be recorded once and
 replayed. Eager forward runs the segments in order; a graph manager or an overlapping schedule does it from
-outside, and no layer mentions either. An expert layer would read: attention, router, preprocess | dispatch,
-experts, combine, where the last three are not capturable.
+outside, and no layer mentions either. A layer with experts reads: attention, router, preprocess | dispatch,
+experts, combine, where the last three are not capturable if experts are divided over ranks.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.config import GPTConfig
+from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import GPT
 from fastmp.parallel import layers
 from fastmp.parallel.collectives import gather_from_group, group_rank, group_size
@@ -42,8 +42,23 @@ QWEN = replace(  # every option that differs from GPT-2's form, heads wider than
 )
 
 
-def tp_groups(tp: int) -> ParallelGroups | None:
-    return None if tp == 1 else ParallelGroups.create(RankGrid(world_size=tp, tp=tp))
+EXPERTS = replace(
+    QWEN,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=3,
+        expert_ffn_hidden_size=20,
+        aux_loss=0.3,
+        sequence_aux_loss=0.2,
+        z_loss=0.1,
+        shared_expert_ffn_hidden_size=24,
+        shared_expert_gate=True,
+    ),
+)
+
+
+def tp_groups(tp: int, **experts: int) -> ParallelGroups | None:
+    return None if tp == 1 else ParallelGroups.create(RankGrid(world_size=tp, tp=tp, **experts))
 
 
 def make_gpt(config: GPTConfig, groups: ParallelGroups | None, dtype=torch.float64, **options) -> GPT:
@@ -70,6 +85,13 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
     return layers.shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
 
 
+def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups | None) -> torch.Tensor:
+    """As `shard_of`, also for the parameters of experts."""
+    if groups is None or not getattr(param, "expert_parallel", False):
+        return shard_of(full, param, None if groups is None else groups.tp)
+    return shard_of(full.chunk(group_size(groups.ep))[group_rank(groups.ep)], param, groups.etp)
+
+
 def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
     """What GradBuffer does: replicated parameters that saw a part of the sequence have part of the
     gradient."""
@@ -79,30 +101,36 @@ def sum_partial_gradients(params: Iterable[torch.nn.Parameter], group: dist.Proc
 
 
 def compare_with_reference(
-    reference: dict, tp: int, dtype: torch.dtype, tolerance: float, sequence_parallel: bool = False
+    reference: dict,
+    tp: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    sequence_parallel: bool = False,
+    **experts: int,
 ) -> None:
     """Logits, loss and gradients of a GPT of reference["config"] and ["weights"], at its ["tokens"].
 
-    A gradient is measured against the largest entry of its tensor, or 1.
+    A gradient is measured against the largest entry of its tensor, or 1. `experts`: ep and etp.
     """
-    groups = tp_groups(tp)
+    groups = tp_groups(tp, **experts)
     model = GPT(reference["config"], groups=groups, sequence_parallel=sequence_parallel, dtype=dtype)
     assert (
         {name for name, _ in model.named_parameters()} == set(reference["weights"]) == set(reference["grads"])
     )
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(shard_of(reference["weights"][name], param, model.group))
+            param.copy_(part_of(reference["weights"][name], param, groups))
         logits_SBV = gather_from_group(model(reference["tokens"]), model.group)
     logits_BSV = logits_SBV[..., : model.config.vocab_size].transpose(0, 1).double()
     spread = reference["logits"].abs().max()
     assert (logits_BSV - reference["logits"]).abs().max() <= tolerance * max(spread, 1.0)
-    loss_BS = model.loss(reference["tokens"], reference["targets"])
+    loss = model.loss(reference["tokens"], reference["targets"])
+    loss_BS = loss if model.config.moe is None else loss.tokens
     torch.testing.assert_close(loss_BS.double(), reference["loss"], rtol=tolerance, atol=tolerance)
     loss_BS.mean().backward()
     sum_partial_gradients(model.parameters(), model.group)
     for name, param in model.named_parameters():
-        expected = shard_of(reference["grads"][name], param, model.group)
+        expected = part_of(reference["grads"][name], param, groups)
         error = (param.grad.double() - expected).abs().max()
         assert error <= tolerance * max(reference["grads"][name].abs().max(), 1.0), f"{name}: {error}"
 

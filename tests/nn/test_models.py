@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import QWEN, SEED, SMALL, Calls, make_gpt, shard_of, text, tp_groups
+from nn_tools import EXPERTS, QWEN, SEED, SMALL, Calls, make_gpt, part_of, text, tp_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.config import GPTConfig
+from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import GPT, flops_per_token, num_parameters, pad_vocab
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
@@ -44,7 +44,11 @@ def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions)
     assert round(count / 1e9, 4) == billions
 
 
-@pytest.mark.parametrize("base", (SMALL, QWEN), ids=("gpt", "qwen"))
+@pytest.mark.parametrize(
+    "base",
+    (SMALL, QWEN, EXPERTS, replace(SMALL, moe=EXPERTS.moe), replace(SMALL, moe=MoEConfig())),
+    ids=("gpt", "qwen", "experts", "gpt-experts", "gpt-no-shared-expert"),
+)
 @pytest.mark.parametrize("kv_heads, ffn", ((None, None), (4, 96), (1, 40)))
 def test_the_formula_counts_the_model(kv_heads, ffn, base):
     config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
@@ -53,7 +57,7 @@ def test_the_formula_counts_the_model(kv_heads, ffn, base):
 
 
 def test_sizes_of_published_models():
-    """Llama 3 8B and Qwen3 8B and 0.6B, as their model cards and checkpoints count them."""
+    """Llama 3 8B, Qwen3 8B and 0.6B, Mixtral 8x7B, Qwen3 30B-A3B, as their checkpoints count them."""
     llama = {"norm": "rmsnorm", "position": "rope", "activation": "swiglu", "linear_bias": False}
     qwen = {**llama, "head_size": 128, "vocab_size": 151_936, "num_kv_heads": 8, "qk_norm": True}
     counts = {
@@ -66,6 +70,15 @@ def test_sizes_of_published_models():
         ),
         596_049_920: GPTConfig(
             num_layers=28, hidden_size=1024, num_heads=16, ffn_hidden_size=3072, **qwen
+        ),
+        46_702_792_704: GPTConfig(
+            num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, vocab_size=32_000, **llama,
+            tie_embeddings=False, moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=14336),
+        ),
+        30_532_122_624: GPTConfig(
+            num_layers=48, hidden_size=2048, num_heads=32, tie_embeddings=False,
+            **{**qwen, "num_kv_heads": 4},
+            moe=MoEConfig(num_experts=128, top_k=8, expert_ffn_hidden_size=768),
         ),
     }  # fmt: skip
     for count, config in counts.items():
@@ -80,15 +93,17 @@ def test_ranks_share_the_parameters_of_the_formula():
     assert sum(run_ranks(case, 2)) == num_parameters(SMALL, pad_vocab(131, 2))
 
 
-@pytest.mark.parametrize("base", (SMALL, QWEN), ids=("gpt", "qwen"))
+@pytest.mark.parametrize("base", (SMALL, QWEN, EXPERTS), ids=("gpt", "qwen", "experts"))
 @pytest.mark.parametrize("kv_heads, ffn, seq_len", ((None, None, 16), (4, 96, 20)))
 def test_flops_are_what_torch_counts(kv_heads, ffn, seq_len, base):
     """The counter has no formula for the CPU's fused attention, so attention runs as two products here."""
     config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=256)
     model, (tokens_BS, targets_BS) = make_gpt(config, None, torch.float32), text(config, sequence=seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model.loss(tokens_BS, targets_BS).mean().backward()
-    products = ("mm", "bmm", "addmm", "baddbmm")
+        loss = model.loss(tokens_BS, targets_BS)
+        (loss if config.moe is None else loss.tokens).mean().backward()
+    grouped = ("grouped_mlp_in", "grouped_mlp_in_backward", "grouped_mm", "grouped_mm_wgrad")
+    products = ("mm", "bmm", "addmm", "baddbmm", *grouped)
     counted = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op).split(".")[-1] in products
     )
@@ -103,15 +118,18 @@ def test_flops_of_causal_attention_count_the_keys_that_are_seen():
 
 
 @pytest.mark.parametrize(
-    "config, size", ((SMALL, 2 + 12 * 2 + 2), (QWEN, 1 + 8 * 2 + 2)), ids=("gpt", "qwen")
+    "config, size",
+    ((SMALL, 2 + 12 * 2 + 2), (QWEN, 1 + 8 * 2 + 2), (EXPERTS, 1 + 12 * 2 + 2)),
+    ids=("gpt", "qwen", "experts"),
 )
 @pytest.mark.parametrize("tp", (2, 4))
 def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp, config, size):
     def case(rank, world):
-        one, many = make_gpt(config, None), make_gpt(config, tp_groups(tp))
+        groups = tp_groups(tp, ep=2, etp=tp // 2)
+        one, many = make_gpt(config, None), make_gpt(config, groups)
         assert len(list(one.parameters())) == len(list(many.parameters())) == size
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            assert torch.equal(shard_of(full, param, many.group), param), name
+            assert torch.equal(part_of(full, param, groups), param), name
 
     run_ranks(case, tp)
 
@@ -163,6 +181,22 @@ def test_an_untied_output_layer_has_a_weight_of_its_own():
     seen = torch.zeros(len(words), dtype=torch.bool).index_fill(0, tokens_BS.flatten(), True)
     assert torch.equal(words.grad.ne(0).any(1), seen)
     assert output.grad[:131].ne(0).all() and not output.grad[131:].any()
+
+
+def test_a_model_with_experts_returns_their_losses_and_loads_beside_its_own():
+    model, (tokens_BS, targets_BS) = make_gpt(EXPERTS, None), text(EXPERTS)
+    loss = model.loss(tokens_BS, targets_BS)
+    L, E, k = EXPERTS.num_layers, EXPERTS.moe.num_experts, EXPERTS.moe.top_k
+    assert loss.counts.shape == (L, E) and loss.counts.dtype == torch.int32
+    assert (loss.counts.sum(1) == k * tokens_BS.numel()).all()
+    logits_SBV = model(tokens_BS)[..., : EXPERTS.vocab_size]
+    expected = torch.nn.functional.cross_entropy(logits_SBV.permute(1, 2, 0), targets_BS, reduction="none")
+    torch.testing.assert_close(loss.tokens, expected, **CLOSE)
+    assert loss.aux.shape == () and loss.aux > 0
+    model.eval()
+    without = model.loss(tokens_BS, targets_BS)
+    assert without.aux == 0 and torch.equal(without.counts, loss.counts)
+    assert torch.equal(without.tokens, loss.tokens)
 
 
 def test_hidden_dropout_is_the_same_at_every_tp():

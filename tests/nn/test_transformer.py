@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo  # imported before ranks are forked
 import torch.nn.functional as F
-from nn_tools import SEED, SMALL, tp_groups
+from nn_tools import EXPERTS, SEED, SMALL, tp_groups
 
 from fastmp.nn import TransformerLayer
 from fastmp.nn.dropout import Dropout
@@ -40,6 +40,31 @@ def test_a_layer_normalises_first_and_adds_back():
 
     expected = add(add(x_SBH, layer.attention, layer.attention_norm), layer.mlp, layer.mlp_norm)
     torch.testing.assert_close(layer(x_SBH), expected, **CLOSE)
+
+
+def test_experts_in_place_of_the_mlp():
+    """Their segments between the norm and the addition, one after the other as a whole."""
+    layer, x_SBH = make(EXPERTS), inputs()
+    names = ["attention", "router", "preprocess", "shared_experts", "dispatch", "experts", "combine"]
+    assert [segment.name for segment in layer.segments()] == names and layer.mlp is None
+    tensors = (x_SBH,)
+    for segment in layer.segments():
+        assert segment.capturable  # on one rank: nothing waits for the device
+        tensors = segment.run(*tensors)
+    (after_SBH,) = layer.segments()[0].run(x_SBH)
+    output_SBH, aux, counts_E = layer.moe(layer.mlp_norm(after_SBH))
+    for part, whole, expected in zip(tensors, layer(x_SBH), (after_SBH + output_SBH, aux, counts_E)):
+        assert torch.equal(part, whole) and torch.equal(whole, expected)
+
+
+def test_experts_of_tp_ranks_without_the_groups_of_experts_are_refused():
+    def case(rank, world):
+        with pytest.raises(
+            ValueError, match="TransformerLayer: experts over 2 tensor-parallel ranks need groups="
+        ):
+            make(EXPERTS, tp_groups(world).tp)
+
+    run_ranks(case, 2)
 
 
 @pytest.mark.parametrize("tp", (2, 4))
@@ -168,20 +193,29 @@ def test_a_layer_compiles_to_one_graph(tp, sequence_parallel):
     def case(rank, world):
         torch._dynamo.reset()
         group = None if tp == 1 else tp_groups(tp).tp
-        layer = make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel)
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        x_SBH = (inputs().chunk(tp)[rank] if sequence_parallel else inputs()).requires_grad_()
-        results = []
-        for run in (layer, compiled):
-            layer.zero_grad()
-            x_SBH.grad = None
-            output = run(x_SBH)
-            output.square().sum().backward()
-            results.append([output.detach(), x_SBH.grad, *(param.grad for param in layer.parameters())])
-        for eager, graph in zip(*results):
-            torch.testing.assert_close(graph, eager, **CLOSE)
+        compare_compiled(make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel), rank, tp)
 
     run_ranks(case, tp)
+
+
+def test_a_layer_with_experts_compiles_to_one_graph():
+    torch._dynamo.reset()
+    compare_compiled(make(EXPERTS))
+
+
+def compare_compiled(layer, rank=0, tp=1):
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    x_SBH = (inputs().chunk(tp)[rank] if layer.dropout.sharded else inputs()).requires_grad_()
+    results = []
+    for run in (layer, compiled):
+        layer.zero_grad()
+        x_SBH.grad = None
+        outputs = run(x_SBH)
+        output, *aux = outputs if isinstance(outputs, tuple) else (outputs,)
+        (output.square().sum() + sum(aux[:1])).backward()
+        results.append([output.detach(), x_SBH.grad, *(param.grad for param in layer.parameters())])
+    for eager, graph in zip(*results):
+        torch.testing.assert_close(graph, eager, **CLOSE)
 
 
 def test_a_copy_keeps_weights_and_marks():

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from fastmp.config import GPTConfig
+from fastmp.config import GPTConfig, MoEConfig
 
 DATA = Path(__file__).parent.parent / "data"
-FAMILIES = ("Llama", "Qwen3")
+FAMILIES = ("Llama", "Qwen3", "Mixtral", "Qwen3Moe")
 NAMES = {
     "input_layernorm": "attention_norm",
     "self_attn.o_proj": "attention.proj",
@@ -19,6 +19,9 @@ NAMES = {
     "self_attn.k_norm": "attention.k_norm",
     "post_attention_layernorm": "mlp_norm",
     "mlp.down_proj": "mlp.down",
+    "mlp.gate": "moe.router",
+    "mlp.experts.gate_up_proj": "moe.experts.fc1",
+    "mlp.experts.down_proj": "moe.experts.fc2",
 }
 ENDS = {
     "model.embed_tokens.weight": "word_embedding.weight",
@@ -32,19 +35,26 @@ def bundle_of(family: str) -> Path:
 
 
 def to_fastmp(tensors: dict[str, torch.Tensor], config: GPTConfig) -> dict[str, torch.Tensor]:
-    """Parameters of a ...ForCausalLM, or their gradients, as full tensors of `fastmp.nn.GPT` at TP 1."""
+    """Parameters of a ...ForCausalLM, or their gradients, as full tensors of `fastmp.nn.GPT` on one rank."""
     renamed = {ENDS[name]: tensor for name, tensor in tensors.items() if name in ENDS}
     for i in range(config.num_layers):
         prefix = f"model.layers.{i}."
-        layer = {k.removeprefix(prefix)[:-7]: t for k, t in tensors.items() if k.startswith(prefix)}
+        layer = {
+            name.removeprefix(prefix).removesuffix(".weight"): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(prefix)
+        }
         q, k, v = (
             layer.pop(f"self_attn.{x}_proj").unflatten(0, (config.kv_heads, -1, config.head_dim))
             for x in "qkv"
         )
         renamed[f"layers.{i}.attention.qkv.weight"] = torch.cat([q, k, v], dim=1).flatten(0, 2)
-        gate_up = [layer.pop(f"mlp.{part}_proj") for part in ("gate", "up")]
-        renamed[f"layers.{i}.mlp.up.weight"] = torch.cat(gate_up)
-        renamed |= {f"layers.{i}.{NAMES[name]}.weight": tensor for name, tensor in layer.items()}
+        if config.moe is None:
+            gate_up = [layer.pop(f"mlp.{part}_proj") for part in ("gate", "up")]
+            renamed[f"layers.{i}.mlp.up.weight"] = torch.cat(gate_up)
+        for name, tensor in layer.items():
+            suffix = "" if "experts" in name else ".weight"
+            renamed[f"layers.{i}.{NAMES[name]}{suffix}"] = tensor
     return renamed
 
 
@@ -56,6 +66,7 @@ def gpt_config(family: str, sizes: dict) -> GPTConfig:
         num_kv_heads=sizes["num_key_value_heads"],
         head_size=sizes.get("head_dim"),
         ffn_hidden_size=sizes["intermediate_size"],
+        moe=moe_config(sizes),
         vocab_size=sizes["vocab_size"],
         max_seq_len=sizes["max_position_embeddings"],
         layernorm_epsilon=sizes["rms_norm_eps"],
@@ -66,6 +77,18 @@ def gpt_config(family: str, sizes: dict) -> GPTConfig:
         linear_bias=False,
         tie_embeddings=sizes["tie_word_embeddings"],
         qk_norm=family.startswith("Qwen3"),
+    )
+
+
+def moe_config(sizes: dict) -> MoEConfig | None:
+    num_experts = sizes.get("num_local_experts", sizes.get("num_experts"))
+    if num_experts is None:
+        return None
+    return MoEConfig(
+        num_experts=num_experts,
+        top_k=sizes["num_experts_per_tok"],
+        expert_ffn_hidden_size=sizes.get("moe_intermediate_size", sizes["intermediate_size"]),
+        normalize_topk=sizes.get("norm_topk_prob", True),
     )
 
 
