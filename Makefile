@@ -11,7 +11,8 @@ KEEP_GOING := --continue-on-collection-errors
 
 .PHONY: train test test-full test-newest-triton sanitize lint build clean
 
-# Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores.
+# Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores. The ranks
+# share attention (tensor parallelism) and have half of the experts each.
 train:
 	@$(SETUP) train
 	@gpus=$$($(VENV) -c 'import torch; print(torch.cuda.device_count())'); \
@@ -20,7 +21,7 @@ train:
 	threads=$$((cores / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads}; set -x; \
 	$(VENV) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
-	    -m fastmp train --recipe configs/gpt-small.toml --tp $$ranks $(ARGS)
+	    -m fastmp train --recipe configs/moe-small.toml --tp $$ranks --ep $$ranks $(ARGS)
 
 # Three processes, which all run to their summary: a process that sees a GPU cannot fork ranks that
 # differentiate, and Triton either interprets or compiles. Status 5 is that PYTEST selected nothing in one.

@@ -58,15 +58,16 @@ def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def num_parameters(config: GPTConfig, vocab_size: int | None = None) -> int:
+def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
     """Parameters of the whole model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
 
-    `vocab_size`: rows of the embedding counted, the real vocabulary by default.
+    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: of the experts,
+    those that a token goes to.
     """
     h, d, V = config.hidden_size, config.head_dim, config.vocab_size if vocab_size is None else vocab_size
     qkv = (config.num_heads + 2 * config.kv_heads) * d
     norm = h if config.norm == "rmsnorm" else 2 * h
-    layer = _layer_weights(config, active=False) + 2 * norm + 2 * d * config.qk_norm
+    layer = _layer_weights(config, active) + 2 * norm + 2 * d * config.qk_norm
     if config.linear_bias:  # experts have none, the shared one has
         ffn = config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
         layer += qkv + h + (ffn * _blocks(config) + h if ffn else 0)

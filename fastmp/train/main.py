@@ -1,7 +1,7 @@
 """`fastmp train`: one recipe, one GPT, from text to a loss curve and a sample of what was learnt.
 
 A thin caller of the parts: groups, random streams, data, model, Trainer. Runs alone or under torchrun; the
-world size over `parallel.tp` is the data-parallel size.
+world size over `parallel.tp` is the data-parallel size, over `parallel.ep` x `parallel.etp` that of experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import Environment, Recipe
-from fastmp.nn.models import GPT, flops_per_token, num_parameters
+from fastmp.nn.models import GPT, ExpertLosses, flops_per_token, num_parameters
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -35,7 +35,7 @@ from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.train.recipe import parse_arguments
-from fastmp.train.trainer import DTYPES, Trainer
+from fastmp.train.trainer import DTYPES, ExpertStats, Trainer
 
 PATIENCE = 3.0  # seconds in which the first rank may report what all ranks found wrong
 SAMPLE_PROMPT = "The "
@@ -201,13 +201,19 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
     return data
 
 
-def token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def token_loss(
+    model: nn.Module, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
     """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
 
-    The gradient of the sum must be 1, as it is in the Trainer: the output layer relies on it beforehand.
+    With experts, also what they say. The gradient of the sum must be 1, as it is in the Trainer: the output
+    layer relies on it beforehand.
     """
-    loss_BS = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
-    return loss_BS.sum(), (batch["targets"] != IGNORE_INDEX).sum()
+    losses = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
+    num_tokens = (batch["targets"] != IGNORE_INDEX).sum()
+    if isinstance(losses, ExpertLosses):
+        return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
+    return losses.sum(), num_tokens
 
 
 @contextmanager
@@ -253,9 +259,11 @@ def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, model: G
     dtype = str(model.final_norm.weight.dtype).removeprefix("torch.")
     sequence = " with sequence parallelism" if recipe.parallel.sequence_parallel and grid.tp > 1 else ""
     experts = f"; experts: EP {grid.ep}, ETP {grid.etp}, DP {grid.edp}" if grid.ep > 1 else ""
+    total, active = (num_parameters(recipe.model, active=active) / 1e6 for active in (False, True))
+    of_them = f" ({active:.2f} M for a token)" if recipe.model.moe is not None else ""
     return (
-        f"{num_parameters(recipe.model) / 1e6:.2f} M parameters in {dtype} on {runtime.device.type}, "
-        f"{runtime.world_size} ranks: TP {grid.tp}{sequence}, DP {grid.dp}{experts}"
+        f"{total:.2f} M parameters{of_them} in {dtype} on {runtime.device.type}, {runtime.world_size} ranks: "
+        f"TP {grid.tp}{sequence}, DP {grid.dp}{experts}"
     )
 
 

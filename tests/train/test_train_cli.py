@@ -113,14 +113,33 @@ def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, tokens, capsys
     assert main(arguments(tmp_path, tokens)) == 0
 
 
-@pytest.mark.parametrize(("tp", "sequence"), [(2, True), (1, False)], ids=["tp2", "dp2"])
-def test_two_ranks_train_as_one(tmp_path, tokens, tp, sequence):
-    """TP=2 with sequence parallelism and DP=2: the same losses to 1e-4, saved and resumed."""
+EXPERTS = {
+    "model.moe.num-experts": 4,
+    "model.moe.expert-ffn-hidden-size": 16,
+    "model.moe.score": "sigmoid",
+    "model.moe.aux-loss": 0.01,
+    "parallel.etp": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "flags"),
+    [
+        ({"tp": 2}, {}, ["--parallel.sequence-parallel"]),
+        ({}, {}, []),
+        ({"tp": 2, "ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
+        ({"ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
+    ],
+    ids=["tp2", "dp2", "tp2 ep2", "dp2 ep2"],
+)
+def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
+    """Dense and with experts: the same losses to 1e-4, saved and resumed."""
     # One position more than the text uses: TP does not divide it, so generation must do without it too.
-    changes = {"train__save_interval": 3, "model__max_seq_len": 33}
-    assert main(arguments(tmp_path, tokens, "one", **changes)) == 0
-    options = arguments(tmp_path, tokens, "two", parallel__tp=tp, **changes)
-    options += ["--parallel.sequence-parallel"] if sequence else []
+    changes = {"train__save_interval": 3, "model__max_seq_len": 33, **model}
+    flags_of_model = [flag for flag in flags if flag.startswith("--model")]
+    assert main([*arguments(tmp_path, tokens, "one", **changes), *flags_of_model]) == 0
+    sizes = {f"parallel.{axis}": size for axis, size in layout.items()}
+    options = [*arguments(tmp_path, tokens, "two", **changes, **sizes), *flags]
 
     def rank_main(rank, world_size, extra):
         recipe = parse_arguments([*options, *extra])
@@ -133,6 +152,24 @@ def test_two_ranks_train_as_one(tmp_path, tokens, tp, sequence):
         assert abs(loss - expected) < 1e-4, f"step {step}"
     run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
     assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert (tmp_path / "two" / "load.png").exists() == bool(model)
+
+
+@pytest.mark.parametrize("recipe", ["gpt-small", "moe-small"])
+def test_the_recipes_of_make_train_train(tmp_path, tokens, recipe, capsys):
+    options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 2, "train.eval-batches": 1}
+    options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2}
+    arguments = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    assert main(["--recipe", str(ROOT / "configs" / f"{recipe}.toml"), *arguments]) == 0
+    said = capsys.readouterr().out
+    parameters = {
+        "gpt-small": r"1\.84 M parameters in float32",
+        "moe-small": r"3\.81 M parameters \(1\.45 M for a token\)",
+    }
+    assert re.search(parameters[recipe], said)
+    assert ("load of the experts" in said) == (recipe == "moe-small")
+    first, last = losses(tmp_path / recipe)
+    assert abs(first[1] - 5.85) < 0.2 and last[1] < first[1]
 
 
 @pytest.fixture
