@@ -152,3 +152,34 @@ def test_without_a_shared_expert_there_is_no_segment_for_it():
     for segment in layer.segments():
         tensors = segment.run(*tensors)
     assert all(torch.equal(a, b) for a, b in zip(tensors, layer(x), strict=True))
+
+
+@pytest.mark.gpu
+def test_one_rank_never_waits_for_a_gpu_and_can_be_captured():
+    layer = make_moe(with_moe(), device="cuda", dtype=torch.bfloat16)
+    hidden = hidden_states(64, 4).to("cuda", torch.bfloat16).requires_grad_()
+
+    def step():
+        output, aux, _ = layer(hidden)
+        (output.float().square().sum() + aux).backward()
+        return output.detach()
+
+    expected = step()  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(output, expected)
+    exact = make_moe(with_moe())
+    exact.load_state_dict(layer.state_dict())
+    truth = exact(hidden.detach().cpu().double())[0]
+    assert (output.cpu().double() - truth).norm() < 2e-2 * truth.norm()
+
+    graph, static = torch.cuda.CUDAGraph(), hidden.detach().clone()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        captured = layer(static)[0]
+    static.copy_(hidden.detach().flip(0))
+    graph.replay()
+    assert torch.equal(captured, layer(static)[0].detach())

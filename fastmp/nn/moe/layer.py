@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -56,14 +57,14 @@ class MoELayer(SegmentedLayer):
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
         groups: process groups of this rank; None for this rank alone.
-        rng: generator states: jitter, and dropout inside the shared expert.
+        rng: generator states, for jitter and for shared experts drawn as shards.
         sequence_parallel: input and output are this rank's part of the sequence, (S/TP, B, H).
         init: "full" (bitwise the same on any layout) or "sharded", as in the parallel layers.
 
     Capacity holds while training; in evaluation mode nothing is dropped.
 
     Raises ValueError where ranks do not divide the experts or their hidden units, where the ranks that share
-    experts have layers of different sizes (the same error on all of them), and in forward for a capacity of
+    experts have layers of another kind (the same error on all of them), and in forward for a capacity of
     less than one token.
     """
 
@@ -227,14 +228,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _agree(config: GPTConfig, groups: ParallelGroups | None) -> None:
-    """Refuse layers of different sizes on ranks that share experts, on all of them and before any rank waits
+    """Refuse layers of different kinds on ranks that share experts, on all of them and before any rank waits
     for rows that will not come."""
     group = None if groups is None else groups.etp_ep
     if group is None:
         return
-    moe = config.moe
-    names = ("num_experts", "top_k", "expert_ffn_hidden_size", "dispatcher")
-    own = {"hidden_size": config.hidden_size, **{name: getattr(moe, name) for name in names}}
+    own = {"hidden_size": config.hidden_size, **asdict(config.moe)}
     everyones: list[dict] = [{}] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     for name, value in everyones[0].items():
