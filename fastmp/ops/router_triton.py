@@ -260,12 +260,13 @@ def router_backward_kernel(
 def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
     """(tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
 
-    16 experts a thread (float64: 8), a token a warp at least; fewer for few tokens: 128 programs.
+    Eight experts a thread (float64: 4) and eight warps, which hide each other's latency in the k rounds; fewer
+    tokens, but one a warp, where that makes more programs, up to 256.
     """
-    per_warp = 512 if itemsize < 8 else 256
-    num_warps = min(max(4, width // per_warp), 16)
-    most = max(1, min(num_warps * per_warp // width, 64))
-    return min(most, max(4, next_power_of_2(cdiv(num_tokens, 128)))), num_warps
+    per_warp = 256 if itemsize < 8 else 128
+    num_warps = min(max(8, width // per_warp), 16)
+    most = max(1, min(num_warps * per_warp // width, 128))
+    return min(most, max(8, next_power_of_2(cdiv(num_tokens, 256)))), num_warps
 
 
 def _sizes(logits: Tensor) -> tuple[int, int]:
@@ -323,8 +324,8 @@ def launch(
     if logits.numel() == 0:
         return indices, probs, loads, score_sums.zero_(), z_sum.zero_()
     fixed = constants(num_steps * num_sequences, experts, k, score, num_groups, group_topk, wide)
-    # an eighth of the usual number of strips: one program adds them all
-    num_strips, strip_steps = strip_shape(num_steps, 8 * num_sequences, fixed["BLOCK_M"], 1)
+    # a quarter of the usual number of strips, for one program adds them all
+    num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, fixed["BLOCK_M"], 1)
     partials = torch.empty((num_strips, num_sums), dtype=wide, device=logits.device)
     z_partials = torch.empty(num_strips * num_sequences, dtype=wide, device=logits.device)
     rows = as_rows(logits)
