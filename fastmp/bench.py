@@ -172,12 +172,12 @@ def _best(timings: Iterable[Timing], attribute: str, best: Callable[..., float])
     return found
 
 
-def _kernel(*ops: str) -> Values:
-    """Share of the floor of ops alone."""
+def _kernel(*ops: str, attribute: str = "of_floor", best: Callable[..., float] = max) -> Values:
+    """An attribute of ops alone: by default their share of the floor."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
         kernels = (t for t in timings if t.direction == "kernel" and t.workload in ops)
-        return _best(kernels, "of_floor", max)
+        return _best(kernels, attribute, best)
 
     return values
 
@@ -239,6 +239,19 @@ H200_GOALS = (
     Goal("bias-dropout-add forward", 0.92, _kernel("bias_dropout_add"), "of floor"),
     Goal("bias-dropout-add backward", 0.95, _kernel("bias_dropout_add_backward"), "of floor"),
     Goal("AdamW", 0.95, _kernel("adamw_"), "of floor"),
+    Goal("router forward", 0.005, _kernel("topk_router", attribute="ms", best=min), "ms", most=True),
+    Goal(
+        "router backward", 0.007, _kernel("topk_router_backward", attribute="ms", best=min), "ms", most=True
+    ),
+    Goal("router", 6.0, _times_as_fast("router", "torch eager", "both"), "x torch eager"),
+    Goal("router", 2.5, _times_as_fast("router", "torch.compile", "both"), "x torch.compile"),
+    Goal("grouped router", 6.0, _times_as_fast("router grouped", "torch eager", "both"), "x torch eager"),
+    Goal(
+        "grouped router",
+        2.5,
+        _times_as_fast("router grouped", "torch.compile", "both"),
+        "x torch.compile",
+    ),
 )
 
 

@@ -260,8 +260,8 @@ def router_backward_kernel(
 def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
     """(tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
 
-    Eight experts a thread (float64: 4) and eight warps, which hide each other's latency in the k rounds; fewer
-    tokens, but one a warp, where that makes more programs, up to 256.
+    Eight experts a thread (float64: 4), eight warps to hide latency in the k rounds; fewer tokens, but one a
+    warp, where that makes more programs, up to 256.
     """
     per_warp = 256 if itemsize < 8 else 128
     num_warps = min(max(8, width // per_warp), 16)
