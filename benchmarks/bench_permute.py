@@ -1,0 +1,171 @@
+"""permutation, permute and unpermute of fastmp, torch eager and torch.compile: sort, select, scatter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS, permutation, permute, unpermute
+from fastmp.ops.registry import compute_dtype
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+
+def _indices(tokens: int, slots: int, experts: int, device: str, generator: torch.Generator) -> Tensor:
+    """Different experts of each token, some twice as likely as others."""
+    scores = torch.rand(tokens, experts, device=device, generator=generator)
+    scores += 0.2 * torch.linspace(0, 1, experts, device=device)
+    return scores.topk(slots, 1).indices.to(torch.int32)
+
+
+def _eager_permutation(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    order = indices.flatten().argsort(stable=True)
+    rows = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = torch.zeros(experts, dtype=torch.int64, device=indices.device)
+    ends = ends.scatter_add_(0, indices.flatten().long(), torch.ones_like(order)).cumsum(0)
+    return rows.view(indices.shape), ends
+
+
+def permutation_case(
+    tokens: int, slots: int, experts: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+    indices = _indices(tokens, slots, experts, device, generator)
+    with_compile = compiled(_eager_permutation)
+    rivals = {
+        OURS: lambda: permutation(indices, experts),
+        EAGER: lambda: _eager_permutation(indices, experts),
+        COMPILE: lambda: with_compile(indices, experts),
+    }
+    shape = (tokens, slots, experts)
+    moved = OPS["permutation"].traffic(indices, experts)
+    return Case(title("permutation", shape, torch.int32), (), (), rivals, moved, 0)
+
+
+def _rows(tokens: int, width: int, slots: int, dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """x (T, H) and y (T k, H), grads alike, probs, row_of, and the pairs and tokens in the order of rows."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator).to(dtype)
+
+    indices = _indices(tokens, slots, 16 * slots, device, generator)
+    row_of, _ = permutation(indices, 16 * slots)
+    pairs = indices.flatten().argsort(stable=True)
+    probs = torch.rand(tokens, slots, device=device, generator=generator, dtype=compute_dtype(dtype))
+    x, y = random(tokens, width).requires_grad_(), random(tokens * slots, width).requires_grad_()
+    return x, y, random(tokens, width), random(tokens * slots, width), probs, row_of, pairs, pairs // slots
+
+
+def permute_case(tokens: int, width: int, slots: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
+    x, _, _, grad, _, row_of, _, sources = _rows(tokens, width, slots, dtype, device, seed)
+
+    def eager(x: Tensor) -> Tensor:
+        return x.index_select(0, sources)
+
+    with_compile = compiled(eager)
+    rivals = {
+        OURS: lambda: permute(x, row_of, tokens * slots),
+        EAGER: lambda: eager(x),
+        COMPILE: lambda: with_compile(x),
+    }
+    return Case(
+        title("permute", (tokens, width, slots), dtype),
+        (x,),
+        grad,
+        rivals,
+        OPS["permute"].traffic(x, row_of, tokens * slots),
+        OPS["unpermute"].traffic(grad, row_of, None),
+    )
+
+
+def unpermute_case(
+    tokens: int, width: int, slots: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    _, y, grad, _, probs, row_of, pairs, sources = _rows(tokens, width, slots, dtype, device, seed)
+    probs.requires_grad_()
+    places = sources[:, None].expand(-1, width)
+
+    def eager(y: Tensor, probs: Tensor) -> Tensor:
+        weighted = y * probs.flatten()[pairs, None]
+        return torch.zeros_like(weighted[:tokens]).scatter_add(0, places, weighted).to(y.dtype)
+
+    with_compile = compiled(eager)
+    rivals = {
+        OURS: lambda: unpermute(y, row_of, probs),
+        EAGER: lambda: eager(y, probs),
+        COMPILE: lambda: with_compile(y, probs),
+    }
+    return Case(
+        title("unpermute", (tokens, width, slots), dtype),
+        (y, probs),
+        grad,
+        rivals,
+        OPS["unpermute"].traffic(y, row_of, probs),
+        OPS["unpermute_backward"].traffic(grad, y, row_of, probs),
+    )
+
+
+# Micro-batches of DeepSeek-V3, Qwen3-30B-A3B and Mixtral: 8 of 256, 8 of 128 and 2 of 8 experts.
+_CUDA = ((8192, 7168, 8), (8192, 2048, 8), (8192, 4096, 2))
+WORKLOADS = (
+    Workload(
+        "permutation",
+        permutation_case,
+        cpu=((8192, 8, 128),),
+        cuda=((8192, 8, 256), (8192, 8, 512), (8192, 2, 8)),
+        rivals=(OURS, EAGER, COMPILE),
+        directions=("forward",),
+        dtypes=(torch.float32,),
+        tiny=(21, 3, 7),
+    ),
+    Workload(
+        "permute",
+        permute_case,
+        cpu=((2048, 2048, 8),),
+        cuda=_CUDA,
+        rivals=(OURS, EAGER, COMPILE),
+        tiny=(6, 8, 2),
+    ),
+    Workload(
+        "unpermute",
+        unpermute_case,
+        cpu=((2048, 2048, 8),),
+        cuda=_CUDA,
+        rivals=(OURS, EAGER, COMPILE),
+        tiny=(6, 8, 2),
+    ),
+)
+GOALS = (
+    Goal("permutation", "float32", "forward", OURS, 4.0, 4.0),
+    Goal("permute", "float32", "both", OURS, 1.5, 1.2),
+    Goal("unpermute", "float32", "forward", OURS, 4.0, 4.0),
+    Goal("unpermute", "float32", "both", OURS, 2.0, 1.5),
+    Goal("unpermute", "bfloat16", "both", OURS, 2.0, 1.5),
+)
+SHAPES = {
+    "permutation": ((8192, 8, 256), (8192, 8, 512)),
+    **dict.fromkeys(("permute", "unpermute", "unpermute_backward"), _CUDA),
+}
+
+
+def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`."""
+    if op == "permutation":
+        tokens, slots, experts = shape
+        generator = torch.Generator(device).manual_seed(seed)
+        return _indices(tokens, slots, experts, device, generator), experts
+    x, y, grad, _, probs, row_of, _, _ = _rows(*shape, dtype, device, seed)
+    return {
+        "permute": (x.detach(), row_of, len(y)),
+        "unpermute": (y.detach(), row_of, probs),
+        "unpermute_backward": (grad, y.detach(), row_of, probs),
+    }[op]
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_permute(compare, case, rival, direction):
+    compare(case(), rival, direction)
