@@ -42,7 +42,7 @@ def permutation_case(
     }
     shape = (tokens, slots, experts)
     moved = OPS["permutation"].traffic(indices, experts)
-    return Case(title("permutation", shape, torch.int32), (), (), rivals, moved, 0)
+    return Case(title("permutation", shape, torch.int32), (indices,), (), rivals, moved, 0)
 
 
 def _rows(tokens: int, width: int, slots: int, dtype: torch.dtype, device: str, seed: int) -> tuple:

@@ -118,7 +118,7 @@ void unpermute_backward_run(const PairRun& run) {
 namespace fastmp {
 namespace {
 
-constexpr int64_t kBlockPairs = 16384;  // of the sort: a block's counts are small beside it
+constexpr int64_t kBlockPairs = 65536;  // of the sort: fewer are not worth a second thread
 constexpr int64_t kGrainBytes = 65536;  // what a thread moves at the least
 
 std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts) {
