@@ -252,6 +252,10 @@ H200_GOALS = (
         _times_as_fast("router grouped", "torch.compile", "both"),
         "x torch.compile",
     ),
+    Goal("permutation", 0.012, _kernel("permutation", attribute="ms", best=min), "ms", most=True),
+    Goal("permute", 0.90, _kernel("permute"), "of floor"),
+    Goal("unpermute forward and backward", 0.88, _kernel("unpermute", "unpermute_backward"), "of floor"),
+    Goal("unpermute", 2.0, _times_as_fast("unpermute", "torch eager", "both"), "x torch eager"),
 )
 
 
