@@ -11,7 +11,7 @@ from fastmp.ops.capacity import apply_capacity
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.gated import geglu, swiglu
-from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm
+from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm, grouped_mm_choice
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
@@ -41,6 +41,7 @@ __all__ = [
     "geglu",
     "grouped_mlp_in",
     "grouped_mm",
+    "grouped_mm_choice",
     "layer_norm",
     "linear_cross_entropy",
     "permutation",

@@ -17,6 +17,7 @@ from typing import Any
 try:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
     cdiv = triton.cdiv
@@ -25,7 +26,7 @@ try:
     VERSION = triton.__version__
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:
-    triton = tl = None
+    triton = tl = TensorDescriptor = None
     ABSENT = "Triton is not installed"
     VERSION = None
     INTERPRETED = False

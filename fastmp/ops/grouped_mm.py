@@ -10,21 +10,23 @@ M rows, E experts, N x K the weight of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastmp.ops import gated
+from fastmp.ops import gated, grouped_mm_triton
 from fastmp.ops.activation import reference as bias_gelu_reference
 from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
 from fastmp.profiling import traced
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("swiglu", "bias_gelu")
+# Tiles of 128 x 256 that every product of a loop must have: about two for each multiprocessor of an H200.
+_TILES_OF_A_LOOP = 256
 
 
 def without_autocast(device: str) -> AbstractContextManager:
@@ -173,6 +175,7 @@ register(
     "grouped_mm(Tensor x, Tensor w, Tensor offsets, bool transposed) -> Tensor",
     reference=reference,
     fake=_fake,
+    triton=grouped_mm_triton.launch,
     flops=_flops,
     traffic=_traffic,
 )
@@ -180,6 +183,7 @@ register(
     "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
     reference=reference_wgrad,
     fake=_fake_wgrad,
+    triton=grouped_mm_triton.launch_wgrad,
     flops=_flops_wgrad,
     traffic=_traffic_wgrad,
 )
@@ -187,6 +191,7 @@ register(
     "grouped_mm_wgrad_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets) -> ()",
     reference=reference_wgrad_,
     fake=lambda out, grad, x, offsets: None,
+    triton=grouped_mm_triton.launch_wgrad_,
     flops=lambda out, grad, x, offsets: _flops_wgrad(grad, x, offsets),
     traffic=_traffic_wgrad_,
 )
@@ -195,6 +200,7 @@ register(
     " -> (Tensor, Tensor)",
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
+    triton=grouped_mm_triton.launch_mlp_in,
     flops=_flops,
     traffic=_traffic_mlp_in,
 )
@@ -217,20 +223,71 @@ def _refuse_create_graph(name: str) -> None:
         raise RuntimeError(f"{name}: its backward is not differentiable (create_graph=True is not supported)")
 
 
-def _wgrad(grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def grouped_mm_choice(sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, arch: int) -> str:
+    """ "loop" where one product of torch after another is the better grouped_mm, else "grouped".
+
+    A loop starts and ends a kernel for each expert, so every one must keep the whole GPU busy for a while: it
+    is for few large experts. There, torch's own kernel has the edge on Hopper and before, where one launch
+    for all saves little, and everywhere in float32 and float64, which the Triton kernels do without tensor
+    cores. On a CPU grouped_mm is a loop by itself. A model, not yet measured on every GPU.
+
+    Args:
+        sizes: rows of each expert.
+        n, k: of the weights (E, n, k); their order does not matter.
+        arch: compute capability as one number (90 is 9.0), 0 for a CPU.
+    """
+    there = [size for size in sizes if size > 0]
+    if not there or arch == 0 or (arch >= 100 and dtype.itemsize == 2):
+        return "grouped"
+    tiles = -(-min(there) // 128) * min(-(-n // 256), -(-k // 256))
+    return "loop" if tiles >= _TILES_OF_A_LOOP else "grouped"
+
+
+def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each expert's rows."""
+    return pairwise(accumulate(sizes, initial=0))
+
+
+def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence[int] | None) -> Tensor:
+    """grouped_mm; in a loop where `sizes` are given."""
+    if sizes is None:
+        return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
+    y = x.new_empty(len(x), w.shape[2 if transposed else 1])
+    with without_autocast(x.device.type):
+        for weight, (start, end) in zip(w, _starts(sizes), strict=True):
+            if start < end:
+                torch.mm(x[start:end], weight if transposed else weight.t(), out=y[start:end])
+    y[sum(sizes) :] = 0
+    return y
+
+
+def _wgrad(
+    grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None, sizes: Sequence[int] | None = None
+) -> Tensor | None:
     """The gradient of the weights; None where it went to `main_grad`."""
-    if main_grad is None:
-        return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
-    torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets)
-    return None
+    if sizes is None:
+        if main_grad is None:
+            return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
+        torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets)
+        return None
+    out = x.new_zeros(len(sizes), grad.shape[1], x.shape[1]) if main_grad is None else main_grad
+    with without_autocast(x.device.type):
+        for total, (start, end) in zip(out, _starts(sizes), strict=True):
+            if start == end:
+                continue
+            if main_grad is None:
+                torch.mm(grad[start:end].t(), x[start:end], out=total)
+            else:
+                torch.ops.fastmp.accumulate_weight_grad_(total, grad[start:end], x[start:end])
+    return out if main_grad is None else None
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, offsets, main_grad, transposed):
+    def forward(ctx, x, w, offsets, main_grad, transposed, sizes):
         ctx.save_for_backward(x, w, offsets)
-        ctx.main_grad, ctx.transposed = main_grad, transposed
-        return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
+        ctx.main_grad, ctx.transposed, ctx.sizes = main_grad, transposed, sizes
+        return _mm(x, w, offsets, transposed, sizes)
 
     @staticmethod
     @traced("fastmp.grouped_mm_backward")
@@ -239,11 +296,11 @@ class _GroupedMM(torch.autograd.Function):
         x, w, offsets = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.ops.fastmp.grouped_mm(grad, w, offsets, not ctx.transposed)
+            dx = _mm(grad, w, offsets, not ctx.transposed, ctx.sizes)
         if ctx.needs_input_grad[1]:
             left, right = (x, grad) if ctx.transposed else (grad, x)
-            dw = _wgrad(left, right, offsets, ctx.main_grad)
-        return dx, dw, None, None, None
+            dw = _wgrad(left, right, offsets, ctx.main_grad, ctx.sizes)
+        return dx, dw, None, None, None, None
 
 
 class _GroupedMLPIn(torch.autograd.Function):
@@ -306,6 +363,10 @@ def _check(
         all(start <= end for start, end in pairwise(ends)) and ends[-1] <= shape[0],
         f"offsets {ends[1:]} must not be negative, fall, or pass the {shape[0]} rows of x",
     )
+    if sizes is not None:
+        require(
+            list(accumulate(sizes)) == ends[1:], f"sizes {list(sizes)} do not add up to offsets {ends[1:]}"
+        )
 
 
 @traced("fastmp.grouped_mm")
@@ -344,9 +405,13 @@ def grouped_mm(
     main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
     x, w = autocast(x, w)
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, sizes)
+    if sizes is not None:
+        arch = grouped_mm_triton.architecture(x) if x.is_cuda else 0
+        choice = grouped_mm_choice(sizes, w.shape[1], w.shape[2], x.dtype, arch)
+        sizes = tuple(sizes) if choice == "loop" else None
     if not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
-        return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
-    return _GroupedMM.apply(x, w, offsets, main_grad if w.requires_grad else None, transposed)
+        return _mm(x, w, offsets, transposed, sizes)
+    return _GroupedMM.apply(x, w, offsets, main_grad if w.requires_grad else None, transposed, sizes)
 
 
 @traced("fastmp.grouped_mlp_in")

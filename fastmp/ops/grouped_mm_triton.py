@@ -1,0 +1,499 @@
+"""Triton kernels of the grouped products, and their launches.
+
+The products over an expert's rows are a fixed number of programs that walk over the tiles of all experts;
+where those lie, each program finds out from `offsets` by itself. The rows of nobody are one more expert,
+whose product has no terms. A tile may load rows of the next expert, but stores its own rows only.
+The gradient of the weights is one program a tile; there the rows are the terms, so a last block of fewer rows
+is loaded with a mask on both sides.
+On Hopper and later operands come by TMA (host descriptors) where addresses allow it; `wgmma`
+and `tcgen05` follow from the sizes of the blocks. Else they come through pointers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops._triton import TensorDescriptor, cdiv, jit, next_power_of_2, tl
+from fastmp.ops.activation import gelu
+from fastmp.ops.rows import vector_width
+
+_GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
+
+
+@jit
+def _maximum(a, b):
+    return tl.maximum(a, b)
+
+
+@jit
+def _expert_ends(offsets, experts, num_experts, num_rows):
+    """Where the rows of `experts` end; nobody's rows are those of number `num_experts`, and end last."""
+    ends = tl.load(offsets + experts, mask=(experts >= 0) & (experts < num_experts), other=0)
+    ends = tl.where(experts < num_experts, ends, num_rows)
+    return tl.associative_scan(tl.maximum(tl.minimum(ends, num_rows), 0), 0, _maximum)
+
+
+@jit
+def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """(row, column) of a tile: GROUP rows of tiles after another, column by column."""
+    group = number // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    within = number % (GROUP * tiles_n)
+    return group * GROUP + within % height, within // height
+
+
+@jit
+def _load_block(data, rows, cols, num_rows, num_cols, pitch):
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    return tl.load(data + rows[:, None].to(tl.int64) * pitch + cols[None, :], mask=mask, other=0.0)
+
+
+@jit
+def _add_block(data, block, rows, cols, num_rows, num_cols, pitch, ACCUMULATE: tl.constexpr):
+    places = data + rows[:, None].to(tl.int64) * pitch + cols[None, :]
+    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    if ACCUMULATE:
+        block += tl.load(places, mask=mask, other=0.0).to(block.dtype)
+    tl.store(places, block, mask=mask)
+
+
+@jit
+def _load_weight(
+    w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch,
+    TMA: tl.constexpr, TRANSPOSED: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_K, BLOCK_N) of the right operand of an expert's product: w[e]^T, or w[e] where TRANSPOSED."""
+    ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
+    if not TMA:
+        matrix = w + expert.to(tl.int64) * w_jump * W_VECTOR
+    if TMA and TRANSPOSED:
+        block = w.load([expert, first_k, first_n]).reshape(BLOCK_K, BLOCK_N)
+    elif TMA:
+        block = w.load([expert, first_n, first_k]).reshape(BLOCK_N, BLOCK_K).T
+    elif TRANSPOSED:
+        block = _load_block(matrix, ks, ns, num_k, num_n, w_pitch * W_VECTOR)
+    else:
+        block = _load_block(matrix, ns, ks, num_n, num_k, w_pitch * W_VECTOR).T
+    return block
+
+
+@jit
+def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    """Left and right half: all of a block, and what its activation needs, are too many registers."""
+    return block.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+
+
+@jit
+def _store_activated(
+    y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
+    FORM: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Columns from `first_n` on of y = form(h), and of h if it is kept; "silu" has `up` beside them."""
+    cols = first_n + tl.arange(0, BLOCK_N)
+    mask = (rows < end)[:, None] & (cols < width)[None, :]
+    num_n = 2 * width if FORM == "silu" else width
+    if HAS_BIAS:
+        owned = (cols < width) & (expert < num_experts)
+        shift = bias + expert.to(tl.int64) * num_n + cols
+        acc += tl.load(shift, mask=owned, other=0.0).to(acc.dtype)[None, :]
+        if FORM == "silu":
+            up += tl.load(shift + width, mask=owned, other=0.0).to(acc.dtype)[None, :]
+    if KEEP:
+        kept = h + rows[:, None].to(tl.int64) * num_n + cols[None, :]
+        tl.store(kept, acc, mask=mask)
+        if FORM == "silu":
+            tl.store(kept + width, up, mask=mask)
+    if FORM == "silu":
+        acc = acc * (1.0 / (1.0 + tl.exp2(-1.4426950408889634 * acc))) * up
+    elif FORM == "gelu_tanh":
+        acc = gelu(acc, True)
+    tl.store(y + rows[:, None].to(tl.int64) * width + cols[None, :], acc, mask=mask)
+
+
+@jit
+def grouped_mm_kernel(
+    x,
+    w,
+    bias,
+    offsets,
+    y,
+    h,
+    num_rows,
+    num_experts,
+    n_vectors,
+    k_vectors,
+    x_pitch,
+    w_jump,
+    w_pitch,
+    FORM: tl.constexpr,
+    KEEP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TMA: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    N_VECTOR: tl.constexpr,
+    K_VECTOR: tl.constexpr,
+    W_VECTOR: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """y = form(h), h = x times the weight of each row's expert, plus its bias. num_n columns, num_k terms.
+
+    FORM "silu": the columns of h are [gate | up], a tile has a block of each, and y = silu(gate) * up. Sizes
+    and pitches count vectors of N_VECTOR (columns), K_VECTOR and W_VECTOR elements: that proves alignment.
+    """
+    width, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
+    num_n, experts = 2 * width if FORM == "silu" else width, tl.arange(0, BLOCK_E)
+    ends = _expert_ends(offsets, experts, num_experts, num_rows)
+    starts = _expert_ends(offsets, experts - 1, num_experts, num_rows)
+    tiles_n = tl.cdiv(width, BLOCK_N)
+    last_tiles = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * tiles_n, 0)
+    for tile in range(tl.program_id(0), tl.max(last_tiles, 0), tl.num_programs(0)):
+        expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+        start = tl.sum(tl.where(experts == expert - 1, ends, 0), 0)
+        first = tl.sum(tl.where(experts == expert - 1, last_tiles, 0), 0)
+        end = tl.sum(tl.where(experts == expert, ends, 0), 0)
+        tile_m, tile_n = _tile_of(tile - first, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP)
+        first_m, first_n = start + tile_m * BLOCK_M, tile_n * BLOCK_N
+        rows = first_m + tl.arange(0, BLOCK_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        up = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        steps = tl.where(expert < num_experts, tl.cdiv(num_k, BLOCK_K), 0)
+        for step in range(0, steps):
+            first_k = step * BLOCK_K
+            if TMA:
+                a = x.load([first_m, first_k])
+            else:
+                a = _load_block(x, rows, first_k + tl.arange(0, BLOCK_K), end, num_k, x_pitch * K_VECTOR)
+            b = _load_weight(
+                w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
+                BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+            acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+            if FORM == "silu":
+                b = _load_weight(
+                    w, expert, width + first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED,
+                    W_VECTOR, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                up = tl.dot(a, b, up, input_precision="ieee", out_dtype=COMPUTE)
+        if FORM == "none":
+            _store_activated(
+                y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, KEEP, HAS_BIAS,
+                BLOCK_N,
+            )  # fmt: skip
+        else:
+            HALF: tl.constexpr = BLOCK_N // 2
+            acc_left, acc_right = _halves(acc, BLOCK_M, HALF)
+            up_left, up_right = _halves(up, BLOCK_M, HALF)
+            _store_activated(
+                y, h, bias, expert, num_experts, acc_left, up_left, rows, end, first_n, width, FORM, KEEP,
+                HAS_BIAS, HALF,
+            )  # fmt: skip
+            _store_activated(
+                y, h, bias, expert, num_experts, acc_right, up_right, rows, end, first_n + HALF, width, FORM,
+                KEEP, HAS_BIAS, HALF,
+            )  # fmt: skip
+
+
+@jit
+def grouped_wgrad_kernel(
+    grad,
+    x,
+    offsets,
+    out,
+    num_rows,
+    n_vectors,
+    k_vectors,
+    grad_pitch,
+    x_pitch,
+    out_jump,
+    out_pitch,
+    ACCUMULATE: tl.constexpr,
+    TMA: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    N_VECTOR: tl.constexpr,
+    K_VECTOR: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    GROUP: tl.constexpr,
+    grad_rows=None,
+    x_rows=None,
+):
+    """One tile of the sum over an expert's rows of grad^T x, stored or added to `out`. See grouped_mm_kernel.
+
+    With TMA, `grad_rows` and `x_rows` are descriptors of `grad` and `x`.
+    """
+    num_n, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
+    tiles_n, tiles_k = tl.cdiv(num_n, BLOCK_N), tl.cdiv(num_k, BLOCK_K)
+    pid = tl.program_id(0)
+    expert = pid // (tiles_n * tiles_k)
+    experts = tl.arange(0, BLOCK_E)
+    ends = tl.load(offsets + experts, mask=experts <= expert, other=0)
+    ends = tl.minimum(ends, num_rows)
+    end = tl.maximum(tl.max(ends, 0), 0)
+    start = tl.maximum(tl.max(tl.where(experts < expert, ends, 0), 0), 0)
+    if ACCUMULATE:
+        if start == end:
+            return
+    tile_n, tile_k = _tile_of(pid % (tiles_n * tiles_k), tiles_n, tiles_k, GROUP)
+    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
+    ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
+    whole = (end - start) // BLOCK_R
+    for step in range(0, whole):
+        first = start + step * BLOCK_R
+        if TMA:
+            a, b = grad_rows.load([first, first_n]), x_rows.load([first, first_k])
+        else:
+            rows = first + tl.arange(0, BLOCK_R)
+            a = _load_block(grad, rows, ns, end, num_n, grad_pitch * N_VECTOR)
+            b = _load_block(x, rows, ks, end, num_k, x_pitch * K_VECTOR)
+        acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+    if start + whole * BLOCK_R < end:  # what comes behind belongs to the next expert, and may be NaN
+        rows = start + whole * BLOCK_R + tl.arange(0, BLOCK_R)
+        a = _load_block(grad, rows, ns, end, num_n, grad_pitch * N_VECTOR)
+        b = _load_block(x, rows, ks, end, num_k, x_pitch * K_VECTOR)
+        acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+    total = out + expert.to(tl.int64) * out_jump * K_VECTOR
+    HALF: tl.constexpr = BLOCK_K // 2
+    left, right = _halves(acc, BLOCK_N, HALF)
+    _add_block(total, left, ns, first_k + tl.arange(0, HALF), num_n, num_k, out_pitch * K_VECTOR, ACCUMULATE)
+    ks = first_k + HALF + tl.arange(0, HALF)
+    _add_block(total, right, ns, ks, num_n, num_k, out_pitch * K_VECTOR, ACCUMULATE)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a tile: `rows` and `columns` of the result, `terms` at a time; and how a program runs."""
+
+    rows: int
+    columns: int
+    terms: int
+    num_warps: int
+    num_stages: int
+
+    def fitting(self, num_columns: int, num_terms: int) -> Blocks:
+        """No wider than the matrices."""
+        columns = min(self.columns, max(32, next_power_of_2(num_columns)))
+        return replace(self, columns=columns, terms=min(self.terms, max(16, next_power_of_2(num_terms))))
+
+    def programs_each(self, itemsize: int) -> int:
+        """Programs that a multiprocessor can hold at a time: by shared memory, and 255 registers a thread."""
+        shared = self.num_stages * (self.rows + self.columns) * self.terms * itemsize
+        return max(1, min(8 // self.num_warps, (220 << 10) // max(shared, 1)))
+
+
+def product_blocks(
+    rows_each: float, num_columns: int, num_terms: int, itemsize: int, arch: int, pair: bool = False
+) -> Blocks:
+    """Tile of a product with `rows_each` rows an expert; `pair`: it has two blocks of so many columns.
+
+    Half a tile's rows are wasted for each expert, so few rows get low tiles. The widest that 255 registers a
+    thread hold, 128 x 256, reads the least; one to sixteen rows are bound by reading the weights, of which
+    much must be under way.
+    """
+    if itemsize != 2:  # products without tensor cores, in fp32 or fp64
+        blocks = Blocks(16 if rows_each <= 32 else 64, 64, 128 // itemsize, 4, 2)
+    elif rows_each <= 16:
+        blocks = Blocks(16, 128, 128, 4, 4) if arch >= 90 else Blocks(16, 128, 64, 4, 4)
+    elif arch < 90:
+        blocks = Blocks(64, 128, 64, 4, 3) if rows_each <= 64 else Blocks(128, 128, 64, 8, 3)
+    elif rows_each <= 64:
+        blocks = Blocks(64, 128, 64, 4, 4)
+    else:
+        blocks = Blocks(64, 256, 64, 4, 4) if rows_each <= 256 else Blocks(128, 256, 64, 8, 4)
+    return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
+
+
+def wgrad_blocks(num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
+    """Tile of the gradient of a weight: its rows, its columns, and rows of the operands at a time."""
+    if itemsize != 2:
+        blocks = Blocks(64, 64, 128 // itemsize, 4, 2)
+    else:
+        blocks = Blocks(128, 256, 64, 8, 3) if arch >= 90 else Blocks(128, 128, 32, 8, 3)
+    return replace(blocks, rows=min(blocks.rows, max(16, next_power_of_2(num_n)))).fitting(num_k, 1 << 30)
+
+
+@cache
+def _gpu(index: int) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(index)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def architecture(tensor: Tensor) -> int:
+    """Compute capability as one number (90 is 9.0); what is interpreted on a CPU has the oldest."""
+    return _gpu(tensor.device.index)[0] if tensor.is_cuda else 80
+
+
+def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
+    """As many as run at a time, that walk over at most so many tiles; interpreted, a few."""
+    return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
+
+
+def use_tma(*tensors: Tensor) -> bool:
+    """Whether all of them, 16 bits an element, can be described to the GPU's TMA unit."""
+    return architecture(tensors[0]) >= 90 and all(map(describable, tensors))
+
+
+def describable(tensor: Tensor) -> bool:
+    """Addresses and strides are multiples of 16 bytes, and there is something."""
+    strides = tensor.stride()[:-1]
+    apart = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in strides)
+    return tensor.element_size() == 2 and tensor.numel() > 0 and apart and tensor.data_ptr() % 16 == 0
+
+
+def _descriptor(tensor: Tensor, *block: int) -> Any:
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+
+
+def _along_rows(tensor: Tensor) -> Tensor:
+    """The same with unit column stride; copied only where it has another."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _block_e(num_experts: int) -> int:
+    """Experts, and nobody, in one vector."""
+    return max(16, next_power_of_2(num_experts + 1))
+
+
+def _compute(x: Tensor) -> Any:
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def _product(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, form: str, keep: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(y, h): y = form(h), h = x times the weights + bias, which is None unless `keep`."""
+    num_rows, (num_experts, num_n, num_k) = len(x), w.shape
+    if transposed:
+        num_n, num_k = num_k, num_n
+    width = num_n // 2 if form == "silu" else num_n
+    y = x.new_empty(num_rows, width)
+    h = x.new_empty(num_rows, num_n) if keep else None
+    if y.numel() == 0:
+        return y, h
+    x, w, offsets = _along_rows(x), _along_rows(w), offsets.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    rows_each, pair = num_rows / max(num_experts, 1), form == "silu"
+    blocks = product_blocks(rows_each, width, num_k, x.element_size(), architecture(x), pair)
+    tma = use_tma(x, w)
+    widest, along, pitches = 16 // x.element_size(), (num_n if transposed else num_k), w.stride()[:2]
+    w_vector = math.gcd(widest, along, *pitches)
+    k_vector = math.gcd(widest, num_k, x.stride(0), *(() if transposed else pitches))
+    n_vector = math.gcd(widest, width, *(pitches if transposed else ()))
+    x_block = (blocks.rows, blocks.terms)
+    w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
+    tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
+    programs = num_programs(x, tiles, blocks.programs_each(x.element_size()))
+    with torch.cuda.device_of(x):
+        grouped_mm_kernel[(programs,)](
+            _descriptor(x, *x_block) if tma else x,
+            _descriptor(w, *w_block) if tma else w,
+            bias,
+            offsets,
+            y,
+            h,
+            num_rows,
+            num_experts,
+            width // n_vector,
+            num_k // k_vector,
+            x.stride(0) // k_vector,
+            w.stride(0) // w_vector,
+            w.stride(1) // w_vector,
+            FORM=form,
+            KEEP=keep,
+            HAS_BIAS=bias is not None,
+            TRANSPOSED=transposed,
+            TMA=tma,
+            COMPUTE=_compute(x),
+            N_VECTOR=n_vector,
+            K_VECTOR=k_vector,
+            W_VECTOR=w_vector,
+            BLOCK_E=_block_e(num_experts),
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            BLOCK_K=blocks.terms,
+            GROUP=_GROUP,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+    return y, h
+
+
+def launch(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return _product(x, w, None, offsets, transposed, "none", False)[0]
+
+
+def launch_mlp_in(
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+) -> tuple[Tensor, Tensor]:
+    form = {"swiglu": "silu", "bias_gelu": "gelu_tanh"}[activation]
+    y, h = _product(x, w, bias, offsets, False, form, keep)
+    return y, x.new_empty(0) if h is None else h
+
+
+def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bool) -> None:
+    num_experts, num_n, num_k = out.shape
+    if out.numel() == 0:
+        return
+    grad, x, offsets = _along_rows(grad), _along_rows(x), offsets.contiguous()
+    blocks = wgrad_blocks(num_n, num_k, x.element_size(), architecture(x))
+    tma = use_tma(grad, x)
+    n_vector = vector_width(grad)
+    k_vector = math.gcd(vector_width(x), *out.stride()[:2])
+    tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
+    with torch.cuda.device_of(x):
+        grouped_wgrad_kernel[(num_experts * tiles,)](
+            grad,
+            x,
+            offsets,
+            out,
+            len(x),
+            num_n // n_vector,
+            num_k // k_vector,
+            grad.stride(0) // n_vector,
+            x.stride(0) // k_vector,
+            out.stride(0) // k_vector,
+            out.stride(1) // k_vector,
+            ACCUMULATE=accumulate,
+            TMA=tma,
+            COMPUTE=_compute(x),
+            N_VECTOR=n_vector,
+            K_VECTOR=k_vector,
+            BLOCK_E=_block_e(num_experts),
+            BLOCK_N=blocks.rows,
+            BLOCK_K=blocks.columns,
+            BLOCK_R=blocks.terms,
+            GROUP=_GROUP,
+            grad_rows=_descriptor(grad, blocks.terms, blocks.rows) if tma else None,
+            x_rows=_descriptor(x, blocks.terms, blocks.columns) if tma else None,
+            num_warps=blocks.num_warps,
+            num_stages=blocks.num_stages,
+        )
+
+
+def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
+    out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
+    _wgrad(out, grad, x, offsets, False)
+    return out
+
+
+def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
+    if out.stride(2) == 1:
+        _wgrad(out, grad, x, offsets, True)
+        return
+    sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)  # of a gradient that lies transposed
+    _wgrad(sums, grad, x, offsets, False)
+    out += sums

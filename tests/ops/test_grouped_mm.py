@@ -1,0 +1,334 @@
+"""grouped_mm and grouped_mlp_in: routing patterns, rows of nobody, main gradients, choices, errors, costs."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, grouped_mm_choice
+from fastmp.ops import grouped_mm_triton as kernels
+from fastmp.parallel import GradBuffer
+from fastmp.testing.ops import poisoned_memory
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+N, K = 6, 5
+
+
+def ends(sizes):
+    return torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def problem(sizes, spare=0, dtype=torch.float64, n=N, k=K, seed=0):
+    """x, w (leaves), offsets, and a gradient of the result."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(sizes) + spare
+    x, w, grad = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((rows, k), (len(sizes), n, k), (rows, n))
+    )
+    return x.requires_grad_(), w.requires_grad_(), ends(sizes), grad
+
+
+def by_hand(x, w, sizes):
+    """Each row's product by itself."""
+    expert = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    y = torch.einsum("rk,rnk->rn", x[: len(expert)], w[expert])
+    return torch.cat([y, y.new_zeros(len(x) - len(y), y.shape[1])])
+
+
+PATTERNS = {
+    "no tokens": ([0, 0, 0], 0),
+    "no tokens, but rows": ([0, 0, 0], 4),
+    "one expert": ([9], 0),
+    "all on one": ([0, 7, 0, 0], 2),
+    "all equal": ([3, 3, 3], 0),
+    "first and last empty": ([0, 5, 1, 0], 1),
+    "one row each": ([1] * 8, 0),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ("grouped_mm", "swiglu", "bias_gelu"))
+def test_patterns(name, pattern):
+    """Values and gradients, in poisoned memory."""
+    sizes, spare = PATTERNS[pattern]
+    x, w, offsets, grad = problem(sizes, spare)
+    truth = by_hand(x, w, sizes)
+    if name == "swiglu":
+        gate, up = truth.chunk(2, 1)
+        truth, grad = F.silu(gate) * up, grad[:, : N // 2]
+    elif name == "bias_gelu":
+        truth = F.gelu(truth, approximate="tanh")
+    with poisoned_memory():
+        y = (
+            grouped_mm(x, w, offsets)
+            if name == "grouped_mm"
+            else grouped_mlp_in(x, w, offsets, activation=name)
+        )
+        grads = torch.autograd.grad(y, (x, w), grad)
+    wanted = torch.autograd.grad(truth, (x, w), grad)
+    torch.testing.assert_close([y, *grads], [truth, *wanted], rtol=1e-12, atol=1e-12)
+    assert not y[sum(sizes) :].any() and not grads[0][sum(sizes) :].any()
+    assert not grads[1][[size == 0 for size in sizes]].any()
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6),
+    spare=st.integers(0, 3),
+    transposed=st.booleans(),
+    known=st.booleans(),
+)
+def test_any_routing(sizes, spare, transposed, known):
+    x, w, offsets, grad = problem(sizes, spare)
+    leaves = (grad.requires_grad_(), w) if transposed else (x, w)
+    truth = by_hand(grad, w.transpose(1, 2), sizes) if transposed else by_hand(x, w, sizes)
+    back = torch.randn(truth.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = grouped_mm(leaves[0], w, offsets, transposed=transposed, sizes=sizes if known else None)
+    got = [y, *torch.autograd.grad(y, leaves, back)]
+    want = [truth, *torch.autograd.grad(truth, leaves, back)]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_neither_nan_of_another_expert_nor_of_nobody_comes_through(dtype):
+    sizes = [3, 4, 2]
+    x, w, offsets, grad = problem(sizes, 2, dtype)
+    with torch.no_grad():
+        x[3:7], x[9:] = torch.nan, torch.inf
+        grad[3:7], grad[9:] = torch.inf, torch.nan
+    y = grouped_mm(x, w, offsets)
+    dx, dw = torch.autograd.grad(y, (x, w), grad)
+    for rows in (y, dx):
+        assert rows[:3].isfinite().all() and rows[7:].isfinite().all() and not rows[9:].any()
+    assert dw[[0, 2]].isfinite().all() and dw[1].isnan().all()
+    h = grouped_mlp_in(x, w, offsets, activation="swiglu")
+    assert h[[0, 1, 2, 7, 8]].isfinite().all() and not h[9:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ("grouped_mm", "transposed", "swiglu", "bias_gelu"))
+def test_main_gradients_are_summed(name, dtype):
+    """Two microbatches: `main_grad` is what autograd would sum up, rounded less often; autograd gets none."""
+    sizes = [0, 6, 11, 1]
+    param = nn.Parameter(problem(sizes, dtype=dtype)[1].detach())
+    GradBuffer([("w", param)])
+    total = torch.zeros_like(param, dtype=torch.float64)
+
+    def call(x, w, offsets):
+        if name in ("grouped_mm", "transposed"):
+            return grouped_mm(x, w, offsets, transposed=name == "transposed")
+        return grouped_mlp_in(x, w, offsets, activation=name)
+
+    for seed in (1, 2):
+        x, _, offsets, grad = problem(sizes, 2, dtype, seed=seed)
+        x, back = (grad, x) if name == "transposed" else (x, grad)
+        x = x.detach().requires_grad_()
+        y = call(x, param, offsets)
+        y.backward(back[:, : y.shape[1]])
+        assert param.grad is None and x.grad is not None
+        wide = param.detach().double().requires_grad_()
+        y = call(x.detach().double(), wide, offsets)
+        (dw,) = torch.autograd.grad(y, wide, back.double()[:, : y.shape[1]])
+        total += dw
+    eps = torch.finfo(dtype).eps
+    assert param.main_grad.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(param.main_grad.double(), total, rtol=8 * eps, atol=32 * eps)
+
+
+def test_under_autocast_the_gradient_reaches_the_parameter():
+    x, w, offsets, grad = problem([4, 5], dtype=torch.float32)
+    param = nn.Parameter(w.detach().clone())
+    GradBuffer([("w", param)])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = grouped_mm(x, param, offsets)
+        y.backward(grad.bfloat16())
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32 and param.grad is None
+    narrow = [t.detach().bfloat16().requires_grad_() for t in (x, w)]
+    dx, dw = torch.autograd.grad(grouped_mm(*narrow, offsets), narrow, grad.bfloat16())
+    assert torch.equal(x.grad, dx.float())
+    torch.testing.assert_close(param.main_grad, dw.float(), rtol=1e-2, atol=1e-2)
+
+
+def test_autocast_does_not_narrow_the_sums_of_wider_ops():
+    """The ops below autocast keep their dtype, also where torch's product would change it."""
+    x, w, offsets, _ = problem([4, 5], dtype=torch.float32)
+    plain = torch.ops.fastmp.grouped_mm(x.detach(), w.detach(), offsets, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.ops.fastmp.grouped_mm(x.detach(), w.detach(), offsets, False), plain)
+
+
+@pytest.mark.parametrize("wanted", (0, 1))
+def test_only_the_gradient_that_is_wanted(wanted):
+    x, w, offsets, grad = problem([4, 5])
+    both = torch.autograd.grad(grouped_mm(x, w, offsets), (x, w), grad)
+    leaves = [x.detach(), w.detach()]
+    leaves[wanted].requires_grad_()
+    grouped_mm(*leaves, offsets).backward(grad)
+    assert leaves[1 - wanted].grad is None and torch.equal(leaves[wanted].grad, both[wanted])
+
+
+@pytest.mark.parametrize("call", (grouped_mm, lambda *a: grouped_mlp_in(*a, activation="swiglu")))
+def test_second_derivatives_are_refused(call):
+    x, w, offsets, grad = problem([4, 5])
+    y = call(x, w, offsets)
+    with pytest.raises(RuntimeError, match="backward is not differentiable"):
+        torch.autograd.grad(y, x, grad[:, : y.shape[1]], create_graph=True)
+    y = torch.ops.fastmp.grouped_mm(x, w, offsets, False)
+    with pytest.raises(RuntimeError, match="have no backward of their own"):
+        y.sum().backward()
+
+
+def test_without_gradients_the_pre_activation_is_not_kept():
+    x, w, offsets, _ = problem([4, 5])
+    with torch.no_grad():
+        y = grouped_mlp_in(x, w, offsets, activation="swiglu")
+    assert torch.equal(y, grouped_mlp_in(x, w, offsets, activation="swiglu").detach())
+    out, h = torch.ops.fastmp.grouped_mlp_in(x.detach(), w.detach(), None, offsets, "swiglu", False)
+    assert torch.equal(out, y) and h.shape == (0,)
+
+
+class TestLoop:
+    """One product after another, where the host knows the sizes; forced, for no CPU chooses it."""
+
+    @pytest.fixture(autouse=True)
+    def loop(self, monkeypatch):
+        module = sys.modules["fastmp.ops.grouped_mm"]  # the package's name is the function's
+        monkeypatch.setattr(module, "grouped_mm_choice", lambda *arguments: "loop")
+
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    @pytest.mark.parametrize("transposed", (False, True))
+    def test_equals_one_launch(self, pattern, transposed):
+        sizes, spare = PATTERNS[pattern]
+        x, w, offsets, grad = problem(sizes, spare)
+        x, back = (grad, x.detach()) if transposed else (x.detach(), grad)
+        x.requires_grad_()
+        results = []
+        for known in (None, sizes):
+            param = nn.Parameter(w.detach().clone())
+            param.main_grad = torch.ones_like(param)
+            with poisoned_memory():
+                y = grouped_mm(x, param, offsets, transposed=transposed, sizes=known)
+                y.backward(back)
+                z = grouped_mm(x, w, offsets, transposed=transposed, sizes=known)
+                results.append([y, x.grad, param.main_grad, *torch.autograd.grad(z, (x, w), back)])
+            x.grad = None
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_choice():
+    """Few large experts are worth a loop on Hopper, many small ones never."""
+    mixtral, qwen = ([2048] * 8, 28672, 4096), ([256] * 128, 1536, 2048)
+    assert grouped_mm_choice(*mixtral, torch.bfloat16, 90) == "loop"
+    assert grouped_mm_choice(*mixtral, torch.bfloat16, 100) == "grouped"
+    assert grouped_mm_choice(*mixtral, torch.float32, 100) == "loop"
+    assert grouped_mm_choice(*mixtral, torch.bfloat16, 0) == "grouped"
+    assert grouped_mm_choice([2048, 0, 1], *mixtral[1:], torch.bfloat16, 90) == "grouped"
+    assert grouped_mm_choice([2048, 0, 2048], *mixtral[1:], torch.bfloat16, 90) == "loop"
+    for arch in (80, 90, 100):
+        assert grouped_mm_choice(*qwen, torch.bfloat16, arch) == "grouped"
+        assert grouped_mm_choice([0, 0], 8192, 8192, torch.bfloat16, arch) == "grouped"
+
+
+def test_blocks_follow_the_tokens_of_an_expert():
+    def rows(each, arch=90, itemsize=2):
+        return kernels.product_blocks(each, 4096, 7168, itemsize, arch).rows
+
+    assert [rows(each) for each in (0, 1, 16, 64, 256, 300, 8192)] == [16, 16, 16, 64, 64, 128, 128]
+    for arch in (80, 90, 100, 103):
+        limit = (163 if arch == 80 else 227) << 10
+        for itemsize in (2, 4, 8):
+            for each in (1, 16, 17, 64, 65, 200, 1000, 1e6):
+                for pair in (False, True):
+                    blocks = kernels.product_blocks(each, 4096, 7168, itemsize, arch, pair)
+                    columns = blocks.columns * (2 if pair else 1)
+                    assert blocks.num_stages * (blocks.rows + columns) * blocks.terms * itemsize <= limit
+                    assert blocks.rows * columns <= 128 * blocks.num_warps * 32
+                    assert blocks.programs_each(itemsize) >= 1
+            blocks = kernels.wgrad_blocks(4096, 7168, itemsize, arch)
+            assert blocks.num_stages * (blocks.rows + blocks.columns) * blocks.terms * itemsize <= limit
+    small = kernels.product_blocks(1000, 40, 24, 2, 90)
+    assert (small.columns, small.terms) == (64, 32)
+
+
+ERRORS = {
+    "x must be (M, K), got shape (3,)": {"x": torch.zeros(3)},
+    "w must be (E, N, K), got shape (6, 5)": {"w": torch.zeros(6, 5)},
+    "x (9, 5) does not fit w (2, 6, 4)": {"w": torch.zeros(2, 6, 4)},
+    "x is torch.float32, but w is torch.bfloat16": {"w": torch.zeros(2, 6, 5).bfloat16()},
+    "x must have one of the dtypes": {"x": torch.zeros(9, 5).long()},
+    "x is on cpu, but w is on meta": {"w": torch.zeros(2, 6, 5, device="meta")},
+    "offsets must be int32, got torch.int64": {"offsets": torch.tensor([4, 9])},
+    "offsets of shape (3,) do not fit the 2 experts of w": {"offsets": ends([1, 2, 3])},
+    "x is on cpu, but offsets are on meta": {"offsets": ends([4, 5]).to("meta")},
+    "offsets [5, 4] must not be negative, fall, or pass the 9 rows of x": {"offsets": ends([5, -1])},
+    "offsets [4, 10] must not be negative, fall, or pass the 9 rows of x": {"offsets": ends([4, 6])},
+    "offsets [-1, 4] must not be negative, fall, or pass the 9 rows of x": {"offsets": ends([-1, 5])},
+}
+SIZES = {
+    "3 sizes do not fit the 2 experts of w": [1, 2, 3],
+    "sizes [5, 5] must not be negative, nor sum to more than the 9 rows of x": [5, 5],
+    "sizes [-1, 5] must not be negative, nor sum to more than the 9 rows of x": [-1, 5],
+    "sizes [5, 4] do not add up to offsets [4, 9]": [5, 4],
+}
+MLP = {
+    "activation must be one of ('swiglu', 'bias_gelu'), got 'relu'": {"activation": "relu"},
+    "w (2, 7, 5) has an odd number of rows: no [gate | up]": {"w": torch.zeros(2, 7, 5)},
+    "bias of shape (6,) does not fit w of shape (2, 6, 5)": {"bias": torch.zeros(6)},
+    "x is torch.float32, but bias is torch.float64": {"bias": torch.zeros(2, 6).double()},
+    "x is on cpu, but bias is on meta": {"bias": torch.zeros(2, 6, device="meta")},
+}
+
+
+def arguments():
+    return {"x": torch.zeros(9, 5), "w": torch.zeros(2, 6, 5), "offsets": ends([4, 5])}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+@pytest.mark.parametrize("name", ("grouped_mm", "grouped_mlp_in"))
+def test_errors(name, message):
+    call, more = (grouped_mm, {}) if name == "grouped_mm" else (grouped_mlp_in, {"activation": "swiglu"})
+    with pytest.raises(ValueError) as caught:
+        call(**arguments() | ERRORS[message], **more)
+    assert str(caught.value).startswith(f"{name}: {message}")
+
+
+@pytest.mark.parametrize("message", SIZES)
+def test_errors_of_sizes(message):
+    with pytest.raises(ValueError) as caught:
+        grouped_mm(**arguments(), sizes=SIZES[message])
+    assert str(caught.value) == f"grouped_mm: {message}"
+
+
+@pytest.mark.parametrize("message", MLP)
+def test_errors_of_the_fused_form(message):
+    with pytest.raises(ValueError) as caught:
+        grouped_mlp_in(**arguments() | {"activation": "swiglu"} | MLP[message])
+    assert str(caught.value) == f"grouped_mlp_in: {message}"
+
+
+def test_transposed_errors_name_the_other_dimension():
+    with pytest.raises(ValueError, match=r"x \(9, 5\) does not fit w \(2, 6, 5\)"):
+        grouped_mm(**arguments(), transposed=True)
+
+
+def test_costs():
+    x, w, offsets, grad = problem([4, 5], dtype=torch.bfloat16)
+    total = torch.zeros(w.shape)
+    products = 2 * 9 * N * K
+    for name, call, traffic in (
+        ("grouped_mm", (x, w, offsets, False), 2 * (9 * K + 2 * N * K + 9 * N)),
+        ("grouped_mm", (grad, w, offsets, True), 2 * (9 * K + 2 * N * K + 9 * N)),
+        ("grouped_mm_wgrad", (grad, x, offsets), 2 * (9 * K + 2 * N * K + 9 * N)),
+        ("grouped_mm_wgrad_", (total, grad, x, offsets), 2 * 9 * (K + N) + 8 * 2 * N * K),
+        ("grouped_mlp_in", (x, w, None, offsets, "swiglu", True), 2 * (9 * K + 2 * N * K + 27 * N // 2)),
+        ("grouped_mlp_in", (x, w, None, offsets, "bias_gelu", False), 2 * (9 * K + 2 * N * K + 9 * N)),
+    ):
+        assert OPS[name].flops(*call) == products
+        assert OPS[name].traffic(*call) == traffic

@@ -1,0 +1,178 @@
+"""The Triton kernels of the grouped products in Triton's interpreter, against the reference.
+
+bfloat16 is left out: the interpreter's products of it are wrong.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fastmp.ops import grouped_mm_triton as kernels
+from fastmp.ops.registry import OPS
+from fastmp.testing.ops import poisoned_memory
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value"),
+]
+
+TOLERANCE = {
+    torch.float64: {"rtol": 1e-12, "atol": 1e-12},
+    torch.float32: {"rtol": 1e-5, "atol": 1e-4},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+}
+ROUTINGS = {
+    "some": ([3, 0, 70, 0, 64], 5),
+    "none": ([0, 0], 3),
+    "one": ([0, 130, 0], 0),
+    "no rows": ([0, 0, 0], 0),
+    "many experts": ([1] * 15, 1),
+}
+
+
+def random(*shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def calls(sizes, spare, n, k, dtype):
+    """(op, arguments) of every op of the family; `n` is even."""
+    offsets = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    rows, experts = sum(sizes) + spare, len(sizes)
+    x, w = (
+        random(rows, k, dtype=dtype, seed=0),
+        random(experts, n, k, dtype=dtype, seed=1) * max(k, 1) ** -0.5,
+    )
+    grad, bias = random(rows, n, dtype=dtype, seed=2), random(experts, n, dtype=dtype, seed=3)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return [
+        ("grouped_mm", (x, w, offsets, False)),
+        ("grouped_mm", (grad, w, offsets, True)),
+        ("grouped_mm_wgrad", (grad, x, offsets)),
+        ("grouped_mm_wgrad_", (random(experts, n, k, dtype=wide, seed=4), grad, x, offsets)),
+        ("grouped_mlp_in", (x, w, bias, offsets, "swiglu", True)),
+        ("grouped_mlp_in", (x, w, None, offsets, "swiglu", False)),
+        ("grouped_mlp_in", (x, w, bias, offsets, "bias_gelu", True)),
+        ("grouped_mlp_in", (x, w, None, offsets, "bias_gelu", False)),
+    ]
+
+
+def run(op, backend, arguments):
+    written = (arguments[0].clone(), *arguments[1:]) if op.endswith("_") else arguments
+    with poisoned_memory():
+        result = OPS[op].implementations[backend](*written)
+    result = result if isinstance(result, tuple) else (result,)
+    return [*(t for t in result if t is not None), *(written[:1] if op.endswith("_") else ())]
+
+
+def check(op, arguments):
+    dtype = next(a for a in arguments[1:] if isinstance(a, torch.Tensor)).dtype
+    for value, want in zip(run(op, "triton", arguments), run(op, "reference", arguments), strict=True):
+        assert value.is_contiguous()
+        torch.testing.assert_close(value, want, equal_nan=True, **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("routing", "dtype"),
+    [*((routing, torch.float32) for routing in ROUTINGS), ("some", torch.float64), ("some", torch.float16)],
+    ids=str,
+)
+def test_equals_reference(routing, dtype):
+    for op, arguments in calls(*ROUTINGS[routing], 34, 65, dtype):
+        check(op, arguments)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (4, 0), (2, 1), (140, 130)], ids=str)
+def test_shapes(shape):
+    for op, arguments in calls([5, 0, 18], 2, *shape, torch.float32):
+        check(op, arguments)
+
+
+@pytest.fixture
+def by_tma(monkeypatch):
+    """Descriptors as on a GPU that has a TMA unit, for all tensors that it could take; tells their shapes."""
+    seen = []
+
+    def use(*tensors):
+        found = all(map(kernels.describable, tensors))
+        seen.extend(tuple(t.shape) for t in tensors if found)
+        return found
+
+    monkeypatch.setattr(kernels, "use_tma", use)
+    return seen
+
+
+@pytest.mark.parametrize("routing", ("some", "none", "no rows"))
+def test_by_descriptors(routing, by_tma):
+    for op, arguments in calls(*ROUTINGS[routing], 48, 72, torch.float16):
+        check(op, arguments)
+    assert bool(by_tma) == (routing != "no rows")
+    del by_tma[:]
+    for op, arguments in calls(*ROUTINGS[routing], 34, 65, torch.float16):
+        check(op, arguments)
+    assert not by_tma  # rows that do not start at multiples of 16 bytes
+
+
+@pytest.mark.parametrize("tma", (False, True), ids=("pointers", "descriptors"))
+def test_neither_nan_of_another_expert_nor_of_nobody_comes_through(tma, request):
+    if tma:
+        request.getfixturevalue("by_tma")
+    for op, arguments in calls([3, 70, 20], 5, 48, 64, torch.float16):
+        if op.startswith("grouped_mm_wgrad"):
+            grad, x = arguments[-3:-1]
+            grad[3:73], x[3:73], grad[93:], x[93:] = torch.nan, torch.inf, torch.inf, torch.nan
+            finite = run(op, "triton", arguments)[-1][[0, 2]]
+        else:
+            arguments[0][3:73], arguments[0][93:] = torch.nan, torch.inf
+            finite = torch.cat(
+                [run(op, "triton", arguments)[0][rows] for rows in (slice(3), slice(73, None))]
+            )
+        assert finite.isfinite().all()
+        check(op, arguments)
+
+
+@pytest.mark.parametrize("layout", ("padded", "transposed", "apart", "one element further"))
+def test_layouts(layout):
+    def lay(tensor):
+        if not tensor.is_floating_point():
+            return tensor
+        if layout == "padded":
+            return torch.cat([tensor, tensor], -1)[..., : tensor.shape[-1]]
+        if layout == "transposed":
+            return tensor.mT.contiguous().mT
+        if layout == "apart":
+            return torch.stack([tensor, tensor], 1)[:, 0]
+        return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:].view(tensor.shape)
+
+    for op, arguments in calls([3, 0, 18], 2, 32, 24, torch.float32):
+        laid = tuple(lay(a) if isinstance(a, torch.Tensor) else a for a in arguments)
+        result = [t.contiguous() for t in run(op, "triton", laid)]
+        if op.endswith("_"):  # a clone keeps its strides: the sum was taken as it lies
+            assert layout != "transposed" or laid[0].stride(-1) != 1
+        torch.testing.assert_close(result, run(op, "reference", arguments), rtol=1e-5, atol=1e-5)
+
+
+def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():
+    """No check is made on a GPU: nothing outside the tensors is touched, and the rest is as documented."""
+    for ends in ([-3, 4, 2, 9], [5, 99, 7, 200], [30, 1, 1, 1]):
+        for op, arguments in calls([3, 4, 2, 0], 1, 8, 16, torch.float32):
+            arguments = tuple(
+                torch.tensor(ends, dtype=torch.int32)
+                if isinstance(a, torch.Tensor) and a.dtype == torch.int32
+                else a
+                for a in arguments
+            )
+            check(op, arguments)
+
+
+@pytest.mark.parametrize("programs", (1, 3, 1000))
+def test_any_number_of_programs_and_blocks(programs, monkeypatch):
+    """Several rows and columns of tiles a group; the result does not depend on who makes a tile."""
+    blocks = kernels.Blocks(16, 16, 16, 4, 2)
+    monkeypatch.setattr(kernels, "product_blocks", lambda *arguments: blocks)
+    monkeypatch.setattr(kernels, "wgrad_blocks", lambda *arguments: blocks)
+    monkeypatch.setattr(kernels, "num_programs", lambda tensor, tiles, each: min(tiles, programs))
+    monkeypatch.setattr(kernels, "_GROUP", 2)
+    for op, arguments in calls([37, 0, 15, 17], 20, 34, 33, torch.float32):
+        check(op, arguments)
