@@ -57,6 +57,20 @@ def test_equals_a_loop_over_tokens_and_experts(name):
     compare(layer, hidden_states(5, 2))
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ("all", "gelu"))
+def test_the_chain_of_triton_kernels_interpreted(name):
+    """float32 through the kernels of all ops of the layer, against the loop in float64."""
+    exact = make_moe(CONFIGS[name])
+    layer = make_moe(CONFIGS[name]).float()
+    weight, results = hidden_states(5, 2, seed=6), []
+    for each, compute in ((layer, layer), (exact, lambda x: reference(exact, x))):
+        hidden = hidden_states(5, 2).to(each.router.weight.dtype).requires_grad_()
+        results.append(results_of(each, hidden, compute, weight.to(hidden.dtype)))
+    for value, want in zip(*results, strict=True):
+        torch.testing.assert_close(value.double(), want.double(), rtol=1e-4, atol=1e-4)
+
+
 # Logits of tokens: kinds of rows, so that experts get none, all, or as many as the others.
 @st.composite
 def routings(draw, experts=8):

@@ -160,6 +160,15 @@ def test_any_routing_and_ranks_without_tokens(world, layout, dispatcher):
     assert len(set(drawn)) == 1 and drawn[0] >= 14
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("dispatcher", ("alltoall", "allgather"))
+@pytest.mark.parametrize(
+    ("world", "layout"), [(4, {"ep": 4}), (8, {"ep": 2, "etp": 2}), (8, {"ep": 8})], ids=layout_id
+)
+def test_any_routing_longer(world, layout, dispatcher):
+    assert run_ranks(forced_case, world, layout, dispatcher, 80, timeout=280)[0] >= 70
+
+
 def dropping_case(rank, world):
     """Capacity is a rank's own: what a rank keeps is what it would keep alone with its tokens."""
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
