@@ -11,7 +11,7 @@ import fastmp
 COMMANDS = {
     "train": ("fastmp.train.main", "train a model from a recipe; run it under torchrun for several ranks"),
     "data": ("fastmp.train.data", "turn text into token files"),
-    "plan": ("fastmp.plan", "print which ranks form which groups"),
+    "plan": ("fastmp.plan", "print which ranks form which groups, and what each holds"),
     "bench": ("fastmp.bench", "tables and a roofline picture of benchmark results"),
     "doctor": ("fastmp.doctor", "versions, devices, and which implementation serves each op"),
 }

@@ -1,4 +1,8 @@
-"""`fastmp plan`: what a layout means, before a single process starts. Never imports torch."""
+"""`fastmp plan`: what a layout means, before a single process starts. Never imports torch.
+
+fastmp plan groups --world-size 16 --tp 4                           which ranks form which groups
+fastmp plan recipe configs/mixtral-8x7b.toml --world-size 64        what a rank of a recipe would hold
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import json
 import sys
 from collections.abc import Iterator
 
+from fastmp.config import Recipe
 from fastmp.parallel.grid import RankGrid
+from fastmp.sizes import count_parameters, flops_per_token, pad_vocab
+from fastmp.train.recipe import load_recipe
 
 DENSE = ("tp", "cp", "dp", "pp", "mp", "embedding")
 EXPERT = ("etp", "ep", "edp", "pp")
@@ -88,13 +95,98 @@ def _members(group: list[int]) -> str:
     return f"[{','.join(texts)}]"
 
 
+def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, int | float | str]:
+    """What `recipe` is on `world_size` ranks. ValueError where the layout does not divide it."""
+    model, layout, data = recipe.model, recipe.parallel, recipe.data
+    grid = RankGrid(world_size=world_size, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+    _check_divisions(recipe, grid)
+    samples = data.micro_batch_size * grid.dp
+    if recipe.train.global_batch_size % samples:
+        raise ValueError(
+            f"train.global_batch_size {recipe.train.global_batch_size} is not divisible by "
+            f"data.micro_batch_size {data.micro_batch_size} x {grid.dp} data-parallel ranks"
+        )
+    count = count_parameters(model)
+    experts, others = count_parameters(model, pad_vocab(model.vocab_size, grid.tp)).per_rank(
+        grid.tp, grid.ep, grid.etp
+    )
+    narrow = recipe.train.dtype != "float32"  # a narrow parameter has a float32 master, a wide one is its own
+    held = experts + others
+    return {
+        "name": recipe.train.name,
+        "layout": str(grid),
+        "parameters": count.total,
+        "active_parameters": count.active,
+        "flops_per_token": flops_per_token(model, data.seq_len, causal=True),
+        "tokens_per_step": recipe.train.global_batch_size * data.seq_len,
+        "microbatches": recipe.train.global_batch_size // samples,
+        "dtype": "bfloat16" if narrow else "float32",
+        "rank_expert_parameters": experts,
+        "rank_other_parameters": others,
+        "rank_weight_bytes": held * (2 if narrow else 4),
+        "rank_gradient_bytes": held * 4,
+        "rank_optimizer_bytes": held * (12 if narrow else 8),
+    }
+
+
+def _check_divisions(recipe: Recipe, grid: RankGrid) -> None:
+    """What the layers would refuse when they are made."""
+    model, moe = recipe.model, recipe.model.moe
+    divided = [("num_heads", model.num_heads, "tp"), ("num_kv_heads", model.kv_heads, "tp")]
+    if moe is None:
+        divided += [("ffn_hidden_size", model.ffn_size, "tp")]
+    else:
+        divided += [
+            ("num_experts", moe.num_experts, "ep"),
+            ("expert_ffn_hidden_size", moe.expert_ffn_hidden_size, "etp"),
+            ("shared_expert_ffn_hidden_size", moe.shared_expert_ffn_hidden_size, "tp"),
+        ]
+    if recipe.parallel.sequence_parallel:
+        divided += [("seq_len", recipe.data.seq_len, "tp")]
+    for name, size, axis in divided:
+        if size % grid.size(axis):
+            raise ValueError(f"{name} {size} is not divisible by {axis} {grid.size(axis)}")
+
+
+def describe_recipe(facts: dict[str, int | float | str]) -> Iterator[str]:
+    """The lines a person reads."""
+    weights, gradients, optimizer = (
+        float(facts[f"rank_{part}_bytes"]) / 2**30 for part in ("weight", "gradient", "optimizer")
+    )
+    yield f"{facts['name']}: {_billions(facts['parameters'])} parameters" + (
+        f", {_billions(facts['active_parameters'])} of them for one token"
+        if facts["active_parameters"] != facts["parameters"]
+        else ""
+    )
+    yield f"{facts['layout']}"
+    yield (
+        f"a step    {facts['tokens_per_step']:,} tokens in {facts['microbatches']} microbatches, "
+        f"{float(facts['flops_per_token']) * float(facts['tokens_per_step']):.3g} model FLOPs"
+    )
+    yield (
+        f"a rank    {_billions(facts['rank_expert_parameters'])} parameters of experts, "
+        f"{_billions(facts['rank_other_parameters'])} others"
+    )
+    yield (
+        f"memory    {weights + gradients + optimizer:.1f} GiB a rank without activations: weights in "
+        f"{facts['dtype']} {weights:.1f}, gradients {gradients:.1f}, optimizer {optimizer:.1f}"
+    )
+
+
+def _billions(number: int | float | str) -> str:
+    return f"{float(number) / 1e9:.2f} B" if float(number) >= 1e8 else f"{float(number) / 1e6:.2f} M"
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Print the groups of a layout; 0, or 2 with one line on stderr where the sizes do not fit."""
+    """Print a layout or a recipe on it; 0, or 2 with one line on stderr where something does not fit."""
     arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["recipe"]:
+        return _recipe_main(arguments[1:])
     parser = _Parser(
         prog="fastmp plan",
-        usage="fastmp plan [groups] --world-size N [--tp N] [--pp N] [options]",
-        description="Print which ranks form which groups.",
+        usage="fastmp plan [groups] --world-size N [--tp N] [--pp N] [options]\n"
+        "       fastmp plan recipe FILE --world-size N [--json]",
+        description="Print which ranks form which groups, or what a rank of a recipe would hold.",
         allow_abbrev=False,
     )
     add_arguments(parser)
@@ -106,4 +198,25 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fastmp plan: {error}", file=sys.stderr)
         return 2
     print(json.dumps(groups(grid)) if as_json else "\n".join(describe(grid)))
+    return 0
+
+
+def _recipe_main(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="fastmp plan recipe",
+        description="Check a recipe for a number of ranks, and print what each of them would hold.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", help="a recipe, as in configs/")
+    parser.add_argument(
+        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
+    )
+    parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        facts = recipe_facts(load_recipe(options.file), options.world_size)
+    except ValueError as error:
+        print(f"fastmp plan recipe: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(facts) if options.json else "\n".join(describe_recipe(facts)))
     return 0

@@ -21,17 +21,21 @@ ALLOWED = {
     "fastmp.config": set(),
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
-    "fastmp.plan": {"parallel.grid"},
+    "fastmp.sizes": {"config"},
+    "fastmp.plan": {"parallel.grid", "config", "sizes", "train.recipe"},
     "fastmp.bench": set(),
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
-    "fastmp.nn": {"nn", "parallel", "ops", "config", "profiling", "_lazy"},
+    "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {"train", "nn", "parallel", "ops", "config", "profiling", "_host", "_lazy"},
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.doctor": {"ops", "testing"},
     "fastmp.cli": {"train", "plan", "bench", "doctor"},
 }
-STDLIB_ONLY = ("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan")
+STDLIB_ONLY = (
+    *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan"),
+    "fastmp.sizes",
+)
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -85,7 +89,14 @@ def test_pure_modules_use_the_standard_library_only(module):
         assert top == "fastmp" or top in sys.stdlib_module_names, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("command", ["--help", "plan groups --world-size 8 --tp 2"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "--help",
+        "plan groups --world-size 8 --tp 2",
+        "plan recipe configs/mixtral-8x7b.toml --world-size 64",
+    ],
+)
 def test_light_commands_never_import_torch(command):
     program = "import sys, fastmp.cli; sys.exit(fastmp.cli.main(sys.argv[1:]) or 'torch' in sys.modules)"
     arguments = [sys.executable, "-c", program, *command.split()]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from fastmp import cli, plan
 from fastmp.parallel.grid import RankGrid
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 LAYOUT = ["--world-size", "16", "--tp", "4", "--pp", "2"]
 DENSE = ["tp", "cp", "dp", "pp", "mp", "embedding"]
 EXPERT = ["etp", "ep", "edp", "pp"]
@@ -86,6 +88,48 @@ def test_a_mistake_is_one_line_and_status_2(capsys, arguments, part):
     assert (status, captured.out) == (2, "")
     assert captured.err.startswith("fastmp plan: ") and captured.err.count("\n") == 1
     assert part in captured.err
+
+
+def test_people_read_what_a_rank_of_a_recipe_would_hold(capsys):
+    text = run(capsys, "recipe", str(CONFIGS / "mixtral-8x7b.toml"), "--world-size", "64")
+    assert text.startswith("mixtral-8x7b: 46.70 B parameters, 12.88 B of them for one token\n")
+    assert "= etp 2 x ep 8 x edp 4 x pp 1 (experts)\n" in text
+    assert "a rank    2.82 B parameters of experts, 0.40 B others\n" in text
+
+
+def test_the_json_of_a_recipe_adds_up(capsys):
+    layer = 4 * 192**2 + 2 * 192 * 768 + 4 * 192 + 768 + 192 + 4 * 192
+    file = str(CONFIGS / "gpt-small-stdlib.toml")
+    facts = json.loads(run(capsys, "recipe", file, "--world-size=1", "--json"))
+    assert facts["parameters"] == facts["active_parameters"] == 4 * layer + (257 + 64 + 2) * 192
+    assert facts["rank_other_parameters"] == 4 * layer + (384 + 64 + 2) * 192  # with a padded vocabulary
+    assert facts["rank_expert_parameters"] == 0 and facts["microbatches"] == 1
+    held = facts["rank_weight_bytes"] + facts["rank_gradient_bytes"] + facts["rank_optimizer_bytes"]
+    assert held == 18 * facts["rank_other_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("change", "world_size", "part"),
+    [
+        ("", 12, "world_size 12 is not a multiple of etp 2 x ep 8 x pp 1 = 16"),
+        ("tp = 16", 64, "num_kv_heads 8 is not divisible by tp 16"),
+        ("ep = 16", 64, "num_experts 8 is not divisible by ep 16"),
+        ("etp = 3", 192, "expert_ffn_hidden_size 14336 is not divisible by etp 3"),
+        ("tp = 8", 16384, "global_batch_size 1024 is not divisible by data.micro_batch_size 1 x 2048 data-"),
+        ("tq = 8", 64, "unknown key 'tq' in [parallel]"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_one_line_and_status_2(capsys, tmp_path, change, world_size, part):
+    lines = (CONFIGS / "mixtral-8x7b.toml").read_text().splitlines()
+    name = change.partition(" ")[0]
+    lines = [line for line in lines if not change or not line.startswith(f"{name} ")]
+    lines.insert(lines.index("[parallel]") + 1, change)
+    file = tmp_path / "recipe.toml"
+    file.write_text("\n".join(lines))
+    assert plan.main(["recipe", str(file), "--world-size", str(world_size)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("fastmp plan recipe: ")
+    assert captured.err.count("\n") == 1 and part in captured.err
 
 
 def test_the_command_line_reaches_it(capsys):

@@ -25,6 +25,7 @@ from fastmp.parallel.collectives import group_rank, group_size, reduce_from_grou
 from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.parallel.rng import RngTracker
+from fastmp.sizes import flops_per_token, num_parameters, pad_vocab
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
@@ -45,69 +46,6 @@ class ExpertLosses(NamedTuple):
     tokens: torch.Tensor
     aux: torch.Tensor
     counts: torch.Tensor
-
-
-def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
-    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: 50,257 is 50,304 at TP 1, 51,200 at
-    TP 8."""
-    if vocab_size < 1 or tp < 1 or multiple < 1:
-        raise ValueError(
-            f"pad_vocab: sizes must be positive, got vocab_size {vocab_size}, tp {tp}, multiple {multiple}"
-        )
-    unit = multiple * tp
-    return -(-vocab_size // unit) * unit
-
-
-def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
-    """Parameters of the whole model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
-
-    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: of the experts,
-    those that a token goes to.
-    """
-    h, d, V = config.hidden_size, config.head_dim, config.vocab_size if vocab_size is None else vocab_size
-    qkv = (config.num_heads + 2 * config.kv_heads) * d
-    norm = h if config.norm == "rmsnorm" else 2 * h
-    layer = _layer_weights(config, active) + 2 * norm + 2 * d * config.qk_norm
-    if config.linear_bias:  # experts have none, the shared one has
-        ffn = config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
-        layer += qkv + h + (ffn * _blocks(config) + h if ffn else 0)
-    rows = V * (1 if config.tie_embeddings else 2)
-    rows += config.max_seq_len if config.position == "learned" else 0
-    return config.num_layers * layer + rows * h + norm
-
-
-def _blocks(config: GPTConfig) -> int:
-    """How many products the first one of an MLP is: gate and up, or one."""
-    return 2 if config.activation == "swiglu" else 1
-
-
-def _layer_weights(config: GPTConfig, active: bool) -> int:
-    """Elements of a layer's matrices; `active`: of those that a token is multiplied with."""
-    h, moe, matrices = config.hidden_size, config.moe, _blocks(config) + 1
-    attention = (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim * h
-    if moe is None:
-        return attention + matrices * h * config.ffn_size
-    experts = moe.top_k if active else moe.num_experts
-    hidden_units = experts * moe.expert_ffn_hidden_size + moe.shared_expert_ffn_hidden_size
-    return attention + h * (moe.num_experts + matrices * hidden_units + moe.shared_expert_gate)
-
-
-def flops_per_token(
-    config: GPTConfig, seq_len: int | None = None, *, causal: bool = False, vocab_size: int | None = None
-) -> float:
-    """Model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
-
-    A multiply-add is two. `causal=False` counts the whole S x S attention matrix, the convention of published
-    MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. Of experts those
-    count that a token goes to. What recomputation repeats is not model FLOPs. `vocab_size`: columns of the
-    logits counted, the real vocabulary by default.
-    """
-    S = config.max_seq_len if seq_len is None else seq_len
-    V = config.vocab_size if vocab_size is None else vocab_size
-    weights = config.num_layers * _layer_weights(config, active=True) + config.hidden_size * V
-    keys = (S + 1) / 2 if causal else S
-    attention = config.num_layers * 2 * config.num_heads * config.head_dim * keys
-    return 3 * 2 * (weights + attention)
 
 
 class GPT(nn.Module):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import GPT, flops_per_token, num_parameters, pad_vocab
 from fastmp.parallel.rng import RngTracker
+from fastmp.sizes import count_parameters
 from fastmp.testing import run_ranks
+from fastmp.train.recipe import load_recipe
 
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -91,6 +96,27 @@ def test_ranks_share_the_parameters_of_the_formula():
         return sum(param.numel() for param in model.parameters() if param.tensor_model_parallel or rank == 0)
 
     assert sum(run_ranks(case, 2)) == num_parameters(SMALL, pad_vocab(131, 2))
+
+
+@pytest.mark.parametrize("config", (SMALL, EXPERTS), ids=("gpt", "experts"))
+@pytest.mark.parametrize("ep, etp", ((2, 1), (1, 2)))
+def test_the_formula_counts_what_a_rank_holds(config, ep, etp):
+    def case(rank, world):
+        sizes = Counter()
+        for param in make_gpt(config, tp_groups(world, ep=ep, etp=etp)).parameters():
+            sizes[getattr(param, "expert_parallel", False)] += param.numel()
+        return sizes[True], sizes[False]
+
+    expected = count_parameters(config, pad_vocab(131, 2)).per_rank(tp=2, ep=ep, etp=etp)
+    assert run_ranks(case, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_model_of_a_recipe_can_be_made(path):
+    config = load_recipe(path).model
+    model = GPT(replace(config, num_layers=1), groups=None, device="meta", dtype=torch.bfloat16)
+    padded = pad_vocab(config.vocab_size, 1)
+    assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 
 
 @pytest.mark.parametrize("base", (SMALL, QWEN, EXPERTS), ids=("gpt", "qwen", "experts"))

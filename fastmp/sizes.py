@@ -1,0 +1,126 @@
+"""How large a model is: parameters, by how ranks hold them, and floating-point operations. Standard library
+only, so that `fastmp plan` answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastmp.config import GPTConfig
+
+__all__ = ["ParameterCounts", "count_parameters", "flops_per_token", "num_parameters", "pad_vocab"]
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters of a model: `sharded` over tensor-parallel ranks, `replicated` on them, and of `experts`.
+
+    `chosen` is the part of the experts that one token goes to.
+    """
+
+    sharded: int
+    replicated: int
+    experts: int
+    chosen: int
+
+    @property
+    def total(self) -> int:
+        return self.sharded + self.replicated + self.experts
+
+    @property
+    def active(self) -> int:
+        """Those that one token meets."""
+        return self.sharded + self.replicated + self.chosen
+
+    def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
+        """(of experts, all others) on a rank, where the sizes divide."""
+        return self.experts // (ep * etp), self.sharded // tp + self.replicated
+
+
+def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
+    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: 50,257 is 50,304 at TP 1, 51,200 at
+    TP 8."""
+    if vocab_size < 1 or tp < 1 or multiple < 1:
+        raise ValueError(
+            f"pad_vocab: sizes must be positive, got vocab_size {vocab_size}, tp {tp}, multiple {multiple}"
+        )
+    unit = multiple * tp
+    return -(-vocab_size // unit) * unit
+
+
+def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
+    """`vocab_size`: rows of the embedding counted, the real vocabulary by default."""
+    h, d, moe = config.hidden_size, config.head_dim, config.moe
+    V = config.vocab_size if vocab_size is None else vocab_size
+    qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
+    norm = h if config.norm == "rmsnorm" else 2 * h
+    sharded = _attention(config) + (_blocks(config) + 1) * h * ffn
+    replicated = 2 * norm + 2 * d * config.qk_norm
+    if config.linear_bias:  # a bias after the sum over ranks is replicated; experts have none
+        sharded += qkv + _blocks(config) * ffn
+        replicated += h + (h if ffn else 0)
+    experts = chosen = 0
+    if moe is not None:
+        replicated += _router(config)
+        experts, chosen = (_experts(config, number) for number in (moe.num_experts, moe.top_k))
+    words = V * h * (1 if config.tie_embeddings else 2)
+    positions = config.max_seq_len * h if config.position == "learned" else 0
+    L = config.num_layers
+    return ParameterCounts(L * sharded + words, L * replicated + positions + norm, L * experts, L * chosen)
+
+
+def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
+    """Parameters of the whole model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
+
+    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: of the experts,
+    those that a token goes to.
+    """
+    count = count_parameters(config, vocab_size)
+    return count.active if active else count.total
+
+
+def flops_per_token(
+    config: GPTConfig, seq_len: int | None = None, *, causal: bool = False, vocab_size: int | None = None
+) -> float:
+    """Model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
+
+    A multiply-add is two. `causal=False` counts the whole S x S attention matrix, the convention of published
+    MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. Of experts those count that
+    a token goes to. What recomputation repeats is not model FLOPs. `vocab_size`: columns of the logits
+    counted, the real vocabulary by default.
+    """
+    S, L, h = config.max_seq_len if seq_len is None else seq_len, config.num_layers, config.hidden_size
+    V = config.vocab_size if vocab_size is None else vocab_size
+    layer = _attention(config) + (_blocks(config) + 1) * h * _dense_ffn(config)
+    if config.moe is not None:
+        layer += _router(config) + _experts(config, config.moe.top_k)
+    keys = (S + 1) / 2 if causal else S
+    attention = L * 2 * config.num_heads * config.head_dim * keys
+    return 3 * 2 * (L * layer + h * V + attention)
+
+
+# Elements of the matrices of one layer.
+
+
+def _attention(config: GPTConfig) -> int:
+    return (2 * config.num_heads + 2 * config.kv_heads) * config.head_dim * config.hidden_size
+
+
+def _router(config: GPTConfig) -> int:
+    """With the gate of the shared expert."""
+    assert config.moe is not None
+    return config.hidden_size * (config.moe.num_experts + config.moe.shared_expert_gate)
+
+
+def _experts(config: GPTConfig, number: int) -> int:
+    assert config.moe is not None
+    return number * (_blocks(config) + 1) * config.hidden_size * config.moe.expert_ffn_hidden_size
+
+
+def _dense_ffn(config: GPTConfig) -> int:
+    """Hidden units of what every token goes through: the MLP, or the shared expert."""
+    return config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
+
+
+def _blocks(config: GPTConfig) -> int:
+    """How many products the first one of an MLP is: gate and up, or one."""
+    return 2 if config.activation == "swiglu" else 1
