@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import LIBRARY, compute_dtype, register
-from fastmp.ops.rows import as_rows, vector_width
+from fastmp.ops.rows import as_rows, sum_rows, vector_width
 from fastmp.profiling import traced
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -48,8 +48,9 @@ def reference_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> T
     """Gradient of x. Where y is 0 there is none, whatever `grad` holds."""
     wide = y.to(compute_dtype(y.dtype))
     nothing = wide == 0
-    dx = torch._softmax_backward_data(grad.to(wide.dtype).masked_fill(nothing, 0), wide, -1, wide.dtype)
-    return dx.mul_(scale).masked_fill_(nothing, 0).to(y.dtype).contiguous()
+    slope = grad.to(wide.dtype).masked_fill(nothing, 0)
+    along_row = sum_rows((slope * wide).flatten(0, -2).t()).view(*y.shape[:-1], 1)
+    return slope.sub_(along_row).mul_(wide).mul_(scale).masked_fill_(nothing, 0).to(y.dtype).contiguous()
 
 
 @jit
