@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import gated, grouped_mm_triton
+from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
 from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
 from fastmp.profiling import traced
@@ -369,6 +370,15 @@ def _check(
         )
 
 
+def _sizes_of_a_loop(sizes: Sequence[int] | None, x: Tensor, w: Tensor) -> tuple[int, ...] | None:
+    """`sizes` where a loop is the better grouped_mm."""
+    if sizes is None:
+        return None
+    arch = grouped_mm_triton.architecture(x) if x.is_cuda else 0
+    choice = grouped_mm_choice(sizes, w.shape[1], w.shape[2], x.dtype, arch)
+    return tuple(sizes) if choice == "loop" else None
+
+
 @traced("fastmp.grouped_mm")
 def grouped_mm(
     x: Tensor,
@@ -405,10 +415,7 @@ def grouped_mm(
     main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
     x, w = autocast(x, w)
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, sizes)
-    if sizes is not None:
-        arch = grouped_mm_triton.architecture(x) if x.is_cuda else 0
-        choice = grouped_mm_choice(sizes, w.shape[1], w.shape[2], x.dtype, arch)
-        sizes = tuple(sizes) if choice == "loop" else None
+    sizes = _sizes_of_a_loop(sizes, x, w)
     if not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
         return _mm(x, w, offsets, transposed, sizes)
     return _GroupedMM.apply(x, w, offsets, main_grad if w.requires_grad else None, transposed, sizes)
@@ -416,7 +423,13 @@ def grouped_mm(
 
 @traced("fastmp.grouped_mlp_in")
 def grouped_mlp_in(
-    x: Tensor, w: Tensor, offsets: Tensor, *, activation: str, bias: Tensor | None = None
+    x: Tensor,
+    w: Tensor,
+    offsets: Tensor,
+    *,
+    activation: str,
+    bias: Tensor | None = None,
+    sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """The first product of an expert's MLP and its activation, in one: activation(grouped_mm(x, w) + bias).
 
@@ -428,6 +441,7 @@ def grouped_mlp_in(
         activation: "swiglu", silu(gate) * up with the rows of w[e] being [gate | up]; or "bias_gelu", gelu in
             its tanh form.
         bias: (E, N) of the same dtype and device, or None.
+        sizes: as for `grouped_mm`: where a loop is faster, and there is no bias, the activation comes after.
 
     Returns:
         (M, N / 2) for "swiglu", else (M, N), contiguous, of x's dtype; rounded once. Rows from the last
@@ -441,9 +455,9 @@ def grouped_mlp_in(
     """
     if activation not in _ACTIVATIONS:
         raise ValueError(f"grouped_mlp_in: activation must be one of {_ACTIVATIONS}, got {activation!r}")
-    main_grad = getattr(w, "main_grad", None)
+    given, main_grad = (x, w), getattr(w, "main_grad", None)
     x, w, bias = autocast(x, w, bias)
-    _check("grouped_mlp_in", x, w, offsets, 2, None)
+    _check("grouped_mlp_in", x, w, offsets, 2, sizes)
     if activation == "swiglu" and w.shape[1] % 2:
         raise ValueError(f"grouped_mlp_in: w {tuple(w.shape)} has an odd number of rows: no [gate | up]")
     if bias is not None:
@@ -454,6 +468,9 @@ def grouped_mlp_in(
             raise ValueError(f"grouped_mlp_in: x is {x.dtype}, but bias is {bias.dtype}")
         if bias.device != x.device:
             raise ValueError(f"grouped_mlp_in: x is on {x.device}, but bias is on {bias.device}")
+    if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:
+        h = grouped_mm(*given, offsets, sizes=sizes)
+        return gated.swiglu(h) if activation == "swiglu" else bias_gelu(h)
     differentiable = (t.requires_grad for t in (x, w, bias) if t is not None)
     if not (torch.is_grad_enabled() and any(differentiable)):
         return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, activation, False)[0]

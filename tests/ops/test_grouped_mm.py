@@ -221,6 +221,27 @@ class TestLoop:
             x.grad = None
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
+    @pytest.mark.parametrize("activation", ("swiglu", "bias_gelu"))
+    def test_first_product(self, activation):
+        """The activation comes after the loop; with a bias of each expert there is none."""
+        sizes, spare = PATTERNS["first and last empty"]
+        x, w, offsets, _ = problem(sizes, spare)
+        x, w = x.detach(), w.detach()[:, : w.shape[1] // 2 * 2].contiguous()
+        results = []
+        for known in (None, sizes):
+            param, rows = nn.Parameter(w.clone()), x.clone().requires_grad_()
+            param.main_grad = torch.ones_like(param)
+            y = grouped_mlp_in(rows, param, offsets, activation=activation, sizes=known)
+            y.square().sum().backward()
+            assert param.grad is None
+            results.append([y, rows.grad, param.main_grad])
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+        bias = torch.randn(w.shape[:2], dtype=w.dtype)
+        pair = [
+            grouped_mlp_in(x, w, offsets, activation=activation, bias=bias, sizes=s) for s in (None, sizes)
+        ]
+        assert torch.equal(*pair)
+
 
 def test_choice():
     """Few large experts are worth a loop on Hopper, many small ones never."""

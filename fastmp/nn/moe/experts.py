@@ -118,7 +118,7 @@ class GroupedExperts(ParallelModule):
         offsets_L: int32, where each expert's rows end; rows from the last one on give zeros. sizes: rows of
         each expert, where the host knows them.
         """
-        ffn_MF = grouped_mlp_in(rows_MH, self.fc1, offsets_L, activation=self.activation)
+        ffn_MF = grouped_mlp_in(rows_MH, self.fc1, offsets_L, activation=self.activation, sizes=sizes)
         return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
 
     def extra_repr(self) -> str:
