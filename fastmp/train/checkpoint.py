@@ -55,6 +55,7 @@ class Checkpointer:
 
     groups: this rank's groups; None for a process on its own. Every method is called by all ranks together.
     description: JSON-able facts of the model (its configuration); a checkpoint with others is refused.
+    defaults: what a fact stands at that a checkpoint does not name, because it is from before there was one.
     keep: how many checkpoints stay; older ones go after a newer one is in place. 0 keeps all.
     """
 
@@ -64,10 +65,12 @@ class Checkpointer:
         *,
         groups: ParallelGroups | None = None,
         description: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
         keep: int = 2,
     ) -> None:
         self.directory = Path(directory)
         self.description = json.loads(json.dumps(dict(description or {})))
+        self.defaults = json.loads(json.dumps(dict(defaults or {})))
         self.keep = keep
         self.distributed = groups is not None and groups.grid.world_size > 1
         self.rank = groups.rank if groups is not None else 0
@@ -139,7 +142,7 @@ class Checkpointer:
             return None
         state = _read_state(path)
         self._check_same("layout", path, state["layout"], self.layout)
-        self._check_same("model", path, state["description"], self.description)
+        self._check_same("model", path, {**self.defaults, **state["description"]}, self.description)
         wanted = self._named(shard, self._shard) | self._named(own, f"rank{self.rank}")
         wanted |= self._named(experts, self._expert_shard)
         reader = HuggingFaceStorageReader(str(path))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -154,6 +154,7 @@ class Trainer:
             Path(config.run_dir) / config.name / "checkpoints",
             groups=groups,
             description=asdict(model_config) if is_dataclass(model_config) else None,
+            defaults=_defaults(model_config) if is_dataclass(model_config) else None,
         )
         self._routers = [m for m in model.modules() if callable(getattr(m, "update_expert_bias", None))]
         self._window: _Window | None = None  # what experts did since the last line of the log
@@ -394,6 +395,11 @@ class _Window(NamedTuple):
 
     def add(self, aux_loss: Tensor, counts: Tensor) -> _Window:
         return _Window(self.aux_loss + aux_loss, self.counts + counts, self.steps + 1)
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}
 
 
 def _due(step: int, interval: int) -> bool:

@@ -98,6 +98,10 @@ def test_other_layout_and_other_model_are_refused_with_both_names(tmp_path):
     with pytest.raises(CheckpointError, match=r"step-00000001.*num_layers=2; this run has num_layers=3"):
         load(Checkpointer(tmp_path, description={"num_layers": 3}))
     same = Checkpointer(tmp_path, description={"num_layers": 2})
+    later = {"num_layers": 2, "norm": "layernorm"}  # a field that was not there when it was saved
+    assert load(Checkpointer(tmp_path, description=later, defaults=later))[0] == {"step": 1}
+    with pytest.raises(CheckpointError, match="saved with norm=layernorm; this run has norm=rmsnorm"):
+        load(Checkpointer(tmp_path, description={**later, "norm": "rmsnorm"}, defaults=later))
     shard, own = state(1, shape=(4, 4))
     with pytest.raises(CheckpointError, match=r"tp0\.pp0/model/weight is .*\(3, 4\).*here .*\(4, 4\)"):
         same.load(shard, own)
