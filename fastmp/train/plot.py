@@ -112,7 +112,7 @@ def _draw_loads(axes: Any, records: list[dict[str, Any]]) -> None:
         axes.plot(steps, lowest, color=colour, linewidth=1.0, linestyle=(0, (2, 2)))
     axes.axhline(1.0, color=ENTROPY, linewidth=1.0, zorder=1)
     axes.set_ylim(bottom=0.0)
-    axes.set_ylabel("tokens of the busiest (dotted: idlest) expert over the mean", color=INK)
+    axes.set_ylabel("load of the busiest (dotted: idlest) expert", color=INK)
     axes.legend(frameon=False, fontsize=9, loc="upper right", labelcolor=INK)
 
 

@@ -276,17 +276,22 @@ def torchrun(options, marker):
 
 
 def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
-    options = arguments(tmp_path, tokens, "by-torchrun", parallel__tp=2)
+    options = arguments(tmp_path, tokens, "by-torchrun", parallel__tp=2, parallel__ep=2, **EXPERTS)
     status, output, _ = torchrun(options, str(tmp_path))
     assert status == 0, output
-    assert "TP 2, DP 1" in output and output.count("held-out loss") == 3
+    assert "TP 2, DP 1; experts: EP 2, ETP 1, DP 1" in output and output.count("held-out loss") == 3
+    assert output.count("max load") == 6
     assert len(losses(tmp_path / "by-torchrun")) == 6
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"parallel__tp": 3}, "tp"), ({"parallel__tp": 2, "model__num_heads": 1}, "num_heads 1")],
-    ids=["world not divisible by tp", "heads not divisible by tp"],
+    [
+        ({"parallel__tp": 3}, "tp"),
+        ({"parallel__tp": 2, "model__num_heads": 1}, "num_heads 1"),
+        ({"parallel__ep": 2, **EXPERTS, "model.moe.num-experts": 3}, "num_experts 3"),
+    ],
+    ids=["world not divisible by tp", "heads not divisible by tp", "experts not divisible by ep"],
 )
 def test_torchrun_with_a_bad_layout_says_it_once_and_leaves(tmp_path, tokens, changes, message):
     status, output, seconds = torchrun(arguments(tmp_path / "runs", tokens, **changes), str(tmp_path))

@@ -258,3 +258,28 @@ def test_a_step_with_all_experts_here_never_waits_for_the_device():
             for _ in range(2):
                 result = trainer.train_step()
             assert result.expert_counts.device.type == "meta" and result.expert_counts.shape == (2, 8)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_in_bfloat16(tmp_path):
+    """It learns, a step makes no call that waits for the GPU, and a resumed run goes on bitwise."""
+
+    def make(seed):
+        rng = RngTracker(seed, device="cuda")
+        gpt = GPT(DROPOUT, groups=None, rng=rng, device="cuda", dtype=torch.bfloat16)
+        config = TrainConfig(global_batch_size=8, steps=40, run_dir=str(tmp_path))
+        return Trainer(gpt, Samples(4), token_loss, config, optimizer=OPTIMIZER, rng=rng)
+
+    trainer = make(1)
+    losses = [trainer.train_step().loss]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses += [trainer.train_step().loss for _ in range(29)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert losses[-1] < 0.9 * losses[0]
+    trainer.save()
+    expected = [trainer.train_step().loss.item() for _ in range(3)]
+    again = make(2)
+    assert again.resume()
+    assert [again.train_step().loss.item() for _ in range(3)] == expected
