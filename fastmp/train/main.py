@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -267,9 +268,8 @@ def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, model: G
     )
 
 
-def _describe_loads(metrics: Path) -> str:
-    """The load of the experts in the last steps of the run, a number a layer."""
-    last = next(r for r in reversed(read_metrics(metrics)) if r["kind"] == "experts")
+def _describe_loads(last: dict[str, Any]) -> str:
+    """The load of the experts in the last steps of the run, a number a layer, from their record."""
     highest, lowest = (", ".join(f"{load:.2f}" for load in last[key]) for key in ("max_load", "min_load"))
     return f"load of the experts over the mean, layer by layer: busiest {highest}; idlest {lowest}"
 
@@ -283,8 +283,8 @@ def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample
         )
     metrics, title = run_dir / "metrics.jsonl", recipe.train.name
     pictures = {"loss plot": plot_loss(metrics, run_dir / "loss.png", title=title)}
-    if recipe.model.moe is not None:
-        print(_describe_loads(metrics))
+    if loads := [record for record in read_metrics(metrics) if record["kind"] == "experts"]:
+        print(_describe_loads(loads[-1]))
         pictures["load plot"] = plot_loads(metrics, run_dir / "load.png", title=title)
     drawn = [f"{name} {path}" for name, path in pictures.items() if path]
     print(", ".join([f"metrics in {metrics}", *drawn]))

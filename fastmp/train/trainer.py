@@ -234,7 +234,8 @@ class Trainer:
         result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
         if counts is None:
             return result
-        self._balance(counts.masked_fill(~torch.isfinite(grad_norm), 0))
+        with region("fastmp.train.balance"):
+            self._balance(counts.masked_fill(~torch.isfinite(grad_norm), 0))
         result = replace(result, aux_loss=aux_loss * per_token, expert_counts=counts)
         self._window = (self._window or _Window()).add(result.aux_loss, counts)
         return result

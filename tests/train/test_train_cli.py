@@ -153,6 +153,8 @@ def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
     assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (tmp_path / "two" / "load.png").exists() == bool(model)
+    (tmp_path / "two" / "metrics.jsonl").unlink()  # nothing is left to train, and nothing of the loads known
+    run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
 
 
 @pytest.mark.parametrize("recipe", ["gpt-small", "moe-small"])
