@@ -21,6 +21,7 @@ ALLOWED = {
     "fastmp.config": set(),
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
+    "fastmp.parallel.schedule": set(),
     "fastmp.sizes": {"config"},
     "fastmp.plan": {"parallel.grid", "config", "sizes", "train.recipe"},
     "fastmp.bench": set(),
@@ -34,7 +35,7 @@ ALLOWED = {
 }
 STDLIB_ONLY = (
     *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan"),
-    "fastmp.sizes",
+    *("fastmp.parallel.schedule", "fastmp.sizes"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

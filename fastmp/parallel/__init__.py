@@ -11,6 +11,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "grid": "RankGrid",
+        "schedule": "Step",
         "groups": "ParallelGroups",
         "runtime": "Runtime init main_guard",
         "collectives": "all_to_all copy_to_group gather_from_group gather_sequence group_rank group_size "
