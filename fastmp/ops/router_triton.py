@@ -197,7 +197,7 @@ def router_kernel(
     before = tl.atomic_add(counts + num_sums, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
         _sum_partials(partials, score_sums, tl.num_programs(0) // num_sequences, num_sums, ROWS, COLS)
-        _sum_partials(z_partials, z_sum, tl.num_programs(0), 1, ROWS * COLS, 1)
+        _sum_partials(z_partials, z_sum, tl.num_programs(0), 1, 1024, 1)
 
 
 @jit

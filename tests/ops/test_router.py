@@ -151,12 +151,19 @@ def test_ties_go_to_the_lower_expert(options, dtype):
 
 
 @EVERY_SCORE
-def test_every_pattern_of_ties(options):
-    """As a stable sort has them; eight levels over 200 experts, so most are equal."""
+@pytest.mark.parametrize("k", (1, 50, 130))
+def test_every_pattern_of_ties(options, k):
+    """As a stable sort has them; about a dozen levels over 200 experts, so most are equal."""
     logits = (_logits(400, 200) * 2).round()
-    out = topk_router(logits, 50, **options)
-    order = logits.sort(dim=-1, descending=True, stable=True).indices[:, :50]
-    assert torch.equal(out.indices.long(), order)
+    out = topk_router(logits, k, **options)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    assert torch.equal(out.indices.long(), order[:, :k])
+    out = topk_router(logits, k, **options, num_groups=8, group_topk=6)
+    if options["score"] == "softmax":
+        best = logits.view(400, 8, 25).amax(-1).sort(dim=-1, descending=True, stable=True).indices[:, :6]
+        among = (order[..., None] // 25 == best[:, None]).any(-1)
+        assert out.indices.tolist() == [o[a][:k].tolist() for o, a in zip(order, among, strict=True)]
+    assert (out.indices.sort().values.diff() > 0).all()
 
 
 def test_ties_of_groups_go_to_the_lower_group():

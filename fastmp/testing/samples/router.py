@@ -56,7 +56,7 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
     after = score == "softmax" and not pre_softmax
     by = logits if after else scores
     by = by if expert_bias is None else by + expert_bias
-    keys = (logits if expert_bias is None else by).detach()
+    keys = (logits if expert_bias is None else by).detach() + 0.0  # else -0 may be less than 0 on a GPU
     order = keys.sort(dim=-1, descending=True, stable=True).indices
     if num_groups > 1:
         grouped = (by if score == "sigmoid" else keys).detach().unflatten(-1, (num_groups, -1))
