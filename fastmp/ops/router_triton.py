@@ -18,7 +18,7 @@ from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import as_rows, strip_shape, vector_width
 
-_SUM_TILE = 8192  # partial sums that are on their way at once
+_SUM_TILE = 8192  # partial sums in registers
 
 
 @jit
@@ -103,15 +103,18 @@ def _close_groups(
 
 @jit
 def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """sums = the rows of `partials` (num_rows, num_cols) added up in order."""
+    """sums = the rows of `partials` (num_rows, num_cols), which others wrote just now, added up in order."""
     for start in range(0, num_cols, COLS):
         cols = start + tl.arange(0, COLS)
         total = tl.zeros([ROWS, COLS], partials.dtype.element_ty)
-        for first in range(0, num_rows, ROWS):
-            rows = (first + tl.arange(0, ROWS))[:, None]
-            mask = (rows < num_rows) & (cols < num_cols)[None, :]
-            at = partials + rows.to(tl.int64) * num_cols + cols[None, :]
-            total += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # others wrote them just now
+        for first in range(0, num_rows, 2 * ROWS):  # two tiles are on their way at once
+            rows = (first + tl.arange(0, ROWS))[:, None].to(tl.int64)
+            here = (cols < num_cols)[None, :]
+            at = partials + rows * num_cols + cols[None, :]
+            one = tl.load(at, mask=here & (rows < num_rows), other=0.0, cache_modifier=".cg")
+            at += ROWS * num_cols
+            two = tl.load(at, mask=here & (rows < num_rows - ROWS), other=0.0, cache_modifier=".cg")
+            total += one + two
         tl.store(sums + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
@@ -197,7 +200,7 @@ def router_kernel(
     before = tl.atomic_add(counts + num_sums, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
         _sum_partials(partials, score_sums, tl.num_programs(0) // num_sequences, num_sums, ROWS, COLS)
-        _sum_partials(z_partials, z_sum, tl.num_programs(0), 1, 1024, 1)
+        _sum_partials(z_partials, z_sum, tl.num_programs(0), 1, 256, 1)
 
 
 @jit
@@ -295,7 +298,7 @@ def constants(
         "BLOCK_M": block_m,
         "ALL": all_groups,
         "EACH": each,
-        "ROWS": _SUM_TILE // cols,
+        "ROWS": min(_SUM_TILE // cols, 64),
         "COLS": cols,
         "num_warps": num_warps,
     }
