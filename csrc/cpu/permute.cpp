@@ -15,7 +15,8 @@
 namespace fastmp {
 
 // Tokens [begin, end) with `num_slots` rows each. The rows of x or grad, one a token, lie `token_pitch` elements apart,
-// those of y `row_pitch`; outputs have no gaps. `probs` may be null.
+// those of y `row_pitch`; outputs have no gaps. `probs` may be null. `streamed`: rows of the output are written past
+// the caches, which are too small to keep them and need not read what is overwritten.
 struct PairRun {
   const void* tokens;
   const void* rows;
@@ -25,13 +26,60 @@ struct PairRun {
   void* dprobs;
   int64_t begin, end, num_slots, num_rows, num_cols, token_pitch, row_pitch;
   ScalarType dtype;
+  bool streamed;
 };
 
-FASTMP_DECLARE(void unpermute_run(const PairRun&); void unpermute_backward_run(const PairRun&);)
+FASTMP_DECLARE(void permute_run(const PairRun&); void unpermute_run(const PairRun&);
+               void unpermute_backward_run(const PairRun&);)
 
 namespace FASTMP_ISA {
 
 constexpr int64_t kAtOnce = 8;  // rows that are summed in registers
+
+// Copies past the caches where `to` is aligned to vectors; `fence` has to follow before others read it.
+FASTMP_INLINE void stream(char* to, const char* from, int64_t bytes) {
+  int64_t i = 0;
+#if defined(__x86_64__)
+  if (reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
+    for (; i + kVectorBytes <= bytes; i += kVectorBytes) {
+#if FASTMP_VECTOR_BYTES == 64
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
+#elif FASTMP_VECTOR_BYTES == 32
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
+                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+#else
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+    }
+  }
+#endif
+  if (i < bytes) std::memcpy(to + i, from + i, bytes - i);
+}
+
+FASTMP_INLINE void fence() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+void permute_run(const PairRun& run) {
+  dispatch_float(run.dtype, "permute", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto bytes = static_cast<int64_t>(run.num_cols * sizeof(T));
+    for (int64_t pair = run.begin * run.num_slots; pair < run.end * run.num_slots; ++pair) {
+      const int64_t row = run.row_of[pair];
+      if (row < 0 || row >= run.num_rows) continue;
+      const T* from = static_cast<const T*>(run.tokens) + pair / run.num_slots * run.token_pitch;
+      T* to = static_cast<T*>(run.out) + row * run.num_cols;
+      if (run.streamed) {
+        stream(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes);
+      } else {
+        std::memcpy(to, from, bytes);
+      }
+    }
+    fence();
+  });
+}
 
 // Adds rows [first, first + count) of a token's list to `out`, or begins the sum with them.
 template <typename T, bool kStart, bool kEnd>
@@ -88,6 +136,8 @@ void unpermute_backward_run(const PairRun& run) {
     using T = typename decltype(tag)::type;
     using S = scalar_of<T>;
     using V = lanes_of<T>;
+    constexpr int64_t kTile = 1024;
+    alignas(kVectorBytes) T tile[kTile];
     for (int64_t token = run.begin; token < run.end; ++token) {
       const T* grad = static_cast<const T*>(run.tokens) + token * run.token_pitch;
       for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
@@ -99,14 +149,23 @@ void unpermute_backward_run(const PairRun& run) {
         T* dy = static_cast<T*>(run.out) + row * run.num_cols;
         const S weight = static_cast<const S*>(run.probs)[pair];
         V dots = broadcast<V>(0);
-        for_vectors<num_lanes<V>>(run.num_cols, [&](int64_t col, auto lanes) FASTMP_LAMBDA {
-          const V g = load(grad + col, lanes, 0);
-          dots += g * load(y + col, lanes, 0);
-          store(dy + col, g * weight, lanes);
-        });
+        for (int64_t first = 0; first < run.num_cols; first += kTile) {
+          const int64_t count = std::min(kTile, run.num_cols - first);
+          T* to = run.streamed ? tile : dy + first;
+          for_vectors<num_lanes<V>>(count, [&](int64_t col, auto lanes) FASTMP_LAMBDA {
+            const V g = load(grad + first + col, lanes, 0);
+            prefetch<1024>(y + first + col);
+            dots += g * load(y + first + col, lanes, 0);
+            store(to + col, g * weight, lanes);
+          });
+          if (run.streamed) {
+            stream(reinterpret_cast<char*>(dy + first), reinterpret_cast<const char*>(tile), count * sizeof(T));
+          }
+        }
         dprob = sum(dots);
       }
     }
+    fence();
   });
 }
 
@@ -120,6 +179,7 @@ namespace {
 
 constexpr int64_t kBlockPairs = 65536;  // of the sort: fewer are not worth a second thread
 constexpr int64_t kGrainBytes = 65536;  // what a thread moves at the least
+constexpr int64_t kStreamedBytes = int64_t{16} << 20;  // outputs from this size on do not stay in the caches
 
 std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts) {
   FASTMP_CHECK(given.scalar_type() == ScalarType::Int, "permutation: indices must be int32, got ",
@@ -191,44 +251,17 @@ void zero_unused(const Tensor& out, const int32_t* row_of, int64_t num_pairs) {
   });
 }
 
-Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
-  check_pairs("permute", x, given, nullptr, x.scalar_type());
-  FASTMP_CHECK(given.size(0) == x.size(0) && num_rows >= 0, "permute: row_of of ", given.size(0),
-               " tokens does not fit x of ", x.size(0), ", or num_rows is negative: ", num_rows);
-  const Tensor out = fastmp::empty({num_rows, x.size(1)}, x.scalar_type(), x);
-  if (out.numel() == 0) return out;
-  const Tensor row_of = torch::stable::contiguous(given);
-  const auto* places = static_cast<const int32_t*>(row_of.const_data_ptr());
-  const int64_t num_slots = row_of.size(1);
-  zero_unused(out, places, row_of.numel());
-  if (row_of.numel() == 0) return out;
-  const Rows rows(x);
-  const auto itemsize = static_cast<int64_t>(x.element_size());
-  const int64_t bytes = x.size(1) * itemsize;
-  const char* from = static_cast<const char*>(rows.tensor.const_data_ptr());
-  char* to = static_cast<char*>(out.mutable_data_ptr());
-  parallel_for(0, x.size(0), token_grain(num_slots, bytes), [&](int64_t begin, int64_t end) {
-    for (int64_t pair = begin * num_slots; pair < end * num_slots; ++pair) {
-      const int64_t row = places[pair];
-      if (row < 0 || row >= num_rows) continue;
-      std::memcpy(to + row * bytes, from + pair / num_slots * rows.pitch * itemsize, bytes);
-    }
-  });
-  return out;
-}
-
-// The run of all tokens, on `row_of` and `probs` without gaps.
-PairRun run_of(const Rows& rows, const Tensor& row_of, const Tensor* probs, const Tensor& out) {
+// The run of all tokens with their rows in `rows`, on `row_of` without gaps.
+PairRun run_of(const Tensor& rows, int64_t pitch, const Tensor& row_of) {
   PairRun run{};
-  run.rows = rows.tensor.const_data_ptr();
+  run.rows = rows.const_data_ptr();
   run.row_of = static_cast<const int32_t*>(row_of.const_data_ptr());
-  if (probs) run.probs = probs->const_data_ptr();
-  run.out = out.mutable_data_ptr();
   run.num_slots = row_of.size(1);
-  run.num_rows = rows.num_rows;
-  run.num_cols = rows.num_cols;
-  run.row_pitch = rows.pitch;
-  run.dtype = rows.tensor.scalar_type();
+  run.num_rows = rows.size(0);
+  run.num_cols = rows.size(1);
+  run.row_pitch = pitch;
+  run.dtype = rows.scalar_type();
+  run.streamed = rows.numel() * static_cast<int64_t>(rows.element_size()) >= kStreamedBytes;
   return run;
 }
 
@@ -242,6 +275,24 @@ void over_tokens(const Kernel& kernel, const PairRun& whole, int64_t num_tokens,
   });
 }
 
+Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
+  check_pairs("permute", x, given, nullptr, x.scalar_type());
+  FASTMP_CHECK(given.size(0) == x.size(0) && num_rows >= 0, "permute: row_of of ", given.size(0),
+               " tokens does not fit x of ", x.size(0), ", or num_rows is negative: ", num_rows);
+  const Tensor out = fastmp::empty({num_rows, x.size(1)}, x.scalar_type(), x);
+  if (out.numel() == 0) return out;
+  const Tensor row_of = torch::stable::contiguous(given);
+  zero_unused(out, static_cast<const int32_t*>(row_of.const_data_ptr()), row_of.numel());
+  if (row_of.numel() == 0) return out;
+  const Rows tokens(x);
+  PairRun run = run_of(out, x.size(1), row_of);
+  run.tokens = tokens.tensor.const_data_ptr();
+  run.token_pitch = tokens.pitch;
+  run.out = out.mutable_data_ptr();
+  over_tokens([](const PairRun& part) { FASTMP_BEST(permute_run)(part); }, run, x.size(0), x.element_size());
+  return out;
+}
+
 Tensor unpermute(const Tensor& y, const Tensor& given, std::optional<Tensor> probs) {
   check_pairs("unpermute", y, given, probs ? &*probs : nullptr, y.scalar_type());
   Tensor out = fastmp::empty({given.size(0), y.size(1)}, y.scalar_type(), y);
@@ -250,8 +301,10 @@ Tensor unpermute(const Tensor& y, const Tensor& given, std::optional<Tensor> pro
   const Tensor row_of = torch::stable::contiguous(given);
   if (probs) probs = torch::stable::contiguous(*probs);
   const Rows rows(y);
-  over_tokens([](const PairRun& run) { FASTMP_BEST(unpermute_run)(run); },
-              run_of(rows, row_of, probs ? &*probs : nullptr, out), out.size(0), y.element_size());
+  PairRun run = run_of(rows.tensor, rows.pitch, row_of);
+  if (probs) run.probs = probs->const_data_ptr();
+  run.out = out.mutable_data_ptr();
+  over_tokens([](const PairRun& part) { FASTMP_BEST(unpermute_run)(part); }, run, out.size(0), y.element_size());
   return out;
 }
 
@@ -273,9 +326,11 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& 
   const Tensor row_of = torch::stable::contiguous(given), probs = torch::stable::contiguous(given_probs);
   const Rows rows(y), tokens(grad);
   zero_unused(dy, static_cast<const int32_t*>(row_of.const_data_ptr()), row_of.numel());
-  PairRun run = run_of(rows, row_of, &probs, dy);
+  PairRun run = run_of(rows.tensor, rows.pitch, row_of);
   run.tokens = tokens.tensor.const_data_ptr();
   run.token_pitch = tokens.pitch;
+  run.probs = probs.const_data_ptr();
+  run.out = dy.mutable_data_ptr();
   run.dprobs = dprobs.mutable_data_ptr();
   over_tokens([](const PairRun& part) { FASTMP_BEST(unpermute_backward_run)(part); }, run, grad.size(0),
               y.element_size());

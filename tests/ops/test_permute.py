@@ -97,6 +97,23 @@ def test_compiled_kernel_equals_reference(op, dtype):
             torch.testing.assert_close(value, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("columns", (1024, 1023))
+def test_outputs_larger_than_the_caches(columns):
+    """Rows that are aligned, and rows that are not, with some that nothing maps to."""
+    x, y = random(1030, columns, dtype=torch.float32), random(4200, columns, dtype=torch.float32, seed=1)
+    indices = torch.randint(-1, 9, (1030, 4), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
+    row_of, _ = permutation(indices, 9)
+    probs = torch.rand(1030, 4, generator=torch.Generator().manual_seed(3))
+    assert y.nbytes > 16 << 20
+    with poisoned_memory():
+        rows = OPS["permute"].overload(x, row_of, 4200)
+        grads = OPS["unpermute_backward"].overload(x, y, row_of, probs)
+    assert torch.equal(rows, REFERENCE["permute"](x, row_of, 4200))
+    wanted = REFERENCE["unpermute_backward"](x, y, row_of, probs)
+    for value, want in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-4)
+
+
 def test_there_and_back():
     """A token that kept all its k rows comes back k times; dropped pairs take theirs along."""
     x = random(6, 10)
