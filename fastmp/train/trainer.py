@@ -215,7 +215,9 @@ class Trainer:
             sums = (loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
             totals += torch.stack([each.detach().double() for each in sums])
             if own_counts is not None:
-                counts = own_counts.to(torch.int64) if counts is None else counts + own_counts
+                if counts is None:
+                    counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=self.device)
+                counts += own_counts
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
             if self._dp_cp is not None:
