@@ -322,3 +322,53 @@ def test_cost_formulas():
     assert counter.get_total_flops() == 2 * 24 * 8
     assert OPS["unpermute"].flops(y, row_of, None) == 24 * 8
     assert OPS["unpermute_backward"].flops(x, y, row_of, probs) == 3 * 24 * 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("experts", (8, 64, 256, 512))
+def test_sort_on_gpu(experts):
+    """Real sizes, without synchronisation, the same every time, and from a graph with other numbers."""
+    generator = torch.Generator("cuda").manual_seed(experts)
+
+    def draw() -> torch.Tensor:
+        shape, options = (8192, 8), {"generator": generator, "device": "cuda", "dtype": torch.int32}
+        return torch.randint(-1, experts, shape, **options)
+
+    indices, others = draw(), draw()
+    permutation(indices, experts)  # kernels are compiled
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runs = [permutation(indices, experts) for _ in range(5)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    wanted = REFERENCE["permutation"](indices.cpu(), experts)
+    for run in runs:
+        assert all(torch.equal(value.cpu(), want) for value, want in zip(run, wanted, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = permutation(indices, experts)
+    indices.copy_(others)
+    graph.replay()
+    wanted = REFERENCE["permutation"](others.cpu(), experts)
+    assert all(torch.equal(value.cpu(), want) for value, want in zip(captured, wanted, strict=True))
+
+
+@pytest.mark.gpu
+def test_more_than_two_to_the_31_elements_on_gpu():
+    """Rows turned round: where offsets of 32 bits would wrap, and the first row is the last."""
+    columns = 7168
+    many = (1 << 31) // columns + 1000
+    if torch.cuda.mem_get_info()[0] < 6 * many * columns * 2:
+        pytest.skip(f"needs {6 * many * columns * 2 >> 30} GiB of free GPU memory")
+    x = torch.zeros(many, columns, dtype=torch.bfloat16, device="cuda")
+    ends = torch.tensor([0, 1, many // 2, many - 2, many - 1], device="cuda")
+    x[ends] = torch.randn(5, columns, device="cuda").bfloat16()
+    row_of = torch.arange(many - 1, -1, -1, dtype=torch.int32, device="cuda").unsqueeze(1)
+    probs = torch.full((many, 1), 0.5, device="cuda")
+    rows = permute(x, row_of, many)
+    assert torch.equal(rows[many - 1 - ends], x[ends])
+    assert torch.equal(unpermute(rows, row_of, probs)[ends], x[ends] / 2)
+    dy, dprobs = torch.ops.fastmp.unpermute_backward(x, rows, row_of, probs)
+    assert torch.equal(dy[many - 1 - ends], x[ends] / 2)
+    torch.testing.assert_close(dprobs[ends, 0], x[ends].float().square().sum(1))
