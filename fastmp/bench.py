@@ -172,12 +172,14 @@ def _best(timings: Iterable[Timing], attribute: str, best: Callable[..., float])
     return found
 
 
-def _kernel(*ops: str, attribute: str = "of_floor", best: Callable[..., float] = max) -> Values:
-    """An attribute of ops alone: by default their share of the floor."""
+def _kernel(
+    *ops: str, attribute: str = "of_floor", best: Callable[..., float] = max, shapes: Sequence[str] = ("",)
+) -> Values:
+    """An attribute of ops alone, by default their share of the floor, where a case has one of `shapes`."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
         kernels = (t for t in timings if t.direction == "kernel" and t.workload in ops)
-        return _best(kernels, attribute, best)
+        return _best((t for t in kernels if any(shape in t.case for shape in shapes)), attribute, best)
 
     return values
 
@@ -218,6 +220,7 @@ def _times_as_fast(workload: str, rival: str, direction: str) -> Values:
 
 
 _CE, _LCE = "cross_entropy", "linear_cross_entropy"
+_LARGE_EXPERTS = ("[4, ", "[8, ", "[16, ")
 _LIGER_MEGATRON, _MEGATRON = "Liger for Megatron", "as Megatron, compiled"
 H200_GOALS = (
     Goal("cross-entropy forward", 0.92, _kernel("cross_entropy_stats"), "of floor"),
@@ -256,6 +259,10 @@ H200_GOALS = (
     Goal("permute", 0.90, _kernel("permute"), "of floor"),
     Goal("unpermute forward and backward", 0.88, _kernel("unpermute", "unpermute_backward"), "of floor"),
     Goal("unpermute", 2.0, _times_as_fast("unpermute", "torch eager", "both"), "x torch eager"),
+    Goal("grouped products, large experts", 0.90, _kernel("grouped_mm", shapes=_LARGE_EXPERTS), "of floor"),
+    Goal("grouped products, all shapes", 0.80, _kernel("grouped_mm"), "of floor"),
+    Goal("grouped products", 1.02, _times_as_fast("grouped_mm", "torch fused", "forward"), "x torch fused"),
+    Goal("grouped products, weight gradient added", 0.88, _kernel("grouped_mm_wgrad_"), "of floor"),
 )
 
 

@@ -62,7 +62,7 @@ def test_a_gpu_run_would_speak_to_every_goal():
     timings = []
     for module in (importlib.import_module(f"benchmarks.{name}") for name in NAMES):
         shapes = getattr(module, "SHAPES", {})
-        timings += [timing(f"{op} {s}", op, "kernel", "triton") for op in shapes for s in shapes[op]]
+        timings += [timing(f"{op} {list(s)}", op, "kernel", "triton") for op in shapes for s in shapes[op]]
         for work in module.WORKLOADS:
             timings += [
                 timing(f"{work.name} {list(shape)} bfloat16", work.name, direction, rival)

@@ -50,7 +50,9 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 def _of_each_row(offsets: Tensor, rows: int) -> Tensor:
     """The expert of each row; one more than there are where it has none."""
-    return torch.searchsorted(offsets, torch.arange(rows, dtype=torch.int32), right=True)
+    return torch.searchsorted(
+        offsets, torch.arange(rows, dtype=torch.int32, device=offsets.device), right=True
+    )
 
 
 def _eager_grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
