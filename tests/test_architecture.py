@@ -22,6 +22,7 @@ ALLOWED = {
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
     "fastmp.parallel.schedule": set(),
+    "fastmp.parallel.simulate": {"parallel.schedule"},
     "fastmp.sizes": {"config"},
     "fastmp.plan": {"parallel.grid", "config", "sizes", "train.recipe"},
     "fastmp.bench": set(),
@@ -35,7 +36,7 @@ ALLOWED = {
 }
 STDLIB_ONLY = (
     *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan"),
-    *("fastmp.parallel.schedule", "fastmp.sizes"),
+    *("fastmp.parallel.schedule", "fastmp.parallel.simulate", "fastmp.sizes"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
