@@ -2,6 +2,7 @@
 
 fastmp plan groups --world-size 16 --tp 4                           which ranks form which groups
 fastmp plan recipe configs/mixtral-8x7b.toml --world-size 64        what a rank of a recipe would hold
+fastmp plan schedule --pp 4 --vpp 2 --num-microbatches 8            what pipeline ranks do in which order
 """
 
 from __future__ import annotations
@@ -13,12 +14,24 @@ from collections.abc import Iterator
 
 from fastmp.config import Recipe
 from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.schedule import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SCHEDULES,
+    Step,
+    integers,
+    orders,
+    warmup,
+)
+from fastmp.parallel.simulate import Costs, Simulation, simulate
 from fastmp.sizes import count_parameters, flops_per_token, pad_vocab
 from fastmp.train.recipe import load_recipe
 
 DENSE = ("tp", "cp", "dp", "pp", "mp", "embedding")
 EXPERT = ("etp", "ep", "edp", "pp")
 _LINE_WIDTH, _MAX_RUNS = 80, 8  # longer lists are shortened for people, never in JSON
+_MOST_RANKS, _MOST_STEPS = 32, 128
 
 
 class _Parser(argparse.ArgumentParser):
@@ -182,11 +195,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["recipe"]:
         return _recipe_main(arguments[1:])
+    if arguments[:1] == ["schedule"]:
+        return _schedule_main(arguments[1:])
     parser = _Parser(
         prog="fastmp plan",
         usage="fastmp plan [groups] --world-size N [--tp N] [--pp N] [options]\n"
-        "       fastmp plan recipe FILE --world-size N [--json]",
-        description="Print which ranks form which groups, or what a rank of a recipe would hold.",
+        "       fastmp plan recipe FILE --world-size N [--json]\n"
+        "       fastmp plan schedule --pp N --num-microbatches N [--vpp N] [options]",
+        description="Print which ranks form which groups, what a rank of a recipe would hold, or what "
+        "pipeline ranks do in which order.",
         allow_abbrev=False,
     )
     add_arguments(parser)
@@ -220,3 +237,116 @@ def _recipe_main(arguments: list[str]) -> int:
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_recipe(facts)))
     return 0
+
+
+def schedule_facts(run: Simulation, schedule: str, group_size: int | None) -> dict[str, object]:
+    """Orders, as integers or, with split backwards, as [kind, microbatch, chunk], and their figures."""
+    pp = len(run.orders)
+    split = schedule != "1f1b"
+    sizes = (pp, run.num_microbatches, run.vpp, group_size, schedule)
+    return {
+        "orders": [[list(step) for step in order] if split else integers(order) for order in run.orders],
+        "warmup": [warmup(rank, *sizes) for rank in range(pp)],
+        "peak_in_flight": list(run.peak_activations),
+        "bubble": run.bubble,
+    }
+
+
+def describe_schedule(run: Simulation, schedule: str, group_size: int | None) -> Iterator[str]:
+    """The lines a person reads: figures, then each rank's steps as chunk + 1, with - for a backward."""
+    pp, path = len(run.orders), run.critical_path
+    sizes = (pp, run.num_microbatches, run.vpp, group_size, schedule)
+    groups = f" in groups of {group_size or pp}" if run.vpp > 1 else ""
+    yield f"{schedule}: pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
+    yield (
+        f"bubble {run.bubble:.4g} of the work: ranks idle {run.bubble / (1 + run.bubble):.1%} of "
+        f"{run.makespan:g}, while a forward takes {run.costs.forward:g}, its backward "
+        f"{run.costs.backward_input:g} + {run.costs.backward_weight:g}, a message {run.costs.p2p:g}"
+    )
+    steps = sum(event.end - event.start for event in path)
+    yield f"critical path: {len(path)} steps take {steps:g}, messages {run.makespan - steps:g}\n"
+    width = len(str(pp - 1))
+    for rank, order in enumerate(run.orders):
+        if pp > _MOST_RANKS and _MOST_RANKS - 1 <= rank < pp - 1:
+            if rank == pp - 2:
+                yield "..."
+            continue
+        texts = [_short(step) for step in order]
+        if len(texts) > _MOST_STEPS:
+            texts = [*texts[: _MOST_STEPS // 2], "...", *texts[-_MOST_STEPS // 4 :]]
+        first, peak = warmup(rank, *sizes), run.peak_activations[rank]
+        yield f"rank {rank:<{width}}  warm-up {first:<3} peak {peak:<3}  {' '.join(texts)}"
+
+
+def _short(step: Step) -> str:
+    """chunk + 1, - for a backward, i or w for the halves of one."""
+    sign = "" if step.kind == FORWARD else "-"
+    half = {BACKWARD_INPUT: "i", BACKWARD_WEIGHT: "w"}.get(step.kind, "")
+    return f"{sign}{step.chunk + 1}{half}"
+
+
+def _schedule_main(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="fastmp plan schedule",
+        description="Print what each pipeline rank does in one step, in which order, and what that costs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="chunks of each rank (default: 1)")
+    parser.add_argument(
+        "--num-microbatches", "--num_microbatches", type=int, required=True, metavar="N", help="of one step"
+    )
+    parser.add_argument(
+        "--group-size",
+        "--group_size",
+        type=int,
+        metavar="N",
+        help="microbatches through a chunk before the next one (default: pp)",
+    )
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
+    for name, text in [
+        ("forward", "time of a chunk's forward"),
+        ("backward-input", "time of a chunk's backward of its inputs"),
+        ("backward-weight", "time of a chunk's backward of its weights"),
+        ("p2p", "time of a message between two ranks"),
+    ]:
+        default = 0.0 if name == "p2p" else 1.0
+        parser.add_argument(
+            f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default: {default:g})"
+        )
+    parser.add_argument("--json", action="store_true", help="orders, warm-up, peaks and bubble, as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw it: png, svg or pdf")
+    options = parser.parse_args(arguments)
+    costs = Costs(options.forward, options.backward_input, options.backward_weight, options.p2p)
+    chosen = (options.schedule, options.group_size)
+    try:
+        run = simulate(
+            orders(options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule),
+            costs,
+        )
+        if options.plot:
+            _plot_schedule(run, options.schedule, options.plot)
+    except (ValueError, OSError) as error:
+        what = str(error).removeprefix("schedule: ").removeprefix("simulate: ")
+        print(f"fastmp plan schedule: {what}", file=sys.stderr)
+        return 2
+    except ImportError:
+        what = 'no picture: matplotlib is missing (pip install "fastmp[viz]")'
+        print(f"fastmp plan schedule: {what}", file=sys.stderr)
+        return 2
+    print(
+        json.dumps(schedule_facts(run, *chosen))
+        if options.json
+        else "\n".join(describe_schedule(run, *chosen))
+    )
+    return 0
+
+
+def _plot_schedule(run: Simulation, schedule: str, out: str) -> None:
+    from fastmp.parallel.schedule_plot import draw
+
+    pp = len(run.orders)
+    title = (
+        f"{schedule}, pp {pp}, vpp {run.vpp}, {run.num_microbatches} microbatches: bubble {run.bubble:.3g}"
+    )
+    draw([run.timeline(rank) for rank in range(pp)], out, title=title)
