@@ -133,7 +133,7 @@ def test_capacity_drops_what_the_policy_says(policy, logits, k, factor):
             layer(forced(layer, logits))
         return
     capacity = -int(-share // 1)
-    assert not len(logits) or layer.capacity(logits.shape) == capacity
+    assert not len(logits) or layer._capacity(logits) == capacity
     compare(layer, forced(layer, logits), keep(capacity, policy))
 
 

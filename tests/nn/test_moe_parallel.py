@@ -104,7 +104,7 @@ def loop_case(rank, world):
     """Ranks that share experts know the rows of each: products one after another, where that is faster."""
     module = sys.modules["fastmp.ops.grouped_mm"]  # the package's name is the function's
     module.grouped_mm_choice = lambda sizes, *arguments: seen.append(list(sizes)) or "loop"
-    for layout in ({"ep": 2}, {"tp": 2}):
+    for layout in ({"ep": 2}, {"etp": 2}):
         groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
         for dispatcher in ("alltoall", "allgather"):
             seen = []
@@ -222,7 +222,7 @@ def short_case(rank, world):
             config = with_moe(dispatcher=dispatcher)
             compare(rank, config, groups, S, 2, False, f"{dispatcher}, S={S}")
     many = make_moe(plain_moe(top_k=4, capacity_factor=1.0), groups)
-    assert many.capacity((5, 4)) == 4 and many(hidden_states(5, 4))[0].shape == (5, 4, 16)
+    assert many._capacity(hidden_states(5, 4)) == 4 and many(hidden_states(5, 4))[0].shape == (5, 4, 16)
 
 
 def test_sequences_shorter_than_the_tensor_parallel_group():
@@ -352,12 +352,29 @@ def bad_case(rank, world):
         r"different num_experts: \[8, 8, 9\]": plain_moe(num_experts=9 if rank == 2 else 8),
         r"different top_k: \[2, 3, 2\]": plain_moe(top_k=3 if rank == 1 else 2),
         r"different hidden_size: \[16, 16, 32\]": replace(plain_moe(), hidden_size=32 if rank == 2 else 16),
+        r"different activation: \['gelu', 'swiglu', 'swiglu'\]": replace(
+            plain_moe(), activation="gelu" if rank == 0 else "swiglu"
+        ),
         r"different dispatcher: \['allgather', 'alltoall', 'alltoall'\]": plain_moe(
             dispatcher="allgather" if rank == 0 else "alltoall"
         ),
     }
     for message, config in different.items():
         refused(f"MoELayer: ranks of one expert group have {message}", make_moe, config, three)
+    refused(
+        r"different dtype: \['torch.float64', 'torch.float64', 'torch.float32'\]",
+        lambda: make_moe(plain_moe(), three, dtype=torch.float32 if rank == 2 else torch.float64),
+    )
+    for dispatcher in ("alltoall", "allgather"):  # ranks of one sequence each
+        own = make_moe(
+            plain_moe(num_experts=9, top_k=1, capacity_factor=1.0, dispatcher=dispatcher), three
+        )
+        for short, tokens in ((0, 8), (2, 2)):
+            refused(
+                rf"MoELayer: the {tokens} tokens of rank {short} of the expert group are too few",
+                own,
+                hidden_states(tokens if rank == short else 20, 1),
+            )
     small = ParallelGroups.create(RankGrid(world_size=world, tp=3, ep=1, etp=3))
     layer = make_moe(plain_moe(top_k=1, capacity_factor=1.0), small)
     refused(  # the last rank has no token of these four positions

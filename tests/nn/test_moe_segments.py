@@ -73,7 +73,7 @@ def test_one_rank_never_waits(capacity):
     assert crossing["combine"] == [hidden, (), (E,), hidden]
 
 
-def one_copy(rank, world_size, layout, dispatcher, sequence_parallel, tokens):
+def copies_case(rank, world_size, layout, dispatcher, sequence_parallel, tokens):
     """Rank 0 of a world of shapes only; the matrix of counts is made up where it is copied."""
     dist.destroy_process_group()
     size = RankGrid(world_size=layout["world_size"], **layout["axes"]).world_size
@@ -89,7 +89,8 @@ def one_copy(rank, world_size, layout, dispatcher, sequence_parallel, tokens):
         def wait(self):
             with unset_fake_temporarily():
                 rows, columns = copies[0]
-                counts = [3 * tokens - 7, *[1] * 7] + [tokens] * (columns - 8)
+                counts = [3 * tokens - 7, *[1] * 7, tokens]
+                assert columns == len(counts)
                 return torch.tensor(counts, dtype=torch.int32).repeat(rows, 1)
 
     def on_the_host(function):
@@ -101,13 +102,12 @@ def one_copy(rank, world_size, layout, dispatcher, sequence_parallel, tokens):
 
     dispatch_module.HostCopy = MadeUp
     for kind in (dispatch_module.AllToAllDispatcher, dispatch_module.AllGatherDispatcher):
-        for name in ("sizes", "_splits", "_rows"):
+        for name in ("sizes", "_splits", "_rows", "_accepted"):
             if hasattr(kind, name):
                 setattr(kind, name, on_the_host(getattr(kind, name)))
     layer_module._agree = lambda *args: None
     crossing = run_on_meta(with_moe(dispatcher=dispatcher), groups, sequence_parallel)
-    assert len(copies) == 1, copies
-    return crossing
+    return len(copies), crossing
 
 
 @pytest.mark.parametrize("dispatcher", ("alltoall", "allgather"))
@@ -119,14 +119,25 @@ def one_copy(rank, world_size, layout, dispatcher, sequence_parallel, tokens):
 def test_divided_experts_wait_once(world, axes, sequence_parallel, dispatcher):
     layout = {"world_size": world, "axes": axes}
     T = 12 if sequence_parallel or "tp" not in axes else 6
-    (crossing,) = run_ranks(one_copy, 1, layout, dispatcher, sequence_parallel, T)
+    ((copies, crossing),) = run_ranks(copies_case, 1, layout, dispatcher, sequence_parallel, T)
+    assert copies == 1
     assert list(crossing) == FRONT + BACK
     assert crossing["router"][0] == (T, 16)
     assert crossing["combine"] == [(6, 2, 16), (), (8,), (6, 2, 16)]
 
 
+@pytest.mark.parametrize("sequence_parallel", (True, False))
+def test_tensor_parallel_ranks_that_hold_all_experts_never_wait(sequence_parallel):
+    layout, T = {"world_size": 4, "axes": {"tp": 4}}, 12 if sequence_parallel else 4
+    ((copies, crossing),) = run_ranks(copies_case, 1, layout, "alltoall", sequence_parallel, T)
+    assert copies == 0
+    assert crossing["router"][0] == (T, 16)
+    assert crossing["dispatch"][0] == (3 * 4 * T, 16)  # k rows of the tokens of four ranks
+    assert crossing["combine"] == [(6, 2, 16), (), (8,), (6, 2, 16)]
+
+
 def flags_case(rank, world):
-    layouts = {"edp": {}, "ep": {"ep": 2}, "etp": {"etp": 2}}
+    layouts = {"edp": {}, "tp": {"tp": 2}, "ep": {"ep": 2}, "etp": {"etp": 2}}
     groups = {
         name: ParallelGroups.create(RankGrid(world_size=world, **axes)) for name, axes in layouts.items()
     }
@@ -141,7 +152,7 @@ def test_what_can_be_captured():
     assert alone == dict.fromkeys(FRONT + BACK, True)
     divided = dict.fromkeys(FRONT, True) | dict.fromkeys(BACK, False)
     for flags in run_ranks(flags_case, 2):
-        assert flags == {"edp": alone, "ep": divided, "etp": divided}
+        assert flags == {"edp": alone, "tp": alone, "ep": divided, "etp": divided}
 
 
 def test_without_a_shared_expert_there_is_no_segment_for_it():

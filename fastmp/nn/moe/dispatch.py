@@ -5,12 +5,14 @@ one expert-parallel rank lie in a row. `AllToAllDispatcher` sends them; what arr
 by expert, and is sorted once more. With expert tensor parallelism the ranks of an `etp` group, which hold
 other tokens and other parts of the same experts, share their rows: all-gather in, reduce-scatter out.
 `AllGatherDispatcher` brings all tokens of the etp-ep group to each of its ranks, which takes what is for its
-experts; a reduce-scatter adds up the outputs. One rank alone has nothing to send (`LocalDispatcher`).
+experts; a reduce-scatter adds up the outputs. One rank alone has nothing to send (`LocalDispatcher`), and
+ranks that divide each expert, but hold all of them, share all their tokens (`SharingDispatcher`).
 
 How many rows go where is known on the device only. All ranks of the etp-ep group gather each other's counts
 there, a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the host:
 the only time that the host waits for the device. Every size in it and after it comes from that matrix, which
-is the same on all ranks: they cannot disagree. A rank alone copies nothing.
+is the same on all ranks: they cannot disagree. Where a rank cannot go on, it says so in its row of the matrix,
+and all of them stop. With all experts on every rank nothing is copied.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, M rows at the experts,
 R ranks of the etp-ep group.
@@ -19,6 +21,7 @@ R ranks of the etp-ep group.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -36,7 +39,13 @@ from fastmp.parallel.collectives import (
 )
 from fastmp.parallel.groups import ParallelGroups
 
-__all__ = ["AllGatherDispatcher", "AllToAllDispatcher", "LocalDispatcher", "make_dispatcher"]
+__all__ = [
+    "AllGatherDispatcher",
+    "AllToAllDispatcher",
+    "LocalDispatcher",
+    "SharingDispatcher",
+    "make_dispatcher",
+]
 
 
 def make_dispatcher(moe: MoEConfig, groups: ParallelGroups | None) -> LocalDispatcher:
@@ -46,6 +55,8 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups | None) -> LocalDispa
     """
     if groups is None or groups.etp_ep is None:
         return LocalDispatcher(moe.num_experts)
+    if group_size(groups.ep) == 1 and _within(groups.etp, groups.tp):
+        return SharingDispatcher(moe.num_experts, groups.etp)
     kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
     axes = groups.grid.expert_axes
     etp_first = "etp" not in axes or "ep" not in axes or axes.index("etp") < axes.index("ep")
@@ -63,12 +74,13 @@ class LocalDispatcher:
 
     The three steps of a dispatcher pass each other tensors only:
 
-    preprocess(indices (T, k), probs (T, k)) -> plan, `num_planned` tensors
+    preprocess(indices (T, k), probs (T, k), room, refused) -> plan, `num_planned` tensors
     dispatch(tokens (T, H), *plan) -> rows (M, H), offsets (L,), and `num_kept` more tensors
-    combine(outputs (M, H), *those) -> (T, H)
+    combine(outputs (M, H), *those) -> (T, H), or (room, H) where that is more
 
     `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
-    count as zeros. `capturable`: `dispatch` and `combine` neither wait nor have shapes that depend on data.
+    count as zeros. `room`: how many tokens a rank of the tensor-parallel group has at most, the same on all.
+    `refused`: they are too few for the capacity; if others wait for this rank, a ValueError on all of them. `capturable`: `dispatch` and `combine` neither wait nor have shapes that depend on data.
     """
 
     capturable = True
@@ -78,7 +90,7 @@ class LocalDispatcher:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
-    def preprocess(self, indices: Tensor, probs: Tensor) -> Tensors:
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)
         return probs, row_of, offsets
 
@@ -90,6 +102,33 @@ class LocalDispatcher:
 
     def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor) -> Tensor:
         return unpermute(outputs, row_of, probs)
+
+
+class SharingDispatcher(LocalDispatcher):
+    """Every rank of an `etp` group has its part of all experts, and takes the tokens of all.
+
+    The group lies within a tensor-parallel one, so the ranks hold parts of one sequence and know how many
+    tokens each other has: all shapes are static.
+    """
+
+    def __init__(self, num_experts: int, etp_group: ProcessGroup) -> None:
+        super().__init__(num_experts)
+        self.etp_group = etp_group
+
+    def __deepcopy__(self, memo: dict[int, object]) -> SharingDispatcher:
+        return self  # as below
+
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
+        everyones = all_gather(_padded(indices, room, -1), self.etp_group)[0]
+        return super().preprocess(everyones, probs, room)
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor) -> Tensors:
+        room = row_of.shape[0] // group_size(self.etp_group)
+        tokens, probs = (gather_sequence(_padded(part, room), self.etp_group) for part in (tokens, probs))
+        return super().dispatch(tokens, probs, row_of, offsets)
+
+    def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor) -> Tensor:
+        return reduce_scatter_sequence(super().combine(outputs, probs, row_of), self.etp_group)
 
 
 class _Exchanging(LocalDispatcher):
@@ -124,8 +163,23 @@ class _Exchanging(LocalDispatcher):
     def __deepcopy__(self, memo: dict[int, object]) -> _Exchanging:
         return self  # has no state, and a copy of a layer works in the same groups
 
+    def _everyones(self, offsets: Tensor, tokens: int) -> Tensor:
+        """(R, E + 1): what each rank has for each expert, and its tokens; less than none if they are refused."""
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        return all_gather(F.pad(counts, (0, 1), value=tokens).unsqueeze(0), self.etp_ep_group)[0]
+
+    def _accepted(self, host_RX: Tensor) -> Tensor:
+        """The matrix on the host; ValueError where a rank has refused its tokens."""
+        for rank, tokens in enumerate(host_RX[:, -1].tolist()):
+            if tokens < 0:
+                raise ValueError(
+                    f"MoELayer: the {-1 - tokens} tokens of rank {rank} of the expert group are too few: its "
+                    "experts would have a capacity of less than one token"
+                )
+        return host_RX
+
     def _local(self, matrix_RX: Tensor) -> Tensor:
-        """Columns of a matrix (R, >= E) that are about this rank's experts, as (etp, ep, L)."""
+        """Columns of a matrix (R, E + 1) that are about this rank's experts, as (etp, ep, L)."""
         first = self.ep_rank * self.num_local
         local = matrix_RX[:, first : first + self.num_local]
         if self.etp_varies_first:
@@ -138,45 +192,44 @@ class AllToAllDispatcher(_Exchanging):
 
     num_kept = 4
 
-    def preprocess(self, indices: Tensor, probs: Tensor) -> Tensors:
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)
-        counts_1E = torch.diff(offsets, prepend=offsets.new_zeros(1)).unsqueeze(0)
-        return probs, row_of, all_gather(counts_1E, self.etp_ep_group)[0]
+        return probs, row_of, self._everyones(offsets, -1 - room if refused else indices.shape[0])
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, matrix_RE: Tensor) -> Tensors:
-        copy = HostCopy(matrix_RE)
+    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, matrix_RX: Tensor) -> Tensors:
+        copy = HostCopy(matrix_RX)
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
-        host_RE = copy.wait()
-        sent, received, by_etp = self._splits(host_RE)
+        host_RX = self._accepted(copy.wait())
+        sent, received, by_etp = self._splits(host_RX)
         rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
         if self.etp > 1:
             rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group)
-        row_of_arrived, offsets = permutation(self._experts_of(matrix_RE, by_etp), self.num_local)
+        row_of_arrived, offsets = permutation(self._experts_of(matrix_RX, by_etp), self.num_local)
         rows = permute(rows, row_of_arrived, sum(by_etp))
-        return rows, offsets, probs, row_of, row_of_arrived, host_RE
+        return rows, offsets, probs, row_of, row_of_arrived, host_RX
 
-    def sizes(self, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RE: Tensor) -> list[int]:
-        return self._local(host_RE).sum((0, 1)).tolist()
+    def sizes(self, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RX: Tensor) -> list[int]:
+        return self._local(host_RX).sum((0, 1)).tolist()
 
     def combine(
-        self, outputs: Tensor, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RE: Tensor
+        self, outputs: Tensor, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RX: Tensor
     ) -> Tensor:
-        sent, received, by_etp = self._splits(host_RE)
+        sent, received, by_etp = self._splits(host_RX)
         rows = unpermute(outputs, row_of_arrived, None)
         if self.etp > 1:
             rows = _first(reduce_scatter_sequence(rows, self.etp_group), by_etp[self.etp_rank])
         rows = all_to_all(rows, received, sent, self.ep_group, check=False)
         return unpermute(rows, row_of, probs)
 
-    def _splits(self, host_RE: Tensor) -> tuple[list[int], list[int], list[int]]:
+    def _splits(self, host_RX: Tensor) -> tuple[list[int], list[int], list[int]]:
         """Rows sent to and received from each rank of `ep`, and those that arrive at each rank of `etp`."""
-        sent = host_RE[self.rank].view(self.ep, -1).sum(1).tolist()
-        arriving = self._local(host_RE).sum(2)
+        sent = host_RX[self.rank, :-1].view(self.ep, -1).sum(1).tolist()
+        arriving = self._local(host_RX).sum(2)
         return sent, arriving[self.etp_rank].tolist(), arriving.sum(1).tolist()
 
-    def _experts_of(self, matrix_RE: Tensor, by_etp: list[int]) -> Tensor:
+    def _experts_of(self, matrix_RX: Tensor, by_etp: list[int]) -> Tensor:
         """The local expert (rows, 1) of each row that arrived: by source, then by expert; -1 is padding."""
-        repeats = self._local(matrix_RE).reshape(self.etp, -1)
+        repeats = self._local(matrix_RX).reshape(self.etp, -1)
         longest = max(by_etp)
         padding = longest - repeats.sum(1, keepdim=True)
         local = torch.arange(self.num_local, dtype=torch.int32, device=repeats.device).repeat(self.ep)
@@ -190,15 +243,12 @@ class AllGatherDispatcher(_Exchanging):
 
     num_kept = 3
 
-    def preprocess(self, indices: Tensor, probs: Tensor) -> Tensors:
-        """The matrix has one more column: the tokens of each rank."""
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         _, offsets = permutation(indices, self.num_experts)
-        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        counts_1X = F.pad(counts, (0, 1), value=indices.shape[0]).unsqueeze(0)
-        return indices, probs, all_gather(counts_1X, self.etp_ep_group)[0]
+        return indices, probs, self._everyones(offsets, -1 - room if refused else indices.shape[0])
 
     def dispatch(self, tokens: Tensor, indices: Tensor, probs: Tensor, matrix_RX: Tensor) -> Tensors:
-        host_RX = HostCopy(matrix_RX).wait()
+        host_RX = self._accepted(HostCopy(matrix_RX).wait())
         longest, rows_here, _ = self._rows(host_RX)
         tokens, probs = (
             gather_sequence(_padded(part, longest), self.etp_ep_group) for part in (tokens, probs)
@@ -221,6 +271,12 @@ class AllGatherDispatcher(_Exchanging):
         """The most tokens that a rank has, the rows of this rank's experts, and this rank's tokens."""
         tokens = host_RX[:, -1].tolist()
         return max(tokens), int(self._local(host_RX).sum()), tokens[self.rank]
+
+
+def _within(group: ProcessGroup | None, other: ProcessGroup | None) -> bool:
+    if group is None or other is None:
+        return False
+    return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
 
 
 class HostCopy:

@@ -2,9 +2,10 @@
 
     router, preprocess, shared_experts | dispatch, experts, combine
 
-The first three have fixed shapes and never wait for the device. With experts divided over ranks, `dispatch`
+The first three have fixed shapes and never wait for the device. With experts on several ranks, `dispatch`
 begins with the one copy to the host that tells how many rows go where, and what follows it has shapes that
-depend on the data; on one rank (and over edp only) all six can be captured.
+depend on the data. With all of them on every rank, whole or divided over a tensor-parallel group, all six can be
+captured.
 
 Inside the layer tokens are divided over the tensor-parallel group. Under sequence parallelism they are so
 already; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
@@ -82,7 +83,7 @@ class MoELayer(SegmentedLayer):
         super().__init__()
         self.moe = moe_config("MoELayer", config)
         self.groups, self.sequence_parallel = groups, sequence_parallel
-        _agree(config, groups)
+        _agree(config, groups, torch.get_default_dtype() if dtype is None else dtype)
         place = {"device": device, "dtype": dtype}
         self.router = Router(config, groups=groups, rng=rng, **place)
         self.experts = GroupedExperts(
@@ -119,18 +120,18 @@ class MoELayer(SegmentedLayer):
     # input, in whose place the output of the shared expert goes.
 
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
+        self._capacity(hidden_SBH)  # an error comes before the router's collectives
         tokens_SBH = self._own_tokens(hidden_SBH)
         indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH)
         return tokens_SBH.flatten(0, 1), indices_Tk, probs_Tk, aux, counts_E, hidden_SBH, *carried
 
     def _preprocess(self, tokens_TH: Tensor, indices_Tk: Tensor, probs_Tk: Tensor, *rest: Tensor) -> Tensors:
-        hidden_SBH = rest[2]
-        if self.training and self.moe.capacity_factor is not None and hidden_SBH.numel():
-            capacity = self.capacity(hidden_SBH.shape)
+        room, capacity = self._room(rest[2]), self._capacity(rest[2])
+        if capacity is not None:
             indices_Tk, probs_Tk = apply_capacity(
-                indices_Tk, probs_Tk, self.moe.num_experts, capacity, self.moe.drop_policy
+                indices_Tk, probs_Tk, self.moe.num_experts, max(capacity, 1), self.moe.drop_policy
             )
-        return tokens_TH, *self.dispatcher.preprocess(indices_Tk, probs_Tk), *rest
+        return tokens_TH, *self.dispatcher.preprocess(indices_Tk, probs_Tk, room, capacity == 0), *rest
 
     def _shared(self, *tensors: Tensor) -> Tensors:
         before = tensors[: self._shared_place]
@@ -172,19 +173,27 @@ class MoELayer(SegmentedLayer):
             output_SBH = output_SBH + hidden_SBH
         return output_SBH, aux, counts_E, *carried
 
-    def capacity(self, shape: torch.Size) -> int:
-        """Tokens that an expert takes of one rank, for hidden states (S, B, ...); the same on all TP ranks.
+    def _capacity(self, hidden_SBH: Tensor) -> int | None:
+        """Tokens that an expert takes of one rank, the same on all TP ranks; None for all there are.
 
-        ValueError for less than one.
+        ValueError for less than one. Where ranks wait for each other it is 0, and all of them will raise.
         """
-        moe, tokens = self.moe, self._part(shape[0]) * shape[1]
+        moe, tokens = self.moe, self._room(hidden_SBH)
+        if not self.training or moe.capacity_factor is None or not hidden_SBH.numel():
+            return None
         share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
-        if share < 1.0:
-            raise ValueError(
-                f"MoELayer: a capacity of {share:g} tokens is less than one: capacity_factor "
-                f"{moe.capacity_factor:g} x {tokens} tokens x top_k {moe.top_k} / {moe.num_experts} experts"
-            )
-        return math.ceil(share)
+        if share >= 1.0:
+            return math.ceil(share)
+        if not self.dispatcher.capturable:  # the next that ranks do is to tell each other their counts
+            return 0
+        raise ValueError(
+            f"MoELayer: a capacity of {share:g} tokens is less than one: capacity_factor "
+            f"{moe.capacity_factor:g} x {tokens} tokens x top_k {moe.top_k} / {moe.num_experts} experts"
+        )
+
+    def _room(self, hidden_SBH: Tensor) -> int:
+        """The most tokens that a TP rank has."""
+        return self._part(hidden_SBH.shape[0]) * hidden_SBH.shape[1]
 
     def _part(self, S: int) -> int:
         """Positions of the sequence that are a rank's, except on the last ranks of a length that TP does not
@@ -227,13 +236,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _agree(config: GPTConfig, groups: ParallelGroups | None) -> None:
+def _agree(config: GPTConfig, groups: ParallelGroups | None, dtype: torch.dtype) -> None:
     """Refuse layers of different kinds on ranks that share experts, on all of them and before any rank waits
     for rows that will not come."""
     group = None if groups is None else groups.etp_ep
     if group is None:
         return
-    own = {"hidden_size": config.hidden_size, **asdict(config.moe)}
+    shape = {"hidden_size": config.hidden_size, "activation": config.activation, "dtype": str(dtype)}
+    own = {**shape, **asdict(config.moe)}
     everyones: list[dict] = [{}] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     for name, value in everyones[0].items():
