@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from fastmp import plan
-from fastmp.parallel.schedule import Step, integers, orders
+from fastmp import cli, plan
+from fastmp.parallel.schedule import Step, build, integers, orders
 from fastmp.parallel.schedule_plot import draw
 from fastmp.parallel.simulate import simulate
 
+PAGE = (Path(__file__).resolve().parent.parent / "docs" / "pipeline.md").read_text()
 EXAMPLE = ["schedule", "--pp", "4", "--vpp", "2", "--num-microbatches", "8"]
 
 
@@ -144,3 +148,26 @@ def test_planning_imports_neither_torch_nor_matplotlib():
     )
     command = [sys.executable, "-c", code, "plan", *EXAMPLE]
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_the_page_on_pipelines_shows_what_is_printed(capsys):
+    blocks = re.findall(r"```\n\$ fastmp (plan .*)\n((?:.*\n)*?)```", PAGE)
+    assert blocks
+    for command, expected in blocks:
+        assert cli.main(shlex.split(command)) == 0
+        assert capsys.readouterr().out == expected
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code, {})
+    assert capsys.readouterr().out.startswith("60.5 0.2604")
+
+
+def test_the_page_on_pipelines_has_the_table_of_the_benchmark():
+    from benchmarks.bench_schedule import bubbles
+
+    assert "\n".join(bubbles()) in PAGE
+
+
+def test_the_page_on_pipelines_shows_a_deadlock():
+    with pytest.raises(ValueError) as caught:
+        simulate([build(rank, 4, 8, 2, 3, "1f1b") for rank in range(4)])
+    assert str(caught.value) in " ".join(PAGE.split())
