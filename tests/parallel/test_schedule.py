@@ -145,6 +145,43 @@ def test_activations_in_flight_are_bounded(sizes, schedule):
             assert peak <= min(most, num_microbatches * vpp)
 
 
+def messages(steps: tuple[tuple[Step, ...], ...], vpp: int):
+    """What goes from rank to rank, (kind, microbatch, stage it is for): as it is sent, as it is needed."""
+    pp = len(steps)
+    sent: dict[tuple[int, int], list] = {}
+    needed: dict[tuple[int, int], list] = {}
+    for rank, mine in enumerate(steps):
+        for kind, microbatch, chunk in mine:
+            if kind == BACKWARD_WEIGHT:
+                continue
+            stage = chunk * pp + rank
+            kind, hop = (FORWARD, 1) if kind == FORWARD else (BACKWARD, -1)
+            if 0 <= stage + hop < pp * vpp:
+                sent.setdefault((rank, (rank + hop) % pp), []).append((kind, microbatch, stage + hop))
+            if 0 <= stage - hop < pp * vpp:
+                needed.setdefault(((rank - hop) % pp, rank), []).append((kind, microbatch, stage))
+    return sent, needed
+
+
+@settings(max_examples=300)
+@given(sizes=accepted(), schedule=st.sampled_from(SCHEDULES))
+def test_messages_of_a_kind_are_needed_in_the_order_they_are_sent(sizes, schedule):
+    """So a queue for each pair of ranks and kind suffices. With two ranks, one for both kinds does not."""
+    pp, _, vpp, _ = sizes
+    assume(pp > 1)
+    sent, needed = messages(orders(*sizes, schedule), vpp)
+    assert sent.keys() == needed.keys()
+    for pair in sent:
+        for one in (FORWARD, BACKWARD):
+            assert [m for m in sent[pair] if m[0] == one] == [m for m in needed[pair] if m[0] == one]
+    assert pp == 2 or sent == needed
+
+
+def test_two_ranks_with_two_chunks_cross_their_messages():
+    sent, needed = messages(orders(2, 4, vpp=2, group_size=4), vpp=2)
+    assert sent[0, 1] != needed[0, 1] and sent[1, 0] != needed[1, 0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
