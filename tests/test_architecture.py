@@ -21,6 +21,7 @@ ALLOWED = {
     "fastmp.config": set(),
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
+    "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
     "fastmp.parallel.schedule": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
     "fastmp.sizes": {"config"},
@@ -44,7 +45,7 @@ ALLOWED = {
 }
 STDLIB_ONLY = (
     *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan"),
-    *("fastmp.parallel.schedule", "fastmp.parallel.simulate", "fastmp.sizes"),
+    *("fastmp.parallel.messages", "fastmp.parallel.schedule", "fastmp.parallel.simulate", "fastmp.sizes"),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

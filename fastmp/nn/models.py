@@ -10,6 +10,7 @@ activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence paralleli
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -48,6 +49,14 @@ class ExpertLosses(NamedTuple):
     counts: torch.Tensor
 
 
+class Part(NamedTuple):
+    """Of a model: embeddings if `first`, these layers, final norm and output layer if `last`."""
+
+    first: bool
+    layers: range
+    last: bool
+
+
 class GPT(nn.Module):
     """A language model over the TP group of `groups`.
 
@@ -59,6 +68,8 @@ class GPT(nn.Module):
         recompute: keep only the input of every layer for backward.
         shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
         init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
+        part: make this part only, see `fastmp.nn.stages`. With init="full" the rest is made, one module at a
+            time, and dropped: its weights are those of the whole model.
 
     Raises ValueError where TP does not divide heads, key/value heads or ffn size, and as `MoELayer` does.
     """
@@ -73,6 +84,7 @@ class GPT(nn.Module):
         recompute: bool = False,
         shard_recompute_input: bool = False,
         init: str = "full",
+        part: Part | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -93,21 +105,40 @@ class GPT(nn.Module):
             "dtype": dtype,
         }
         options = {"rng": rng, "init": init, **place}
+        self.part = Part(True, range(config.num_layers), True) if part is None else part
+        first, own_layers, last = self.part
+
+        def own(wanted: bool, make: Callable[[], nn.Module]) -> nn.Module | None:
+            """What is wanted; the rest moves the generator all the same, so that every part starts alike."""
+            module = make() if wanted or init == "full" else None
+            return module if wanted else None
+
         rows, drawn = pad_vocab(config.vocab_size, group_size(self.group)), {"init_method": self._init_words}
-        self.word_embedding = VocabParallelEmbedding(rows, config.hidden_size, **drawn, **options)
+        tied = config.tie_embeddings
+        self.word_embedding = own(
+            first or (last and tied),
+            lambda: VocabParallelEmbedding(rows, config.hidden_size, **drawn, **options),
+        )
         learned = config.position == "learned"
-        self.position_embedding = PositionEmbedding(config, **place) if learned else None
+        self.position_embedding = own(first, lambda: PositionEmbedding(config, **place)) if learned else None
         self.rotary = None if learned else RotaryPositions(config, device=device, dtype=dtype)
         self.dropout = Dropout(config.dropout, group=self.group, rng=rng, sharded=sequence_parallel)
-        self.layers = nn.ModuleList(
-            TransformerLayer(config, groups=groups, rotary=self.rotary, **options)
-            for _ in range(config.num_layers)
-        )
-        self.final_norm = make_norm(config, **place)
+        self.layers = nn.ModuleList()
+        for i in range(config.num_layers):
+            layer = own(
+                i in own_layers,
+                lambda: TransformerLayer(config, groups=groups, rotary=self.rotary, **options),
+            )
+            if layer is not None:  # under its number in the whole model
+                self.layers.add_module(str(i), layer)
+        self.final_norm = make_norm(config, **place) if last else None
         self.output_layer = None
-        if not config.tie_embeddings:
-            self.output_layer = ColumnParallelLinear(
-                config.hidden_size, rows, bias=False, gather_output=False, **drawn, **options
+        if not tied:
+            self.output_layer = own(
+                last,
+                lambda: ColumnParallelLinear(
+                    config.hidden_size, rows, bias=False, gather_output=False, **drawn, **options
+                ),
             )
         self._clear_padding()
 
@@ -123,9 +154,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _clear_padding(self) -> None:
-        for weight_VH in {self.word_embedding.weight, self.output_weight}:
-            first = group_rank(self.group) * weight_VH.shape[0]
-            weight_VH[max(self.config.vocab_size - first, 0) :].zero_()
+        for table in (self.word_embedding, self.output_layer):
+            if table is not None:
+                first = group_rank(self.group) * table.weight.shape[0]
+                table.weight[max(self.config.vocab_size - first, 0) :].zero_()
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
@@ -145,7 +177,12 @@ class GPT(nn.Module):
         self, tokens_BS: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
-        hidden_SBH, aux, counts = self.embed(tokens_BS), [], []
+        return self._run_layers(self.embed(tokens_BS))
+
+    def _run_layers(
+        self, hidden_SBH: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        aux, counts = [], []
         for layer in self.layers:
             if self.recompute:
                 shard_over = self.group if self.shard_recompute_input else None
@@ -197,6 +234,31 @@ class GPT(nn.Module):
         gradients of the output layer are made in the forward pass.
         """
         hidden_SBH, aux, counts = self._through_layers(tokens_BS)
+        loss_BS = self.token_losses(
+            hidden_SBH,
+            targets_BS,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            ignore_index=ignore_index,
+            token_weight_BS=token_weight_BS,
+            loss_grad_BS=loss_grad_BS,
+        )
+        if self.config.moe is None:
+            return loss_BS
+        return ExpertLosses(loss_BS, self._sum_aux(aux), torch.stack(counts))
+
+    def token_losses(
+        self,
+        hidden_SBH: torch.Tensor,
+        targets_BS: torch.Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        ignore_index: int = -100,
+        token_weight_BS: torch.Tensor | None = None,
+        loss_grad_BS: torch.Tensor | float | None = None,
+    ) -> torch.Tensor:
+        """Cross-entropy of every token (B, S), of what `hidden` returns; options as in `loss`."""
         loss_SB = vocab_parallel_linear_cross_entropy(
             self.final_norm(hidden_SBH),
             self.output_weight,
@@ -210,14 +272,12 @@ class GPT(nn.Module):
             vocab_size=self.config.vocab_size,
             loss_grad=loss_grad_BS.t() if isinstance(loss_grad_BS, torch.Tensor) else loss_grad_BS,
         )
-        if self.config.moe is None:
-            return loss_SB.t()
+        return loss_SB.t()
+
+    def _sum_aux(self, aux: list[torch.Tensor]) -> torch.Tensor:
+        """Over layers, then TP ranks: each has the part of its tokens, with the gradient of the sum."""
         total = torch.stack(aux).sum()
-        if (
-            self.training
-        ):  # a TP rank has the part of its tokens; the gradient of the sum is that of each part
-            total = reduce_from_group(total, self.group)
-        return ExpertLosses(loss_SB.t(), total, torch.stack(counts))
+        return reduce_from_group(total, self.group) if self.training else total
 
     def _check(self, tokens_BS: torch.Tensor) -> None:
         if tokens_BS.dim() != 2:

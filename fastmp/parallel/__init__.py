@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = exports(
         "grid": "RankGrid",
         "schedule": "Step",
         "simulate": "Costs",
+        "pipeline": "Pipeline PipelineError PipelineResult StageOutput",
         "groups": "ParallelGroups",
         "runtime": "Runtime init main_guard",
         "collectives": "all_to_all copy_to_group gather_from_group gather_sequence group_rank group_size "

@@ -1,0 +1,123 @@
+"""GPT over the stages of a pipeline: embeddings in the first, then layers, final norm and loss in the last.
+
+A tied embedding is there twice, in the first and the last stage; `sum_tied_gradients` adds the gradients of
+the two once a step, so that they stay equal. Parameters have the names that they have in the whole model.
+
+Shapes: S sequence, B batch, H hidden. What goes from stage to stage is (S, B, H), (S/TP, B, H) under
+sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastmp.config import GPTConfig
+from fastmp.nn.models import GPT, Part
+from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.pipeline import StageOutput
+
+if TYPE_CHECKING:
+    from fastmp.parallel.groups import ParallelGroups
+    from fastmp.parallel.rng import RngTracker
+
+__all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "sum_tied_gradients"]
+
+
+class GPTStage(GPT):
+    """One stage of a GPT, for `fastmp.parallel.Pipeline`. Made by `gpt_stages`.
+
+    forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states; of a model
+    with experts a `StageOutput` with the auxiliary losses of this stage's layers and, as stats, their counts
+    (layers of the stage, experts), see `ExpertLosses`. `token_losses` of the last stage ends the pipeline.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor | StageOutput:
+        hidden_SBH, aux, counts = self._run_layers(self.embed(x) if self.part.first else x)
+        if not aux:
+            return hidden_SBH
+        return StageOutput(hidden_SBH, self._sum_aux(aux), torch.stack(counts))
+
+
+def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> list[range]:
+    """The layers of every stage: equally many, or as many as `layers` says (0 is allowed).
+
+    ValueError where stages do not divide the layers, or `layers` does not fit the two numbers.
+    """
+    if layers is None:
+        if num_layers % num_stages:
+            raise ValueError(
+                f"gpt_stages: {num_layers} layers are not divisible by {num_stages} stages (pp x vpp); "
+                "say with layers= how many each has"
+            )
+        layers = [num_layers // num_stages] * num_stages
+    if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 0:
+        raise ValueError(
+            f"gpt_stages: layers {list(layers)} must be {num_stages} numbers (pp x vpp), not negative, that "
+            f"sum to {num_layers}"
+        )
+    return [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(num_stages)]
+
+
+def gpt_stages(
+    config: GPTConfig,
+    *,
+    groups: ParallelGroups | None,
+    vpp: int = 1,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> list[GPTStage]:
+    """The `vpp` chunks of this rank: stage chunk * PP + rank of a GPT.
+
+    layers: how many each of the PP * vpp stages has, in order of the stages; None: equally many.
+    options: those of `GPT`. With init="full" the weights are bitwise those of the undivided model if all
+        ranks' default random streams start alike.
+
+    ValueError as `layers_of_stages` and `GPT`.
+    """
+    rank, size = (0, 1) if groups is None else (group_rank(groups.pp), group_size(groups.pp))
+    ranges = layers_of_stages(config.num_layers, size * vpp, layers)
+    last, stages = len(ranges) - 1, []
+    restart = _restart(options)
+    for stage in range(rank, len(ranges), size):
+        restart()
+        part = Part(stage == 0, ranges[stage], stage == last)
+        stages.append(GPTStage(config, groups=groups, part=part, **options))
+    if config.tie_embeddings and size == 1:  # both are here: one parameter
+        stages[-1].word_embedding = stages[0].word_embedding
+    return stages
+
+
+def _restart(options: dict[str, Any]) -> Callable[[], None]:
+    """Sets random streams back to where they are now, if every chunk draws, or passes over, a whole model."""
+    if options.get("init", "full") != "full":
+        return lambda: None
+    rng: RngTracker | None = options.get("rng")
+    if rng is not None:
+        streams = rng.states()
+        return lambda: rng.restore(streams)
+    device = torch.device(options.get("device") or "cpu")
+    module = torch.cuda if device.type == "cuda" else torch
+    state = module.get_rng_state()
+    return lambda: module.set_rng_state(state)
+
+
+@torch.no_grad()
+def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups | None) -> None:
+    """Add up the gradients of a tied embedding, which the first and the last stage both have a part of.
+
+    Once a step, after the last backward; every rank calls it. `main_grad` where a gradient buffer has made
+    one, else `grad`.
+    """
+    group = None if groups is None else groups.embedding
+    if group is None or not stages[0].config.tie_embeddings:
+        return
+    for stage in stages:
+        if stage.part.first or stage.part.last:
+            weight_VH = stage.word_embedding.weight
+            main = getattr(weight_VH, "main_grad", None)
+            if main is None and weight_VH.grad is None:
+                weight_VH.grad = torch.zeros_like(weight_VH)
+            all_reduce_(weight_VH.grad if main is None else main, group)

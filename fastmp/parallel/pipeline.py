@@ -1,0 +1,427 @@
+"""Runs an order of steps over real ranks: the order is data, the executor a loop.
+
+Before a step the rank posts the messages that its program says (see `messages`), then waits for the one that
+the step needs. A message is addressed by its stage and microbatch, carries a tag, and is posted in the same
+order on both sides, so activations and gradients that cross between two ranks cannot be taken for each other,
+whether the backend reads tags (gloo) or order (NCCL). Shapes are sent once, ahead of the first activations.
+
+What a stage hands on is kept only until it has been sent: backward needs the edge of the graph that it came
+from, not its values. The loss is a graph of its own behind the last stage.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.messages import Message, Program, forward_orders, program
+from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step
+from fastmp.profiling import region
+
+__all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
+
+Tensors = tuple[Tensor, ...]
+Outputs = Tensor | Sequence[Tensor]
+
+_MOST_SENDING = 2  # messages that may wait for their receiver before this rank waits with them
+_HEADER = 64  # numbers that describe the tensors of a message
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
+class PipelineError(RuntimeError):
+    """A step failed on this rank; the message names rank and step, the cause is what it raised."""
+
+
+class StageOutput(NamedTuple):
+    """What a chunk may return in place of tensors: more than what the next stage gets.
+
+    tensors: for the next stage, or for the loss function.
+    loss: 0-dim, a loss that arises in this stage (the auxiliary losses of experts); its gradient is 1.
+    stats: anything, handed to the caller as it is; it must not hold on to the graph.
+    """
+
+    tensors: Outputs
+    loss: Tensor | None = None
+    stats: Any = None
+
+
+class PipelineResult(NamedTuple):
+    """What one run did on this rank. Losses are detached sums over microbatches.
+
+    loss: of the loss function; None except on the last rank.
+    stage_loss: of the losses that chunks of this rank returned; None where none did.
+    stats: {(microbatch, chunk): what the chunk returned as stats}; of the loss function, the number of chunks
+        in place of the chunk.
+    trace: the steps that ran, in order.
+    peak: the most forwards whose backward was not over; 0 in evaluation.
+    """
+
+    loss: Tensor | None
+    stage_loss: Tensor | None
+    stats: dict[tuple[int, int], Any]
+    trace: tuple[Step, ...]
+    peak: int
+
+
+class _Spec(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class _Live(NamedTuple):
+    """What is left of a forward until its backward: tensors received, edges of tensors made, its losses."""
+
+    inputs: Tensors
+    edges: tuple[GradientEdge, ...]
+    loss: Tensor | None  # of the stage itself
+    final: tuple[Tensor, Tensors] | None  # of the loss function, with its inputs
+
+
+class Pipeline:
+    """This rank's chunks of a model that is cut into stages; stage chunk * P + rank is a rank's chunk.
+
+    Any `nn.Module`s will do. Stage 0 is called as chunk(*inputs(batch)), each other as chunk(*tensors of the
+    stage before it), and loss(*tensors of the last stage, batch) gives a 0-dim loss, or (loss, stats).
+    A chunk returns a tensor, a sequence of tensors or a `StageOutput`.
+
+    chunks: this rank's modules, the same number on every rank.
+    orders: for every rank its steps, as `schedule.orders` gives them. Of split backwards, that of the inputs
+        does all the work: the order is right, its gain is not there yet.
+    group: the pipeline's ranks; None for this rank alone.
+    inputs, loss: called on the first and last rank only.
+    batched: hand the messages of a step to the backend in one call.
+    after_backward: called with the number of a chunk after its last backward of a run: from then on its
+        gradients are complete, and may be summed over replicas.
+    device: where tensors that arrive are put; None: that of the first parameter, or the CPU.
+
+    All ranks make it together. ValueError, the same on all of them, where they disagree about orders or
+    number of chunks or the orders cannot be run.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        orders: Sequence[Sequence[Step]],
+        *,
+        group: dist.ProcessGroup | None,
+        inputs: Callable[[Any], Outputs],
+        loss: Callable[..., Tensor | tuple[Tensor, Any]],
+        batched: bool = False,
+        after_backward: Callable[[int], None] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.chunks, self.group, self.batched = list(chunks), group, batched
+        self.inputs, self.loss, self.after_backward = inputs, loss, after_backward
+        self.rank, self.size = group_rank(group), group_size(group)
+        self.last_stage = self.size * len(self.chunks) - 1
+        self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
+        self._agree()
+        self._program = program(self.rank, self.orders)
+        vpp = 1 + max(step.chunk for step in self.orders[0])
+        if vpp != len(self.chunks):
+            raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
+        self._evaluations: dict[int, Program] = {}
+        # {training: {stage: what it hands on}}
+        self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
+        self._reset(True, self._program)
+
+    def _agree(self) -> None:
+        """Also the first communication of the group: backends set up all of its ranks in it."""
+        if len(self.orders) != self.size:
+            raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
+        if self.group is None:
+            return
+        everyones: list[Any] = [None] * self.size
+        dist.all_gather_object(everyones, (len(self.chunks), self.orders, self.batched), group=self.group)
+        for name, values in zip(("numbers of chunks", "orders", "batched"), zip(*everyones, strict=True)):
+            different = [rank for rank, value in enumerate(values) if value != values[0]]
+            if different:
+                shown = f": {list(values)}" if name != "orders" else ""
+                raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
+
+    def train(self, batches: Sequence[Any]) -> PipelineResult:
+        """Forwards and backwards of one training step, in order; gradients are left with the parameters.
+
+        batches: one for each microbatch of the orders; ranks that are neither first nor last never look at
+        them. Every rank of the group calls it. PipelineError names the step that failed; ValueError for
+        another number of batches.
+        """
+        expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
+        if len(batches) != expected:
+            raise ValueError(f"Pipeline.train: {len(batches)} batches for orders of {expected} microbatches")
+        return self._run(self._program, batches, training=True)
+
+    def evaluate(self, batches: Sequence[Any]) -> PipelineResult:
+        """Forwards alone, without gradients, for one batch or more; the rest as in `train`.
+
+        Modules are run as they are: put them in evaluation mode first.
+        """
+        number = len(batches)
+        if number not in self._evaluations:
+            orders = forward_orders(self.size, number, len(self.chunks))
+            self._evaluations[number] = program(self.rank, orders, forward_only=True)
+        with torch.no_grad():
+            return self._run(self._evaluations[number], batches, training=False)
+
+    def forget_shapes(self) -> None:
+        """Agree on shapes anew in the next run: for batches of another size. Every rank calls it."""
+        for specs in self._specs.values():
+            specs.clear()
+
+    def _reset(self, training: bool, plan: Program) -> None:
+        self._training, self._plan = training, plan
+        self._known = self._specs[training]
+        self._live: dict[tuple[int, int], _Live] = {}
+        self._outbox: dict[tuple[str, int, int], Tensors] = {}
+        self._arriving: dict[tuple[str, int, int], tuple[list[dist.Work], Tensors]] = {}
+        self._sending: deque[tuple[list[dist.Work], Sequence[Tensor]]] = deque()
+        self._new_specs: dict[int, tuple[_Spec, ...]] = {}  # which the next stage does not know yet
+        self._losses: dict[str, Tensor] = {}
+        self._stats: dict[tuple[int, int], Any] = {}
+
+    def _run(self, plan: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
+        self._reset(training, plan)
+        left = Counter(step.chunk for step in plan.steps if step.kind != FORWARD)
+        trace, peak = [], 0
+        for step, messages in zip(plan.steps, plan.posts[:-1], strict=True):
+            name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
+            try:
+                self._post(messages)
+                with region(name):
+                    if step.kind == FORWARD:
+                        self._forward(step, batches[step.microbatch])
+                        peak = max(peak, len(self._live))
+                    else:
+                        self._backward(step)
+                        left[step.chunk] -= 1
+                        if self.after_backward is not None and not left[step.chunk]:
+                            self.after_backward(step.chunk)
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}"
+                raise PipelineError(f"pipeline rank {self.rank}, {step}: {what}") from error
+            trace.append(step)
+        try:
+            self._post(plan.posts[-1])
+            self._finish_sending(0)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise PipelineError(f"pipeline rank {self.rank}, after its last step: {what}") from error
+        assert not self._live and not self._outbox and not self._arriving, "something is left of a run"
+        return PipelineResult(
+            self._losses.get("final"), self._losses.get("stage"), self._stats, tuple(trace), peak
+        )
+
+    def _forward(self, step: Step, batch: Any) -> None:
+        stage, key = self._stage(step), (step.microbatch, step.chunk)
+        inputs = self._take(FORWARD, stage - 1, step.microbatch) if stage else _tuple(self.inputs(batch))
+        output = self.chunks[step.chunk](*inputs)
+        if not isinstance(output, StageOutput):
+            output = StageOutput(output)
+        tensors, final = _tuple(output.tensors), None
+        if output.loss is not None:
+            self._add_loss("stage", output.loss)
+        if output.stats is not None:
+            self._stats[key] = output.stats
+        if stage == self.last_stage:
+            final = self._final_loss(tensors, step, batch)
+        else:
+            self._outbox[FORWARD, stage, step.microbatch] = self._checked(stage, tensors)
+        if self._training:
+            edges = tuple(get_gradient_edge(t) for t in tensors if t.requires_grad)
+            own = output.loss if output.loss is not None and output.loss.requires_grad else None
+            received = tuple(t for t in inputs if t.requires_grad) if stage else ()
+            self._live[key] = _Live(received, edges, own, final)
+
+    def _final_loss(self, tensors: Tensors, step: Step, batch: Any) -> tuple[Tensor, Tensors]:
+        cut = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
+        loss = self.loss(*cut, batch)
+        if isinstance(loss, tuple):
+            loss, self._stats[step.microbatch, len(self.chunks)] = loss
+        self._add_loss("final", loss)
+        return loss, tuple(t for t in cut if t.requires_grad)
+
+    def _add_loss(self, name: str, loss: Tensor) -> None:
+        before, loss = self._losses.get(name), loss.detach()
+        self._losses[name] = loss if before is None else before + loss
+
+    def _backward(self, step: Step) -> None:
+        key = (step.microbatch, step.chunk)
+        if step.kind not in (BACKWARD, BACKWARD_INPUT):
+            del self._live[key]  # its weights were done with its inputs
+            return
+        stage, live = self._stage(step), self._live[key]
+        if live.final is not None:
+            grads = self._final_backward(*live.final)
+        else:
+            grads = list(self._take(BACKWARD, stage + 1, step.microbatch))
+        roots: list[Any] = list(live.edges)
+        if live.loss is not None:
+            roots.append(live.loss)
+            grads.append(torch.ones_like(live.loss))
+        if step.kind == BACKWARD:
+            del self._live[key]
+        else:
+            self._live[key] = _Live((), (), None, None)
+        if roots:
+            torch.autograd.backward(roots, grads)
+        if stage:
+            self._outbox[BACKWARD, stage, step.microbatch] = tuple(
+                torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs
+            )
+
+    def _final_backward(self, loss: Tensor, inputs: Tensors) -> list[Tensor]:
+        if loss.requires_grad:
+            loss.backward()
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+
+    def _stage(self, step: Step) -> int:
+        return step.chunk * self.size + self.rank
+
+    def _checked(self, stage: int, tensors: Tensors) -> Tensors:
+        """What a stage hands on, without its graph; ValueError where it is not of the shapes agreed on."""
+        specs = tuple(_Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        known = self._known.get(stage, self._new_specs.get(stage))
+        if known is not None and known != specs:
+            raise ValueError(
+                f"stage {stage} hands on {_words(specs)}, but {_words(known)} before; "
+                "forget_shapes() on all ranks lets shapes change between runs"
+            )
+        if known is None:
+            (self._known if self.size == 1 else self._new_specs).setdefault(stage, specs)
+        return tuple(t.detach() for t in tensors)
+
+    def _take(self, kind: str, stage: int, microbatch: int) -> Tensors:
+        """The tensors of a message, as soon as they are there."""
+        if self.size == 1:
+            tensors = self._outbox.pop((kind, stage, microbatch))
+        else:
+            works, tensors = self._arriving.pop((kind, stage, microbatch))
+            for work in works:
+                work.wait()
+        if kind == FORWARD:
+            for tensor, spec in zip(tensors, self._known[stage], strict=True):
+                tensor.requires_grad_(spec.requires_grad)
+        return tensors
+
+    def _post(self, messages: Sequence[Message]) -> None:
+        """Start sending and receiving, in order."""
+        transfers: list[_Transfer] = []
+        for message in messages:
+            key, mine = message[3:], message.source == self.rank
+            if message.kind == FORWARD and message.stage not in self._known:
+                self._start(transfers)
+                transfers = []
+                self._exchange_specs(message)
+            specs = self._known[message.stage - (message.kind == BACKWARD)]
+            if message.kind == BACKWARD:
+                specs = tuple(spec for spec in specs if spec.requires_grad)
+            if mine:
+                tensors = tuple(t.contiguous() for t in self._outbox.pop(key))
+            else:
+                tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
+            peer = message.target if mine else message.source
+            transfers.append(_Transfer(key, mine, peer, 2 * self._plan.tags[message], tensors))
+        self._start(transfers)
+        self._finish_sending(_MOST_SENDING)
+
+    def _start(self, transfers: Sequence[_Transfer]) -> None:
+        calls = [
+            (dist.isend if transfer.sends else dist.irecv, tensor, transfer.peer, transfer.tag)
+            for transfer in transfers
+            for tensor in transfer.tensors
+        ]
+        if self.batched and calls:
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(op, x, group=self.group, tag=t, group_peer=peer) for op, x, peer, t in calls]
+            )
+        else:
+            works = [
+                op(x, group=self.group, tag=t, **{"group_dst" if op is dist.isend else "group_src": peer})
+                for op, x, peer, t in calls
+            ]
+        each = len(works) == len(calls)  # some backends give one for the whole batch
+        first = 0
+        for transfer in transfers:
+            own = works[first : first + len(transfer.tensors)] if each else works
+            first += len(transfer.tensors)
+            if transfer.sends:
+                self._sending.append((own, transfer.tensors))
+            else:
+                self._arriving[transfer.key] = (own, transfer.tensors)
+
+    def _finish_sending(self, most: int) -> None:
+        """Let go of what has been sent; wait for the oldest where more than `most` messages have not."""
+        while self._sending and (len(self._sending) > most or _done(self._sending[0][0])):
+            for work in self._sending.popleft()[0]:
+                work.wait()
+
+    def _exchange_specs(self, message: Message) -> None:
+        """Shapes of what a stage hands on, ahead of its first activations; the receiver waits for them."""
+        mine, tag = message.source == self.rank, 2 * self._plan.tags[message] + 1
+        if mine:
+            specs = self._new_specs.pop(message.stage)
+            header = torch.tensor(_encode(specs), dtype=torch.int64, device=self.device)
+            self._start([_Transfer(("specs", *message[4:]), True, message.target, tag, (header,))])
+        else:
+            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+            key = ("specs", *message[4:])
+            self._start([_Transfer(key, False, message.source, tag, (header,))])
+            for work in self._arriving.pop(key)[0]:
+                work.wait()
+            specs = _decode(header.tolist())
+        self._known[message.stage] = specs
+
+
+class _Transfer(NamedTuple):
+    key: tuple[str, int, int]
+    sends: bool
+    peer: int
+    tag: int
+    tensors: Tensors
+
+
+def _tuple(tensors: Outputs) -> Tensors:
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
+def _done(works: Sequence[dist.Work]) -> bool:
+    return all(work.is_completed() for work in works)
+
+
+def _encode(specs: tuple[_Spec, ...]) -> list[int]:
+    numbers = [len(specs)]
+    for shape, dtype, requires_grad in specs:
+        if dtype not in _DTYPES:
+            raise ValueError(f"tensors of {dtype} cannot be sent")
+        numbers += [_DTYPES.index(dtype), int(requires_grad), len(shape), *shape]
+    if len(numbers) > _HEADER:
+        raise ValueError(f"{len(specs)} tensors of so many dimensions do not fit a header: {_words(specs)}")
+    return numbers + [0] * (_HEADER - len(numbers))
+
+
+def _decode(numbers: list[int]) -> tuple[_Spec, ...]:
+    rest, specs = iter(numbers), []
+    for _ in range(next(rest)):
+        dtype, requires_grad, dims = next(rest), next(rest), next(rest)
+        specs.append(_Spec(tuple(next(rest) for _ in range(dims)), _DTYPES[dtype], bool(requires_grad)))
+    return tuple(specs)
+
+
+def _words(specs: tuple[_Spec, ...]) -> str:
+    return " and ".join(
+        f"{list(shape)} {str(dtype).removeprefix('torch.')}{'' if grad else ' without gradient'}"
+        for shape, dtype, grad in specs
+    ) or "no tensor"  # fmt: skip

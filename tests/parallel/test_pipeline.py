@@ -1,0 +1,360 @@
+"""A pipeline is the undivided model: losses and gradients, on any order; it holds no more than planned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.pipeline import Pipeline, PipelineError, StageOutput
+from fastmp.parallel.schedule import Step, orders, peak_in_flight
+from fastmp.testing import RankError, run_ranks
+from fastmp.testing.parallel import count_collectives
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+SIZE = 6
+
+
+class Block(nn.Module):
+    """Keeps what it multiplies; its result is no input of its own backward."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        weight = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight) * self.bias
+
+
+def batches(number: int, rows: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        {
+            "x": torch.randn(rows, SIZE, dtype=torch.float64, generator=generator),
+            "y": torch.randn(rows, SIZE, dtype=torch.float64, generator=generator),
+        }
+        for _ in range(number)
+    ]
+
+
+def first(batch):
+    return batch["x"]
+
+
+def square(out, batch):
+    return (out - batch["y"]).square().sum()
+
+
+def reference(num_stages: int, data, blocks=None, loss=square):
+    """Loss and gradients, by stage, of the undivided model."""
+    blocks = [Block(stage) for stage in range(num_stages)] if blocks is None else blocks
+    total = sum(loss(nn.Sequential(*blocks)(first(batch)), batch) for batch in data)
+    total.backward()
+    return total.detach(), [[p.grad for p in block.parameters()] for block in blocks]
+
+
+def own_chunks(groups, vpp: int) -> list[nn.Module]:
+    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
+    return [Block(chunk * size + rank) for chunk in range(vpp)]
+
+
+def make(groups, vpp, number, *, chunks=None, schedule="1f1b", loss=square, **options) -> Pipeline:
+    size = 1 if groups is None else groups.pp.size()
+    return Pipeline(
+        own_chunks(groups, vpp) if chunks is None else chunks,
+        orders(size, number, vpp, schedule=schedule),
+        group=None if groups is None else groups.pp,
+        inputs=first,
+        loss=loss,
+        **options,
+    )
+
+
+def check_parity(groups, vpp, number, schedule, batched):
+    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
+    data, label = batches(number), f"pp {size} vpp {vpp} M {number} {schedule} batched={batched} rank {rank}"
+    loss, grads = reference(size * vpp, data)
+    pipeline = make(groups, vpp, number, schedule=schedule, batched=batched)
+    for step in (1, 2):  # the second with the shapes of the first
+        result = pipeline.train(data)
+        assert result.trace == orders(size, number, vpp, schedule=schedule)[rank], label
+        assert result.peak == peak_in_flight(rank, size, number, vpp, schedule=schedule), label
+        assert (result.loss is not None) == (rank == size - 1), label
+        if result.loss is not None:
+            torch.testing.assert_close(result.loss, loss, msg=lambda text: f"{label}: {text}", **CLOSE)
+        for chunk, block in enumerate(pipeline.chunks):
+            for param, grad in zip(block.parameters(), grads[chunk * size + rank], strict=True):
+                torch.testing.assert_close(
+                    param.grad, step * grad, msg=lambda text: f"{label}: {text}", **CLOSE
+                )
+    evaluated = pipeline.evaluate(batches(3))
+    if evaluated.loss is not None:
+        expected = reference(size * vpp, batches(3))[0]
+        torch.testing.assert_close(evaluated.loss, expected, **CLOSE)
+    assert evaluated.peak == 0
+
+
+def parity_case(rank, world, microbatches):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    for vpp in (1, 2):
+        for number in microbatches:
+            for schedule in ("1f1b", "zero_bubble"):
+                for batched in (False, True):
+                    check_parity(groups, vpp, number, schedule, batched)
+
+
+def test_one_rank_with_any_number_of_chunks():
+    for vpp in (1, 2, 3):
+        for schedule in ("1f1b", "zero_bubble"):
+            check_parity(None, vpp, 4, schedule, False)
+
+
+@pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), (4, (4, 8))])
+def test_losses_gradients_trace_and_peak(world, microbatches):
+    run_ranks(parity_case, world, microbatches)
+
+
+class Watched(Block):
+    """Remembers what it has returned, without keeping it alive."""
+
+    def __init__(self, stage):
+        super().__init__(stage)
+        self.returned = []
+        self.most = 0
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.returned.append(weakref.ref(y))
+        self.most = max(self.most, sum(ref() is not None for ref in self.returned))
+        return y
+
+
+def released_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    chunk = Watched(rank)
+    result = make(groups, 1, 8, chunks=[chunk]).train(batches(8))
+    evaluated = make(groups, 1, 4, chunks=[chunk])
+    evaluated.evaluate(batches(12))
+    assert not [ref for ref in chunk.returned if ref() is not None]
+    return result.peak, chunk.most
+
+
+def test_what_is_sent_is_released_while_its_graph_is_kept():
+    """Four forwards are in flight on the first rank, and outputs that are not yet sent are the one just made
+    and three at most before it, two of them on their way."""
+    (peak, most), *_ = run_ranks(released_case, 4)
+    assert peak == 4 and most <= 4
+
+
+class Several(nn.Module):
+    """Takes and returns a tensor with a gradient, one without and integers, and has a loss of its own."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.block, self.stage = Block(stage), stage
+
+    def forward(self, x, scale=None, ids=None):
+        if scale is None:
+            scale, ids = torch.full((1,), 0.5, dtype=x.dtype), torch.arange(x.shape[0])
+        y = self.block(x) * scale
+        loss = 0.1 * self.block.weight.square().sum() + 0.01 * y.pow(4).sum()
+        return StageOutput((y, scale.detach() + 1, ids + 1), loss, stats=(self.stage, ids.tolist()))
+
+
+def several_loss(y, scale, ids, batch):
+    return ((y - batch["y"]) * ids[:, None]).square().sum() * scale.item(), torch.tensor(len(ids))
+
+
+def several_case(rank, world, schedule):
+    groups = None if world == 1 else ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    data, blocks = batches(4), [Several(stage) for stage in range(4)]
+    final = own = 0.0
+    for batch in data:
+        tensors = (batch["x"],)
+        for block in blocks:
+            tensors, loss, _ = block(*tensors)
+            own = own + loss
+        final = final + several_loss(*tensors, batch)[0]
+    (final + own).backward()
+    vpp = 4 // world
+    chunks = [Several(chunk * world + rank) for chunk in range(vpp)]
+    result = make(groups, vpp, 4, chunks=chunks, schedule=schedule, loss=several_loss).train(data)
+    for chunk, block in enumerate(chunks):
+        for param, expected in zip(block.parameters(), blocks[chunk * world + rank].parameters()):
+            torch.testing.assert_close(param.grad, expected.grad, **CLOSE)
+        for microbatch in range(4):
+            stage = chunk * world + rank
+            assert result.stats[microbatch, chunk] == (stage, [stage, stage + 1, stage + 2])
+    if rank == world - 1:
+        torch.testing.assert_close(result.loss, final.detach(), **CLOSE)
+        assert all(int(result.stats[microbatch, vpp]) == 3 for microbatch in range(4))
+    return float(result.stage_loss), float(own.detach())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_several_tensors_and_losses_of_stages(world, schedule):
+    results = [several_case(0, 1, schedule)] if world == 1 else run_ranks(several_case, world, schedule)
+    assert sum(own for own, _ in results) == pytest.approx(results[0][1], rel=1e-12)
+
+
+def odd_stages_case(rank, world):
+    """A frozen first stage gives nothing to send back; an empty one passes on; a tensor may go unused."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+
+    class Drop(nn.Module):
+        def forward(self, x):
+            return torch.ones_like(x)
+
+    for kinds in (("frozen", "block"), ("block", "empty"), ("empty", "block"), ("block", "drop")):
+        for schedule in ("1f1b", "zero_bubble"):
+            blocks = {"empty": nn.Identity(), "drop": Drop()}
+            stages = [blocks.get(kind) or Block(i) for i, kind in enumerate(kinds)]
+            if kinds[0] == "frozen":
+                stages[0].requires_grad_(False)
+            data = batches(4)
+            make(groups, 1, 4, chunks=[stages[rank]], schedule=schedule).train(data)
+            mine = [p.grad for p in stages[rank].parameters()]
+            stages = [blocks.get(kind) or Block(i) for i, kind in enumerate(kinds)]
+            unused = kinds[1] == "drop"
+            grads = [torch.zeros_like(g) for g in mine] if unused else reference(2, data, stages)[1][rank]
+            if kinds[rank] == "frozen":
+                assert mine == [None, None]
+                continue
+            for grad, expected in zip(mine, grads, strict=True):
+                torch.testing.assert_close(grad, expected, **CLOSE)
+
+
+def test_stages_without_parameters_or_gradients():
+    run_ranks(odd_stages_case, 2)
+
+
+def reports_case(rank, world):
+    """Ranges for profilers, what is called after a chunk's last backward, and how much is communicated."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    seen: list = []
+    pipeline = make(groups, 2, 4, after_backward=lambda chunk: seen.append(chunk))
+    pipeline.train(batches(4))
+    with torch.profiler.profile() as profile:
+        result = pipeline.train(batches(4))
+    names = {event.name for event in profile.events()}
+    for kind, microbatch, chunk in result.trace:
+        assert f"fastmp.pipeline.{kind}[microbatch {microbatch}, chunk {chunk}]" in names
+    with count_collectives() as calls:
+        pipeline.train(batches(4))
+    return seen, calls.counts
+
+
+def test_reports():
+    for seen, counts in run_ranks(reports_case, 2):
+        assert seen == [1, 0] * 3
+        assert set(counts) == {"send", "recv"}
+        assert sum(counts.values()) == 3 * 2 * 4  # three borders, both ways, no header any more
+
+
+def shapes_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    pipeline = make(groups, 2, 4)
+    pipeline.train(batches(4))
+    pipeline.forget_shapes()
+    pipeline.train(batches(4, rows=5))
+    return True
+
+
+def test_shapes_change_where_all_ranks_forget_them():
+    assert all(run_ranks(shapes_case, 2))
+
+
+def disagree_case(rank, world, what):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    number, vpp = 4 + 2 * (what == "orders" and rank == 1), 1 + (what == "chunks" and rank == 1)
+    try:
+        make(groups, vpp, number, batched=what == "batched" and rank == 1)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("orders", "ranks 0 and 1 have different orders"),
+        ("chunks", r"ranks 0 and 1 have different numbers of chunks: \[1, 2\]"),
+        ("batched", r"ranks 0 and 1 have different batched: \[False, True\]"),
+    ],
+)
+def test_ranks_that_disagree(what, message):
+    errors = run_ranks(disagree_case, 2, what)
+    assert errors[0] == errors[1]
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(errors[0])
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="1 orders for a group of"):
+        pipeline = make(None, 1, 2)
+        pipeline.size = 2
+        pipeline._agree()
+    with pytest.raises(ValueError, match="3 batches for orders of 2 microbatches"):
+        make(None, 1, 2).train(batches(3))
+    with pytest.raises(ValueError, match="2 chunks for orders of 1 chunks a rank"):
+        make(None, 1, 2, chunks=[Block(0), Block(1)])
+    with pytest.raises(ValueError, match="forward of microbatch 0 chunk 0: its backward is missing"):
+        Pipeline([Block(0)], [[Step("forward", 0, 0)]], group=None, inputs=first, loss=square)
+
+
+class Failing(Block):
+    """Goes wrong at its third call, in the way that it is told."""
+
+    def __init__(self, stage, how):
+        super().__init__(stage)
+        self.how, self.calls = how, 0
+
+    def forward(self, x):
+        self.calls += 1
+        y = super().forward(x)
+        if self.calls < 3 or self.how == "no":
+            return y
+        if self.how == "raise":
+            raise FloatingPointError("too hot")
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return y[:1] if self.how == "shape" else y.float()
+
+
+def failing_case(rank, world, how):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    make(groups, 1, 8, chunks=[Failing(rank, how if rank == 1 else "no")]).train(batches(8))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("raise", "Error: pipeline rank 1, forward of microbatch 2 chunk 0: FloatingPointError: too hot"),
+        ("shape", r"forward of microbatch 2 chunk 0: ValueError: stage 1 hands on \[1, 6\] float64, but"),
+        ("dtype", r"stage 1 hands on \[3, 6\] float32, but \[3, 6\] float64 before"),
+        ("kill", "rank 1 of 4 died without a report"),
+    ],
+)  # fmt: skip
+def test_a_failing_stage_ends_the_job(how, message):
+    start = time.monotonic()
+    with pytest.raises(RankError, match=message) as caught:
+        run_ranks(failing_case, 4, how)
+    assert time.monotonic() - start < 20
+    assert caught.value.rank == 1
+    assert "rank 0: fastmp.parallel.pipeline.PipelineError: pipeline rank 0, " in str(caught.value)
+
+
+def test_the_cause_of_an_error_is_kept():
+    with pytest.raises(PipelineError, match="pipeline rank 0, forward of microbatch 2 chunk 0") as caught:
+        make(None, 1, 4, chunks=[Failing(0, "raise")]).train(batches(4))
+    assert isinstance(caught.value.__cause__, FloatingPointError)
