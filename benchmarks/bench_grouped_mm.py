@@ -261,7 +261,7 @@ WORKLOADS = (
         tiny=(4, 36, 16, 8, "skewed"),
     ),
 )
-# Where a CPU has a matrix unit (AMX), torch's product runs at half of its rate: there is no factor of three left.
+# Where a CPU has a matrix unit (AMX), torch runs at half of its rate: there is no factor of three left.
 _FACTOR = 1.0 if torch.cpu._is_amx_tile_supported() else 3.0
 GOALS = (Goal("grouped_mm", "bfloat16", "forward", OURS, _FACTOR, _FACTOR, over=TORCH),)
 SHAPES = {

@@ -77,6 +77,32 @@ def _devices(archs: Sequence[str]) -> list[str]:
     return lines
 
 
+# Rows of each expert of a rank, and N x K of their weights: the first products of some models.
+_GROUPED = {
+    "Mixtral 8x7B": ([2048] * 8, 28672, 4096),
+    "DeepSeek-V3": ([8192] * 4, 4096, 7168),
+    "Qwen3 30B-A3B": ([256] * 128, 1536, 2048),
+}
+
+
+def _grouped() -> list[str]:
+    """What `grouped_mm_choice` says on each architecture, for sizes that the host knows."""
+    import torch
+
+    from fastmp.ops import grouped_mm_choice
+
+    archs = {"cpu": 0, "sm_80": 80, "sm_90": 90, "sm_100": 100}
+    lines = []
+    for name, (sizes, n, k) in _GROUPED.items():
+        said = (
+            f"{arch} {grouped_mm_choice(sizes, n, k, torch.bfloat16, number)}"
+            for arch, number in archs.items()
+        )
+        shape = f"{name}, {len(sizes)} experts of {sizes[0]} rows, {n} x {k}, bfloat16"
+        lines.append(f"{shape}: {', '.join(said)}")
+    return lines
+
+
 def _check(device: str) -> tuple[list[str], bool]:
     from fastmp.ops import OPS
     from fastmp.testing import check_op
@@ -117,6 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     for device in ("cpu", "cuda"):
         rows = {name: served[device] for name, served in table.items()}
         _print(f"ops on {device}", [f"{name:<{width}}  {who} ({why})" for name, (who, why) in rows.items()])
+    _print("experts' products in one launch (grouped) or one after another (loop)", _grouped())
     if not options.check:
         return 0
     good = True

@@ -70,6 +70,7 @@ def test_doctor_names_every_op_and_who_serves_it(capsys):
     for name, op in OPS.items():
         assert f"{name} " in printed
         assert op.reasons["cpu"] in printed
+    assert "Mixtral 8x7B, 8 experts of 2048 rows, 28672 x 4096, bfloat16: cpu grouped, sm_80 loop" in printed
 
 
 def test_doctor_check_measures_every_op_against_float64(capsys):

@@ -391,7 +391,8 @@ def grouped_mm(
     """Rows of x times the weight of their expert: y[r] = w[e] @ x[r]; differentiable once in x and w.
 
     Under autocast, in its dtype. The gradient of w is summed in fp32 (fp64 for fp64); where the parameter has
-    a `main_grad`, a tensor of its shape, it is added to that, and autograd gets none.
+    a `main_grad`, a tensor of its shape, it is added to that, and autograd gets none: any backward pass
+    through this op does so, also one that asks for the gradient of x alone.
 
     Args:
         x: (M, K) float64, float32, bfloat16 or float16, rows in the order of the experts.

@@ -289,10 +289,16 @@ class Blocks:
         columns = min(self.columns, max(32, next_power_of_2(num_columns)))
         return replace(self, columns=columns, terms=min(self.terms, max(16, next_power_of_2(num_terms))))
 
-    def programs_each(self, itemsize: int) -> int:
+    def programs_each(self, itemsize: int, pair: bool = False) -> int:
         """Programs that a multiprocessor can hold at a time: by shared memory, and 255 registers a thread."""
-        shared = self.num_stages * (self.rows + self.columns) * self.terms * itemsize
+        columns = 2 * self.columns if pair else self.columns
+        shared = self.num_stages * (self.rows + columns) * self.terms * itemsize
         return max(1, min(8 // self.num_warps, (220 << 10) // max(shared, 1)))
+
+
+def _large(arch: int) -> bool:
+    """Whether a multiprocessor has 227 KB of shared memory: Hopper and the Blackwell of data centres."""
+    return 90 <= arch < 120
 
 
 def product_blocks(
@@ -307,8 +313,8 @@ def product_blocks(
     if itemsize != 2:  # products without tensor cores, in fp32 or fp64
         blocks = Blocks(16 if rows_each <= 32 else 64, 64, 128 // itemsize, 4, 2)
     elif rows_each <= 16:
-        blocks = Blocks(16, 128, 128, 4, 4) if arch >= 90 else Blocks(16, 128, 64, 4, 4)
-    elif arch < 90:
+        blocks = Blocks(16, 128, 128, 4, 4) if _large(arch) else Blocks(16, 128, 64, 4, 4)
+    elif not _large(arch):
         blocks = Blocks(64, 128, 64, 4, 3) if rows_each <= 64 else Blocks(128, 128, 64, 8, 3)
     elif rows_each <= 64:
         blocks = Blocks(64, 128, 64, 4, 4)
@@ -322,7 +328,7 @@ def wgrad_blocks(num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
     if itemsize != 2:
         blocks = Blocks(64, 64, 128 // itemsize, 4, 2)
     else:
-        blocks = Blocks(128, 256, 64, 8, 3) if arch >= 90 else Blocks(128, 128, 32, 8, 3)
+        blocks = Blocks(128, 256, 64, 8, 3) if _large(arch) else Blocks(128, 128, 32, 8, 3)
     return replace(blocks, rows=min(blocks.rows, max(16, next_power_of_2(num_n)))).fitting(num_k, 1 << 30)
 
 
@@ -396,7 +402,7 @@ def _product(
     x_block = (blocks.rows, blocks.terms)
     w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
     tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
-    programs = num_programs(x, tiles, blocks.programs_each(x.element_size()))
+    programs = num_programs(x, tiles, blocks.programs_each(x.element_size(), pair))
     with torch.cuda.device_of(x):
         grouped_mm_kernel[(programs,)](
             _descriptor(x, *x_block) if tma else x,

@@ -366,9 +366,7 @@ def bad_case(rank, world):
         lambda: make_moe(plain_moe(), three, dtype=torch.float32 if rank == 2 else torch.float64),
     )
     for dispatcher in ("alltoall", "allgather"):  # ranks of one sequence each
-        own = make_moe(
-            plain_moe(num_experts=9, top_k=1, capacity_factor=1.0, dispatcher=dispatcher), three
-        )
+        own = make_moe(plain_moe(num_experts=9, top_k=1, capacity_factor=1.0, dispatcher=dispatcher), three)
         for short, tokens in ((0, 8), (2, 2)):
             refused(
                 rf"MoELayer: the {tokens} tokens of rank {short} of the expert group are too few",

@@ -262,8 +262,8 @@ def test_blocks_follow_the_tokens_of_an_expert():
         return kernels.product_blocks(each, 4096, 7168, itemsize, arch).rows
 
     assert [rows(each) for each in (0, 1, 16, 64, 256, 300, 8192)] == [16, 16, 16, 64, 64, 128, 128]
-    for arch in (80, 90, 100, 103):
-        limit = (163 if arch == 80 else 227) << 10
+    for arch in (80, 90, 100, 103, 120):
+        limit = {80: 163, 120: 99}.get(arch, 227) << 10
         for itemsize in (2, 4, 8):
             for each in (1, 16, 17, 64, 65, 200, 1000, 1e6):
                 for pair in (False, True):
@@ -271,7 +271,9 @@ def test_blocks_follow_the_tokens_of_an_expert():
                     columns = blocks.columns * (2 if pair else 1)
                     assert blocks.num_stages * (blocks.rows + columns) * blocks.terms * itemsize <= limit
                     assert blocks.rows * columns <= 128 * blocks.num_warps * 32
-                    assert blocks.programs_each(itemsize) >= 1
+                    each = blocks.programs_each(itemsize, pair)
+                    used = blocks.num_stages * (blocks.rows + columns) * blocks.terms * itemsize
+                    assert each >= 1 and (each == 1 or each * used <= 220 << 10)
             blocks = kernels.wgrad_blocks(4096, 7168, itemsize, arch)
             assert blocks.num_stages * (blocks.rows + blocks.columns) * blocks.terms * itemsize <= limit
     small = kernels.product_blocks(1000, 40, 24, 2, 90)

@@ -118,4 +118,5 @@ def test_cost_formulas():
     assert OPS["cross_entropy_grad"].traffic(*arguments) == 8 * (190 * 2 + 8 + 2 * 4)
     for name, op in OPS.items():
         for arguments in samples(name, device="cpu", dtype=torch.float32)[:2]:
-            assert op.flops(*arguments) > 0 and op.traffic(*arguments) > 0
+            assert op.traffic(*arguments) > 0
+            assert op.flops is None or op.flops(*arguments) > 0  # permutation and permute only move

@@ -11,8 +11,8 @@ ranks that divide each expert, but hold all of them, share all their tokens (`Sh
 How many rows go where is known on the device only. All ranks of the etp-ep group gather each other's counts
 there, a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the host:
 the only time that the host waits for the device. Every size in it and after it comes from that matrix, which
-is the same on all ranks: they cannot disagree. Where a rank cannot go on, it says so in its row of the matrix,
-and all of them stop. With all experts on every rank nothing is copied.
+is the same on all ranks: they cannot disagree. Where a rank cannot go on, it says so in its row of the
+matrix, and all of them stop. With all experts on every rank nothing is copied.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, M rows at the experts,
 R ranks of the etp-ep group.
@@ -80,7 +80,8 @@ class LocalDispatcher:
 
     `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
     count as zeros. `room`: how many tokens a rank of the tensor-parallel group has at most, the same on all.
-    `refused`: they are too few for the capacity; if others wait for this rank, a ValueError on all of them. `capturable`: `dispatch` and `combine` neither wait nor have shapes that depend on data.
+    `refused`: they are too few for the capacity; if others wait for this rank, a ValueError on all of them.
+    `capturable`: `dispatch` and `combine` neither wait nor have shapes that depend on data.
     """
 
     capturable = True
@@ -164,7 +165,7 @@ class _Exchanging(LocalDispatcher):
         return self  # has no state, and a copy of a layer works in the same groups
 
     def _everyones(self, offsets: Tensor, tokens: int) -> Tensor:
-        """(R, E + 1): what each rank has for each expert, and its tokens; less than none if they are refused."""
+        """(R, E + 1): what each rank has for each expert, and its tokens, below 0 if they are refused."""
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         return all_gather(F.pad(counts, (0, 1), value=tokens).unsqueeze(0), self.etp_ep_group)[0]
 

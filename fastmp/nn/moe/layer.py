@@ -4,8 +4,8 @@
 
 The first three have fixed shapes and never wait for the device. With experts on several ranks, `dispatch`
 begins with the one copy to the host that tells how many rows go where, and what follows it has shapes that
-depend on the data. With all of them on every rank, whole or divided over a tensor-parallel group, all six can be
-captured.
+depend on the data. With all of them on every rank, whole or divided over a tensor-parallel group, all six can
+be captured.
 
 Inside the layer tokens are divided over the tensor-parallel group. Under sequence parallelism they are so
 already; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
