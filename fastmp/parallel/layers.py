@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
+from fastmp.ops.put_off import later, linear
 from fastmp.parallel.collectives import (
     all_gather,
     all_reduce_,
@@ -321,9 +322,9 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
         if self.tp_size == 1:
-            y = F.linear(x, self.weight, bias)
+            y = linear(x, self.weight, bias)
         else:
-            y = F.linear(x if self.input_is_parallel else self._split(x), self.weight)
+            y = linear(x if self.input_is_parallel else self._split(x), self.weight)
             y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group_)(y, self.group)
             if bias is not None:
                 y = y + bias.to(y.dtype)  # under autocast y has the lower precision, and keeps it
@@ -435,19 +436,19 @@ def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     A group of one leaves it to torch.
     """
     if group_size(group) == 1:
-        return F.linear(x, weight, bias)
+        return linear(x, weight, bias)
     device = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         # Autocast does not reach into the backward of a Function: cast outside it.
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel)
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, later(weight))
 
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+    def forward(ctx, x, weight, bias, group, sequence_parallel, put_off):
+        ctx.group, ctx.sequence_parallel, ctx.put_off = group, sequence_parallel, put_off
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(all_gather(x, group)[0] if sequence_parallel else x, weight, bias)
 
@@ -458,7 +459,8 @@ class _ColumnLinear(Function):
         group, sequence_parallel = ctx.group, ctx.sequence_parallel
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = x_work = grad_work = None
-        if need_weight and sequence_parallel:
+        need_now = need_weight and ctx.put_off is None
+        if need_now and sequence_parallel:
             x, x_work = all_gather(x, group, overlap=True)
         grad_TO = grad.reshape(-1, grad.shape[-1])
         if need_x:
@@ -471,8 +473,17 @@ class _ColumnLinear(Function):
             grad_bias = grad_TO.sum(0)
         if x_work is not None:
             x_work.wait()
-        if need_weight:
+        if need_now:
             grad_weight = grad_TO.t() @ x.reshape(-1, x.shape[-1])
+        elif need_weight:
+            ctx.put_off(functools.partial(_weight_grad, grad_TO, x, group, sequence_parallel))
         if grad_work is not None:
             grad_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_grad(grad_TO: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup,
+                 sequence_parallel: bool) -> torch.Tensor:
+    """What `_ColumnLinear` has put off."""
+    x = all_gather(x, group)[0] if sequence_parallel else x
+    return grad_TO.t() @ x.reshape(-1, x.shape[-1])

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from fastmp.ops.put_off import WeightQueue, putting_off
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.messages import Message, Program, forward_orders, program
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step
@@ -96,8 +97,9 @@ class Pipeline:
     A chunk returns a tensor, a sequence of tensors or a `StageOutput`.
 
     chunks: this rank's modules, the same number on every rank.
-    orders: for every rank its steps, as `schedule.orders` gives them. Of split backwards, that of the inputs
-        does all the work: the order is right, its gain is not there yet.
+    orders: for every rank its steps, as `schedule.orders` gives them. Where backwards are split, the weights
+        of fastmp's linear layers and experts get their gradients in "backward_weight"; everything else,
+        modules of other kinds included, in "backward_input".
     group: the pipeline's ranks; None for this rank alone.
     inputs, loss: called on the first and last rank only.
     batched: hand the messages of a step to the backend in one call.
@@ -133,6 +135,7 @@ class Pipeline:
             raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
         parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
+        self._queue = WeightQueue()
         self._evaluations: dict[int, Program] = {}
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
@@ -188,19 +191,21 @@ class Pipeline:
         self._outbox: dict[tuple[str, int, int], Tensors] = {}
         self._arriving: dict[tuple[str, int, int], tuple[list[dist.Work], Tensors]] = {}
         self._sending: deque[tuple[list[dist.Work], Sequence[Tensor]]] = deque()
+        self._put_off: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
         self._new_specs: dict[int, tuple[_Spec, ...]] = {}  # which the next stage does not know yet
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
 
     def _run(self, plan: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
         self._reset(training, plan)
+        splits = any(step.kind == BACKWARD_INPUT for step in plan.steps)
         left = Counter(step.chunk for step in plan.steps if step.kind != FORWARD)
         trace, peak = [], 0
         for step, messages in zip(plan.steps, plan.posts[:-1], strict=True):
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
             try:
                 self._post(messages)
-                with region(name):
+                with region(name), putting_off(self._queue if splits else None):
                     if step.kind == FORWARD:
                         self._forward(step, batches[step.microbatch])
                         peak = max(peak, len(self._live))
@@ -260,7 +265,8 @@ class Pipeline:
     def _backward(self, step: Step) -> None:
         key = (step.microbatch, step.chunk)
         if step.kind not in (BACKWARD, BACKWARD_INPUT):
-            del self._live[key]  # its weights were done with its inputs
+            del self._live[key]
+            WeightQueue.run(self._put_off.pop(key))
             return
         stage, live = self._stage(step), self._live[key]
         if live.final is not None:
@@ -277,6 +283,11 @@ class Pipeline:
             self._live[key] = _Live((), (), None, None)
         if roots:
             torch.autograd.backward(roots, grads)
+        put_off = self._queue.take()
+        if step.kind == BACKWARD_INPUT:
+            self._put_off[key] = put_off
+        else:  # in an order that splits others
+            WeightQueue.run(put_off)
         if stage:
             self._outbox[BACKWARD, stage, step.microbatch] = tuple(
                 torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs

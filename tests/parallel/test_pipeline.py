@@ -13,6 +13,7 @@ from torch import nn
 
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.layers import ColumnParallelLinear
 from fastmp.parallel.pipeline import Pipeline, PipelineError, StageOutput
 from fastmp.parallel.schedule import Step, orders, peak_in_flight
 from fastmp.testing import RankError, run_ranks
@@ -310,6 +311,27 @@ def test_wrong_arguments():
         make(None, 1, 2, chunks=[Block(0), Block(1)])
     with pytest.raises(ValueError, match="forward of microbatch 0 chunk 0: its backward is missing"):
         Pipeline([Block(0)], [[Step("forward", 0, 0)]], group=None, inputs=first, loss=square)
+
+
+def test_split_backwards_leave_weights_for_later():
+    """Between the two backwards of microbatch 0 only the bias has its gradient."""
+    layer = ColumnParallelLinear(SIZE, SIZE, group=None, dtype=torch.float64)
+    seen, data = [], batches(2)
+
+    def inputs(batch):
+        seen.append((layer.weight.grad is None, layer.bias.grad is None))
+        return batch["x"]
+
+    kinds = [("forward", 0), ("backward_input", 0), ("forward", 1), ("backward_weight", 0)]
+    kinds += [("backward_input", 1), ("backward_weight", 1)]
+    order = [Step(kind, microbatch, 0) for kind, microbatch in kinds]
+    Pipeline([layer], [order], group=None, inputs=inputs, loss=square).train(data)
+    assert seen == [(True, True), (True, False)]
+    same = ColumnParallelLinear(SIZE, SIZE, group=None, dtype=torch.float64)
+    same.load_state_dict(layer.state_dict())
+    sum(square(same(batch["x"]), batch) for batch in data).backward()
+    torch.testing.assert_close(layer.weight.grad, same.weight.grad, **CLOSE)
+    torch.testing.assert_close(layer.bias.grad, same.bias.grad, **CLOSE)
 
 
 class Failing(Block):
