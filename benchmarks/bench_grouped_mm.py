@@ -266,6 +266,7 @@ _FACTOR = 1.0 if torch.cpu._is_amx_tile_supported() else 3.0
 GOALS = (Goal("grouped_mm", "bfloat16", "forward", OURS, _FACTOR, _FACTOR, over=TORCH),)
 SHAPES = {
     "grouped_mm": (*LARGE, *FINE, DECODE),
+    "grouped_mm_wgrad": (LARGE[0], FINE[0]),
     "grouped_mm_wgrad_": (*LARGE, *FINE),
     "grouped_mlp_in": (LARGE[3], *FINE),
 }
@@ -278,6 +279,8 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
         return x, w, offsets, False
     if op == "grouped_mlp_in":
         return x, w, None, offsets, "swiglu", True
+    if op == "grouped_mm_wgrad":
+        return grad, x, offsets
     return torch.zeros(w.shape, dtype=compute_dtype(dtype), device=device), grad, x, offsets
 
 

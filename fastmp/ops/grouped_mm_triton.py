@@ -311,7 +311,8 @@ def product_blocks(
     much must be under way.
     """
     if itemsize != 2:  # products without tensor cores, in fp32 or fp64
-        blocks = Blocks(16 if rows_each <= 32 else 64, 64, 128 // itemsize, 4, 2)
+        rows, num_warps = (16, 4) if rows_each <= 32 else (64, 8)
+        blocks = Blocks(rows, 64, 128 // itemsize, num_warps, 2)
     elif rows_each <= 16:
         blocks = Blocks(16, 128, 128, 4, 4) if _large(arch) else Blocks(16, 128, 64, 4, 4)
     elif not _large(arch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import topk_router
@@ -52,7 +53,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
 
 def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expert_bias, normalize, scale):
     """The choice by masks and stable sorts; a logit that is +inf or NaN leaves its token's sums undefined."""
-    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    scores = _sigmoid(logits) if score == "sigmoid" else logits.softmax(-1)
     after = score == "softmax" and not pre_softmax
     by = logits if after else scores
     by = by if expert_bias is None else by + expert_bias
@@ -76,6 +77,12 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
     counts = (indices[..., None] == torch.arange(logits.shape[-1], device=logits.device)).sum((0, -2))
     z_sum = logits.logsumexp(-1).square().sum()
     return indices, probs * scale, counts, scores.sum(0), z_sum
+
+
+def _sigmoid(logits):
+    """torch has another last bit for the numbers behind the last whole vector: equal logits would be no tie."""
+    experts = logits.shape[-1]
+    return F.pad(logits, (0, -experts % 64)).sigmoid()[..., :experts]
 
 
 def _draw_router(draw: Draw) -> tuple[tuple, dict]:
