@@ -80,7 +80,7 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
 
 
 def _sigmoid(logits):
-    """torch has another last bit for the numbers behind the last whole vector: equal logits would be no tie."""
+    """torch has another last bit for what is behind the last whole vector: equal logits would be no tie."""
     experts = logits.shape[-1]
     return F.pad(logits, (0, -experts % 64)).sigmoid()[..., :experts]
 
