@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
 from torch import nn
 
 from fastmp.parallel.grid import RankGrid
