@@ -18,16 +18,17 @@ README = (ROOT / "README.md").read_text()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.fixture
-def example(tmp_path):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    path = tmp_path / "swap.py"
-    path.write_text(code)
-    return path
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["alone", "two ranks"])
-def test_the_example_runs(example, launcher):
+@pytest.mark.parametrize(
+    ("number", "launcher"),
+    [(0, [sys.executable]), (0, TORCHRUN), (1, [sys.executable])],
+    ids=["swapped layers alone", "swapped layers on two ranks", "experts"],
+)
+def test_the_examples_run(number, launcher, tmp_path):
+    example = tmp_path / "example.py"
+    example.write_text(EXAMPLES[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([*launcher, str(example)], check=True, env=environment, cwd=example.parent, timeout=120)
 
