@@ -344,6 +344,11 @@ def architecture(tensor: Tensor) -> int:
     return _gpu(tensor.device.index)[0] if tensor.is_cuda else 80
 
 
+def tile_architecture(tensor: Tensor, tma: bool) -> int:
+    """The architecture that tiles are chosen for: addresses take registers that the widest have not left."""
+    return architecture(tensor) if tma else 80
+
+
 def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
     """As many as run at a time, that walk over at most so many tiles; interpreted, a few."""
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
@@ -394,8 +399,8 @@ def _product(
     x, w, offsets = _along_rows(x), _along_rows(w), offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
     rows_each, pair = num_rows / max(num_experts, 1), form == "silu"
-    blocks = product_blocks(rows_each, width, num_k, x.element_size(), architecture(x), pair)
     tma = use_tma(x, w)
+    blocks = product_blocks(rows_each, width, num_k, x.element_size(), tile_architecture(x, tma), pair)
     widest, along, pitches = 16 // x.element_size(), (num_n if transposed else num_k), w.stride()[:2]
     w_vector = math.gcd(widest, along, *pitches)
     k_vector = math.gcd(widest, num_k, x.stride(0), *(() if transposed else pitches))
@@ -456,8 +461,8 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     if out.numel() == 0:
         return
     grad, x, offsets = _along_rows(grad), _along_rows(x), offsets.contiguous()
-    blocks = wgrad_blocks(num_n, num_k, x.element_size(), architecture(x))
     tma = use_tma(grad, x)
+    blocks = wgrad_blocks(num_n, num_k, x.element_size(), tile_architecture(x, tma))
     n_vector = vector_width(grad)
     k_vector = math.gcd(vector_width(x), *out.stride()[:2])
     tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)

@@ -25,7 +25,7 @@ def tma_of(dtype: str, arch: int) -> bool:
 def product(form: str, tokens: str, transposed: bool, dtype: str, arch: int, tma: bool) -> Launch:
     """As launched for so many tokens an expert, up to 255 experts."""
     pair = FORMS[form] == "silu"
-    blocks = kernels.product_blocks(TOKENS[tokens], N, K, ITEMSIZE[dtype], arch, pair)
+    blocks = kernels.product_blocks(TOKENS[tokens], N, K, ITEMSIZE[dtype], arch if tma else 80, pair)
     data, fused = f"*{dtype}", form != "none"
     tensors = dict.fromkeys(("x", "w", "bias", "offsets", "y", "h"), data) | {"offsets": "*i32"}
     kinds = {}
@@ -59,7 +59,7 @@ def product(form: str, tokens: str, transposed: bool, dtype: str, arch: int, tma
 
 
 def wgrad(accumulate: bool, dtype: str, arch: int, tma: bool) -> Launch:
-    blocks = kernels.wgrad_blocks(N, K, ITEMSIZE[dtype], arch)
+    blocks = kernels.wgrad_blocks(N, K, ITEMSIZE[dtype], arch if tma else 80)
     data, total = f"*{dtype}", f"*{compute(dtype)}" if accumulate else f"*{dtype}"
     descriptors = {
         "grad_rows": f"tensordesc<{dtype}[{blocks.terms},{blocks.rows}]>",
