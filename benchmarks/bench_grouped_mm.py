@@ -175,7 +175,7 @@ def grouped_wgrad_case(
     op = OPS["grouped_mm_wgrad_"]
     name = title("grouped_mm wgrad", (*shape, routing), dtype)
     costs = op.traffic(totals, grad, x, offsets), op.flops(totals, grad, x, offsets)
-    return Case(name, (), grad, rivals, costs[0], 0, flops=(costs[1], 0))
+    return Case(name, (x, grad), grad, rivals, costs[0], 0, flops=(costs[1], 0))
 
 
 def mlp_in_case(

@@ -99,7 +99,7 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("router", "float32", "forward", OURS, 4.0, 4.0, over_compile=2.0),
+    Goal("router", "float32", "forward", OURS, 2.0, 2.0, over_compile=1.0),
     Goal("router", "float32", "both", OURS, 2.0, 2.0, over_compile=1.0),
     Goal("router grouped", "float32", "forward", OURS, 6.0, 6.0, over_compile=2.5),
     Goal("router grouped", "float32", "both", OURS, 6.0, 6.0, over_compile=2.5),
