@@ -254,21 +254,45 @@ class GPTConfig:
 class ParallelConfig:
     """Sizes of the parallel axes; the data-parallel sizes are what the world leaves over.
 
-    `tp` divides attention and dense layers, `ep` the experts, `etp` each expert (None: as `tp`). Experts use
-    the ranks that are there: world_size = tp x dp = etp x ep x edp.
+    `tp` divides attention and dense layers, `cp` the sequence, `pp` the layers; `ep` the experts, `etp` each
+    expert (None: as `tp`). Experts use the ranks that are there: world_size = tp x cp x dp x pp =
+    etp x ep x edp x pp.
+
+    A pipeline rank has `vpp` chunks of layers and runs them in the order of `schedule` ("1f1b",
+    "zero_bubble"), `microbatch_group_size` microbatches through a chunk before the next one (None: pp).
+    `stage_layers` says how many layers each of the pp x vpp stages has (None: equally many).
     """
 
     tp: int = 1
+    cp: int = 1
+    pp: int = 1
     ep: int = 1
     etp: int | None = None
+    vpp: int = 1
+    schedule: str = "1f1b"
+    microbatch_group_size: int | None = None
+    stage_layers: tuple[int, ...] | None = None
     sequence_parallel: bool = False
     recompute: bool = False
     shard_recompute_input: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tp", "ep", "etp"):
+        for name in ("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size"):
             value = getattr(self, name)
             _require(value is None or value > 0, "ParallelConfig", f"{name} must be positive, got {value}")
+        known = ("1f1b", "zero_bubble")
+        _require(
+            self.schedule in known,
+            "ParallelConfig",
+            f"schedule must be one of {', '.join(known)}, got {self.schedule!r}",
+        )
+        stages, layers = self.pp * self.vpp, self.stage_layers
+        _require(
+            layers is None or (len(layers) == stages and min(layers) >= 0),
+            "ParallelConfig",
+            f"stage_layers must be {stages} numbers (pp {self.pp} x vpp {self.vpp}), not negative, "
+            f"got {layers}",
+        )
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,11 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     """`value`, if it is of type `hint` (int, float, str, bool, tuple of these)."""
     if typing.get_origin(hint) is tuple:
         items = typing.get_args(hint)
-        if not isinstance(value, list) or len(value) != len(items):
-            raise ValueError(f"{name} must be a list of {len(items)} values, got {value!r}")
+        if not isinstance(value, list) or (items[-1] is not ... and len(value) != len(items)):
+            size = "" if items[-1] is ... else f" of {len(items)} values"
+            raise ValueError(f"{name} must be a list{size}, got {value!r}")
+        if items[-1] is ...:
+            items = items[:1] * len(value)
         return tuple(_convert(v, item, name) for v, item in zip(value, items))
     if hint is float and type(value) is int:
         return float(value)
