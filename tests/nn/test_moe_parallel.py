@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from moe_tools import (
 )
 
 from fastmp.nn.moe import Router
+from fastmp.nn.moe.dispatch import SharingDispatcher
 from fastmp.parallel.collectives import group_rank, reduce_from_group
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -104,16 +106,18 @@ def loop_case(rank, world):
     """Ranks that share experts know the rows of each: products one after another, where that is faster."""
     module = sys.modules["fastmp.ops.grouped_mm"]  # the package's name is the function's
     module.grouped_mm_choice = lambda sizes, *arguments: seen.append(list(sizes)) or "loop"
-    for layout in ({"ep": 2}, {"etp": 2}):
+    for layout in ({"ep": world}, {"ep": 2, "etp": world // 2}):
         groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
         for dispatcher in ("alltoall", "allgather"):
             seen = []
-            compare(rank, with_moe(dispatcher=dispatcher), groups, 4, 2, False, f"{layout}, {dispatcher}")
+            compare(
+                rank, with_moe(dispatcher=dispatcher), groups, 4, 2 * world, False, f"{layout}, {dispatcher}"
+            )
             assert len(seen) > 1 and all(len(sizes) == 8 // groups.grid.ep for sizes in seen)
 
 
 def test_products_in_a_loop_where_the_sizes_are_known():
-    run_ranks(loop_case, 2)
+    run_ranks(loop_case, 4)
 
 
 # Each rank of an expert group with tokens of its own, some with none at all: compared with one rank that has
@@ -175,6 +179,24 @@ def forced_case(rank, world, layout, dispatcher, examples):
 def test_any_routing_and_ranks_without_tokens(world, layout, dispatcher):
     drawn = run_ranks(forced_case, world, layout, dispatcher, 14)
     assert len(set(drawn)) == 1 and drawn[0] >= 14
+
+
+def test_any_routing_where_ranks_of_different_sequences_share_all_experts():
+    assert run_ranks(forced_case, 2, {"etp": 2}, "alltoall", 14)[0] >= 14
+
+
+def lengths_case(rank, world):
+    """Two tensor-parallel groups with sequences of other lengths, one of which TP does not divide."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, tp=2, etp=world))
+    config, dp_rank = plain_moe(aux_loss=0.0), group_rank(groups.dp)
+    one, many = make_moe(config), make_moe(config, groups)
+    for S in (3, 8):
+        full = hidden_states((S, 5)[dp_rank], 2, seed=dp_rank)
+        torch.testing.assert_close(many(full)[0], one(full)[0], **CLOSE)
+
+
+def test_sequences_of_different_lengths_share_all_experts():
+    run_ranks(lengths_case, 4)
 
 
 @pytest.mark.full
@@ -249,16 +271,16 @@ def test_in_bfloat16(dispatcher):
 
 
 # (forward, backward) collectives of a training step, one sequence loss and one Switch loss included: the
-# counts of all ranks, then what moves rows. Of the all-gathers of the other dispatcher one is for indices,
-# one for probabilities.
+# counts of all ranks (sizes on the host where each has all experts), then what moves rows. Of the all-gathers
+# of all tokens one is for indices, one for probabilities.
 COLLECTIVES = {
     ("alltoall", "ep"): (
         {"all_reduce": 1, "all_gather": 1, "all_to_all": 2},
         {"all_to_all": 2},
     ),
     ("alltoall", "etp"): (
-        {"all_reduce": 1, "all_gather": 2, "reduce_scatter": 1},
-        {"all_gather": 1, "reduce_scatter": 1},
+        {"all_reduce": 1, "all_gather": 4, "reduce_scatter": 1},
+        {"all_gather": 1, "reduce_scatter": 2},
     ),
     ("allgather", "ep"): (
         {"all_reduce": 1, "all_gather": 4, "reduce_scatter": 1},
@@ -365,8 +387,15 @@ def bad_case(rank, world):
         r"different dtype: \['torch.float64', 'torch.float64', 'torch.float32'\]",
         lambda: make_moe(plain_moe(), three, dtype=torch.float32 if rank == 2 else torch.float64),
     )
-    for dispatcher in ("alltoall", "allgather"):  # ranks of one sequence each
-        own = make_moe(plain_moe(num_experts=9, top_k=1, capacity_factor=1.0, dispatcher=dispatcher), three)
+    for dispatcher, groups in (("alltoall", three), ("allgather", three), ("alltoall", tensor)):
+        config = plain_moe(
+            num_experts=9,
+            top_k=1,
+            capacity_factor=1.0,
+            dispatcher=dispatcher,
+            expert_ffn_hidden_size=15,
+        )
+        own = make_moe(config, groups)  # ranks of one sequence each
         for short, tokens in ((0, 8), (2, 2)):
             refused(
                 rf"MoELayer: the {tokens} tokens of rank {short} of the expert group are too few",
@@ -385,6 +414,16 @@ def bad_case(rank, world):
         lambda: Router(plain_moe(jitter=0.1), groups=small),
     )
     return rank
+
+
+def test_ranks_without_a_backend_on_the_host_cannot_share_experts_across_sequences():
+    class OnlyDevices:
+        _device_types = (torch.device("cuda"),)
+        size = staticmethod(lambda: 2)
+
+    with patch.object(dist, "get_backend", return_value="nccl"):
+        with pytest.raises(ValueError, match=r"2 ranks share experts .* their backend, nccl, does not serve"):
+            SharingDispatcher(8, OnlyDevices(), one_sequence=False)
 
 
 def test_bad_input_is_the_same_error_on_every_rank():

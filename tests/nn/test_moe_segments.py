@@ -101,6 +101,7 @@ def copies_case(rank, world_size, layout, dispatcher, sequence_parallel, tokens)
         return outside
 
     dispatch_module.HostCopy = MadeUp
+    dispatch_module._of_all_ranks = lambda number, group: [number] * group.size()
     for kind in (dispatch_module.AllToAllDispatcher, dispatch_module.AllGatherDispatcher):
         for name in ("sizes", "_splits", "_rows", "_accepted"):
             if hasattr(kind, name):
@@ -126,9 +127,19 @@ def test_divided_experts_wait_once(world, axes, sequence_parallel, dispatcher):
     assert crossing["combine"] == [(6, 2, 16), (), (8,), (6, 2, 16)]
 
 
-@pytest.mark.parametrize("sequence_parallel", (True, False))
-def test_tensor_parallel_ranks_that_hold_all_experts_never_wait(sequence_parallel):
-    layout, T = {"world_size": 4, "axes": {"tp": 4}}, 12 if sequence_parallel else 4
+@pytest.mark.parametrize(
+    ("axes", "sequence_parallel", "T"),
+    [
+        ({"tp": 4}, True, 12),
+        ({"tp": 4}, False, 4),
+        ({"tp": 2, "etp": 4}, True, 12),
+        ({"tp": 2, "etp": 4}, False, 6),
+        ({"etp": 4}, False, 12),
+    ],
+    ids=("tp-sequence", "tp", "beyond-tp-sequence", "beyond-tp", "dp"),
+)
+def test_ranks_that_hold_all_experts_never_wait(axes, sequence_parallel, T):
+    layout = {"world_size": 4, "axes": axes}
     ((copies, crossing),) = run_ranks(copies_case, 1, layout, "alltoall", sequence_parallel, T)
     assert copies == 0
     assert crossing["router"][0] == (T, 16)
@@ -151,8 +162,9 @@ def test_what_can_be_captured():
     alone = {segment.name: segment.capturable for segment in make_moe(with_moe()).segments()}
     assert alone == dict.fromkeys(FRONT + BACK, True)
     divided = dict.fromkeys(FRONT, True) | dict.fromkeys(BACK, False)
+    told = divided | {"preprocess": False}  # on the host, how many tokens there are
     for flags in run_ranks(flags_case, 2):
-        assert flags == {"edp": alone, "tp": alone, "ep": divided, "etp": divided}
+        assert flags == {"edp": alone, "tp": alone, "ep": divided, "etp": told}
 
 
 def test_without_a_shared_expert_there_is_no_segment_for_it():

@@ -12,7 +12,8 @@ How many rows go where is known on the device only. All ranks of the etp-ep grou
 there, a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the host:
 the only time that the host waits for the device. Every size in it and after it comes from that matrix, which
 is the same on all ranks: they cannot disagree. Where a rank cannot go on, it says so in its row of the
-matrix, and all of them stop. With all experts on every rank nothing is copied.
+matrix, and all of them stop. With all experts on every rank nothing is copied: how many rows there are
+follows from how many tokens there are, which hosts know.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, M rows at the experts,
 R ranks of the etp-ep group.
@@ -47,16 +48,19 @@ __all__ = [
     "make_dispatcher",
 ]
 
+_HOST = torch.device("cpu")
+
 
 def make_dispatcher(moe: MoEConfig, groups: ParallelGroups | None) -> LocalDispatcher:
     """The dispatcher that `moe.dispatcher` names, for the etp and ep groups of `groups`.
 
-    Raises ValueError where the ranks do not divide the experts.
+    Raises ValueError where the ranks do not divide the experts, and where they would have to tell each other
+    sizes on the host but have no backend for that.
     """
     if groups is None or groups.etp_ep is None:
         return LocalDispatcher(moe.num_experts)
-    if group_size(groups.ep) == 1 and _within(groups.etp, groups.tp):
-        return SharingDispatcher(moe.num_experts, groups.etp)
+    if group_size(groups.ep) == 1:
+        return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=_within(groups.etp, groups.tp))
     kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
     axes = groups.grid.expert_axes
     etp_first = "etp" not in axes or "ep" not in axes or axes.index("etp") < axes.index("ep")
@@ -81,15 +85,18 @@ class LocalDispatcher:
     `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
     count as zeros. `room`: how many tokens a rank of the tensor-parallel group has at most, the same on all.
     `refused`: they are too few for the capacity; if others wait for this rank, a ValueError on all of them.
-    `capturable`: `dispatch` and `combine` neither wait nor have shapes that depend on data.
+    `eager`: the segments that a graph cannot hold, for their shapes depend on data or on other ranks.
     """
 
-    capturable = True
+    eager: tuple[str, ...] = ()
     num_planned = 3
     num_kept = 2
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+
+    def __deepcopy__(self, memo: dict[int, object]) -> LocalDispatcher:
+        return self  # has no state, and a copy of a layer works in the same groups
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)
@@ -108,18 +115,26 @@ class LocalDispatcher:
 class SharingDispatcher(LocalDispatcher):
     """Every rank of an `etp` group has its part of all experts, and takes the tokens of all.
 
-    The group lies within a tensor-parallel one, so the ranks hold parts of one sequence and know how many
-    tokens each other has: all shapes are static.
+    one_sequence: the ranks hold parts of one sequence, so that each knows how many tokens the others have,
+    and all shapes are static. Else they tell each other, from host to host: the device has no part in it.
     """
 
-    def __init__(self, num_experts: int, etp_group: ProcessGroup) -> None:
+    def __init__(self, num_experts: int, etp_group: ProcessGroup, *, one_sequence: bool) -> None:
         super().__init__(num_experts)
-        self.etp_group = etp_group
-
-    def __deepcopy__(self, memo: dict[int, object]) -> SharingDispatcher:
-        return self  # as below
+        self.etp_group, self.one_sequence = etp_group, one_sequence
+        if one_sequence:
+            return
+        self.eager = ("preprocess", "dispatch", "experts", "combine")
+        if _HOST not in etp_group._device_types:
+            raise ValueError(
+                f"MoELayer: {group_size(etp_group)} ranks share experts but not sequences, and tell each "
+                f"other sizes on the host, which their backend, {dist.get_backend(etp_group)}, does not "
+                'serve: initialise with backend="cpu:gloo,cuda:nccl", as fastmp.init does'
+            )
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
+        if not self.one_sequence:
+            room = max(_accepted(_of_all_ranks(_refusable(room, refused), self.etp_group)))
         everyones = all_gather(_padded(indices, room, -1), self.etp_group)[0]
         return super().preprocess(everyones, probs, room)
 
@@ -138,7 +153,7 @@ class _Exchanging(LocalDispatcher):
     etp_varies_first: neighbours in `etp_ep_group` are ranks of one etp group, not of one ep group.
     """
 
-    capturable = False
+    eager = ("dispatch", "experts", "combine")
 
     def __init__(
         self,
@@ -161,22 +176,18 @@ class _Exchanging(LocalDispatcher):
         self.rank, self.etp_varies_first = group_rank(etp_ep_group), etp_varies_first
         self.num_local = num_experts // self.ep
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Exchanging:
-        return self  # has no state, and a copy of a layer works in the same groups
+    def sizes(self, *kept: Tensor) -> list[int]:
+        return self._local(kept[-1]).sum((0, 1)).tolist()
 
-    def _everyones(self, offsets: Tensor, tokens: int) -> Tensor:
+    def _everyones(self, counts: Tensor, tokens: int, room: int, refused: bool) -> Tensor:
         """(R, E + 1): what each rank has for each expert, and its tokens, below 0 if they are refused."""
-        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        return all_gather(F.pad(counts, (0, 1), value=tokens).unsqueeze(0), self.etp_ep_group)[0]
+        last = _refusable(room, True) if refused else tokens
+        return all_gather(F.pad(counts, (0, 1), value=last).unsqueeze(0), self.etp_ep_group)[0]
 
-    def _accepted(self, host_RX: Tensor) -> Tensor:
+    def _accepted(self, copy: HostCopy) -> Tensor:
         """The matrix on the host; ValueError where a rank has refused its tokens."""
-        for rank, tokens in enumerate(host_RX[:, -1].tolist()):
-            if tokens < 0:
-                raise ValueError(
-                    f"MoELayer: the {-1 - tokens} tokens of rank {rank} of the expert group are too few: its "
-                    "experts would have a capacity of less than one token"
-                )
+        host_RX = copy.wait()
+        _accepted(host_RX[:, -1].tolist())
         return host_RX
 
     def _local(self, matrix_RX: Tensor) -> Tensor:
@@ -195,12 +206,13 @@ class AllToAllDispatcher(_Exchanging):
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)
-        return probs, row_of, self._everyones(offsets, -1 - room if refused else indices.shape[0])
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        return probs, row_of, self._everyones(counts, indices.shape[0], room, refused)
 
     def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, matrix_RX: Tensor) -> Tensors:
         copy = HostCopy(matrix_RX)
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
-        host_RX = self._accepted(copy.wait())
+        host_RX = self._accepted(copy)
         sent, received, by_etp = self._splits(host_RX)
         rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
         if self.etp > 1:
@@ -208,9 +220,6 @@ class AllToAllDispatcher(_Exchanging):
         row_of_arrived, offsets = permutation(self._experts_of(matrix_RX, by_etp), self.num_local)
         rows = permute(rows, row_of_arrived, sum(by_etp))
         return rows, offsets, probs, row_of, row_of_arrived, host_RX
-
-    def sizes(self, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RX: Tensor) -> list[int]:
-        return self._local(host_RX).sum((0, 1)).tolist()
 
     def combine(
         self, outputs: Tensor, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RX: Tensor
@@ -245,11 +254,15 @@ class AllGatherDispatcher(_Exchanging):
     num_kept = 3
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
-        _, offsets = permutation(indices, self.num_experts)
-        return indices, probs, self._everyones(offsets, -1 - room if refused else indices.shape[0])
+        # One place more, for dropped pairs; bincount would wait to know how many places there are.
+        counts = indices.new_zeros(self.num_experts + 1, dtype=torch.int32)
+        counts.index_add_(
+            0, indices.flatten() % (self.num_experts + 1), torch.ones_like(counts[:1]).expand(indices.numel())
+        )
+        return indices, probs, self._everyones(counts[:-1], indices.shape[0], room, refused)
 
     def dispatch(self, tokens: Tensor, indices: Tensor, probs: Tensor, matrix_RX: Tensor) -> Tensors:
-        host_RX = self._accepted(HostCopy(matrix_RX).wait())
+        host_RX = self._accepted(HostCopy(matrix_RX))
         longest, rows_here, _ = self._rows(host_RX)
         tokens, probs = (
             gather_sequence(_padded(part, longest), self.etp_ep_group) for part in (tokens, probs)
@@ -259,9 +272,6 @@ class AllGatherDispatcher(_Exchanging):
         row_of, offsets = permutation(indices - self.ep_rank * self.num_local, self.num_local)
         rows = permute(tokens, row_of, rows_here)
         return rows, offsets, probs, row_of, host_RX
-
-    def sizes(self, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> list[int]:
-        return self._local(host_RX).sum((0, 1)).tolist()
 
     def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> Tensor:
         partial = unpermute(outputs, row_of, probs)
@@ -274,8 +284,29 @@ class AllGatherDispatcher(_Exchanging):
         return max(tokens), int(self._local(host_RX).sum()), tokens[self.rank]
 
 
-def _within(group: ProcessGroup | None, other: ProcessGroup | None) -> bool:
-    if group is None or other is None:
+def _refusable(tokens: int, refused: bool) -> int:
+    """`tokens`, or a number below 0 that says they are too few."""
+    return -1 - tokens if refused else tokens
+
+
+def _accepted(tokens_of_ranks: list[int]) -> list[int]:
+    """The same; ValueError where a rank has refused its tokens."""
+    for rank, tokens in enumerate(tokens_of_ranks):
+        if tokens < 0:
+            raise ValueError(
+                f"MoELayer: the {-1 - tokens} tokens of rank {rank} of the expert group are too few: its "
+                "experts would have a capacity of less than one token"
+            )
+    return tokens_of_ranks
+
+
+def _of_all_ranks(number: int, group: ProcessGroup) -> list[int]:
+    """The numbers of all ranks of `group`, from host to host."""
+    return all_gather(torch.tensor([number], device=_HOST), group)[0].tolist()
+
+
+def _within(group: ProcessGroup, other: ProcessGroup | None) -> bool:
+    if other is None:
         return False
     return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
 

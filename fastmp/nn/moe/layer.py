@@ -105,16 +105,16 @@ class MoELayer(SegmentedLayer):
         return None if self.groups is None else self.groups.tp
 
     def segments(self) -> tuple[Segment, ...]:
-        capturable = self.dispatcher.capturable
-        shared = self.shared_experts is not None
-        return (
-            Segment("router", self._router),
-            Segment("preprocess", self._preprocess),
-            *((Segment("shared_experts", self._shared),) if shared else ()),
-            Segment("dispatch", self._dispatch, capturable=capturable),
-            Segment("experts", self._experts, capturable=capturable),
-            Segment("combine", self._combine, capturable=capturable),
-        )
+        run = {
+            "router": self._router,
+            "preprocess": self._preprocess,
+            **({} if self.shared_experts is None else {"shared_experts": self._shared}),
+            "dispatch": self._dispatch,
+            "experts": self._experts,
+            "combine": self._combine,
+        }
+        eager = self.dispatcher.eager
+        return tuple(Segment(name, function, capturable=name not in eager) for name, function in run.items())
 
     # From segment to segment, before what is carried: the dispatcher's tensors, aux, counts, and the layer's
     # input, in whose place the output of the shared expert goes.
@@ -184,7 +184,7 @@ class MoELayer(SegmentedLayer):
         share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
         if share >= 1.0:
             return math.ceil(share)
-        if not self.dispatcher.capturable:  # the next that ranks do is to tell each other their counts
+        if self.dispatcher.eager:  # the next that ranks do is to tell each other their counts
             return 0
         raise ValueError(
             f"MoELayer: a capacity of {share:g} tokens is less than one: capacity_factor "
@@ -212,11 +212,13 @@ class MoELayer(SegmentedLayer):
 
     def _all_tokens(self, output_TH: Tensor, hidden_SBH: Tensor) -> Tensor:
         size, (S, B, H) = group_size(self.tp_group), hidden_SBH.shape
+        missing = self._room(hidden_SBH) - len(output_TH)
+        if missing < 0:  # other ranks have more tokens
+            output_TH = output_TH[:missing]
         if size == 1 or self.sequence_parallel:
             return output_TH.view(S, B, H)
-        part = self._part(S)
-        if len(output_TH) < part * B:
-            output_TH = F.pad(output_TH, (0, 0, 0, part * B - len(output_TH)))
+        if missing > 0:
+            output_TH = F.pad(output_TH, (0, 0, 0, missing))
         return gather_from_group(output_TH, self.tp_group, dim=0)[: S * B].view(S, B, H)
 
     def extra_repr(self) -> str:
