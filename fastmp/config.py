@@ -1,19 +1,49 @@
 """Configuration: one small frozen dataclass per component, and the process environment.
 
-A recipe (a TOML file in `configs/`) has one table per dataclass. Each class checks its own fields, so a
-wrong value is a ValueError that names the field wherever the object was made. Standard library only.
+A recipe (a TOML file in `configs/`) has one table per dataclass. Each class checks its own fields: wrong
+values are a ValueError that names all of them, one a line, wherever the object was made. What tables and
+ranks ask of each other is the business of `fastmp.layout`. Standard library only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 
-def _require(condition: bool, owner: str, message: str) -> None:
-    if not condition:
-        raise ValueError(f"{owner}: {message}")
+class _Checked:
+    """A configuration that refuses wrong values when it is made."""
+
+    def __post_init__(self) -> None:
+        found = [f"{type(self).__name__}: {message}" for message in self._problems()]
+        if found:
+            raise ValueError("\n".join(found))
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong, each with its field and value; relations only between values that make sense."""
+        raise NotImplementedError
+
+    def _not_positive(self, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{_FIELDS.get(name, name)} must be positive, got {value}"
+
+    def _negative(self, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value < 0:
+                yield f"{name} must not be negative, got {value}"
+
+    def _unknown(self, choices: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if value not in known:
+                yield f"{name} must be one of {', '.join(known)}, got {value!r}"
+
+
+_FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 
 
 @dataclass(frozen=True)
@@ -65,7 +95,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class MoEConfig:
+class MoEConfig(_Checked):
     """A mixture of experts in place of an MLP.
 
     Routing: a token goes to `top_k` of `num_experts` experts. `score` makes scores of the logits ("softmax"
@@ -109,61 +139,43 @@ class MoEConfig:
     shared_expert_ffn_hidden_size: int = 0
     shared_expert_gate: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk"):
-            value = getattr(self, name)
-            _require(value > 0, "MoEConfig", f"{name} must be positive, got {value}")
-        losses = ("aux_loss", "sequence_aux_loss", "z_loss")
-        for name in (*losses, "bias_update_rate", "shared_expert_ffn_hidden_size"):
-            value = getattr(self, name)
-            _require(value >= 0, "MoEConfig", f"{name} must not be negative, got {value}")
-        _require(
-            self.top_k <= self.num_experts,
-            "MoEConfig",
-            f"top_k {self.top_k} is more than num_experts {self.num_experts}",
+    def _problems(self) -> Iterator[str]:
+        yield from self._negative(
+            *("aux_loss", "sequence_aux_loss", "z_loss", "bias_update_rate", "shared_expert_ffn_hidden_size")
         )
-        self._check_groups()
-        choices = {
-            "score": ("softmax", "sigmoid"),
-            "drop_policy": ("probs", "position"),
-            "dispatcher": ("alltoall", "allgather"),
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            _require(value in known, "MoEConfig", f"{name} must be one of {', '.join(known)}, got {value!r}")
-        _require(0.0 <= self.jitter < 1.0, "MoEConfig", f"jitter must be in [0, 1), got {self.jitter}")
-        _require(
-            self.capacity_factor is None or self.capacity_factor > 0.0,
-            "MoEConfig",
-            f"capacity_factor must be positive or absent, got {self.capacity_factor}",
+        yield from self._unknown(
+            {
+                "score": ("softmax", "sigmoid"),
+                "drop_policy": ("probs", "position"),
+                "dispatcher": ("alltoall", "allgather"),
+            }
         )
-        _require(
-            self.shared_expert_ffn_hidden_size > 0 or not self.shared_expert_gate,
-            "MoEConfig",
-            "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0",
-        )
+        if not 0.0 <= self.jitter < 1.0:
+            yield f"jitter must be in [0, 1), got {self.jitter}"
+        if self.capacity_factor is not None and not self.capacity_factor > 0.0:
+            yield f"capacity_factor must be positive or absent, got {self.capacity_factor}"
+        if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
+            yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
+        sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
+        wrong = list(self._not_positive(*sizes))
+        yield from wrong or self._choices()
 
-    def _check_groups(self) -> None:
-        _require(
-            self.num_experts % self.num_groups == 0,
-            "MoEConfig",
-            f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}",
-        )
-        _require(
-            self.group_topk <= self.num_groups,
-            "MoEConfig",
-            f"group_topk {self.group_topk} is more than num_groups {self.num_groups}",
-        )
+    def _choices(self) -> Iterator[str]:
+        """Which experts a token can reach."""
+        if self.num_experts % self.num_groups:
+            yield f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}"
+        if self.group_topk > self.num_groups:
+            yield f"group_topk {self.group_topk} is more than num_groups {self.num_groups}"
         reachable = self.group_topk * (self.num_experts // self.num_groups)
-        _require(
-            self.top_k <= reachable,
-            "MoEConfig",
-            f"top_k {self.top_k} is more than the {reachable} experts of group_topk {self.group_topk} of "
-            f"{self.num_groups} groups",
-        )
+        if self.top_k > self.num_experts:
+            yield f"top_k {self.top_k} is more than num_experts {self.num_experts}"
+        elif self.top_k > reachable:
+            yield (
+                f"top_k {self.top_k} is more than the {reachable} experts of group_topk {self.group_topk} of "
+                f"{self.num_groups} groups"
+            )
 
 
-_FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 _FORMS = {
     "norm": ("layernorm", "rmsnorm"),
     "position": ("learned", "rope"),
@@ -172,7 +184,7 @@ _FORMS = {
 
 
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(_Checked):
     """A pre-LN GPT: with these defaults GPT-2, with the options below Llama, Mixtral and Qwen3.
 
     `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA); `head_size`
@@ -205,37 +217,23 @@ class GPTConfig:
     qk_norm: bool = False
     moe: MoEConfig | None = None
 
-    def __post_init__(self) -> None:
-        sizes = ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len")
-        for name in (*sizes, "kv_heads", "ffn_size", "init_std", "layernorm_epsilon", "rope_base"):
-            value = getattr(self, name)
-            _require(value > 0, "GPTConfig", f"{_FIELDS.get(name, name)} must be positive, got {value}")
-        if self.head_size is None:
-            _require(
-                self.hidden_size % self.num_heads == 0,
-                "GPTConfig",
-                f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}",
-            )
-        _require(self.head_dim > 0, "GPTConfig", f"head_size must be positive, got {self.head_dim}")
-        _require(
-            self.num_heads % self.kv_heads == 0,
-            "GPTConfig",
-            f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}",
-        )
+    def _problems(self) -> Iterator[str]:
+        yield from self._unknown(_FORMS)
         for name in ("dropout", "attention_dropout"):
-            _require(
-                0.0 <= getattr(self, name) < 1.0,
-                "GPTConfig",
-                f"{name} must be in [0, 1), got {getattr(self, name)}",
-            )
-        for name, known in _FORMS.items():
-            value = getattr(self, name)
-            _require(value in known, "GPTConfig", f"{name} must be one of {', '.join(known)}, got {value!r}")
-        _require(
-            self.position != "rope" or self.head_dim % 2 == 0,
-            "GPTConfig",
-            f'position "rope" needs heads of even size, got {self.head_dim}',
-        )
+            if not 0.0 <= getattr(self, name) < 1.0:
+                yield f"{name} must be in [0, 1), got {getattr(self, name)}"
+        yield from self._not_positive("init_std", "layernorm_epsilon", "rope_base", "ffn_size")
+        sizes = ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len", "num_kv_heads")
+        wrong = list(self._not_positive(*sizes, "head_size"))
+        yield from wrong or self._head_problems()
+
+    def _head_problems(self) -> Iterator[str]:
+        if self.head_size is None and self.hidden_size % self.num_heads:
+            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
+        elif self.position == "rope" and self.head_dim % 2:
+            yield f'position "rope" needs heads of even size, got {self.head_dim}'
+        if self.num_heads % self.kv_heads:
+            yield f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.kv_heads}"
 
     @property
     def kv_heads(self) -> int:
@@ -251,7 +249,7 @@ class GPTConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(_Checked):
     """Sizes of the parallel axes; the data-parallel sizes are what the world leaves over.
 
     `tp` divides attention and dense layers, `cp` the sequence, `pp` the layers; `ep` the experts, `etp` each
@@ -276,27 +274,19 @@ class ParallelConfig:
     recompute: bool = False
     shard_recompute_input: bool = False
 
-    def __post_init__(self) -> None:
-        for name in ("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, "ParallelConfig", f"{name} must be positive, got {value}")
-        known = ("1f1b", "zero_bubble")
-        _require(
-            self.schedule in known,
-            "ParallelConfig",
-            f"schedule must be one of {', '.join(known)}, got {self.schedule!r}",
-        )
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")
+        yield from self._unknown({"schedule": ("1f1b", "zero_bubble")})
         stages, layers = self.pp * self.vpp, self.stage_layers
-        _require(
-            layers is None or (len(layers) == stages and min(layers) >= 0),
-            "ParallelConfig",
-            f"stage_layers must be {stages} numbers (pp {self.pp} x vpp {self.vpp}), not negative, "
-            f"got {layers}",
-        )
+        if layers is not None and stages > 0 and (len(layers) != stages or min(layers) < 0):
+            yield (
+                f"stage_layers must be {stages} numbers (pp {self.pp} x vpp {self.vpp}), not negative, "
+                f"got {layers}"
+            )
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Checked):
     """Where the text comes from: a built-in `text` ("pydoc", "stdlib") or a built directory `path`."""
 
     text: str = "pydoc"
@@ -307,15 +297,12 @@ class DataConfig:
     validation_fraction: float = 0.05
     seed: int = 1234
 
-    def __post_init__(self) -> None:
-        for name in ("seq_len", "micro_batch_size"):
-            _require(
-                getattr(self, name) > 0, "DataConfig", f"{name} must be positive, got {getattr(self, name)}"
-            )
+    def _problems(self) -> Iterator[str]:
+        return self._not_positive("seq_len", "micro_batch_size")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Checked):
     """AdamW with decoupled weight decay and global gradient-norm clipping (0 turns clipping off).
 
     The rate grows for `warmup_steps` (a shorter run only warms up), then follows a cosine down to `min_lr`.
@@ -329,25 +316,17 @@ class OptimizerConfig:
     weight_decay: float = 0.01
     clip_grad_norm: float = 1.0
 
-    def __post_init__(self) -> None:
-        _require(
-            0.0 <= self.min_lr <= self.lr and self.lr > 0.0,
-            "OptimizerConfig",
-            f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}",
-        )
-        _require(
-            all(0.0 <= beta < 1.0 for beta in self.betas),
-            "OptimizerConfig",
-            f"betas must be in [0, 1), got {self.betas}",
-        )
-        _require(self.eps > 0.0, "OptimizerConfig", f"eps must be positive, got {self.eps}")
-        for name in ("warmup_steps", "weight_decay", "clip_grad_norm"):
-            value = getattr(self, name)
-            _require(value >= 0, "OptimizerConfig", f"{name} must not be negative, got {value}")
+    def _problems(self) -> Iterator[str]:
+        if not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
+            yield f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}"
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            yield f"betas must be in [0, 1), got {self.betas}"
+        yield from self._not_positive("eps")
+        yield from self._negative("warmup_steps", "weight_decay", "clip_grad_norm")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Checked):
     """The training loop. `global_batch_size` counts samples of one optimizer step over all ranks.
 
     `dtype` of the parameters: "auto" (bfloat16 on a GPU, float32 without), "float32" or "bfloat16".
@@ -372,57 +351,28 @@ class TrainConfig:
     profile: str = "none"
     profile_steps: tuple[int, int] = (10, 13)
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "global_batch_size", "log_interval", "eval_batches"):
-            _require(
-                getattr(self, name) > 0, "TrainConfig", f"{name} must be positive, got {getattr(self, name)}"
-            )
-        for name in ("eval_interval", "save_interval", "join_seconds"):
-            value = getattr(self, name)
-            _require(value >= 0, "TrainConfig", f"{name} must not be negative, got {value}")
-        dtypes = ("auto", "float32", "bfloat16")
-        _require(
-            self.dtype in dtypes,
-            "TrainConfig",
-            f"dtype must be one of {', '.join(dtypes)}, got {self.dtype!r}",
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
+        yield from self._negative("eval_interval", "save_interval", "join_seconds")
+        yield from self._unknown(
+            {
+                "dtype": ("auto", "float32", "bfloat16"),
+                "profile": ("none", "torch", "nsys", "ncu"),
+            }
         )
-        _require(
-            self.name not in ("", ".", "..") and "/" not in self.name,
-            "TrainConfig",
-            f"name must be the name of a directory, got {self.name!r}",
-        )
-        kinds = ("none", "torch", "nsys", "ncu")
-        _require(
-            self.profile in kinds,
-            "TrainConfig",
-            f"profile must be one of {', '.join(kinds)}, got {self.profile!r}",
-        )
+        if self.name in ("", ".", "..") or "/" in self.name:
+            yield f"name must be the name of a directory, got {self.name!r}"
         first, last = self.profile_steps
-        _require(
-            0 <= first < last and (self.profile == "none" or first < self.steps),
-            "TrainConfig",
-            f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run",
-        )
+        if not (0 <= first < last and (self.profile == "none" or first < self.steps)):
+            yield f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole training job: what a file in `configs/` describes."""
+    """A whole training job: what a file in `configs/` describes. `fastmp.layout` says if it fits together."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-
-    def __post_init__(self) -> None:
-        _require(
-            self.data.seq_len <= self.model.max_seq_len,
-            "Recipe",
-            f"data.seq_len {self.data.seq_len} is longer than model.max_seq_len {self.model.max_seq_len}",
-        )
-        _require(
-            self.parallel.ep == 1 or self.model.moe is not None,
-            "Recipe",
-            f"parallel.ep is {self.parallel.ep}, but the model has no experts: model.moe is absent",
-        )

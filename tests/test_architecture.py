@@ -25,7 +25,10 @@ ALLOWED = {
     "fastmp.parallel.schedule": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
     "fastmp.sizes": {"config"},
+    "fastmp.layout": {"config", "parallel.grid", "parallel.schedule"},
     "fastmp.plan": {
+        "plan",
+        "layout",
         "parallel.grid",
         "parallel.schedule",
         "parallel.simulate",
@@ -38,14 +41,15 @@ ALLOWED = {
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
-    "fastmp.train": {"train", "nn", "parallel", "ops", "config", "profiling", "_host", "_lazy"},
+    "fastmp.train": {"train", "nn", "parallel", "ops", "config", "layout", "profiling", "_host", "_lazy"},
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.doctor": {"ops", "testing"},
     "fastmp.cli": {"train", "plan", "bench", "doctor"},
 }
 STDLIB_ONLY = (
-    *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.parallel.grid", "fastmp.plan"),
-    *("fastmp.parallel.messages", "fastmp.parallel.schedule", "fastmp.parallel.simulate", "fastmp.sizes"),
+    *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.layout", "fastmp.sizes"),
+    *(f"fastmp.parallel.{name}" for name in ("grid", "messages", "schedule", "simulate")),
+    *("fastmp.plan", *(f"fastmp.plan.{path.stem}" for path in (PACKAGE / "plan").glob("[a-z]*.py"))),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

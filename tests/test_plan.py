@@ -114,8 +114,7 @@ def test_the_json_of_a_recipe_adds_up(capsys):
         ("", 12, "world_size 12 is not a multiple of etp 2 x ep 8 x pp 1 = 16"),
         ("tp = 16", 64, "num_kv_heads 8 is not divisible by tp 16"),
         ("ep = 16", 64, "num_experts 8 is not divisible by ep 16"),
-        ("etp = 3", 192, "expert_ffn_hidden_size 14336 is not divisible by etp 3"),
-        ("tp = 8", 16384, "global_batch_size 1024 is not divisible by data.micro_batch_size 1 x 2048 data-"),
+        ("tp = 8", 16384, "global_batch_size 1024 is not divisible by micro_batch_size 1 x 2048 data-"),
         ("tq = 8", 64, "unknown key 'tq' in [parallel]"),
     ],
 )
@@ -130,6 +129,32 @@ def test_a_recipe_that_does_not_fit_is_one_line_and_status_2(capsys, tmp_path, c
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith("fastmp plan recipe: ")
     assert captured.err.count("\n") == 1 and part in captured.err
+
+
+def test_all_that_does_not_fit_is_said_at_once(capsys, tmp_path):
+    text = (CONFIGS / "mixtral-8x7b.toml").read_text()
+    for old, new in [
+        ("tp = 4", "tp = 3"),
+        ("top_k = 2", "top_k = 9"),
+        ("lr = 3e-4", "lr = 1"),
+        ("steps", "x"),
+    ]:
+        assert f"\n{old}" in text
+        text = text.replace(f"\n{old}", f"\n{new}", 1)
+    file = tmp_path / "recipe.toml"
+    file.write_text(text)
+    assert plan.main(["recipe", str(file), "--world-size", "64"]) == 2
+    captured = capsys.readouterr()
+    first, *others = captured.err.splitlines()
+    assert (captured.out, first) == ("", f"fastmp plan recipe: recipe {file}: 6 problems on 64 ranks:")
+    assert [line.partition(";")[0] for line in others] == [
+        "  MoEConfig: top_k 9 is more than num_experts 8",
+        "  unknown key 'x' in [train]",
+        "  world_size 64 is not a multiple of tp 3 x cp 1 x pp 1 = 3",
+        "  num_heads 32 is not divisible by tp 3",
+        "  num_kv_heads 8 is not divisible by tp 3",
+        "  seq_len 4096 is not divisible by tp 3 under sequence parallelism",
+    ]
 
 
 def test_the_command_line_reaches_it(capsys):

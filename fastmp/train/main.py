@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import Environment, Recipe
+from fastmp.layout import check_layout
 from fastmp.nn.models import GPT, ExpertLosses, flops_per_token, num_parameters
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
@@ -66,6 +67,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     ValueError, before anything is written, for a layout that does not fit the world or the model, and for
     text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
+    check_layout(recipe, None)
     groups = make_groups(recipe, runtime)
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), device=runtime.device)
     model = build_model(recipe, groups, rng, runtime.device)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import re
 import tomllib
 import types
 import typing
@@ -20,11 +21,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastmp.config import MoEConfig, Recipe
 
-__all__ = ["load_recipe", "parse_arguments"]
+__all__ = ["Reading", "load_recipe", "parse_arguments", "read_recipe"]
 
 SHORT = {
     "--tp": "--parallel.tp",
@@ -67,10 +68,33 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
         )
 
 
+class Reading(NamedTuple):
+    """What a file says: `recipe`, all that is wrong in it, and the fields whose values could not be used.
+
+    Those have their defaults in `recipe`, as "table.field"; of a table with wrong values all of them do.
+    """
+
+    recipe: Recipe
+    errors: list[str]
+    unused: set[str]
+
+
 def load_recipe(path: str | Path) -> Recipe:
     """The recipe in the TOML file `path`: a table per dataclass; fields left out keep their defaults.
 
-    ValueError naming the file, and the key, the type or the value that is wrong.
+    ValueError naming the file, and the key, the type or the value that is wrong: all of them, one a line.
+    """
+    recipe, errors, _ = read_recipe(path)
+    if errors:
+        several = len(errors) > 1
+        raise ValueError(f"recipe {path}: " + "".join(f"\n  {e}" if several else e for e in errors))
+    return recipe
+
+
+def read_recipe(path: str | Path) -> Reading:
+    """What can be read of the recipe in the TOML file `path`, and what is wrong with the rest.
+
+    ValueError where there is no such file, or it is not TOML.
     """
     try:
         with open(path, "rb") as file:
@@ -79,10 +103,9 @@ def load_recipe(path: str | Path) -> Recipe:
         raise ValueError(f"recipe {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {path}: not TOML: {error}") from None
-    try:
-        return _build(Recipe, content, "")
-    except ValueError as error:
-        raise ValueError(f"recipe {path}: {error}") from None
+    errors: list[str] = []
+    unused: set[str] = set()
+    return Reading(_build(Recipe, content, "", errors, unused), errors, unused)
 
 
 def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -119,22 +142,37 @@ def _with_profiled_steps(options: list[str]) -> list[str]:
     return written
 
 
-def _build(cls: type, content: dict[str, Any], table: str) -> Any:
+def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], unused: set[str]) -> Any:
+    """An object of `cls` from a table; what is wrong goes to `errors`, fields left out for it to `unused`."""
     hints = typing.get_type_hints(cls)
     known = [field.name for field in fields(cls)]
-    values = {}
+    values: dict[str, Any] = {}
+    unclear: set[str] = set()
     for key, value in content.items():
         if key not in known:
             where = f"in [{table}]" if table else "table"
-            raise ValueError(f"unknown key {key!r} {where}{_suggestion(key, known)}")
+            errors.append(f"unknown key {key!r} {where}{_suggestion(key, known)}")
+            unclear.update(_meant(key, known))
+            continue
         hint, name = _without_none(hints[key]), f"{table}.{key}" if table else key
-        if is_dataclass(hint):
-            if not isinstance(value, dict):
+        if is_dataclass(hint) and isinstance(value, dict):
+            values[key] = _build(hint, value, name, errors, unused)
+            continue
+        try:
+            if is_dataclass(hint):
                 raise ValueError(f"[{name}] must be a table, got {value!r}")
-            values[key] = _build(hint, value, name)
-        else:
             values[key] = _convert(value, hint, name)
-    return cls(**values)
+        except ValueError as error:
+            errors.append(str(error))
+            unclear.add(key)
+    unused.update(f"{table}.{key}" for key in unclear)
+    try:
+        return cls(**values)
+    except ValueError as error:
+        # What follows only from a field that has already been complained about is left out.
+        errors += [line for line in str(error).splitlines() if not unclear & set(re.findall(r"\w+", line))]
+        unused.update(f"{table}.{key}" for key in known)
+        return cls()
 
 
 def _without_none(hint: Any) -> Any:
@@ -162,5 +200,10 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def _suggestion(key: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1)
+    close = _meant(key, known)
     return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+
+
+def _meant(key: str, known: list[str]) -> list[str]:
+    """The known key that is most like `key`, if one is."""
+    return difflib.get_close_matches(key, known, n=1)

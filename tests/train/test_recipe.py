@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fastmp.config import MoEConfig, Recipe
-from fastmp.train.recipe import load_recipe, parse_arguments
+from fastmp.train.recipe import load_recipe, parse_arguments, read_recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -46,7 +46,6 @@ MISTAKES = {
     "[optimizer]\nlr = 'fast'": r"optimizer\.lr must be of type float, got 'fast'",
     "[optimizer]\nbetas = [0.9]": r"optimizer\.betas must be a list of 2 values, got \[0\.9\]",
     "[model]\nnum_heads = 7": r"GPTConfig: hidden_size 192 is not divisible by num_heads 7",
-    "[data]\nseq_len = 512": r"data\.seq_len 512 is longer than model\.max_seq_len 256",
     "[optimizer]\nlr = 1e-5": r"min_lr 0\.0001 and lr 1e-05",
     "[train]\ndtype = 'fp8'": r"dtype must be one of auto, float32, bfloat16, got 'fp8'",
     "[train]\nname = '../x'": r"name must be the name of a directory, got '\.\./x'",
@@ -54,7 +53,7 @@ MISTAKES = {
     "[model]\nmoe = 8": r"\[model\.moe\] must be a table, got 8",
     "[model.moe]\ntop_k = 1.0": r"model\.moe\.top_k must be of type int, got 1\.0",
     "[model.moe]\ntop_k = 9": r"MoEConfig: top_k 9 is more than num_experts 8",
-    "[parallel]\nep = 2": r"parallel\.ep is 2, but the model has no experts",
+    "[parallel]\nvpp = 2\nstage_layers = [4]": r"stage_layers must be 2 numbers .*, got \(4,\)",
     "[parallel]\netp = 0": r"ParallelConfig: etp must be positive, got 0",
     "[train\n": "not TOML",
     "[train]\nsteps = 1\nsteps = 2": "not TOML",
@@ -66,6 +65,49 @@ def test_a_mistake_in_a_file_is_named_with_the_file(tmp_path, text):
     path = write(tmp_path, text)
     with pytest.raises(ValueError, match=rf"recipe .*recipe\.toml: .*{MISTAKES[text]}"):
         load_recipe(path)
+
+
+def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
+    text = """
+        rate = 1
+        [model]
+        num_heads = 7
+        norm = "batch"
+        dropout = 1.0
+        hiden_size = 768
+        [model.moe]
+        top_k = "2"
+        num_experts = 0
+        score = "relu"
+        z_loss = -1.0
+        [parallel]
+        tp = 0
+        vpp = 2.0
+        [optimizer]
+        lr = -1.0
+        betas = [0.9]
+    """
+    path = write(tmp_path, text)
+    with pytest.raises(ValueError) as raised:
+        load_recipe(path)
+    assert str(raised.value).splitlines() == [
+        f"recipe {path}: ",
+        "  unknown key 'rate' table; there are model, parallel, data, optimizer, train",
+        "  unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?",  # so 192 % 7 says nothing
+        "  model.moe.top_k must be of type int, got '2'",
+        "  MoEConfig: z_loss must not be negative, got -1.0",
+        "  MoEConfig: score must be one of softmax, sigmoid, got 'relu'",
+        "  MoEConfig: num_experts must be positive, got 0",
+        "  GPTConfig: norm must be one of layernorm, rmsnorm, got 'batch'",
+        "  GPTConfig: dropout must be in [0, 1), got 1.0",
+        "  parallel.vpp must be of type int, got 2.0",
+        "  ParallelConfig: tp must be positive, got 0",
+        "  optimizer.betas must be a list of 2 values, got [0.9]",
+        "  OptimizerConfig: need 0 <= min_lr <= lr and lr > 0, got min_lr 0.0001 and lr -1.0",
+    ]
+    read = read_recipe(path)
+    assert {"model.hidden_size", "model.num_layers", "parallel.tp", "optimizer.lr"} <= read.unused
+    assert not [name for name in read.unused if name.startswith(("data.", "train."))]
 
 
 def test_a_file_that_is_not_there(tmp_path):

@@ -1,0 +1,208 @@
+"""Whether a recipe fits a number of ranks: everything that does not, at once. Standard library only.
+
+Layers and the trainer refuse each of these mistakes as well, one at a time and once processes run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from fastmp.config import Recipe
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.schedule import warmup
+
+__all__ = ["Problem", "check_layout", "make_grid", "problems"]
+
+
+class Problem(NamedTuple):
+    """Something that does not fit: what, with all values, and the fields to change, the likeliest first."""
+
+    fields: tuple[str, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.message}; change {' or '.join(self.fields)}"
+
+
+def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
+    """The ranks of `recipe`; ValueError where its layout does not divide them."""
+    layout = recipe.parallel
+    return RankGrid(
+        world_size=world_size, tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
+    )
+
+
+def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
+    """All that keeps `recipe` from running on `world_size` ranks; None: on any number of them."""
+    found = [*_of_axes(recipe), *_of_sequence(recipe), *_of_layers(recipe), *_of_experts(recipe)]
+    return found if world_size is None else [*_of_ranks(recipe, world_size), *found]
+
+
+def check_layout(recipe: Recipe, world_size: int | None) -> None:
+    """ValueError naming all `problems`, one a line."""
+    found = [str(problem) for problem in problems(recipe, world_size)]
+    if found:
+        ranks = "" if world_size is None else f" does not fit {world_size} ranks"
+        raise ValueError(f"recipe {recipe.train.name!r}{ranks}: " + _listed(found))
+
+
+def _listed(messages: list[str]) -> str:
+    """One message as it is, several one a line."""
+    return messages[0] if len(messages) == 1 else "".join(f"\n  {message}" for message in messages)
+
+
+def _of_ranks(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    """The world size over the axes of both grids, and the samples of a step over data-parallel ranks."""
+    layout = recipe.parallel
+    if world_size < 1:
+        yield Problem(("world_size",), f"world_size must be positive, got {world_size}")
+        return
+    etp = layout.tp if layout.etp is None else layout.etp
+    grids = (
+        {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp},
+        {"etp" if layout.etp is not None else "tp": etp, "ep": layout.ep, "pp": layout.pp},
+    )
+    fits = True
+    for sizes in grids[: 1 if recipe.model.moe is None else 2]:
+        fields = tuple(f"parallel.{axis}" for axis, size in sizes.items() if size > 1)
+        product = 1
+        for size in sizes.values():
+            product *= size
+        if world_size % product:
+            fits = False
+            formula = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+            yield Problem(fields, f"world_size {world_size} is not a multiple of {formula} = {product}")
+    if fits:
+        yield from _of_microbatches(recipe, world_size // (layout.tp * layout.cp * layout.pp))
+
+
+def _of_microbatches(recipe: Recipe, dp: int) -> Iterator[Problem]:
+    layout, batch, samples = recipe.parallel, recipe.train.global_batch_size, recipe.data.micro_batch_size
+    if batch % (samples * dp):
+        yield Problem(
+            ("train.global_batch_size", "data.micro_batch_size"),
+            f"global_batch_size {batch} is not divisible by micro_batch_size {samples} x {dp} data-parallel "
+            "ranks",
+        )
+        return
+    try:
+        warmup(
+            0,
+            layout.pp,
+            batch // (samples * dp),
+            layout.vpp,
+            layout.microbatch_group_size,
+            layout.schedule,
+        )
+    except ValueError as error:
+        message = str(error).removeprefix("schedule: ").replace("group_size", "microbatch_group_size")
+        batch_fields = ("train.global_batch_size",) if message.startswith("num_microbatches") else ()
+        yield Problem((*batch_fields, "parallel.microbatch_group_size", "parallel.vpp"), message)
+
+
+def _of_axes(recipe: Recipe) -> Iterator[Problem]:
+    """What the ranks of an axis divide between them."""
+    model, layout, moe = recipe.model, recipe.parallel, recipe.model.moe
+    etp = layout.tp if layout.etp is None else layout.etp
+    divided = [("num_heads", model.num_heads, "tp", layout.tp)]
+    if model.kv_heads != model.num_heads:
+        divided.append(("num_kv_heads", model.kv_heads, "tp", layout.tp))
+    if moe is None:
+        divided.append(("ffn_hidden_size", model.ffn_size, "tp", layout.tp))
+    else:
+        shared = moe.shared_expert_ffn_hidden_size
+        divided += [
+            ("moe.num_experts", moe.num_experts, "ep", layout.ep),
+            (
+                "moe.expert_ffn_hidden_size",
+                moe.expert_ffn_hidden_size,
+                "tp" if layout.etp is None else "etp",
+                etp,
+            ),
+            ("moe.shared_expert_ffn_hidden_size", shared, "tp", layout.tp),
+        ]
+    for name, number, axis, size in divided:
+        if number % size:
+            yield Problem(
+                (f"parallel.{axis}", f"model.{name}"),
+                f"{name.removeprefix('moe.')} {number} is not divisible by {axis} {size}",
+            )
+
+
+def _of_sequence(recipe: Recipe) -> Iterator[Problem]:
+    """The sequence over context-parallel ranks, then over tensor-parallel ones."""
+    layout, S, tp, cp = recipe.parallel, recipe.data.seq_len, recipe.parallel.tp, recipe.parallel.cp
+    longest = recipe.model.max_seq_len
+    if longest < S:
+        yield Problem(
+            ("data.seq_len", "model.max_seq_len"),
+            f"data.seq_len {S} is longer than model.max_seq_len {longest}",
+        )
+    if cp > 1 and S % (2 * cp):
+        yield Problem(
+            ("data.seq_len", "parallel.cp"),
+            f"seq_len {S} is not divisible by 2 x cp {cp}: a rank has two of the {2 * cp} slices",
+        )
+    if layout.sequence_parallel and S % (cp * tp):
+        over_cp = f" x cp {cp}" if cp > 1 else ""
+        yield Problem(
+            ("data.seq_len", "parallel.tp", "parallel.sequence_parallel"),
+            f"seq_len {S} is not divisible by tp {tp}{over_cp} under sequence parallelism",
+        )
+    if not layout.shard_recompute_input:
+        return
+    elements = S // cp * recipe.data.micro_batch_size * recipe.model.hidden_size
+    if layout.sequence_parallel or not layout.recompute:
+        yield Problem(
+            ("parallel.shard_recompute_input",),
+            "shard_recompute_input=True needs recompute=True and sequence_parallel=False, got "
+            f"recompute={layout.recompute} and sequence_parallel={layout.sequence_parallel}",
+        )
+    elif elements % tp:
+        yield Problem(
+            ("parallel.shard_recompute_input", "parallel.tp"),
+            f"the input of a layer, {elements} elements, is not divisible by tp {tp}, as "
+            "shard_recompute_input needs",
+        )
+
+
+def _of_layers(recipe: Recipe) -> Iterator[Problem]:
+    """The layers over the stages of the pipeline."""
+    layout, layers = recipe.parallel, recipe.model.num_layers
+    stages = layout.pp * layout.vpp
+    if layout.stage_layers is not None:
+        total = sum(layout.stage_layers)
+        if total != layers:
+            yield Problem(
+                ("parallel.stage_layers", "model.num_layers"),
+                f"stage_layers {list(layout.stage_layers)} sum to {total}, but num_layers is {layers}",
+            )
+    elif layers % stages:
+        yield Problem(
+            ("parallel.stage_layers", "parallel.pp", "parallel.vpp"),
+            f"num_layers {layers} is not divisible by pp {layout.pp} x vpp {layout.vpp} = {stages} stages; "
+            "stage_layers can say how many each has",
+        )
+
+
+def _of_experts(recipe: Recipe) -> Iterator[Problem]:
+    layout, data, moe = recipe.parallel, recipe.data, recipe.model.moe
+    if moe is None:
+        for axis, size in (("ep", layout.ep), ("etp", layout.etp)):
+            if size is not None and (axis, size) != ("ep", 1):
+                yield Problem(
+                    (f"parallel.{axis}", "model.moe"),
+                    f"parallel.{axis} is {size}, but the model has no experts: model.moe is absent",
+                )
+        return
+    if moe.capacity_factor is None:
+        return
+    tokens = -(-(data.seq_len // layout.cp) // layout.tp) * data.micro_batch_size
+    share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
+    if share < 1.0:
+        yield Problem(
+            ("model.moe.capacity_factor", "data.micro_batch_size"),
+            f"a capacity of {share:g} tokens is less than one: capacity_factor {moe.capacity_factor:g} x "
+            f"{tokens} tokens x top_k {moe.top_k} / {moe.num_experts} experts",
+        )

@@ -1,0 +1,136 @@
+"""`fastmp plan schedule`: what pipeline ranks do in which order, and what that costs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+
+from fastmp.parallel.schedule import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    SCHEDULES,
+    Step,
+    integers,
+    orders,
+    warmup,
+)
+from fastmp.parallel.simulate import Costs, Simulation, simulate
+from fastmp.plan.parser import Parser
+
+_MOST_RANKS, _MOST_STEPS = 32, 128  # longer lists are shortened for people, never in JSON
+
+
+def main(arguments: list[str]) -> int:
+    """Print a schedule, and draw it on request; 0, or 2 with one line on stderr where it is refused."""
+    parser = Parser(
+        prog="fastmp plan schedule",
+        description="Print what each pipeline rank does in one step, in which order, and what that costs.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
+    parser.add_argument("--vpp", type=int, default=1, metavar="N", help="chunks of each rank (default: 1)")
+    parser.add_argument(
+        "--num-microbatches", "--num_microbatches", type=int, required=True, metavar="N", help="of one step"
+    )
+    parser.add_argument(
+        "--group-size",
+        "--group_size",
+        type=int,
+        metavar="N",
+        help="microbatches through a chunk before the next one (default: pp)",
+    )
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
+    for name, text in [
+        ("forward", "time of a chunk's forward"),
+        ("backward-input", "time of a chunk's backward of its inputs"),
+        ("backward-weight", "time of a chunk's backward of its weights"),
+        ("p2p", "time of a message between two ranks"),
+    ]:
+        default = 0.0 if name == "p2p" else 1.0
+        parser.add_argument(
+            f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default: {default:g})"
+        )
+    parser.add_argument("--json", action="store_true", help="orders, warm-up, peaks and bubble, as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw it: png, svg or pdf")
+    options = parser.parse_args(arguments)
+    costs = Costs(options.forward, options.backward_input, options.backward_weight, options.p2p)
+    chosen = (options.schedule, options.group_size)
+    try:
+        run = simulate(
+            orders(options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule),
+            costs,
+        )
+        if options.plot:
+            _plot_schedule(run, options.schedule, options.plot)
+    except (ValueError, OSError) as error:
+        what = str(error).removeprefix("schedule: ").removeprefix("simulate: ")
+        print(f"fastmp plan schedule: {what}", file=sys.stderr)
+        return 2
+    except ImportError:
+        what = 'no picture: matplotlib is missing (pip install "fastmp[viz]")'
+        print(f"fastmp plan schedule: {what}", file=sys.stderr)
+        return 2
+    print(
+        json.dumps(schedule_facts(run, *chosen))
+        if options.json
+        else "\n".join(describe_schedule(run, *chosen))
+    )
+    return 0
+
+
+def schedule_facts(run: Simulation, schedule: str, group_size: int | None) -> dict[str, object]:
+    """Orders, as integers or, with split backwards, as [kind, microbatch, chunk], and their figures."""
+    pp = len(run.orders)
+    split = schedule != "1f1b"
+    sizes = (pp, run.num_microbatches, run.vpp, group_size, schedule)
+    return {
+        "orders": [[list(step) for step in order] if split else integers(order) for order in run.orders],
+        "warmup": [warmup(rank, *sizes) for rank in range(pp)],
+        "peak_in_flight": list(run.peak_activations),
+        "bubble": run.bubble,
+    }
+
+
+def describe_schedule(run: Simulation, schedule: str, group_size: int | None) -> Iterator[str]:
+    """The lines a person reads: figures, then each rank's steps as chunk + 1, with - for a backward."""
+    pp, path = len(run.orders), run.critical_path
+    sizes = (pp, run.num_microbatches, run.vpp, group_size, schedule)
+    groups = f" in groups of {group_size or pp}" if run.vpp > 1 else ""
+    yield f"{schedule}: pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
+    yield (
+        f"bubble {run.bubble:.4g} of the work: ranks idle {run.bubble / (1 + run.bubble):.1%} of "
+        f"{run.makespan:g}, while a forward takes {run.costs.forward:g}, its backward "
+        f"{run.costs.backward_input:g} + {run.costs.backward_weight:g}, a message {run.costs.p2p:g}"
+    )
+    steps = sum(event.end - event.start for event in path)
+    yield f"critical path: {len(path)} steps take {steps:g}, messages {run.makespan - steps:g}\n"
+    width = len(str(pp - 1))
+    for rank, order in enumerate(run.orders):
+        if pp > _MOST_RANKS and _MOST_RANKS - 1 <= rank < pp - 1:
+            if rank == pp - 2:
+                yield "..."
+            continue
+        texts = [_short(step) for step in order]
+        if len(texts) > _MOST_STEPS:
+            texts = [*texts[: _MOST_STEPS // 2], "...", *texts[-_MOST_STEPS // 4 :]]
+        first, peak = warmup(rank, *sizes), run.peak_activations[rank]
+        yield f"rank {rank:<{width}}  warm-up {first:<3} peak {peak:<3}  {' '.join(texts)}"
+
+
+def _short(step: Step) -> str:
+    """chunk + 1, - for a backward, i or w for the halves of one."""
+    sign = "" if step.kind == FORWARD else "-"
+    half = {BACKWARD_INPUT: "i", BACKWARD_WEIGHT: "w"}.get(step.kind, "")
+    return f"{sign}{step.chunk + 1}{half}"
+
+
+def _plot_schedule(run: Simulation, schedule: str, out: str) -> None:
+    from fastmp.parallel.schedule_plot import draw
+
+    pp = len(run.orders)
+    title = (
+        f"{schedule}, pp {pp}, vpp {run.vpp}, {run.num_microbatches} microbatches: bubble {run.bubble:.3g}"
+    )
+    draw([run.timeline(rank) for rank in range(pp)], out, title=title)
