@@ -8,38 +8,45 @@ initialised at one TP size is, bit for bit, the weight of every other.
 Rotary positions (Su et al. 2021) turn queries and keys in one launch, after their norms where there are any
 (Dehghani et al. 2023, as in Qwen3).
 
-Shapes: S sequence, B batch, H hidden, G key/value heads of this rank, R query heads per key/value head,
-N = G * R query heads of this rank, D width of a head.
+Over a context-parallel group each rank has the queries of two slices of the sequence (`parallel/context.py`)
+and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783, section 3.3.2). Keys lie in order,
+so a slice sees the first so many of them, up to a diagonal, which is what fused attention kernels can do.
+
+Shapes: S sequence (over CP ranks this rank's part of T), B batch, H hidden, G key/value heads of this rank, R
+query heads per key/value head, N = G * R query heads of this rank, D width of a head.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention.bias import causal_lower_right
 
 from fastmp.config import GPTConfig
-from fastmp.nn.dropout import require_rng, sharded_region
+from fastmp.nn.dropout import random_stream, require_rng
 from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk
 from fastmp.parallel.collectives import group_size
-from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from fastmp.parallel.context import join_sequence, own_positions, own_slices
+from fastmp.parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
 from fastmp.parallel.rng import RngTracker
 
 __all__ = ["SelfAttention"]
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(GroupModule):
     """Multi-head attention of a sequence with itself; one all-reduce forward and one backward.
+
+    Over CP ranks also one all-gather of keys and values forward and one reduce-scatter backward; what all
+    tokens gathered, 2 * T * B * G * D elements, is kept for backward where the layer is not recomputed.
 
     Args:
         config: sizes, `attention_dropout`, and the spread of the initial weights.
         group: tensor-parallel group, None for this rank alone.
-        rng: generator states; dropout inside attention draws from the stream of this TP rank.
+        cp_group: context-parallel group, None where this rank has whole sequences.
+        rng: generator states; dropout inside attention draws from the stream of this TP and CP rank.
         causal: a token sees itself and those before it only.
         rotary: the tables of `config.position` "rope", shared by layers; None makes one.
         sequence_parallel: input and output are this rank's part of the sequence, (S/TP, B, H).
@@ -53,6 +60,7 @@ class SelfAttention(nn.Module):
         config: GPTConfig,
         *,
         group: ProcessGroup | None,
+        cp_group: ProcessGroup | None,
         rng: RngTracker | None = None,
         causal: bool = True,
         rotary: RotaryPositions | None = None,
@@ -68,7 +76,8 @@ class SelfAttention(nn.Module):
                 raise ValueError(
                     f"SelfAttention: {name} {heads} is not divisible by the tensor-parallel size {tp}"
                 )
-        require_rng("SelfAttention", config.attention_dropout, group, rng)
+        require_rng("SelfAttention", config.attention_dropout, rng, group=group, cp_group=cp_group)
+        self.cp_group = cp_group
         self.num_kv_heads = config.kv_heads // tp
         self.queries_per_kv = config.num_heads // config.kv_heads
         self.head_dim = config.head_dim
@@ -101,16 +110,18 @@ class SelfAttention(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(config, **norm), RMSNorm(config, **norm)
         self.rotary = None
         if config.position == "rope":
-            self.rotary = RotaryPositions(config, **place) if rotary is None else rotary
+            self.rotary = RotaryPositions(config, cp_group=cp_group, **place) if rotary is None else rotary
 
     def forward(
-        self, hidden_SBH: torch.Tensor, key_padding_mask_BS: torch.Tensor | None = None
+        self, hidden_SBH: torch.Tensor, key_padding_mask_BT: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output (S, B, H) without the bias of its projection, and that bias (H,) or None.
 
-        `key_padding_mask_BS` is boolean, True for padding (as in `torch.nn.MultiheadAttention`), and covers
-        the whole sequence also under sequence parallelism. Nobody sees a padding token except that token
-        itself, so its own output is finite and means nothing.
+        `key_padding_mask_BT` is boolean, True for padding (as in `torch.nn.MultiheadAttention`), and covers
+        the whole sequence also under sequence and context parallelism. Nobody sees a padding token except
+        that token itself, so its own output is finite and means nothing.
+
+        ValueError where a CP rank's tokens are not two equal slices.
         """
         qkv = self.qkv(hidden_SBH)
         S, B = qkv.shape[:2]
@@ -120,35 +131,56 @@ class SelfAttention(nn.Module):
             q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
         if self.rotary is not None:
             q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S))
+        if group_size(self.cp_group) > 1:
+            kv_TBG2D = join_sequence(torch.cat((k_SBG1D, v_SBG1D), 3), self.cp_group, dim=0)
+            k_TBG1D, v_TBG1D = kv_TBG2D.split(1, 3)
+        else:
+            k_TBG1D, v_TBG1D = k_SBG1D, v_SBG1D
         q_BNSD = q_SBGRD.reshape(S, B, G * R, D).permute(1, 2, 0, 3)  # copied only where R > 1, as projected
-        k_BGSD, v_BGSD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_SBG1D, v_SBG1D))
-        mask = None if key_padding_mask_BS is None else self._mask(key_padding_mask_BS, (B, S))
-        dropout = self.dropout if self.training else 0.0
-        with sharded_region(self.rng, qkv.device) if dropout > 0.0 else nullcontext():
-            context_BNSD = F.scaled_dot_product_attention(
-                q_BNSD,
-                k_BGSD,
-                v_BGSD,
-                attn_mask=mask,
-                dropout_p=dropout,
-                is_causal=self.causal and mask is None,
-                enable_gqa=R > 1,
-            )
-        return self.proj(context_BNSD.permute(2, 0, 1, 3).reshape(S, B, G * R * D))
+        k_BGTD, v_BGTD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_TBG1D, v_TBG1D))
+        mask = None if key_padding_mask_BT is None else self._mask(key_padding_mask_BT, (B, k_BGTD.shape[2]))
+        context_SBND = self._attend(q_BNSD, k_BGTD, v_BGTD, mask)
+        return self.proj(context_SBND.reshape(S, B, G * R * D))
 
-    def _mask(self, padding_BS: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
-        """Boolean (B, 1, S, S), True where a query may look at a key."""
-        if padding_BS.dtype != torch.bool or tuple(padding_BS.shape) != expected:
+    def _attend(
+        self, q_BNSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """(S, B, N, D): what the queries take from the values; of two slices over CP ranks one by one."""
+        dropout = self.dropout if self.training else 0.0
+        options = {"dropout_p": dropout, "enable_gqa": self.queries_per_kv > 1}
+        rng = self.rng if dropout > 0.0 else None
+        with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
+            if mask is not None or not self.causal or group_size(self.cp_group) == 1:
+                causal = self.causal and mask is None
+                context_BNSD = F.scaled_dot_product_attention(
+                    q_BNSD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=causal, **options
+                )
+                return context_BNSD.permute(2, 0, 1, 3)
+            contexts = []
+            for q_BNCD, number in zip(q_BNSD.chunk(2, 2), own_slices(self.cp_group)):
+                length = q_BNCD.shape[2]
+                end = (number + 1) * length
+                diagonal = causal_lower_right(length, end)  # no tensor: what it means picks the kernel
+                k_BGED, v_BGED = k_BGTD[:, :, :end], v_BGTD[:, :, :end]
+                context_BNCD = F.scaled_dot_product_attention(
+                    q_BNCD, k_BGED, v_BGED, attn_mask=diagonal, **options
+                )
+                contexts.append(context_BNCD.permute(2, 0, 1, 3))
+            return torch.cat(contexts)
+
+    def _mask(self, padding_BT: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
+        """Boolean (B, 1, S, T), True where a query may look at a key."""
+        if padding_BT.dtype != torch.bool or tuple(padding_BT.shape) != expected:
             raise ValueError(
                 f"SelfAttention: key_padding_mask must be bool of shape (batch, sequence) {expected}, "
-                f"got {padding_BS.dtype} of shape {tuple(padding_BS.shape)}"
+                f"got {padding_BT.dtype} of shape {tuple(padding_BT.shape)}"
             )
-        S = expected[1]
-        itself_SS = torch.eye(S, dtype=torch.bool, device=padding_BS.device)
-        seen_BSS = itself_SS | ~padding_BS[:, None, :]
+        keys_T = torch.arange(expected[1], device=padding_BT.device)
+        queries_S1 = own_positions(expected[1], self.cp_group, padding_BT.device).unsqueeze(1)
+        seen_BST = (keys_T == queries_S1) | ~padding_BT[:, None, :]
         if self.causal:
-            seen_BSS = seen_BSS & torch.ones_like(itself_SS).tril()
-        return seen_BSS.unsqueeze(1)
+            seen_BST = seen_BST & (keys_T <= queries_S1)
+        return seen_BST.unsqueeze(1)
 
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv

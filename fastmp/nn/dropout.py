@@ -1,7 +1,8 @@
-"""Dropout under tensor parallelism: alike on all TP ranks for replicas, different for shards.
+"""Dropout on ranks: alike on all TP ranks for replicas, different for shards and for the tokens of CP ranks.
 
 Replicated activations draw from the default generator, which is alike on the ranks of a TP group; shards
-(heads of the attention, parts of the sequence) draw inside `rng.fork("tensor-parallel")`.
+(heads of the attention, parts of the sequence) draw inside `rng.fork("tensor-parallel")`. CP ranks have other
+tokens: there each of the two has a stream of its own.
 torch.compile cannot take a fork into a graph: it breaks there, or raises under fullgraph=True.
 """
 
@@ -11,41 +12,64 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.ops import bias_dropout_add
 from fastmp.parallel.collectives import group_size
+from fastmp.parallel.layers import GroupModule
 from fastmp.parallel.rng import RngTracker
 
-__all__ = ["Dropout", "require_rng", "sharded_region"]
+__all__ = ["Dropout", "random_stream", "require_rng"]
 
 
-def require_rng(owner: str, probability: float, group: ProcessGroup | None, rng: RngTracker | None) -> None:
-    """Refuse dropout of shards without a generator per rank: all shards would drop the same positions."""
-    if probability > 0.0 and rng is None and group_size(group) > 1:
-        raise ValueError(
-            f"{owner}: dropout {probability} of tensor-parallel shards over {group_size(group)} ranks "
-            "needs rng=RngTracker(...), got rng=None"
-        )
+def require_rng(
+    owner: str,
+    probability: float,
+    rng: RngTracker | None,
+    *,
+    group: ProcessGroup | None,
+    cp_group: ProcessGroup | None,
+) -> None:
+    """Refuse dropout of shards over `group`, or of parts of a sequence over `cp_group`, without a generator
+    per rank: all ranks would drop the same positions."""
+    for axis, over in (("tensor", group), ("context", cp_group)):
+        if probability > 0.0 and rng is None and group_size(over) > 1:
+            raise ValueError(
+                f"{owner}: dropout {probability} of {axis}-parallel shards over {group_size(over)} ranks "
+                "needs rng=RngTracker(...), got rng=None"
+            )
 
 
-def sharded_region(rng: RngTracker | None, device: torch.device) -> AbstractContextManager:
-    """Random numbers drawn inside on `device` are of this rank's shard. Without a tracker (one rank): torch's
-    own generator."""
-    return nullcontext() if rng is None else rng.fork("tensor-parallel", device=device)
+def random_stream(
+    rng: RngTracker | None, device: torch.device, *, sharded: bool, cp_group: ProcessGroup | None
+) -> AbstractContextManager:
+    """Random numbers drawn inside on `device` are of this rank's shard, or of a replica on all TP ranks if
+    not `sharded`; in both cases of the tokens of this CP rank. Without a tracker (one rank): torch's own
+    generator."""
+    parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
+    if rng is None or not parts:
+        return nullcontext()
+    return rng.fork("-".join((*parts, "parallel")), device=device)
 
 
-class Dropout(nn.Module):
-    """Dropout of hidden states; `sharded`: they are this rank's part of the sequence, not a replica."""
+class Dropout(GroupModule):
+    """Dropout of hidden states; `sharded`: a TP rank has a part of them, not a replica.
+
+    `cp_group`: the ranks that have other tokens of the same sequences.
+    """
 
     def __init__(
-        self, probability: float, *, group: ProcessGroup | None, rng: RngTracker | None, sharded: bool
+        self,
+        probability: float,
+        *,
+        group: ProcessGroup | None,
+        cp_group: ProcessGroup | None,
+        rng: RngTracker | None,
+        sharded: bool,
     ) -> None:
         super().__init__()
-        if sharded:
-            require_rng("Dropout", probability, group, rng)
-        self.probability, self.rng, self.sharded = probability, rng, sharded
+        require_rng("Dropout", probability, rng, group=group if sharded else None, cp_group=cp_group)
+        self.probability, self.rng, self.sharded, self.cp_group = probability, rng, sharded, cp_group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.drops:
@@ -64,7 +88,9 @@ class Dropout(nn.Module):
 
     def _stream(self, device: torch.device) -> AbstractContextManager:
         """Where random numbers come from, if any are drawn: no fork, and no break of a graph, if not."""
-        return sharded_region(self.rng, device) if self.sharded and self.drops else nullcontext()
+        if not self.drops:
+            return nullcontext()
+        return random_stream(self.rng, device, sharded=self.sharded, cp_group=self.cp_group)
 
     def extra_repr(self) -> str:
         return f"{self.probability}, sharded={self.sharded}"

@@ -40,8 +40,9 @@ class ExpertLosses(NamedTuple):
     tokens: (B, S), cross-entropy of every token, equal on all TP ranks.
     aux: 0-dim, the auxiliary losses of these tokens, summed over layers and tokens: to be added to the sum of
         the others before backward. Equal on all TP ranks; zero in evaluation mode.
-    counts: (L, E) int32, tokens of this rank that chose each expert of each layer; TP ranks have different
-        tokens. Added over microbatches and `groups.tp_cp_dp`, row l is for `update_expert_bias` of layer l.
+    counts: (L, E) int32, tokens of this rank that chose each expert of each layer; TP and CP ranks have
+        different tokens. Added over microbatches and `groups.tp_cp_dp`, row l is for `update_expert_bias` of
+        layer l.
     """
 
     tokens: torch.Tensor
@@ -58,11 +59,14 @@ class Part(NamedTuple):
 
 
 class GPT(nn.Module):
-    """A language model over the TP group of `groups`.
+    """A language model over the TP and CP groups of `groups`.
+
+    Over CP ranks, tokens, targets, losses and logits are those of this rank's slices of the sequence, as
+    `fastmp.parallel.context.cut_sequence` cuts them: S below is the length of this part.
 
     Args:
         config: sizes, dropout, initial spread.
-        groups: process groups of this rank (`tp`, and those of experts); None for this rank alone.
+        groups: process groups of this rank (`tp`, `cp`, and those of experts); None for this rank alone.
         rng: generator states; needed where dropout acts on TP shards.
         sequence_parallel: norms, dropout and residuals on (S/TP, B, H); S must be divisible by TP.
         recompute: keep only the input of every layer for backward.
@@ -95,7 +99,7 @@ class GPT(nn.Module):
                 f"recompute={recompute} and sequence_parallel={sequence_parallel}"
             )
         self.config, self.rng = config, rng
-        self.group = None if groups is None else groups.tp
+        self.group, self.cp_group = (None, None) if groups is None else (groups.tp, groups.cp)
         self.sequence_parallel = sequence_parallel
         self.recompute, self.shard_recompute_input = recompute, shard_recompute_input
         place = {
@@ -120,9 +124,15 @@ class GPT(nn.Module):
             lambda: VocabParallelEmbedding(rows, config.hidden_size, **drawn, **options),
         )
         learned = config.position == "learned"
-        self.position_embedding = own(first, lambda: PositionEmbedding(config, **place)) if learned else None
-        self.rotary = None if learned else RotaryPositions(config, device=device, dtype=dtype)
-        self.dropout = Dropout(config.dropout, group=self.group, rng=rng, sharded=sequence_parallel)
+        context = {"cp_group": self.cp_group}
+        self.position_embedding = self.rotary = None
+        if learned:
+            self.position_embedding = own(first, lambda: PositionEmbedding(config, **context, **place))
+        else:
+            self.rotary = RotaryPositions(config, **context, device=device, dtype=dtype)
+        self.dropout = Dropout(
+            config.dropout, group=self.group, rng=rng, sharded=sequence_parallel, **context
+        )
         self.layers = nn.ModuleList()
         for i in range(config.num_layers):
             layer = own(
@@ -164,8 +174,9 @@ class GPT(nn.Module):
 
         Columns whose global id is `config.vocab_size` or more are padding: cut them off before sampling.
 
-        Raises ValueError for a sequence longer than `max_seq_len`, one that TP does not divide under sequence
-        parallelism, and, on a CPU, an id outside the vocabulary (looking on a GPU would wait for it).
+        Raises ValueError for a sequence longer than `max_seq_len` (over CP ranks, the whole of it) or a part
+        that is not two slices, one that TP does not divide under sequence parallelism, and, on a CPU, an id
+        outside the vocabulary (looking on a GPU would wait for it).
         """
         return self.head(self.hidden(tokens_BS))
 
@@ -282,15 +293,19 @@ class GPT(nn.Module):
     def _check(self, tokens_BS: torch.Tensor) -> None:
         if tokens_BS.dim() != 2:
             raise ValueError(f"GPT: tokens must be (batch, sequence), got shape {tuple(tokens_BS.shape)}")
-        S, tp = tokens_BS.shape[1], group_size(self.group)
-        if S > self.config.max_seq_len:
+        S, tp, cp = tokens_BS.shape[1], group_size(self.group), group_size(self.cp_group)
+        if S * cp > self.config.max_seq_len:
             raise ValueError(
-                f"GPT: a sequence of {S} tokens is longer than max_seq_len {self.config.max_seq_len}"
+                f"GPT: a sequence of {S * cp} tokens is longer than max_seq_len {self.config.max_seq_len}"
+            )
+        if cp > 1 and S % 2:
+            raise ValueError(
+                f"GPT: a sequence of {S * cp} tokens is not divisible by 2 x the context-parallel size {cp}"
             )
         if self.sequence_parallel and S % tp:
             raise ValueError(
-                f"GPT: under sequence parallelism a sequence of {S} tokens must be divisible by "
-                f"the tensor-parallel size {tp}"
+                f"GPT: under sequence parallelism a sequence of {S} tokens{' of a rank' * (cp > 1)} must be "
+                f"divisible by the tensor-parallel size {tp}"
             )
         if tokens_BS.device.type == "cpu" and tokens_BS.numel() and not torch.compiler.is_compiling():
             low, high = (int(id) for id in tokens_BS.aminmax())

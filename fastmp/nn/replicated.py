@@ -16,7 +16,9 @@ from torch.distributed import ProcessGroup
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
 from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
-from fastmp.parallel.layers import ParallelAttributes, ParallelModule
+from fastmp.parallel.collectives import group_size
+from fastmp.parallel.context import cut_sequence
+from fastmp.parallel.layers import GroupModule, ParallelAttributes, ParallelModule
 
 __all__ = ["LayerNorm", "PositionEmbedding", "RMSNorm", "RotaryPositions", "make_norm"]
 
@@ -88,8 +90,11 @@ def make_norm(config: GPTConfig, **options: Any) -> LayerNorm | RMSNorm:
     return (RMSNorm if config.norm == "rmsnorm" else LayerNorm)(config, **options)
 
 
-class RotaryPositions(nn.Module):
+class RotaryPositions(GroupModule):
     """cos and sin of positions 0 to max_seq_len - 1, (max_seq_len, D / 2), for `ops.rope_qk`.
+
+    forward(S) gives those of this rank's S tokens, (S, D / 2): the first S, over CP ranks its slices of the
+    first S * CP.
 
     In float32, in a float64 model float64, whatever else the model is cast to: a cast or a move makes them
     anew. They are no part of a checkpoint, and one module serves all layers.
@@ -99,16 +104,22 @@ class RotaryPositions(nn.Module):
         self,
         config: GPTConfig,
         *,
+        cp_group: ProcessGroup | None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.cp_group = cp_group
         self.length, self.dim, self.base = config.max_seq_len, config.head_dim, config.rope_base
         for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, device=device, dtype=dtype))):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cos[:length], self.sin[:length]
+        whole = length * group_size(self.cp_group)
+        return (
+            cut_sequence(self.cos[:whole], self.cp_group, dim=0),
+            cut_sequence(self.sin[:whole], self.cp_group, dim=0),
+        )
 
     def _tables(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -130,7 +141,8 @@ class RotaryPositions(nn.Module):
 class PositionEmbedding(_Replicated):
     """Learned positions: adds row s of a table (max_seq_len, H) to position s of (S, B, H).
 
-    Under sequence parallelism its input is this rank's part of the sequence.
+    Over CP ranks its input is this rank's slices of the sequence; under sequence parallelism this TP rank's
+    part of them.
     """
 
     def __init__(
@@ -138,11 +150,13 @@ class PositionEmbedding(_Replicated):
         config: GPTConfig,
         *,
         group: ProcessGroup | None,
+        cp_group: ProcessGroup | None,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel)
+        self.cp_group = cp_group
         self.weight = nn.Parameter(
             torch.empty(config.max_seq_len, config.hidden_size, device=device, dtype=dtype)
         )
@@ -153,8 +167,9 @@ class PositionEmbedding(_Replicated):
 
     def forward(self, words_SBH: torch.Tensor) -> torch.Tensor:
         S = words_SBH.shape[0]
-        first = self.tp_rank * S if self.sequence_parallel else 0
-        return words_SBH + self.weight[first : first + S].unsqueeze(1)
+        first, length = (self.tp_rank * S, self.tp_size * S) if self.sequence_parallel else (0, S)
+        rows = cut_sequence(self.weight[: length * group_size(self.cp_group)], self.cp_group, dim=0)
+        return words_SBH + rows[first : first + S].unsqueeze(1)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel}"

@@ -30,15 +30,16 @@ __all__ = ["TransformerLayer"]
 class TransformerLayer(SegmentedLayer):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BS), see `SelfAttention`; returns hidden_SBH.
-    Hidden states are (S, B, H), (S/TP, B, H) under sequence parallelism.
+    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT), see `SelfAttention`; returns hidden_SBH.
+    Hidden states are (S, B, H), (S/TP, B, H) under sequence parallelism; over CP ranks S counts this rank's
+    tokens.
 
     Where `config.moe` describes experts, they are in place of the MLP, and forward returns (hidden_SBH, aux,
     counts_E), with the auxiliary losses and the loads of the experts: see `MoELayer`.
 
     Args:
-        groups: where there are experts, all process groups of this rank, whose `tp` is `group`; None for this
-            rank alone.
+        groups: where there are experts or the sequence is cut over `cp`, all process groups of this rank,
+            whose `tp` is `group`; None for none of these.
 
     The others: as for `SelfAttention`.
 
@@ -65,16 +66,21 @@ class TransformerLayer(SegmentedLayer):
                 f"TransformerLayer: experts over {group_size(group)} tensor-parallel ranks need groups="
             )
         place = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        cp_group = None if groups is None else groups.cp
         options = {"rng": rng, "init": init, **place}
         self.attention_norm = make_norm(config, group=group, **place)
-        self.attention = SelfAttention(config, group=group, causal=causal, rotary=rotary, **options)
+        self.attention = SelfAttention(
+            config, group=group, cp_group=cp_group, causal=causal, rotary=rotary, **options
+        )
         self.mlp_norm = make_norm(config, group=group, **place)
         self.mlp = self.moe = None
         if config.moe is None:
             self.mlp = MLP(config, group=group, **options)
         else:
             self.moe = MoELayer(config, groups=groups, **options)
-        self.dropout = Dropout(config.dropout, group=group, rng=rng, sharded=sequence_parallel)
+        self.dropout = Dropout(
+            config.dropout, group=group, cp_group=cp_group, rng=rng, sharded=sequence_parallel
+        )
 
     def segments(self) -> tuple[Segment, ...]:
         attention = Segment("attention", self._attention)
@@ -88,8 +94,8 @@ class TransformerLayer(SegmentedLayer):
             replace(last, run=lambda *tensors: self._add_experts(*last.run(*tensors))),
         )
 
-    def _attention(self, hidden_SBH: torch.Tensor, *key_padding_mask_BS: torch.Tensor) -> Tensors:
-        output_SBH, bias_H = self.attention(self.attention_norm(hidden_SBH), *key_padding_mask_BS)
+    def _attention(self, hidden_SBH: torch.Tensor, *key_padding_mask_BT: torch.Tensor) -> Tensors:
+        output_SBH, bias_H = self.attention(self.attention_norm(hidden_SBH), *key_padding_mask_BT)
         return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:

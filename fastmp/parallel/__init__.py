@@ -18,6 +18,7 @@ __getattr__, __dir__, __all__ = exports(
         "runtime": "Runtime init main_guard",
         "collectives": "all_to_all copy_to_group gather_from_group gather_sequence group_rank group_size "
         "reduce_from_group reduce_scatter_sequence split_to_group",
+        "context": "cut_sequence join_sequence",
         "rng": "RngTracker",
         "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_attributes "
         "parallel_logits",

@@ -79,7 +79,18 @@ def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) ->
     return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
 
 
-class ParallelModule(nn.Module):
+class GroupModule(nn.Module):
+    """A module that holds process groups: its copies work in the same ones."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo |= {id(group): group for group in vars(self).values() if isinstance(group, dist.ProcessGroup)}
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+
+class ParallelModule(GroupModule):
     """What the layers share: the group, the marks on their parameters, and how a weight is filled."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -115,11 +126,8 @@ class ParallelModule(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self._mark()  # load_state_dict(assign=True) puts new parameters in place
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
-        memo[id(self.group)] = self.group  # a copy of the layer works in the same group
-        twin = self.__class__.__new__(self.__class__)
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__dict__, memo))
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = super().__deepcopy__(memo)
         twin._mark()
         return twin
 

@@ -1,9 +1,11 @@
-"""Two random streams per rank: one that tensor-parallel ranks share, one that differs between them.
+"""Random streams per rank: one that tensor-parallel ranks share, one that differs between them.
 
 What every rank of a tensor-parallel group computes alike (residual dropout, weights drawn in full) draws from
 the default generator, which starts equal on them. What is sharded (dropout of this rank's heads, weights
 drawn as a shard) draws inside `fork("tensor-parallel")`: equal masks or weights on different shards would be
-wrong and silent. Data-parallel ranks have equal streams, pipeline stages different ones.
+wrong and silent. Context-parallel ranks have equal weights and different tokens: what acts on tokens has
+twins of the two streams there, "context-parallel" and "tensor-context-parallel", which differ between them.
+Data-parallel ranks have equal streams, pipeline stages different ones.
 """
 
 from __future__ import annotations
@@ -18,26 +20,40 @@ __all__ = ["RngTracker", "seeded"]
 
 _TENSOR_PARALLEL_OFFSET = 2718  # seeds of the streams: the ones Megatron-LM uses
 _STAGE_OFFSET = 100
+_CONTEXT_OFFSET = 1_000_000
 
 
 class RngTracker:
     """The random streams of this rank. Making one seeds torch's default generators.
 
     Streams: "default", torch's default generator of `device`, seeded `seed + 100 * pp_rank`;
-    "tensor-parallel", seeded `seed + 2718 + tp_rank + 100 * pp_rank`. The default generators of the other
-    devices get the default seed.
+    "tensor-parallel", seeded `seed + 2718 + tp_rank + 100 * pp_rank`. With a `cp_rank`, "context-parallel"
+    and "tensor-context-parallel" are seeded 1,000,000 * (1 + cp_rank) above these two. The default
+    generators of the other devices get the default seed.
     """
 
     def __init__(
-        self, seed: int, *, tp_rank: int = 0, pp_rank: int = 0, device: torch.device | str = "cpu"
+        self,
+        seed: int,
+        *,
+        tp_rank: int = 0,
+        cp_rank: int | None = None,
+        pp_rank: int = 0,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.device = torch.device(device)
         stage_seed = seed + _STAGE_OFFSET * pp_rank
         torch.manual_seed(stage_seed)
         self._default = _default_generator(self.device)
-        own = torch.Generator(self._default.device)
-        own.manual_seed(stage_seed + _TENSOR_PARALLEL_OFFSET + tp_rank)
-        self._streams = {"tensor-parallel": own}
+        sharded_seed = stage_seed + _TENSOR_PARALLEL_OFFSET + tp_rank
+        seeds = {"tensor-parallel": sharded_seed}
+        if cp_rank is not None:
+            offset = _CONTEXT_OFFSET * (1 + cp_rank)
+            seeds["context-parallel"] = stage_seed + offset
+            seeds["tensor-context-parallel"] = sharded_seed + offset
+        self._streams = {
+            name: torch.Generator(self._default.device).manual_seed(number) for name, number in seeds.items()
+        }
         self._current = "default"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
@@ -56,7 +72,9 @@ class RngTracker:
         in: equal numbers on all ranks would go unnoticed.
         """
         if name not in self._streams:
-            raise ValueError(f"RngTracker.fork: no stream {name!r}; there is {', '.join(self._streams)}")
+            hint = "; make the tracker with cp_rank=" if "context" in name else ""
+            known = ", ".join(self._streams)
+            raise ValueError(f"RngTracker.fork: no stream {name!r}; there is {known}{hint}")
         if device is not None and device.type != "meta" and device != self._default.device:
             raise ValueError(
                 f"RngTracker.fork: the streams are those of {self._default.device}, and do not reach tensors "

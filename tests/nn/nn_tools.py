@@ -63,7 +63,8 @@ def tp_groups(tp: int, **experts: int) -> ParallelGroups | None:
 
 def make_gpt(config: GPTConfig, groups: ParallelGroups | None, dtype=torch.float64, **options) -> GPT:
     """The model from the seed of all tests: the same weights at every TP."""
-    rng = RngTracker(SEED, tp_rank=0 if groups is None else group_rank(groups.tp))
+    ranks = {} if groups is None else {"tp_rank": group_rank(groups.tp), "cp_rank": group_rank(groups.cp)}
+    rng = RngTracker(SEED, **ranks)
     return GPT(config, groups=groups, rng=rng, dtype=dtype, **options)
 
 

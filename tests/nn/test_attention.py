@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 def make(config=SMALL, group=None, tp_rank=0, **options):
     rng = RngTracker(SEED, tp_rank=tp_rank)
-    attention = SelfAttention(config, group=group, rng=rng, dtype=torch.float64, **options)
+    attention = SelfAttention(config, group=group, cp_group=None, rng=rng, dtype=torch.float64, **options)
     with torch.no_grad():  # biases start at zero; random ones have to arrive in the right place too
         for name, param in attention.named_parameters():
             if name.endswith("bias"):
@@ -133,12 +133,12 @@ def test_rotary_attention_with_normalised_heads_is_the_plain_formula(kv_heads):
 
 
 def test_rotary_positions_are_exact_in_any_model_and_not_saved():
-    rotary = RotaryPositions(QWEN)
-    exact = RotaryPositions(QWEN, dtype=torch.float64)
+    rotary = RotaryPositions(QWEN, cp_group=None)
+    exact = RotaryPositions(QWEN, cp_group=None, dtype=torch.float64)
     assert not rotary.state_dict() and rotary.cos.dtype == torch.float32
     assert torch.equal(rotary.to(torch.bfloat16).cos, exact.cos.float())
     assert torch.equal(rotary.to(torch.float64).sin, exact.sin)
-    moved = RotaryPositions(QWEN, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    moved = RotaryPositions(QWEN, cp_group=None, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
     assert torch.equal(moved.sin, exact.sin.float())
 
 
@@ -186,13 +186,14 @@ def test_heads_that_tp_does_not_divide_are_refused():
         }
         for message, config in wrong.items():
             with pytest.raises(ValueError, match=f"SelfAttention: {message}"):
-                SelfAttention(config, group=group)
+                SelfAttention(config, group=group, cp_group=None)
         with pytest.raises(
             ValueError, match=r"dropout 0\.1 of tensor-parallel shards over 3 ranks needs rng"
         ):
             SelfAttention(
                 replace(SMALL, hidden_size=96, num_heads=6, num_kv_heads=3, attention_dropout=0.1),
                 group=group,
+                cp_group=None,
             )
 
     run_ranks(case, 3)

@@ -157,8 +157,8 @@ def test_hidden_dropout_is_equal_on_replicas_and_different_on_sequence_shards():
     def case(rank, world):
         group, ones = tp_groups(world).tp, torch.ones(40, 50)
         rng = RngTracker(SEED, tp_rank=rank)
-        replica = Dropout(0.3, group=group, rng=rng, sharded=False)
-        shard = Dropout(0.3, group=group, rng=rng, sharded=True)
+        replica = Dropout(0.3, group=group, cp_group=None, rng=rng, sharded=False)
+        shard = Dropout(0.3, group=group, cp_group=None, rng=rng, sharded=True)
         zeros, bias, residual = torch.zeros(40, 50), torch.full((50,), 0.7), torch.full((40, 50), 5.0)
         results = []
         for run in (lambda part: part(ones), lambda part: part.add(zeros, bias, residual) - residual):

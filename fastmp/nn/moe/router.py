@@ -19,8 +19,6 @@ S sequence, B batch, T = S * B tokens of this rank, H hidden, E experts, k chose
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -28,6 +26,7 @@ from torch.autograd.function import Function, once_differentiable
 from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
 from fastmp.ops import topk_router
 from fastmp.ops.grouped_mm import without_autocast
@@ -56,11 +55,11 @@ class Router(ParallelModule):
     Args:
         config: sizes, the `moe` table, and the spread of the initial weights.
         groups: process groups of this rank (`tp`, `tp_cp`, `tp_cp_dp` are used); None for this rank alone.
-        rng: generator states; jitter draws from the stream of this TP rank.
+        rng: generator states; jitter draws from the stream of this TP and CP rank.
 
     Attributes: `expert_bias` (E,), a buffer in float32 or float64, None unless the configuration asks for it.
 
-    Raises ValueError for jitter over several TP ranks without `rng`.
+    Raises ValueError for jitter over several TP or CP ranks without `rng`.
     """
 
     def __init__(
@@ -74,9 +73,11 @@ class Router(ParallelModule):
     ) -> None:
         super().__init__(None if groups is None else groups.tp)
         self.moe, self.groups, self.rng = moe_config("Router", config), groups, rng
-        if self.moe.jitter > 0.0 and rng is None and self.tp_size > 1:
+        self.cp_group = None if groups is None else groups.cp
+        sharing = 1 if groups is None else group_size(groups.tp_cp)
+        if self.moe.jitter > 0.0 and rng is None and sharing > 1:
             raise ValueError(
-                f"Router: jitter {self.moe.jitter} of the tokens of {self.tp_size} ranks needs "
+                f"Router: jitter {self.moe.jitter} of the tokens of {sharing} ranks needs "
                 "rng=RngTracker(...), got rng=None"
             )
         size = (self.moe.num_experts, config.hidden_size)
@@ -152,8 +153,7 @@ class Router(ParallelModule):
         jitter = self.moe.jitter if self.training else 0.0
         if jitter == 0.0:
             return tokens_SBH
-        device = tokens_SBH.device
-        with nullcontext() if self.rng is None else self.rng.fork("tensor-parallel", device=device):
+        with random_stream(self.rng, tokens_SBH.device, sharded=True, cp_group=self.cp_group):
             noise = torch.empty_like(tokens_SBH).uniform_(1.0 - jitter, 1.0 + jitter)
         return tokens_SBH * noise
 
