@@ -1,7 +1,8 @@
 """GPT over the stages of a pipeline: embeddings in the first, then layers, final norm and loss in the last.
 
-A tied embedding is there twice, in the first and the last stage; `sum_tied_gradients` adds the gradients of
-the two once a step, so that they stay equal. Parameters have the names that they have in the whole model.
+A tied embedding is there twice, in the first and the last stage, the latter marked as a replica;
+`sum_tied_gradients` adds the gradients of the two once a step, so that they stay equal. Parameters have the
+names that they have in the whole model.
 
 Shapes: S sequence, B batch, H hidden. What goes from stage to stage is (S, B, H), (S/TP, B, H) under
 sequence parallelism.
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fastmp.config import GPTConfig
 from fastmp.nn.models import GPT, Part
@@ -73,9 +75,9 @@ def gpt_stages(
 
     layers: how many each of the PP * vpp stages has, in order of the stages; None: equally many.
     options: those of `GPT`. With init="full" the weights are bitwise those of the undivided model if all
-        ranks' default random streams start alike.
+        ranks' default random streams start alike; the last stage takes a tied embedding from the first.
 
-    ValueError as `layers_of_stages` and `GPT`.
+    Every rank calls it. ValueError as `layers_of_stages` and `GPT`.
     """
     rank, size = (0, 1) if groups is None else (group_rank(groups.pp), group_size(groups.pp))
     ranges = layers_of_stages(config.num_layers, size * vpp, layers)
@@ -87,7 +89,18 @@ def gpt_stages(
         stages.append(GPTStage(config, groups=groups, part=part, **options))
     if config.tie_embeddings and size == 1:  # both are here: one parameter
         stages[-1].word_embedding = stages[0].word_embedding
+    elif config.tie_embeddings:
+        _share_embedding(stages, groups)
     return stages
+
+
+@torch.no_grad()
+def _share_embedding(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
+    for stage in stages:
+        if stage.part.last:
+            stage.word_embedding.mark_pipeline_replica()
+        if stage.part.first or stage.part.last:
+            dist.broadcast(stage.word_embedding.weight, group=groups.embedding, group_src=0)
 
 
 def _restart(options: dict[str, Any]) -> Callable[[], None]:

@@ -37,7 +37,8 @@ def global_grad_norm(
 ) -> Tensor:
     """2-norm of all main gradients of the model, each parameter counted once whatever the layout.
 
-    parameters: this rank's parameters, with `main_grad` already reduced over data-parallel ranks.
+    parameters: this rank's parameters, with `main_grad` already reduced over data-parallel ranks. Those
+        marked `pipeline_replica` are counted by another stage.
     tp_group: parameters not marked `tensor_model_parallel` are replicated over it; its first rank counts
         them.
     mp_group: ranks that together hold one copy of the model (tensor and pipeline parallel); one all-reduce.
@@ -49,17 +50,18 @@ def global_grad_norm(
     finite as soon as one gradient on one rank is not, also on the ranks that do not count a replicated
     parameter.
     """
-    grads: dict[tuple[bool, bool], list[Tensor]] = {}
+    grads: dict[tuple[bool, bool, bool], list[Tensor]] = {}
     for param in parameters:
         marks = parallel_attributes(param)
-        grads.setdefault((marks.expert_parallel, marks.tensor_model_parallel), []).append(param.main_grad)
+        kind = marks.expert_parallel, marks.tensor_model_parallel, marks.pipeline_replica
+        grads.setdefault(kind, []).append(param.main_grad)
     if not grads:
         raise ValueError("global_grad_norm: no parameters given")
     device = next(iter(grads.values()))[0].device
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # of all but experts, of experts
-    for (expert, sharded), members in grads.items():
+    for (expert, sharded, replica), members in grads.items():
         # 0 x inf = nan: a rank that does not count replicated ones still passes on that one is not finite.
-        counts = sharded or group_rank(etp_group if expert else tp_group) == 0
+        counts = not replica and (sharded or group_rank(etp_group if expert else tp_group) == 0)
         totals[int(expert)] += _sum_of_squares(members) * float(counts)
     if expert_mp_group is mp_group:
         totals = totals.sum(0, keepdim=True)

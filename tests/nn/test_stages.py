@@ -16,6 +16,7 @@ from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
+from fastmp.parallel.optimizer import global_grad_norm
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import orders
@@ -92,6 +93,11 @@ def compare(config, groups, vpp, number, schedule="1f1b", layers=None, promise=N
         grad = param.grad if grads is None else param.main_grad
         expected = part_of(undivided[name].grad, param, groups)
         torch.testing.assert_close(grad, expected, msg=lambda text, name=name: f"{name}: {text}", **CLOSE)
+    if grads is not None:
+        sums = {"tp_group": tp, "mp_group": groups.mp}
+        sums |= {"etp_group": groups.etp, "expert_mp_group": groups.expert_mp}
+        norm = torch.stack([p.grad.square().sum() for p in whole.parameters()]).sum().sqrt()
+        torch.testing.assert_close(global_grad_norm(grads.parameters.values(), **sums), norm, **CLOSE)
     if stages[-1].part.last:
         torch.testing.assert_close(total(result.loss, dp), loss, **CLOSE)
     if config.moe is not None:
@@ -147,6 +153,7 @@ LAYOUTS = [
             {"config": LLAMA, "vpp": 1, "number": 8},
         ],
     ),
+    (8, {"pp": 4, "tp": 2}, [{"config": GPT2, "vpp": 1, "number": 4, "sequence_parallel": True}]),
     (
         4,
         {"pp": 2, "tp": 2},
@@ -190,3 +197,23 @@ def test_marks_of_a_stage_are_those_of_the_model():
     marks = {name: parallel_attributes(p) for name, p in make_gpt(GPT2, None).named_parameters()}
     (stage,) = gpt_stages(GPT2, groups=None)
     assert {name: parallel_attributes(p) for name, p in stage.named_parameters()} == marks
+    for part in gpt_stages(GPT2, groups=None, vpp=2):
+        assert {name: parallel_attributes(p) for name, p in part.named_parameters()}.items() <= marks.items()
+
+
+def test_the_two_tied_tables_are_equal_whatever_the_streams_and_one_of_them_is_marked():
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=2))
+        torch.manual_seed(rank)
+        stages = gpt_stages(GPT2, groups=groups, vpp=2, init="sharded")
+        for _ in range(2):
+            table = stages[-rank].word_embedding.weight
+            assert parallel_attributes(table).pipeline_replica == (rank == 1)
+            assert not any(
+                p.pipeline_replica for stage in stages for p in stage.parameters() if p is not table
+            )
+            stages = [stage.double() for stage in stages]  # the mark outlives a conversion
+        return table.detach()
+
+    first, last = run_ranks(rank_main, 2)
+    assert torch.equal(first, last)

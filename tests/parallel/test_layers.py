@@ -432,9 +432,9 @@ def check_marks(rank, tp):
     table = VocabParallelEmbedding(V, H, group=group, device="meta")
     model = nn.ModuleDict({"column": column, "row": row, "table": table})
     expected = {
-        "column.weight": (True, 0, 3, False, False), "column.bias": (True, 0, 3, False, False),
-        "row.weight": (True, 1, 1, False, False), "row.bias": (False, -1, 1, True, False),
-        "table.weight": (True, 0, 1, False, False),
+        "column.weight": (True, 0, 3, False, False, False), "column.bias": (True, 0, 3, False, False, False),
+        "row.weight": (True, 1, 1, False, False, False), "row.bias": (False, -1, 1, True, False, False),
+        "table.weight": (True, 0, 1, False, False, False),
     }
     assert marks(model) == expected
     model.to_empty(device="cpu")
@@ -452,7 +452,7 @@ def check_marks(rank, tp):
 
 def test_marks_survive_conversion_and_copies():
     run_ranks(check_marks, 2)
-    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (False, -1, 1, False, False)
+    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (False, -1, 1, False, False, False)
 
 
 class Conv1D(nn.Module):

@@ -261,12 +261,19 @@ def test_norm_counts_each_parameter_once_and_has_the_same_bits_everywhere():
                 shard.main_grad = grad[:cut] if rank % 2 == 0 else grad[cut:]
                 shard.tensor_model_parallel = True
             params.append(shard)
-        norm = global_grad_norm(params, tp_group=tp_groups[rank // 2], mp_group=dist.group.WORLD)
+        tied = nn.Parameter(torch.zeros(3, dtype=torch.float64))  # the first stage's, and there again
+        tied.main_grad, tied.tensor_model_parallel = torch.full_like(tied, 1.0 + rank % 2), True
+        tied.pipeline_replica = rank >= 2
+        groups = {"tp_group": tp_groups[rank // 2], "mp_group": dist.group.WORLD}
+        norm = global_grad_norm([*params, tied], **groups)
+        if tied.pipeline_replica:
+            tied.main_grad[1] = math.inf
+        assert not global_grad_norm([*params, tied], **groups).isfinite()
         return norm.item().hex(), sum(g.square().sum().item() for g in full)
 
     results = run_ranks(rank_main, 4)
     assert len({bits for bits, _ in results}) == 1
-    expected = math.sqrt(results[0][1] + results[2][1])
+    expected = math.sqrt(results[0][1] + results[2][1] + 3 * (1.0 + 4.0))
     assert abs(float.fromhex(results[0][0]) - expected) < 1e-10
 
 
