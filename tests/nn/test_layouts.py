@@ -1,0 +1,164 @@
+"""Every layout of a small GPT, dense and with experts, has the numbers of one rank to 1e-10: see `compare`.
+
+Layouts are all ways to share out a few ranks; how each is run (schedule, chunks, recomputation, ...) is drawn
+so that every value of an axis meets every value of every other axis with which it can go.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+from stage_tools import BATCH, GPT2, LLAMA, MIXTRAL, TIED, compare, run_whole
+
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.testing import run_ranks
+
+Layout = dict[str, Any]
+
+MODELS = {
+    "dense": {"gpt2": GPT2, "llama": LLAMA},
+    "experts": {"mixtral": MIXTRAL, "tied mixtral": TIED},
+}
+WORLDS = (2, 4, 6, 8)
+DRAWS = 24
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
+OPTIONS = {
+    "vpp": (1, 2),
+    "schedule": ("1f1b", "zero_bubble"),
+    "sequence_parallel": (False, True),
+    "recompute": (False, True),
+    "batched": (False, True),
+    "uneven": (False, True),
+    "group": ("pp", "pp + 1"),
+}
+
+
+def sizes(kind: str, world: int) -> Iterator[Layout]:
+    """Every (tp, cp, pp, dp), and (ep, etp), that `world` ranks can have and the models' sizes allow."""
+    for tp, cp, pp in product((1, 2, 4), (1, 2, 4, 8), (1, 2, 3, 4, 8)):
+        dp, rest = divmod(world, tp * cp * pp)
+        if rest or not dp or BATCH % dp:
+            continue
+        for ep, etp in product((1, 2, 4, 8), (1, 2, 4)) if kind == "experts" else [(1, tp)]:
+            if world % (pp * ep * etp) == 0:
+                yield {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}
+
+
+def fits(layout: Layout) -> bool:
+    """Whether the options mean something for the sizes."""
+    alone = layout["pp"] == 1 and (layout["batched"] or layout["uneven"])
+    without_group = layout["group"] != "pp" and (layout["vpp"] == 1 or layout["pp"] == 1)
+    return not (alone or without_group or (layout["sequence_parallel"] and layout["tp"] == 1))
+
+
+def ways(kind: str, world: int) -> list[list[Layout]]:
+    """For all sizes, every way to run them."""
+    options = {"config": tuple(MODELS[kind]), **OPTIONS}
+    return [
+        [
+            layout
+            for values in product(*options.values())
+            if fits(layout := own | dict(zip(options, values, strict=True)))
+        ]
+        for own in sizes(kind, world)
+    ]
+
+
+def pairs(layout: Layout) -> set[tuple]:
+    """Any two axes with their values."""
+    return set(combinations(layout.items(), 2))
+
+
+@cache
+def chosen(kind: str, worlds: tuple[int, ...] = WORLDS) -> tuple[Layout, ...]:
+    """Of few ranks first, each with pairs not seen before, until no pair is missing that there can be."""
+    draw, layouts = random.Random(5), []
+    everything = [every for world in worlds for every in ways(kind, world)]
+    missing = {pair for every in everything for way in every for pair in pairs(way)}
+    least = 16  # new pairs that one must have
+    while missing:
+        for every in everything:
+            drawn = draw.sample(every, min(DRAWS, len(every)))
+            best = max(drawn, key=lambda way: len(pairs(way) & missing))
+            if len(pairs(best) & missing) >= least:
+                layouts.append(best)
+                missing -= pairs(best)
+        least = max(1, least // 2)
+    return tuple(layouts)
+
+
+def num_ranks(layout: Layout) -> int:
+    return layout["tp"] * layout["cp"] * layout["pp"] * layout["dp"]
+
+
+def run_of(kind: str, layout: Layout) -> dict[str, Any]:
+    """The arguments of `compare`."""
+    pp, vpp = layout["pp"], layout["vpp"]
+    config, stages = MODELS[kind][layout["config"]], pp * vpp
+    config = replace(config, num_layers=max(config.num_layers, pp))
+    group = pp + (layout["group"] != "pp")
+    layers = None
+    if layout["uneven"] or config.num_layers % stages:  # the first stages have one more
+        layers = [config.num_layers // stages + (i < config.num_layers % stages) for i in range(stages)]
+        if layout["uneven"]:
+            layers = [layers[0] + 1, *layers[1:-1], layers[-1] - 1] if layers[-1] else layers[::-1]
+    return {
+        "config": config,
+        "vpp": vpp,
+        "number": max(2, group),
+        "schedule": layout["schedule"],
+        "microbatch_group_size": group,
+        "layers": layers,
+        "promise": 1.0 if layout["recompute"] else None,
+        "batched": layout["batched"],
+        "sequence_parallel": layout["sequence_parallel"],
+        "recompute": layout["recompute"],
+    }
+
+
+def layouts_case(rank: int, world: int, kind: str, layouts: list[Layout]) -> None:
+    made: dict[RankGrid, ParallelGroups] = {}
+    for layout in layouts:
+        grid = RankGrid(world_size=world, **{axis: layout[axis] for axis in AXES})
+        groups = made[grid] = made.get(grid) or ParallelGroups.create(grid)
+        try:
+            compare(groups=groups, **run_of(kind, layout))
+        except Exception as error:
+            raise AssertionError(f"{layout}") from error
+
+
+def run_layouts(kind: str, world: int, layouts: list[Layout]) -> None:
+    for layout in layouts:  # here, so that no rank has to
+        run = run_of(kind, layout)
+        run_whole(run["config"], run["number"])
+    run_ranks(layouts_case, world, kind, layouts, timeout=240)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_layout_has_the_numbers_of_one_rank(kind, world):
+    run_layouts(kind, world, [layout for layout in chosen(kind) if num_ranks(layout) == world])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", MODELS)
+def test_sixteen_ranks(kind):
+    layouts = chosen(kind, (16,))
+    run_layouts(kind, 16, layouts if kind == "dense" else layouts[::3])
+
+
+def test_layouts_cover_every_pair_of_values():
+    assert len(chosen("dense")) + len(chosen("experts")) >= 60
+    for kind in MODELS:
+        possible = {
+            pair for world in WORLDS for every in ways(kind, world) for way in every for pair in pairs(way)
+        }
+        covered = {pair for layout in chosen(kind) for pair in pairs(layout)}
+        assert not possible - covered, kind
