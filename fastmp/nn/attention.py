@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
 
 from fastmp.config import GPTConfig
 from fastmp.nn.dropout import random_stream, require_rng
@@ -33,7 +33,7 @@ from fastmp.parallel.context import join_sequence, own_positions, own_slices
 from fastmp.parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
 from fastmp.parallel.rng import RngTracker
 
-__all__ = ["SelfAttention"]
+__all__ = ["SelfAttention", "last_causal"]
 
 
 class SelfAttention(GroupModule):
@@ -158,13 +158,8 @@ class SelfAttention(GroupModule):
                 return context_BNSD.permute(2, 0, 1, 3)
             contexts = []
             for q_BNCD, number in zip(q_BNSD.chunk(2, 2), own_slices(self.cp_group)):
-                length = q_BNCD.shape[2]
-                end = (number + 1) * length
-                diagonal = causal_lower_right(length, end)  # no tensor: what it means picks the kernel
-                k_BGED, v_BGED = k_BGTD[:, :, :end], v_BGTD[:, :, :end]
-                context_BNCD = F.scaled_dot_product_attention(
-                    q_BNCD, k_BGED, v_BGED, attn_mask=diagonal, **options
-                )
+                end = (number + 1) * q_BNCD.shape[2]
+                context_BNCD = last_causal(q_BNCD, k_BGTD[:, :, :end], v_BGTD[:, :, :end], **options)
                 contexts.append(context_BNCD.permute(2, 0, 1, 3))
             return torch.cat(contexts)
 
@@ -185,3 +180,26 @@ class SelfAttention(GroupModule):
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv
         return f"heads={heads}, kv_heads={self.num_kv_heads}, causal={self.causal}"
+
+
+def last_causal(
+    q_BNCD: torch.Tensor, k_BGED: torch.Tensor, v_BGED: torch.Tensor, *, dropout_p: float, enable_gqa: bool
+) -> torch.Tensor:
+    """Causal attention (B, N, C, D) of the last C of E tokens to all: query i sees keys 0 to E - C + i.
+
+    `is_causal` of `scaled_dot_product_attention` lets both start at token 0, and torch's `CausalBias`
+    allocates more than the mask it stands for. The flash kernels of a GPU count from the end; elsewhere there
+    is a mask of C x E bytes.
+    """
+    options = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
+    C, E, D = q_BNCD.shape[2], k_BGED.shape[2], q_BNCD.shape[3]
+    if C == E:
+        return F.scaled_dot_product_attention(q_BNCD, k_BGED, v_BGED, is_causal=True, **options)
+    if q_BNCD.is_cuda and D % 8 == 0:
+        asked = SDPAParams(q_BNCD, k_BGED, v_BGED, None, dropout_p, False, enable_gqa)
+        if can_use_flash_attention(asked):
+            return torch.ops.aten._scaled_dot_product_flash_attention(
+                q_BNCD, k_BGED, v_BGED, dropout_p, is_causal=True
+            )[0]
+    seen_CE = torch.ones(C, E, dtype=torch.bool, device=q_BNCD.device).tril(E - C)
+    return F.scaled_dot_product_attention(q_BNCD, k_BGED, v_BGED, attn_mask=seen_CE, **options)

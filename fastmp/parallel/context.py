@@ -49,6 +49,7 @@ def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> t
             f"{size}"
         )
     first, second = own_slices(group)
+    dim %= x.dim()
     index = [slice(None)] * x.dim()
     index[dim] = slice(first, second + 1, second - first)
     return x.unflatten(dim, (2 * size, length // (2 * size)))[tuple(index)].flatten(dim, dim + 1)

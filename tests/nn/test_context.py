@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from nn_tools import EXPERTS, QWEN, SMALL, make_gpt, part_of, text
+import torch.nn.functional as F
+from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, text
 
+from fastmp.nn import SelfAttention, TransformerLayer, gpt_stages, sum_tied_gradients
+from fastmp.nn.attention import last_causal
+from fastmp.nn.dropout import Dropout
+from fastmp.nn.moe import Router
 from fastmp.parallel import cut_sequence, join_sequence
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.pipeline import Pipeline
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.schedule import orders
 from fastmp.testing import run_ranks
+from fastmp.testing.parallel import count_collectives
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LLAMA = replace(QWEN, qk_norm=False)
@@ -113,3 +124,234 @@ CASES = [
 @pytest.mark.parametrize(("name", "world", "layout", "options"), CASES)
 def test_loss_and_every_gradient(name, world, layout, options):
     run_ranks(whole_and_cut, world, layout, name, options)
+
+
+def groups_of(world, **layout):
+    return ParallelGroups.create(RankGrid(world_size=world, **layout))
+
+
+def stages_case(rank, world):
+    """Two chunks a rank of a tied model, in which the first and the last stage know positions."""
+    groups = groups_of(world, pp=2, cp=2, ep=2)
+    config = replace(MODELS["moe"], num_layers=4, tie_embeddings=True, position="learned")
+    batches = list(zip(*(x.chunk(2) for x in text(config, batch=4, sequence=32))))
+    one = make_gpt(config, None)
+    expected, aux, _ = run_step(one, [(*batch, torch.ones(1)) for batch in batches], None)
+    torch.manual_seed(SEED)
+    stages = gpt_stages(config, groups=groups, vpp=2, dtype=torch.float64)
+    names = [(f"{i} {name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]
+    grads = GradBuffer(names, dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp)
+    pipeline = Pipeline(
+        stages,
+        orders(2, 2, 2),
+        group=groups.pp,
+        inputs=lambda batch: batch[0],
+        loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1]).sum(),
+    )
+    result = pipeline.train([[cut_sequence(x, groups.cp) for x in batch] for batch in batches])
+    sum_tied_gradients(stages, groups)
+    grads.all_reduce()
+    full = dict(one.named_parameters())
+    for name, param in names:
+        path = name.partition(" ")[2]
+        expected_grad = part_of(full[path].main_grad, param, groups)
+        torch.testing.assert_close(param.main_grad, expected_grad, msg=lambda t, n=name: f"{n}: {t}", **CLOSE)
+    if result.loss is not None:
+        dist.all_reduce(result.loss, group=groups.cp)
+        torch.testing.assert_close(result.loss, sum(loss.sum() for loss in expected), **CLOSE)
+    dist.all_reduce(result.stage_loss, group=dist.group.WORLD)
+    torch.testing.assert_close(result.stage_loss, aux, **CLOSE)
+
+
+def test_stages_of_a_pipeline():
+    run_ranks(stages_case, 4)
+
+
+# (forward, backward) of the whole model: each layer gathers keys and values together.
+COLLECTIVES = {
+    False: lambda L: ({"all_gather": L}, {"reduce_scatter": L}),
+    True: lambda L: ({"all_gather": L}, {"all_gather": L, "reduce_scatter": L}),
+}
+
+
+def collectives_case(rank, world):
+    config, groups = MODELS["qwen3"], groups_of(world, cp=world)
+    for recompute, expected in COLLECTIVES.items():
+        model = make_gpt(config, groups, recompute=recompute)
+        with count_collectives() as forward:
+            loss = model.loss(*(cut_sequence(x, groups.cp) for x in text(config))).sum()
+        with count_collectives() as backward:
+            loss.backward()
+        assert (forward.counts, backward.counts) == expected(config.num_layers)
+        keys_and_values = (16, 3, config.kv_heads, 2, config.head_dim)
+        assert all(math.prod(shapes[0]) == math.prod(keys_and_values) for _, shapes in forward.calls)
+
+
+def test_one_gather_and_one_reduce_scatter_a_layer():
+    run_ranks(collectives_case, 2)
+
+
+def pairs_case(rank, world):
+    """How many (query, key) pairs the kernels of this rank were asked for."""
+    pairs, kernel = [], F.scaled_dot_product_attention
+
+    def count(q, k, v, *, attn_mask=None, is_causal=False, **options):
+        assert is_causal == (attn_mask is None) and k.shape[2] == v.shape[2]
+        seen = torch.ones(q.shape[2], k.shape[2]).tril() if is_causal else attn_mask
+        pairs.append(int(seen.sum()))
+        return kernel(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    F.scaled_dot_product_attention = count
+    attention = SelfAttention(SMALL, group=None, cp_group=dist.group.WORLD)
+    attention(torch.randn(48 // world, 1, SMALL.hidden_size))
+    return sum(pairs)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_every_rank_attends_to_equally_many_pairs(world):
+    pairs = run_ranks(pairs_case, world)
+    assert pairs == [48 * 49 // 2 // world] * world  # together each pair of the whole sequence once
+
+
+PADDING = {
+    "none": None,
+    "right": torch.arange(16) >= torch.tensor([[16], [9], [3]]),
+    "left": torch.arange(16) < torch.tensor([[0], [6], [16]]),  # the last sequence is all padding
+}
+
+
+def padding_case(rank, world):
+    group, generator = dist.group.WORLD, torch.Generator().manual_seed(5)
+    x_TBH, weight_TBH = torch.randn(2, 16, 3, SMALL.hidden_size, dtype=torch.float64, generator=generator)
+    for config in (SMALL, QWEN):
+        for causal in (True, False):
+            for padding_BT in PADDING.values():
+                results = []
+                for cp_group in (None, group):
+                    RngTracker(SEED)
+                    options = {"cp_group": cp_group, "causal": causal, "dtype": torch.float64}
+                    attention = SelfAttention(config, group=None, **options)
+                    x = cut_sequence(x_TBH, cp_group, dim=0).clone().requires_grad_()
+                    output, _ = attention(x) if padding_BT is None else attention(x, padding_BT)
+                    (output * cut_sequence(weight_TBH, cp_group, dim=0)).sum().backward()
+                    results.append((output, x.grad))
+                for whole, part in zip(*results):
+                    torch.testing.assert_close(part, cut_sequence(whole, group, dim=0), **CLOSE)
+    with pytest.raises(
+        ValueError, match=r"bool of shape \(batch, sequence\) \(3, 16\), got .* shape \(3, 8\)"
+    ):
+        attention(x, padding_BT[:, :8])
+
+
+def test_padding_and_attention_without_causality():
+    run_ranks(padding_case, 2)
+
+
+def dropout_case(rank, world):
+    """A mask of replicas, then those of shards: of the sequence, of jittered tokens, of heads."""
+    groups, config = groups_of(world, tp=2, cp=2), replace(EXPERTS, attention_dropout=0.5)
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp))
+    place, ones = (
+        {"group": groups.tp, "cp_group": groups.cp, "rng": rng},
+        torch.ones(4, 1, config.hidden_size),
+    )
+    router = Router(replace(config, moe=replace(config.moe, jitter=0.1)), groups=groups, rng=rng)
+    attention, heads = SelfAttention(config, causal=False, **place), []
+    attention.proj.register_forward_pre_hook(lambda module, args: heads.append(args[0].detach()))
+    with torch.no_grad():
+        attention.qkv.weight.fill_(0.1)  # a query sees equal values: nothing but dropout can differ
+    state = torch.get_rng_state()
+    replica, shard = (Dropout(0.3, sharded=sharded, **place)(ones) for sharded in (False, True))
+    jittered, _ = router._jittered(ones), attention(ones)
+    assert torch.equal(state, torch.get_rng_state())
+    return replica, (shard, jittered, *heads)
+
+
+def test_cp_ranks_draw_for_other_tokens_and_tp_ranks_alike_for_replicas():
+    results = run_ranks(dropout_case, 4)  # tp varies fastest
+    replicas = [replica for replica, _ in results]
+    assert torch.equal(replicas[0], replicas[1]) and torch.equal(replicas[2], replicas[3])
+    assert not torch.equal(replicas[0], replicas[2])
+    for drawn in zip(*(shards for _, shards in results), strict=True):
+        assert len({tuple(numbers.flatten().tolist()) for numbers in drawn}) == 4
+
+
+def refused_case(rank, world):
+    groups, config = groups_of(world, cp=world), replace(EXPERTS, dropout=0.1)
+    for wrong, match in (
+        (
+            replace(SMALL, dropout=0.1),
+            r"Dropout: dropout 0\.1 of context-parallel shards over 2 ranks needs rng",
+        ),
+        (
+            replace(SMALL, attention_dropout=0.1),
+            "SelfAttention: dropout 0.1 of context-parallel shards over 2",
+        ),
+        (
+            replace(SMALL, moe=replace(EXPERTS.moe, jitter=0.1)),
+            "jitter 0.1 of the tokens of 2 ranks needs rng",
+        ),
+    ):
+        with pytest.raises(ValueError, match=match):
+            TransformerLayer(wrong, group=None, groups=groups)
+    model = TransformerLayer(config, group=None, groups=groups, rng=RngTracker(SEED))
+    with pytest.raises(
+        ValueError, match=r"no stream 'context-parallel'; there is .*; make the tracker with cp_rank="
+    ):
+        model(torch.ones(4, 1, config.hidden_size))
+    gpt = make_gpt(SMALL, groups)
+    tokens_BS = torch.zeros(1, 11, dtype=torch.int64)
+    with pytest.raises(ValueError, match="a sequence of 22 tokens is longer than max_seq_len 20"):
+        gpt(tokens_BS)
+    with pytest.raises(
+        ValueError, match="a sequence of 18 tokens is not divisible by 2 x the context-parallel size 2"
+    ):
+        gpt(tokens_BS[:, :9])
+
+
+def test_what_cannot_be_cut_or_would_drop_alike_is_refused():
+    run_ranks(refused_case, 2)
+
+
+def repeated_case(rank, world):
+    """Recomputation draws the masks again, a copy of the model shares groups and streams."""
+    groups = groups_of(world, cp=world)
+    config = replace(MODELS["moe"], dropout=0.2, attention_dropout=0.2, moe=replace(EXPERTS.moe, jitter=0.1))
+    batch = [cut_sequence(x, groups.cp) for x in text(config)]
+    results = []
+    for recompute in (False, True):
+        model = make_gpt(config, groups, recompute=recompute)
+        start = model.rng.states()
+        loss = model.loss(*batch)
+        (loss.tokens.sum() + loss.aux).backward()
+        results.append([loss.tokens, *(param.grad for param in model.parameters())])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    twin = copy.deepcopy(model)
+    model.rng.restore(start)
+    assert torch.equal(twin.loss(*batch).tokens, loss.tokens) and twin.cp_group is model.cp_group
+
+
+def test_recomputation_and_copies_draw_the_same_masks():
+    run_ranks(repeated_case, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", (8, 2))
+def test_flash_kernels_count_causality_from_the_end(kv_heads):
+    generator = torch.Generator("cuda").manual_seed(2)
+    draw = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    q, grad = torch.randn(2, 1, 8, 64, 32, **draw)
+    k, v = torch.randn(2, 1, kv_heads, 256, 32, **draw)
+    mask = torch.ones(64, 256, dtype=torch.bool, device="cuda").tril(192)
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        options = {"dropout_p": 0.0, "enable_gqa": kv_heads < 8}
+        if dtype == torch.bfloat16:
+            output = last_causal(*leaves, **options)
+            assert "Flash" in type(output.grad_fn).__name__
+        else:
+            output = F.scaled_dot_product_attention(*leaves, attn_mask=mask, **options)
+        results.append([output, *torch.autograd.grad(output, leaves, grad.to(dtype))])
+    for ours, exact in zip(*results):
+        assert (ours.float() - exact).norm() <= 2e-2 * exact.norm()

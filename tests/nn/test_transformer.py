@@ -13,6 +13,8 @@ from nn_tools import EXPERTS, SEED, SMALL, tp_groups
 
 from fastmp.nn import TransformerLayer
 from fastmp.nn.dropout import Dropout
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
@@ -196,6 +198,14 @@ def test_a_layer_compiles_to_one_graph(tp, sequence_parallel):
         compare_compiled(make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel), rank, tp)
 
     run_ranks(case, tp)
+
+
+def test_a_layer_of_a_context_parallel_rank_compiles_to_one_graph():
+    def case(rank, world):
+        torch._dynamo.reset()
+        compare_compiled(make(groups=ParallelGroups.create(RankGrid(world_size=world, cp=world))))
+
+    run_ranks(case, 2)
 
 
 def test_a_layer_with_experts_compiles_to_one_graph():

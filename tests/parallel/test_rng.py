@@ -51,6 +51,12 @@ def test_seeds_of_the_streams():
     with rng.fork("tensor-parallel"):
         assert torch.equal(torch.rand(8), numbers(7 + 2718 + 3 + 200))
 
+    rng = RngTracker(7, tp_rank=3, cp_rank=1, pp_rank=2)
+    twins = {"context-parallel": 2_000_000, "tensor-context-parallel": 2_000_000 + 2718 + 3}
+    for name, offset in {"tensor-parallel": 2718 + 3, **twins}.items():
+        with rng.fork(name):
+            assert torch.equal(torch.rand(8), numbers(7 + offset + 200))
+
 
 def test_a_stream_goes_on_where_it_ended_and_leaves_the_other_alone():
     rng = RngTracker(5)
