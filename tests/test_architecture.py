@@ -40,6 +40,8 @@ ALLOWED = {
     "fastmp.bench": set(),
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
+    "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "profiling"},
+    "fastmp.graphs.plan": {"parallel.schedule"},
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {"train", "nn", "parallel", "ops", "config", "layout", "profiling", "_host", "_lazy"},
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
@@ -48,6 +50,7 @@ ALLOWED = {
 }
 STDLIB_ONLY = (
     *("fastmp", "fastmp._lazy", "fastmp.cli", "fastmp.config", "fastmp.layout", "fastmp.sizes"),
+    *("fastmp.graphs", "fastmp.graphs.plan"),
     *(f"fastmp.parallel.{name}" for name in ("grid", "messages", "schedule", "simulate")),
     *("fastmp.plan", *(f"fastmp.plan.{path.stem}" for path in (PACKAGE / "plan").glob("[a-z]*.py"))),
 )

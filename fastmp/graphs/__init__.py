@@ -1,0 +1,1 @@
+"""CUDA graphs of segmented layers: planned, captured and replayed from outside the layers."""

@@ -1,0 +1,131 @@
+"""Plans of graphs and buffers: as many as is in flight, and nothing is lost while it is needed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fastmp.graphs.plan import Lease, RunSpec, TensorSpec, plan, problems
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order, peak_in_flight
+
+HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
+INDICES = TensorSpec((8, 2), "int32")
+FRONT = RunSpec("attention to preprocess", (HIDDEN,), (HIDDEN,))
+BACK = RunSpec("mlp", (HIDDEN, INDICES), (HIDDEN,))
+
+
+def chunks(vpp, *runs):
+    return [runs] * vpp
+
+
+@pytest.mark.parametrize("num_microbatches", (8, 32))
+def test_buffers_follow_what_is_in_flight(num_microbatches):
+    plans = [plan(order(rank, 4, num_microbatches, 2), chunks(2, FRONT, FRONT)) for rank in range(4)]
+    assert [own.inputs(HIDDEN) for own in plans] == [22, 18, 14, 10]
+    assert [len(own.buffers) - own.inputs() for own in plans] == [1] * 4  # gradients
+    assert [own.num_graphs for own in plans] == [2 * 2 * 2 * num_microbatches] * 4
+    assert [own.nbytes for own in plans] == [(n + 1) * 128 for n in (22, 18, 14, 10)]
+
+
+def test_graphs_of_one_rank():
+    runs = chunks(1, FRONT, BACK)
+    in_turn = plan(order(0, 1, 4), runs)
+    assert in_turn.num_graphs == 2 * 2 and in_turn.inputs(HIDDEN) == 2 and in_turn.inputs(INDICES) == 1
+    assert [replay.graph for replay in in_turn.replays] == [0, 1, 2, 3] * 4
+    assert [replay.run for replay in in_turn.replays] == [0, 1, 1, 0] * 4
+    forwards = [Step(FORWARD, i, 0) for i in range(4)]
+    overlapping = plan([*forwards, *(Step(BACKWARD, i, 0) for i in range(4))], runs)
+    assert overlapping.num_graphs == 2 * 2 * 4 and overlapping.inputs(HIDDEN) == 2 * 4
+
+
+def test_split_backwards_hold_inputs_and_gradients_until_their_weights_are_done():
+    for rank in range(4):
+        own = plan(order(rank, 4, 8, schedule="zero_bubble"), chunks(1, FRONT))
+        assert own.num_graphs == 3 * 8
+        assert own.inputs() == peak_in_flight(rank, 4, 8, schedule="zero_bubble")
+        assert len(own.buffers) - own.inputs() == rank + 1  # gradients of what is put off
+
+
+def test_rounds_that_differ_do_not_share_graphs():
+    pair = [Step(FORWARD, 0, 0), Step(BACKWARD, 0, 0)]
+    both = [Step(FORWARD, 1, 0), Step(FORWARD, 2, 0), Step(BACKWARD, 1, 0), Step(BACKWARD, 2, 0)]
+    again = [step._replace(microbatch=step.microbatch + 3) for step in (*pair, *both)]
+    own = plan([*pair, *both, *again], chunks(1, FRONT))
+    assert [replay.graph for replay in own.replays] == [0, 1, 2, 3, 4, 5] * 2
+    assert [replay.buffers for replay in own.replays[:6]] == [replay.buffers for replay in own.replays[6:]]
+
+
+@given(
+    pp=st.integers(1, 5),
+    vpp=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    schedule=st.sampled_from(("1f1b", "zero_bubble")),
+    runs=st.lists(st.lists(st.sampled_from((FRONT, BACK)), max_size=3), min_size=3, max_size=3),
+)
+def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
+    for rank in range(pp):
+        own = plan(order(rank, pp, pp * groups, vpp, schedule=schedule), runs[:vpp])
+        assert not list(problems(own))
+        alike = plan(order(rank, pp, pp * groups, vpp, schedule=schedule), chunks(vpp, FRONT, FRONT))
+        assert alike.inputs() == 2 * peak_in_flight(rank, pp, pp * groups, vpp, schedule=schedule)
+        seen = {}
+        for replay in own.replays:  # a graph has its run and its buffers for good
+            what = (replay.step.kind, replay.step.chunk, replay.run, replay.buffers)
+            assert seen.setdefault(replay.graph, what) == what
+
+
+@given(data=st.data(), rank=st.integers(0, 2), schedule=st.sampled_from(("1f1b", "zero_bubble")))
+def test_a_lease_cut_short_is_found(data, rank, schedule):
+    own = plan(order(rank, 3, 6, 2, schedule=schedule), chunks(2, FRONT, BACK))
+    long = [i for i, lease in enumerate(own.leases) if lease.last > lease.first]
+    i = data.draw(st.sampled_from(long))
+    leases = list(own.leases)
+    leases[i] = leases[i]._replace(last=leases[i].last - 1)
+    found = list(problems(replace(own, leases=tuple(leases))))
+    assert len(found) == 1 and f"buffer {leases[i].buffer} is not held from the " in found[0]
+
+
+def test_a_buffer_that_is_reused_too_early_is_found():
+    own = plan(order(0, 2, 4), chunks(1, FRONT))
+    first, second = (replay.buffers[0] for replay in own.replays[:2])
+    replays = [
+        replay._replace(buffers=tuple(first if buffer == second else buffer for buffer in replay.buffers))
+        for replay in own.replays
+    ]
+    leases = [Lease(first if lease.buffer == second else lease.buffer, *lease[1:]) for lease in own.leases]
+    found = list(problems(replace(own, replays=tuple(replays), leases=tuple(leases))))
+    run = "chunk 0, run 'attention to preprocess'"
+    assert found[0] == (
+        f"buffer 0 is still needed by the backward of microbatch 0 {run} when the forward of microbatch 1 "
+        f"{run} writes to it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([(FORWARD, 0, 0)], "the backward of microbatch 0 chunk 0 is missing"),
+        ([(BACKWARD, 0, 0)], "step 0, backward of microbatch 0 chunk 0, has no forward before it"),
+        (
+            [(FORWARD, 0, 1)],
+            "step 0, forward of microbatch 0 chunk 1, is of a chunk that is not there; 1 are",
+        ),
+        ([(FORWARD, 0, 0)] * 2, "step 1, forward of microbatch 0 chunk 0, is there twice"),
+        (
+            [(FORWARD, 0, 0), ("backward_weight", 0, 0)],
+            "step 1, backward_weight of microbatch 0 chunk 0, has no backward_input before it",
+        ),
+        ([("forwards", 0, 0)], "step 0, forwards of microbatch 0 chunk 0, has an unknown kind"),
+    ],
+)
+def test_orders_that_cannot_be(steps, message):
+    with pytest.raises(ValueError, match=f"graphs: {message}"):
+        plan(steps, chunks(1, FRONT))
+
+
+def test_unknown_dtypes():
+    with pytest.raises(ValueError, match="unknown dtype 'float31'"):
+        _ = TensorSpec((1,), "float31").nbytes
