@@ -11,6 +11,7 @@ from, not its values. The loss is a graph of its own behind the last stage.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -135,7 +136,6 @@ class Pipeline:
             raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
         parameters = [p for chunk in self.chunks for p in chunk.parameters()]
         self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
-        self._queue = WeightQueue()
         self._evaluations: dict[int, Program] = {}
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
@@ -143,17 +143,18 @@ class Pipeline:
 
     def _agree(self) -> None:
         """Also the first communication of the group: backends set up all of its ranks in it."""
+        if self.group is not None:
+            digest = hashlib.sha256(repr(self.orders).encode()).digest()  # the orders may be megabytes
+            everyones: list[Any] = [None] * self.size
+            dist.all_gather_object(everyones, (len(self.chunks), digest, self.batched), group=self.group)
+            names = ("numbers of chunks", "orders", "batched")
+            for name, values in zip(names, zip(*everyones, strict=True), strict=True):
+                different = [rank for rank, value in enumerate(values) if value != values[0]]
+                if different:
+                    shown = f": {list(values)}" if name != "orders" else ""
+                    raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
         if len(self.orders) != self.size:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
-        if self.group is None:
-            return
-        everyones: list[Any] = [None] * self.size
-        dist.all_gather_object(everyones, (len(self.chunks), self.orders, self.batched), group=self.group)
-        for name, values in zip(("numbers of chunks", "orders", "batched"), zip(*everyones, strict=True)):
-            different = [rank for rank, value in enumerate(values) if value != values[0]]
-            if different:
-                shown = f": {list(values)}" if name != "orders" else ""
-                raise ValueError(f"Pipeline: ranks 0 and {different[0]} have different {name}{shown}")
 
     def train(self, batches: Sequence[Any]) -> PipelineResult:
         """Forwards and backwards of one training step, in order; gradients are left with the parameters.
@@ -188,6 +189,7 @@ class Pipeline:
         self._training, self._plan = training, plan
         self._known = self._specs[training]
         self._live: dict[tuple[int, int], _Live] = {}
+        self._queue = WeightQueue()
         self._outbox: dict[tuple[str, int, int], Tensors] = {}
         self._arriving: dict[tuple[str, int, int], tuple[list[dist.Work], Tensors]] = {}
         self._sending: deque[tuple[list[dist.Work], Sequence[Tensor]]] = deque()
@@ -271,6 +273,7 @@ class Pipeline:
         stage, live = self._stage(step), self._live[key]
         if live.final is not None:
             grads = self._final_backward(*live.final)
+            live = live._replace(final=None)  # what the last stage made is not kept while it is backwarded
         else:
             grads = list(self._take(BACKWARD, stage + 1, step.microbatch))
         roots: list[Any] = list(live.edges)

@@ -1,6 +1,6 @@
 """Every layout of a small GPT, dense and with experts, has the numbers of one rank to 1e-10: see `compare`.
 
-Layouts are all ways to share out a few ranks; how each is run (schedule, chunks, recomputation, ...) is drawn
+Layouts share out a few ranks in many ways, each run in one of many (schedule, chunks, recomputation, ...), drawn
 so that every value of an axis meets every value of every other axis with which it can go.
 """
 

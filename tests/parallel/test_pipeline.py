@@ -2,108 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
-import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
+import torch.distributed as dist
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from pipeline_tools import CLOSE, SIZE, Block, batches, check_parity, first, make, reference, square
 from torch import nn
 
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ColumnParallelLinear
-from fastmp.parallel.pipeline import Pipeline, PipelineError, StageOutput
-from fastmp.parallel.schedule import Step, orders, peak_in_flight
-from fastmp.testing import RankError, run_ranks
+from fastmp.parallel.pipeline import Pipeline, StageOutput
+from fastmp.parallel.schedule import SCHEDULES, Step
+from fastmp.testing import run_ranks
 from fastmp.testing.parallel import count_collectives
-
-CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-SIZE = 6
-
-
-class Block(nn.Module):
-    """Keeps what it multiplies; its result is no input of its own backward."""
-
-    def __init__(self, stage: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(stage)
-        weight = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator)
-        self.weight = nn.Parameter(weight)
-        self.bias = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
-
-    def forward(self, x):
-        return x + torch.tanh(x @ self.weight) * self.bias
-
-
-def batches(number: int, rows: int = 3) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        {
-            "x": torch.randn(rows, SIZE, dtype=torch.float64, generator=generator),
-            "y": torch.randn(rows, SIZE, dtype=torch.float64, generator=generator),
-        }
-        for _ in range(number)
-    ]
-
-
-def first(batch):
-    return batch["x"]
-
-
-def square(out, batch):
-    return (out - batch["y"]).square().sum()
-
-
-def reference(num_stages: int, data, blocks=None, loss=square):
-    """Loss and gradients, by stage, of the undivided model."""
-    blocks = [Block(stage) for stage in range(num_stages)] if blocks is None else blocks
-    total = sum(loss(nn.Sequential(*blocks)(first(batch)), batch) for batch in data)
-    total.backward()
-    return total.detach(), [[p.grad for p in block.parameters()] for block in blocks]
-
-
-def own_chunks(groups, vpp: int) -> list[nn.Module]:
-    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
-    return [Block(chunk * size + rank) for chunk in range(vpp)]
-
-
-def make(groups, vpp, number, *, chunks=None, schedule="1f1b", loss=square, **options) -> Pipeline:
-    size = 1 if groups is None else groups.pp.size()
-    return Pipeline(
-        own_chunks(groups, vpp) if chunks is None else chunks,
-        orders(size, number, vpp, schedule=schedule),
-        group=None if groups is None else groups.pp,
-        inputs=first,
-        loss=loss,
-        **options,
-    )
-
-
-def check_parity(groups, vpp, number, schedule, batched):
-    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
-    data, label = batches(number), f"pp {size} vpp {vpp} M {number} {schedule} batched={batched} rank {rank}"
-    loss, grads = reference(size * vpp, data)
-    pipeline = make(groups, vpp, number, schedule=schedule, batched=batched)
-    for step in (1, 2):  # the second with the shapes of the first
-        result = pipeline.train(data)
-        assert result.trace == orders(size, number, vpp, schedule=schedule)[rank], label
-        assert result.peak == peak_in_flight(rank, size, number, vpp, schedule=schedule), label
-        assert (result.loss is not None) == (rank == size - 1), label
-        if result.loss is not None:
-            torch.testing.assert_close(result.loss, loss, msg=lambda text: f"{label}: {text}", **CLOSE)
-        for chunk, block in enumerate(pipeline.chunks):
-            for param, grad in zip(block.parameters(), grads[chunk * size + rank], strict=True):
-                torch.testing.assert_close(
-                    param.grad, step * grad, msg=lambda text: f"{label}: {text}", **CLOSE
-                )
-    evaluated = pipeline.evaluate(batches(3))
-    if evaluated.loss is not None:
-        expected = reference(size * vpp, batches(3))[0]
-        torch.testing.assert_close(evaluated.loss, expected, **CLOSE)
-    assert evaluated.peak == 0
 
 
 def parity_case(rank, world, microbatches):
@@ -124,6 +40,63 @@ def test_one_rank_with_any_number_of_chunks():
 @pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), (4, (4, 8))])
 def test_losses_gradients_trace_and_peak(world, microbatches):
     run_ranks(parity_case, world, microbatches)
+
+
+@st.composite
+def accepted(draw: st.DrawFn) -> tuple:
+    """Arguments of `check_parity`, after the number of ranks: any that the orders accept."""
+    pp, vpp = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    group_size, number = draw(st.integers(pp, 2 * pp)), draw(st.integers(1, 3 * pp))
+    assume(vpp == 1 or not 0 < number % group_size < pp)
+    depths = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp))
+    schedule, batched = draw(st.sampled_from(SCHEDULES)), draw(st.booleans())
+    return pp, (vpp, number, schedule, batched, group_size, depths)
+
+
+def drawn_case(rank, world, arguments):
+    check_parity(ParallelGroups.create(RankGrid(world_size=world, pp=world)), *arguments)
+
+
+def check_drawn(drawn):
+    pp, arguments = drawn
+    if pp == 1:
+        check_parity(None, *arguments)
+    else:
+        run_ranks(drawn_case, pp, arguments)
+
+
+@settings(max_examples=12)
+@given(drawn=accepted())
+def test_whatever_is_accepted_runs(drawn):
+    check_drawn(drawn)
+
+
+@pytest.mark.full
+@settings(max_examples=300)
+@given(drawn=accepted())
+def test_more_of_whatever_is_accepted(drawn):
+    check_drawn(drawn)
+
+
+def without_tags_case(rank, world):
+    """As a backend whose messages between two ranks match in the order in which both sides post them."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    tags = set()
+
+    def transfer(post, tensor, *, tag, **peer):
+        tags.add(tag)
+        return post(tensor, tag=0, **peer)
+
+    dist.isend, dist.irecv = partial(transfer, dist.isend), partial(transfer, dist.irecv)
+    for vpp in (2, 3):
+        for schedule in SCHEDULES:
+            check_parity(groups, vpp, 4 * world, schedule, False)
+    assert len(tags) > 8
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_both_ends_agree_on_the_order_of_crossing_messages(world):
+    run_ranks(without_tags_case, world)
 
 
 class Watched(Block):
@@ -333,51 +306,3 @@ def test_split_backwards_leave_weights_for_later():
     sum(square(same(batch["x"]), batch) for batch in data).backward()
     torch.testing.assert_close(layer.weight.grad, same.weight.grad, **CLOSE)
     torch.testing.assert_close(layer.bias.grad, same.bias.grad, **CLOSE)
-
-
-class Failing(Block):
-    """Goes wrong at its third call, in the way that it is told."""
-
-    def __init__(self, stage, how):
-        super().__init__(stage)
-        self.how, self.calls = how, 0
-
-    def forward(self, x):
-        self.calls += 1
-        y = super().forward(x)
-        if self.calls < 3 or self.how == "no":
-            return y
-        if self.how == "raise":
-            raise FloatingPointError("too hot")
-        if self.how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return y[:1] if self.how == "shape" else y.float()
-
-
-def failing_case(rank, world, how):
-    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
-    make(groups, 1, 8, chunks=[Failing(rank, how if rank == 1 else "no")]).train(batches(8))
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("raise", "Error: pipeline rank 1, forward of microbatch 2 chunk 0: FloatingPointError: too hot"),
-        ("shape", r"forward of microbatch 2 chunk 0: ValueError: stage 1 hands on \[1, 6\] float64, but"),
-        ("dtype", r"stage 1 hands on \[3, 6\] float32, but \[3, 6\] float64 before"),
-        ("kill", "rank 1 of 4 died without a report"),
-    ],
-)  # fmt: skip
-def test_a_failing_stage_ends_the_job(how, message):
-    start = time.monotonic()
-    with pytest.raises(RankError, match=message) as caught:
-        run_ranks(failing_case, 4, how)
-    assert time.monotonic() - start < 20
-    assert caught.value.rank == 1
-    assert "rank 0: fastmp.parallel.pipeline.PipelineError: pipeline rank 0, " in str(caught.value)
-
-
-def test_the_cause_of_an_error_is_kept():
-    with pytest.raises(PipelineError, match="pipeline rank 0, forward of microbatch 2 chunk 0") as caught:
-        make(None, 1, 4, chunks=[Failing(0, "raise")]).train(batches(4))
-    assert isinstance(caught.value.__cause__, FloatingPointError)

@@ -1,0 +1,147 @@
+"""Shared by the tests of the executor: small stages, the undivided model, a step beside it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
+from torch import nn
+
+from fastmp.ops.put_off import later
+from fastmp.parallel.pipeline import Pipeline
+from fastmp.parallel.schedule import orders, peak_in_flight
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+SIZE = 6
+
+
+class Block(nn.Module):
+    """Keeps what it multiplies; its result is no input of its own backward."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(stage)
+        weight = torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.weight) * self.bias
+
+
+class _Token:
+    """Lives as long as the graph, or the put-off gradient, that holds it."""
+
+
+class _Hold(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, put_off, token):
+        ctx.put_off, ctx.token = put_off, token
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.put_off is not None:
+            ctx.put_off(lambda token=ctx.token: None)
+        return grad, None, None
+
+
+class Counted(nn.Module):
+    """Some blocks, or none, in a row. `alive` has a token for each forward that is not wholly backwarded;
+    `most` is how many there have been at once in all stages that share `alive`."""
+
+    def __init__(self, stage: int, depth: int, alive: weakref.WeakSet) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(10 * stage + i) for i in range(depth)))
+        self.shift = nn.Parameter(torch.zeros(SIZE, dtype=torch.float64))
+        self.alive, self.most = alive, 0
+
+    def forward(self, x):
+        token = _Token()
+        y = _Hold.apply(self.blocks(x) + self.shift, later(self.shift), token)
+        if torch.is_grad_enabled():
+            self.alive.add(token)
+            self.most = max(self.most, len(self.alive))
+        return y
+
+
+def batches(number: int, rows: int = 3) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        {
+            "x": torch.randn(rows, SIZE, dtype=torch.float64, generator=generator),
+            "y": torch.randn(rows, SIZE, dtype=torch.float64, generator=generator),
+        }
+        for _ in range(number)
+    ]
+
+
+def first(batch):
+    return batch["x"]
+
+
+def square(out, batch):
+    return (out - batch["y"]).square().sum()
+
+
+def reference(num_stages: int, data, blocks=None, loss=square):
+    """Loss and gradients, by stage, of the undivided model."""
+    blocks = [Block(stage) for stage in range(num_stages)] if blocks is None else blocks
+    total = sum(loss(nn.Sequential(*blocks)(first(batch)), batch) for batch in data)
+    total.backward()
+    return total.detach(), [[p.grad for p in block.parameters()] for block in blocks]
+
+
+def own_chunks(groups, vpp: int) -> list[nn.Module]:
+    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
+    return [Block(chunk * size + rank) for chunk in range(vpp)]
+
+
+def make(
+    groups, vpp, number, *, chunks=None, group_size=None, schedule="1f1b", loss=square, **options
+) -> Pipeline:
+    size = 1 if groups is None else groups.pp.size()
+    return Pipeline(
+        own_chunks(groups, vpp) if chunks is None else chunks,
+        orders(size, number, vpp, group_size, schedule),
+        group=None if groups is None else groups.pp,
+        inputs=first,
+        loss=loss,
+        **options,
+    )
+
+
+def check_parity(groups, vpp, number, schedule, batched, group_size=None, depths: Sequence[int] = ()):
+    """Two steps and an evaluation: losses, gradients, what ran, and how many graphs were alive.
+
+    depths: how many blocks each stage has; one, where nothing is said.
+    """
+    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
+    label = f"pp {size} vpp {vpp} M {number} group {group_size} {schedule} batched={batched} rank {rank}"
+    data, depths, alive = batches(number), depths or [1] * size * vpp, weakref.WeakSet()
+    stages = [Counted(stage, depth, weakref.WeakSet()) for stage, depth in enumerate(depths)]
+    loss, grads = reference(size * vpp, data, stages)
+    chunks = [Counted(c * size + rank, depths[c * size + rank], alive) for c in range(vpp)]
+    options = {"group_size": group_size, "schedule": schedule, "batched": batched}
+    pipeline = make(groups, vpp, number, chunks=chunks, **options)
+    planned = (size, number, vpp, group_size, schedule)
+    for step in (1, 2):  # the second with the shapes of the first
+        result = pipeline.train(data)
+        assert result.trace == orders(*planned)[rank], label
+        assert result.peak == peak_in_flight(rank, *planned), label
+        assert max(chunk.most for chunk in chunks) == result.peak and not alive, label
+        assert (result.loss is not None) == (rank == size - 1), label
+        if result.loss is not None:
+            torch.testing.assert_close(result.loss, loss, msg=lambda text: f"{label}: {text}", **CLOSE)
+        for chunk, block in enumerate(pipeline.chunks):
+            for param, grad in zip(block.parameters(), grads[chunk * size + rank], strict=True):
+                torch.testing.assert_close(
+                    param.grad, step * grad, msg=lambda text: f"{label}: {text}", **CLOSE
+                )
+    evaluated = pipeline.evaluate(batches(3))
+    if evaluated.loss is not None:
+        expected = reference(size * vpp, batches(3), stages)[0]
+        torch.testing.assert_close(evaluated.loss, expected, **CLOSE)
+    assert evaluated.peak == 0 and not alive
