@@ -1,7 +1,7 @@
 """Every layout of a small GPT, dense and with experts, has the numbers of one rank to 1e-10: see `compare`.
 
-Layouts share out a few ranks in many ways, each run in one of many (schedule, chunks, recomputation, ...), drawn
-so that every value of an axis meets every value of every other axis with which it can go.
+They are drawn, with how each is run (schedule, chunks, recomputation, ...), so that every value of an axis
+meets every value of every other axis with which it can go.
 """
 
 from __future__ import annotations
