@@ -16,7 +16,7 @@ from benchmarks.measure import name_of
 from benchmarks.plain import PlainGPT, plain_step
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn.models import GPT, flops_per_token
-from fastmp.train.main import token_loss
+from fastmp.train.language import token_loss
 from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)

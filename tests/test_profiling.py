@@ -19,7 +19,7 @@ from fastmp.ops import bias_gelu
 from fastmp.parallel.collectives import gather_sequence, reduce_from_group, reduce_scatter_sequence
 from fastmp.profiling import enable_nvtx, region, traced
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.main import token_loss
+from fastmp.train.language import token_loss
 from fastmp.train.trainer import Trainer
 
 CONFIG = GPTConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=61, max_seq_len=8)

@@ -43,6 +43,7 @@ POINTER = "latest"
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d+))?")
 _STAGING = ".staging"
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
+_ONE_CHUNK = {"vpp": 1}  # also of checkpoints from before there were several
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -54,6 +55,8 @@ class Checkpointer:
     """Saves and finds checkpoints in `directory`, which all ranks see.
 
     groups: this rank's groups; None for a process on its own. Every method is called by all ranks together.
+    layout: JSON-able facts that decide, beside the sizes of the groups, which rank holds what; a checkpoint
+        with others is refused. Without one a rank has one chunk of the model.
     description: JSON-able facts of the model (its configuration); a checkpoint with others is refused.
     defaults: what a fact stands at that a checkpoint does not name, because it is from before there was one.
     keep: how many checkpoints stay; older ones go after a newer one is in place. 0 keeps all.
@@ -64,6 +67,7 @@ class Checkpointer:
         directory: str | Path,
         *,
         groups: ParallelGroups | None = None,
+        layout: Mapping[str, Any] | None = None,
         description: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
         keep: int = 2,
@@ -74,7 +78,8 @@ class Checkpointer:
         self.keep = keep
         self.distributed = groups is not None and groups.grid.world_size > 1
         self.rank = groups.rank if groups is not None else 0
-        self.layout = {axis: 1 if groups is None else getattr(groups.grid, axis) for axis in _LAYOUT_AXES}
+        axes = {axis: 1 if groups is None else getattr(groups.grid, axis) for axis in _LAYOUT_AXES}
+        self.layout = json.loads(json.dumps({**axes, **_ONE_CHUNK, **(layout or {})}))
         tp_rank, pp_rank = (0, 0) if groups is None else (group_rank(groups.tp), group_rank(groups.pp))
         etp_rank, ep_rank = (0, 0) if groups is None else (group_rank(groups.etp), group_rank(groups.ep))
         self._shard = f"tp{tp_rank}.pp{pp_rank}"
@@ -141,7 +146,7 @@ class Checkpointer:
         if path is None:
             return None
         state = _read_state(path)
-        self._check_same("layout", path, state["layout"], self.layout)
+        self._check_same("layout", path, {**_ONE_CHUNK, **state["layout"]}, self.layout)
         self._check_same("model", path, {**self.defaults, **state["description"]}, self.description)
         wanted = self._named(shard, self._shard) | self._named(own, f"rank{self.rank}")
         wanted |= self._named(experts, self._expert_shard)

@@ -6,21 +6,19 @@ only how often each byte occurs, so the distance between the two is what was lea
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.train.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
+    from fastmp.train.microbatches import Chunks, WholeModel
 
 __all__ = ["Evaluation", "evaluate"]
-
-LossFunction = Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -43,39 +41,33 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    runner: WholeModel | Chunks,
     data: Any,
-    loss_fn: LossFunction,
     *,
     groups: ParallelGroups | None = None,
     device: torch.device | str | None = None,
     max_batches: int | None = None,
 ) -> Evaluation:
-    """Loss of `model` (in eval mode, then back in the mode it was in) on the held-out part of `data`.
+    """Loss of a model (in eval mode, then back in the mode it was in) on the held-out part of `data`.
 
+    runner: runs the model, see `fastmp.train.microbatches`.
     data: `validation_batches(dp_rank, dp_size, max_batches=...)` yields dicts of CPU tensors, equally many on
         every rank. `data.validation.info`, where there is one, gives bytes_per_token and unigram_entropy.
-    loss_fn: (model, batch) -> (sum of losses, number of tokens), as in training; what may follow is left.
 
     Every rank calls it and gets the same numbers. ValueError where there is not a single token.
     """
-    dp = None if groups is None else groups.dp
-    dp_cp = None if groups is None else groups.dp_cp
-    was_training = model.training
-    model.eval()
-    try:
-        totals = None
-        for batch in data.validation_batches(group_rank(dp), group_size(dp), max_batches=max_batches):
-            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-            loss, num_tokens, *_ = loss_fn(model, batch)
-            both = torch.stack([loss.double(), num_tokens.double()])
-            totals = both if totals is None else totals + both
-    finally:
-        model.train(was_training)
+    dp, dp_cp, pp = (None, None, None) if groups is None else (groups.dp, groups.dp_cp, groups.pp)
+    batches = data.validation_batches(group_rank(dp), group_size(dp), max_batches=max_batches)
+    with evaluation_mode(runner.chunks):
+        totals = runner.evaluate(
+            {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            for batch in batches
+        )
     if totals is None:
         raise ValueError("evaluate: the data has no held-out batches")
-    if dp_cp is not None:
-        all_reduce_(totals, dp_cp)
+    for group in (dp_cp, pp):
+        if group is not None:
+            all_reduce_(totals, group)
     total, num_tokens = totals.tolist()
     if num_tokens == 0:
         raise ValueError("evaluate: the held-out batches hold no tokens")

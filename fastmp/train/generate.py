@@ -17,12 +17,12 @@ from fastmp.train.tokenize import Tokenizer
 
 PAD_MULTIPLE = 64
 
-Model = Callable[[torch.Tensor], torch.Tensor]
+NextLogits = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 @torch.no_grad()
 def generate(
-    model: Model,
+    next_logits: NextLogits,
     prompt: Sequence[int],
     *,
     max_new_tokens: int,
@@ -35,14 +35,14 @@ def generate(
 ) -> list[int]:
     """Continue `prompt` (token ids, at least one) by at most `max_new_tokens` ids, which are returned.
 
-    `model(tokens (1, S) int64)` gives this rank's logits (S, 1, V_local), the vocabulary divided over
-    `group` (None: this rank alone). Stops before an end-of-text. temperature 0 takes the likeliest token
-    (the first of equals). Draws come from a generator of their own, so one seed gives one text, on every
-    rank of `group`, and the generators of training are left alone. `together`: ranks that can only run the
-    model together, as replicas of attention that share experts do; they all take the token that the first of
-    them drew, for rounding could send them different ways. A model with `eval` and `train` is put in
-    evaluation mode meanwhile. ValueError on an empty prompt, an id outside the vocabulary or a negative
-    temperature.
+    `next_logits(tokens (1, S) int64 on the CPU, position)` gives this rank's logits (V_local,) of what
+    follows that position, the vocabulary divided over `group` (None: this rank alone). Stops before an
+    end-of-text. temperature 0 takes the likeliest token (the first of equals). Draws come from a generator of
+    their own, so one seed gives one text, on every rank of `group`, and the generators of training are left
+    alone. `together`: ranks that can only run the model together, as replicas of attention that share experts
+    do; they all take the token that the first of them drew, for rounding could send them different ways. Put
+    the model in evaluation mode first. ValueError on an empty prompt, an id outside the vocabulary or a
+    negative temperature.
     """
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
     ids = [int(i) for i in prompt]
@@ -52,50 +52,38 @@ def generate(
         raise ValueError(f"generate: prompt id {bad[0]} is outside the vocabulary of {vocab_size}")
     if temperature < 0:
         raise ValueError(f"generate: temperature must not be negative, got {temperature}")
-    device = (
-        next((p.device for p in model.parameters()), None) if isinstance(model, torch.nn.Module) else None
-    )
     generator = torch.Generator().manual_seed(seed)
-    training = getattr(model, "training", False)
-    if training:
-        model.eval()
-    try:
-        for _ in range(max_new_tokens):
-            logits_V = _next_logits(model, ids[-max_seq_len:], max_seq_len, end_of_text, device, group)
-            token = _draw(logits_V[:vocab_size], temperature, generator)
-            if together is not None:
-                drawn = torch.tensor([token], device=device)
-                dist.broadcast(drawn, group=together, group_src=0)
-                token = int(drawn)
-            if token == end_of_text:
-                break
-            ids.append(token)
-    finally:
-        if training:
-            model.train()
+    for _ in range(max_new_tokens):
+        logits_V, device = _logits(next_logits, ids[-max_seq_len:], max_seq_len, end_of_text, group)
+        token = _draw(logits_V[:vocab_size], temperature, generator)
+        if together is not None:
+            drawn = torch.tensor([token], device=device)
+            dist.broadcast(drawn, group=together, group_src=0)
+            token = int(drawn)
+        if token == end_of_text:
+            break
+        ids.append(token)
     return ids[len(prompt) :]
 
 
-def generate_text(model: Model, text: str, *, tokenizer: Tokenizer, **options) -> str:
+def generate_text(next_logits: NextLogits, text: str, *, tokenizer: Tokenizer, **options) -> str:
     """The continuation of `text`, taken as the start of a document; options as for `generate`."""
     prompt = [tokenizer.end_of_text, *tokenizer.encode(text).tolist()]
-    return tokenizer.decode(generate(model, prompt, tokenizer=tokenizer, **options))
+    return tokenizer.decode(generate(next_logits, prompt, tokenizer=tokenizer, **options))
 
 
-def _next_logits(
-    model: Model,
-    window: list[int],
-    max_seq_len: int,
-    padding: int,
-    device: torch.device | None,
-    group: ProcessGroup | None,
-) -> torch.Tensor:
-    """Logits (V_padded,) of the token after `window`: float64, CPU, the same bits on all ranks of `group`."""
+def _logits(
+    next_logits: NextLogits, window: list[int], max_seq_len: int, padding: int, group: ProcessGroup | None
+) -> tuple[torch.Tensor, torch.device]:
+    """Logits (V_padded,) of the token after `window`: float64, CPU, the same bits on all ranks of `group`.
+
+    Also the device that they came from.
+    """
     length = min(max_seq_len, -(-len(window) // PAD_MULTIPLE) * PAD_MULTIPLE)
     tokens_BS = torch.full((1, length), padding, dtype=torch.int64)
     tokens_BS[0, : len(window)] = torch.tensor(window)
-    logits_SBV = model(tokens_BS if device is None else tokens_BS.to(device))
-    return gather_from_group(logits_SBV[len(window) - 1, 0].contiguous(), group).double().cpu()
+    own_V = next_logits(tokens_BS, len(window) - 1)
+    return gather_from_group(own_V.contiguous(), group).double().cpu(), own_V.device
 
 
 def _draw(logits_V: torch.Tensor, temperature: float, generator: torch.Generator) -> int:

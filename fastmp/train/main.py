@@ -1,7 +1,7 @@
 """`fastmp train`: one recipe, one GPT, from text to a loss curve and a sample of what was learnt.
 
-A thin caller of the parts: groups, random streams, data, model, Trainer. Runs alone or under torchrun; the
-world size over `parallel.tp` is the data-parallel size, over `parallel.ep` x `parallel.etp` that of experts.
+A thin caller of the parts: groups, random streams, data, model, Trainer. Runs alone or under torchrun; what
+the world size leaves over of the axes of `[parallel]` is the data-parallel size, and that of experts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from itertools import count
@@ -20,24 +20,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastmp.config import Environment, Recipe
-from fastmp.layout import check_layout
-from fastmp.nn.models import GPT, ExpertLosses, flops_per_token, num_parameters
+from fastmp.layout import check_layout, make_grid
+from fastmp.nn.models import GPT, flops_per_token, num_parameters
+from fastmp.nn.stages import GPTStage, gpt_stages
 from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime, init, main_guard
-from fastmp.train.data import IGNORE_INDEX, TokenDataset
+from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
+from fastmp.train.language import next_logits, pipeline_loss, pipeline_next_logits, token_loss
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
+from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.train.recipe import parse_arguments
-from fastmp.train.trainer import DTYPES, ExpertStats, Trainer
+from fastmp.train.trainer import DTYPES, Trainer
 
 PATIENCE = 3.0  # seconds in which the first rank may report what all ranks found wrong
 SAMPLE_PROMPT = "The "
@@ -67,15 +69,14 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     ValueError, before anything is written, for a layout that does not fit the world or the model, and for
     text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
-    check_layout(recipe, None)
     groups = make_groups(recipe, runtime)
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), device=runtime.device)
-    model = build_model(recipe, groups, rng, runtime.device)
+    model, loss = build_model(recipe, groups, rng, runtime.device)
     data = open_data(recipe, runtime)
     trainer = Trainer(
         model,
         data,
-        token_loss,
+        loss,
         recipe.train,
         optimizer=recipe.optimizer,
         groups=groups,
@@ -84,7 +85,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     )
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:
-        notes = [_describe(recipe, groups, runtime, model)]
+        notes = [_describe(recipe, groups, runtime, trainer)]
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
             held.enter_context(_claimed(run_dir))
@@ -121,20 +122,27 @@ def _run(
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         with _profiled(recipe, runtime, run_dir, log) as profiler:
             evaluation = trainer.train(log, before_step=profiler)
-    sample = generate_text(
-        trainer.model,
-        SAMPLE_PROMPT,
-        tokenizer=data.tokenizer,
-        max_new_tokens=SAMPLE_TOKENS,
-        max_seq_len=recipe.data.seq_len,  # positions beyond it are untrained
-        temperature=0.8,
-        seed=recipe.train.seed,
-        group=trainer.groups.tp,
-        together=None if recipe.model.moe is None else trainer.groups.tp_cp_dp,
-    )
+    with evaluation_mode(trainer.runner.chunks):
+        sample = generate_text(
+            _next_logits(trainer),
+            SAMPLE_PROMPT,
+            tokenizer=data.tokenizer,
+            max_new_tokens=SAMPLE_TOKENS,
+            max_seq_len=recipe.data.seq_len,  # positions beyond it are untrained
+            temperature=0.8,
+            seed=recipe.train.seed,
+            group=trainer.groups.tp,
+            together=None if recipe.model.moe is None else trainer.groups.tp_cp_dp,
+        )
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
     return evaluation
+
+
+def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
+    if isinstance(trainer.runner, WholeModel):
+        return next_logits(trainer.model)
+    return pipeline_next_logits(trainer.runner.chunks, trainer.groups)
 
 
 @contextmanager
@@ -155,32 +163,43 @@ def _profiled(
 def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
     """The process groups of `recipe` in this job; ValueError where its layout does not fit the world."""
     layout = recipe.parallel
-    for name in ("tp", "ep", "etp"):
+    for name in ("tp", "cp", "pp", "ep", "etp"):
         size = getattr(layout, name)
         if runtime.world_size == 1 and size is not None and size > 1:
-            needed = math.lcm(layout.tp, layout.ep * (layout.etp or layout.tp))
+            dense, experts = layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp)
             raise ValueError(
                 f"fastmp train: parallel.{name} is {size}, but world_size is 1; start the ranks with "
-                f"torchrun --nproc-per-node {needed} -m fastmp train"
+                f"torchrun --nproc-per-node {layout.pp * math.lcm(dense, experts)} -m fastmp train"
             )
-    return ParallelGroups.create(
-        RankGrid(world_size=runtime.world_size, tp=layout.tp, ep=layout.ep, etp=layout.etp)
-    )
+    check_layout(recipe, runtime.world_size)
+    return ParallelGroups.create(make_grid(recipe, runtime.world_size))
 
 
-def build_model(recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device) -> GPT:
-    """The GPT of `recipe` on `device`; dtype "auto" is bfloat16 on a GPU and float32 elsewhere."""
+def build_model(
+    recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device
+) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
+    """The GPT of `recipe` on `device`, whole or this rank's stages of it, and its loss.
+
+    dtype "auto" is bfloat16 on a GPU and float32 elsewhere. The weights are the same on every layout; what is
+    drawn later differs from stage to stage.
+    """
+    layout = recipe.parallel
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return GPT(
-        recipe.model,
-        groups=groups,
-        rng=rng,
-        sequence_parallel=recipe.parallel.sequence_parallel,
-        recompute=recipe.parallel.recompute,
-        shard_recompute_input=recipe.parallel.shard_recompute_input,
-        device=device,
-        dtype=DTYPES.get(recipe.train.dtype, auto),
-    )
+    options = {
+        "groups": groups,
+        "rng": rng,
+        "sequence_parallel": layout.sequence_parallel,
+        "recompute": layout.recompute,
+        "shard_recompute_input": layout.shard_recompute_input,
+        "device": device,
+        "dtype": DTYPES.get(recipe.train.dtype, auto),
+    }
+    if layout.pp * layout.vpp == 1:
+        return GPT(recipe.model, **options), token_loss
+    stages = gpt_stages(recipe.model, vpp=layout.vpp, layers=layout.stage_layers, **options)
+    ranks = {"tp_rank": group_rank(groups.tp), "pp_rank": group_rank(groups.pp)}
+    rng.restore(RngTracker(recipe.train.seed, device=device, **ranks).states())
+    return stages, pipeline_loss(stages, groups, layout)
 
 
 def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
@@ -202,21 +221,6 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
     if recipe.train.eval_interval:
         _ = data.validation  # raises now rather than at the first evaluation
     return data
-
-
-def token_loss(
-    model: nn.Module, batch: dict[str, Tensor]
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
-    """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
-
-    With experts, also what they say. The gradient of the sum must be 1, as it is in the Trainer: the output
-    layer relies on it beforehand.
-    """
-    losses = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
-    num_tokens = (batch["targets"] != IGNORE_INDEX).sum()
-    if isinstance(losses, ExpertLosses):
-        return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
-    return losses.sum(), num_tokens
 
 
 @contextmanager
@@ -257,16 +261,20 @@ def _move_aside(run_dir: Path) -> Path:
     return run_dir.rename(other)
 
 
-def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, model: GPT) -> str:
-    grid = groups.grid
-    dtype = str(model.final_norm.weight.dtype).removeprefix("torch.")
-    sequence = " with sequence parallelism" if recipe.parallel.sequence_parallel and grid.tp > 1 else ""
+def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, trainer: Trainer) -> str:
+    grid, layout = groups.grid, recipe.parallel
+    dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
+    sequence = " with sequence parallelism" if layout.sequence_parallel and grid.tp > 1 else ""
+    context = f", CP {grid.cp}" if grid.cp > 1 else ""
+    stages = ""
+    if grid.pp * layout.vpp > 1:
+        stages = f", PP {grid.pp} x VPP {layout.vpp} ({layout.schedule})"
     experts = f"; experts: EP {grid.ep}, ETP {grid.etp}, DP {grid.edp}" if grid.ep > 1 else ""
     total, active = (num_parameters(recipe.model, active=active) / 1e6 for active in (False, True))
     of_them = f" ({active:.2f} M for a token)" if recipe.model.moe is not None else ""
     return (
         f"{total:.2f} M parameters{of_them} in {dtype} on {runtime.device.type}, {runtime.world_size} ranks: "
-        f"TP {grid.tp}{sequence}, DP {grid.dp}{experts}"
+        f"TP {grid.tp}{sequence}{context}{stages}, DP {grid.dp}{experts}"
     )
 
 

@@ -29,6 +29,9 @@ __all__ = ["Reading", "load_recipe", "parse_arguments", "read_recipe"]
 
 SHORT = {
     "--tp": "--parallel.tp",
+    "--cp": "--parallel.cp",
+    "--pp": "--parallel.pp",
+    "--vpp": "--parallel.vpp",
     "--ep": "--parallel.ep",
     "--etp": "--parallel.etp",
     "--steps": "--train.steps",

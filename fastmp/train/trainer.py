@@ -1,4 +1,4 @@
-"""The training loop, for any torch module: fastmp's parallel models and plain ones.
+"""The training loop, for any torch module: fastmp's parallel models and plain ones, whole or as a pipeline.
 
 A step runs its microbatches, sums gradients and token counts over the data-parallel ranks, and divides by the
 number of tokens: a mean over the tokens of the global batch, exact whatever the layout and however unevenly
@@ -10,7 +10,7 @@ reported as the loss, and how many tokens each expert got, from which routers co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -25,10 +25,21 @@ from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
 from fastmp.train.lr import warmup_cosine
+from fastmp.train.microbatches import (
+    Batch,
+    Chunks,
+    ExpertStats,
+    LossFunction,
+    PipelineLoss,
+    WholeModel,
+    named_buffers,
+    named_parameters,
+)
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
@@ -38,20 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["ExpertStats", "StepResult", "TrainData", "Trainer"]
 
 
-class ExpertStats(NamedTuple):
-    """What the expert layers of a model say about one microbatch.
-
-    `aux_loss` (): the sum of their losses over the tokens, to be added to the loss; as the loss, it is the
-    same on ranks of one tensor-parallel group. `counts` (layers, experts): how many of this rank's part of
-    the tokens chose each expert; integers.
-    """
-
-    aux_loss: Tensor
-    counts: Tensor
-
-
-Batch = dict[str, Tensor]
-LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -89,27 +86,27 @@ class Trainer:
     """Trains `model` on `data`: `train()` for a whole run, or `train_step()` by hand.
 
     model: any module; under tensor parallelism, one made for `groups`. Replicas start equal: they get the
-        parameters of the first data-parallel rank.
+        parameters of the first data-parallel rank. Of a pipeline, this rank's chunks (see `Pipeline`).
     data: see `TrainData`; `fastmp.train.TokenDataset` is one.
     loss_fn: (model, batch on the device) -> (sum of the losses of the batch's tokens, number of tokens),
         0-dim tensors. The trainer divides; a mean here would weigh microbatches wrongly. A model with experts
         has an `ExpertStats` as the third; modules with a method `update_expert_bias(counts (experts,))` are
         called in the order of its rows after the optimizer, with the counts of the global batch (zeros
-        after a step that was skipped).
+        after a step that was skipped). Of a pipeline, a `PipelineLoss`.
     config, optimizer: the loop and AdamW with warm-up, cosine and clipping.
     groups: this rank's process groups; None for a process on its own.
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
 
     `config.dtype` other than "auto" casts the model first. ValueError where microbatches and ranks do not
-    divide `config.global_batch_size`.
+    divide `config.global_batch_size`, and as `Chunks`.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         data: TrainData,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | PipelineLoss,
         config: TrainConfig,
         *,
         optimizer: OptimizerConfig | None = None,
@@ -118,14 +115,16 @@ class Trainer:
         device: torch.device | str | None = None,
     ) -> None:
         dtype = DTYPES.get(config.dtype)
-        self.model = model if device is None and dtype is None else model.to(device=device, dtype=dtype)
-        self.data, self.loss_fn, self.config, self.groups, self.rng = data, loss_fn, config, groups, rng
+        chunks = [model] if isinstance(model, nn.Module) else list(model)
+        self.model = model if isinstance(model, nn.Module) else nn.ModuleList(chunks)
+        if device is not None or dtype is not None:
+            self.model.to(device=device, dtype=dtype)
+        self.data, self.config, self.groups, self.rng = data, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
-        self.device = next(model.parameters()).device
-        self._tp, self._dp, self._dp_cp, self._edp, self._sharing = (
-            (None,) * 5
+        self._tp, self._dp, self._dp_cp, self._pp, self._edp, self._sharing = (
+            (None,) * 6
             if groups is None
-            else (groups.tp, groups.dp, groups.dp_cp, groups.edp, groups.tp_cp_dp)
+            else (groups.tp, groups.dp, groups.dp_cp, groups.pp, groups.edp, groups.tp_cp_dp)
         )
         self._norm_groups = (
             {}
@@ -138,9 +137,14 @@ class Trainer:
             }
         )
         self.num_microbatches = self._count_microbatches()
+        self.runner = self._make_runner(chunks, loss_fn)
+        self.device = next(self.model.parameters()).device
         self._make_replicas_equal()
         self.grads = GradBuffer(
-            model.named_parameters(), dp_group=self._dp_cp, tp_group=self._tp, edp_group=self._edp
+            named_parameters(self.runner.chunks),
+            dp_group=self._dp_cp,
+            tp_group=self._tp,
+            edp_group=self._edp,
         )
         self.optimizer = AdamW(
             self.grads.parameters.items(),
@@ -149,14 +153,15 @@ class Trainer:
             eps=self.optimizer_config.eps,
             weight_decay=self.optimizer_config.weight_decay,
         )
-        model_config = getattr(model, "config", None)
+        model_config = getattr(self.runner.chunks[0], "config", None)
         self.checkpointer = Checkpointer(
             Path(config.run_dir) / config.name / "checkpoints",
             groups=groups,
+            layout=self.runner.layout,
             description=asdict(model_config) if is_dataclass(model_config) else None,
             defaults=_defaults(model_config) if is_dataclass(model_config) else None,
         )
-        self._routers = [m for m in model.modules() if callable(getattr(m, "update_expert_bias", None))]
+        self._routers = [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))]
         self._window: _Window | None = None  # what experts did since the last line of the log
         self.step = 0
         self.model.train()
@@ -193,37 +198,15 @@ class Trainer:
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch. Queues work on the device and does not wait for it."""
         self.grads.zero()
-        # Sum of losses, number of tokens, sum of the experts' losses; and what the experts got.
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
-        counts: Tensor | None = None
-        for microbatch in range(self.num_microbatches):
-            with region("fastmp.train.data"):
-                batch = self._to_device(
-                    self.data.batch(
-                        self.step,
-                        microbatch,
-                        self.num_microbatches,
-                        group_rank(self._dp),
-                        group_size(self._dp),
-                    )
-                )
-            with region("fastmp.train.forward"):
-                loss, num_tokens, *more = self.loss_fn(self.model, batch)
-                aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
-            with region("fastmp.train.backward"):
-                (loss if aux_loss is None else loss + aux_loss).backward()
-            sums = (loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
-            totals += torch.stack([each.detach().double() for each in sums])
-            if own_counts is not None:
-                if counts is None:
-                    counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=self.device)
-                counts += own_counts
+        try:
+            totals, counts = self.runner.train(self._fetch, self.num_microbatches)
+        except PipelineError as error:
+            raise PipelineError(f"step {self.step + 1}, {error}") from error
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
-            if self._dp_cp is not None:
-                all_reduce_(totals, self._dp_cp)
-            if counts is not None and self._sharing is not None:
-                all_reduce_(counts, self._sharing)
+            _sum_over(totals, self._dp_cp, self._pp)
+            if counts is not None:
+                _sum_over(counts, self._sharing, self._pp)
         with region("fastmp.train.clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
@@ -247,12 +230,7 @@ class Trainer:
         """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
         with _paused(log, self.device):
             evaluation = evaluate(
-                self.model,
-                self.data,
-                self.loss_fn,
-                groups=self.groups,
-                device=self.device,
-                max_batches=max_batches,
+                self.runner, self.data, groups=self.groups, device=self.device, max_batches=max_batches
             )
         if log is not None:
             log.evaluation(
@@ -298,6 +276,18 @@ class Trainer:
             )
         return self.config.global_batch_size // per_microbatch
 
+    def _make_runner(
+        self, chunks: list[nn.Module], loss_fn: LossFunction | PipelineLoss
+    ) -> WholeModel | Chunks:
+        if isinstance(loss_fn, PipelineLoss):
+            return Chunks(chunks, loss_fn, groups=self.groups, num_microbatches=self.num_microbatches)
+        if group_size(self._pp) > 1:
+            raise ValueError(
+                f"Trainer: a pipeline of {group_size(self._pp)} ranks needs chunks and a PipelineLoss, got "
+                f"{type(self.model).__name__} and {type(loss_fn).__name__}"
+            )
+        return WholeModel(self.model, loss_fn)
+
     @torch.no_grad()
     def _make_replicas_equal(self) -> None:
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
@@ -307,6 +297,12 @@ class Trainer:
                 dist.broadcast(contiguous, group=group, group_src=0)
                 if contiguous is not tensor:
                     tensor.copy_(contiguous)
+
+    def _fetch(self, microbatch: int) -> Batch:
+        dp_rank, dp_size = group_rank(self._dp), group_size(self._dp)
+        return self._to_device(
+            self.data.batch(self.step, microbatch, self.num_microbatches, dp_rank, dp_size)
+        )
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cuda":  # a copy from pageable memory would wait
@@ -325,12 +321,13 @@ class Trainer:
 
     def _balance(self, counts: Tensor) -> None:
         """Let every router see what its experts got: counts (layers, experts) of the global batch."""
-        if self._routers and len(self._routers) != len(counts):
+        rows = self.runner.own_rows(counts)
+        if self._routers and len(self._routers) != len(rows):
             raise ValueError(
                 f"Trainer: the model has {len(self._routers)} routers, the counts of the loss function "
-                f"{len(counts)} rows"
+                f"{len(rows)} rows"
             )
-        for router, own in zip(self._routers, counts):
+        for router, own in zip(self._routers, rows):
             router.update_expert_bias(own)
 
     def _log_step(self, log: TrainLog, result: StepResult) -> None:
@@ -359,12 +356,11 @@ class Trainer:
         shard: dict[str, Tensor] = {}
         experts: dict[str, Tensor] = {}
         state = self.optimizer.state_dict()["state"]
-        for name, param in self.model.named_parameters():
+        for name, param in named_parameters(self.runner.chunks):
             into = experts if parallel_attributes(param).expert_parallel else shard
             into[f"model/{name}"] = param
             into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
-        persistent = self.model.state_dict(keep_vars=True)
-        shard |= {f"model/{n}": b for n, b in self.model.named_buffers() if n in persistent}
+        shard |= {f"model/{name}": buffer for name, buffer in named_buffers(self.runner.chunks)}
         return shard, experts
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -403,6 +399,12 @@ class _Window(NamedTuple):
 def _defaults(config: Any) -> dict[str, Any]:
     values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
     return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}
+
+
+def _sum_over(tensor: Tensor, *groups: dist.ProcessGroup | None) -> None:
+    for group in groups:
+        if group is not None:
+            all_reduce_(tensor, group)
 
 
 def _due(step: int, interval: int) -> bool:

@@ -12,6 +12,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.evaluate import Evaluation, evaluate
+from fastmp.train.microbatches import WholeModel
 
 BATCHES = [[1.0, 2.0, 3.0], [10.0], [4.0, 5.0], []]  # the loss of each token; the last batch is all padding
 
@@ -41,18 +42,18 @@ def loss_fn(model, batch):
 def test_mean_over_tokens_and_bytes():
     model = Model().train()
     data = Losses(bytes_per_token=2.5, unigram_entropy=3.0)
-    evaluation = evaluate(model, data, loss_fn)
+    evaluation = evaluate(WholeModel(model, loss_fn), data)
     assert evaluation == Evaluation(25.0 / 6, 6, bytes_per_token=2.5, unigram_entropy=3.0)
     assert evaluation.loss_per_byte == pytest.approx(25.0 / 6 / 2.5)
     assert model.training
-    assert evaluate(model.eval(), Losses(), loss_fn, max_batches=2) == Evaluation(4.0, 4)
+    assert evaluate(WholeModel(model.eval(), loss_fn), Losses(), max_batches=2) == Evaluation(4.0, 4)
     assert not model.training
 
 
 def test_ranks_share_the_batches_and_get_the_same_numbers():
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
-        return evaluate(Model(), Losses(), loss_fn, groups=groups)
+        return evaluate(WholeModel(Model(), loss_fn), Losses(), groups=groups)
 
     assert run_ranks(rank_main, 2) == [Evaluation(25.0 / 6, 6)] * 2
 
@@ -60,7 +61,8 @@ def test_ranks_share_the_batches_and_get_the_same_numbers():
 def test_nothing_to_evaluate_is_an_error():
     model = Model().train()
     with pytest.raises(ValueError, match="no held-out batches"):
-        evaluate(model, Losses(), loss_fn, max_batches=0)
+        evaluate(WholeModel(model, loss_fn), Losses(), max_batches=0)
     with pytest.raises(ValueError, match="hold no tokens"):
-        evaluate(model, Losses(), lambda model, batch: (torch.tensor(0.0), torch.tensor(0)))
+        nothing = WholeModel(model, lambda model, batch: (torch.tensor(0.0), torch.tensor(0)))
+        evaluate(nothing, Losses())
     assert model.training

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu
 
 from fastmp.config import GPTConfig, MoEConfig, OptimizerConfig, TrainConfig
 from fastmp.nn.models import GPT
@@ -19,7 +19,7 @@ from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import full_tensor
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.main import token_loss
+from fastmp.train.language import token_loss
 from fastmp.train.trainer import Trainer
 
 MOE = MoEConfig(
@@ -72,34 +72,11 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-class Samples:
-    """Counting modulo 17 from somewhere, each sample a function of its number; some targets are ignored."""
-
-    def __init__(self, micro_batch_size):
-        self.micro_batch_size = micro_batch_size
-
-    def sample(self, number):
-        start = torch.randint(17, (1,), generator=torch.Generator().manual_seed(1000 + number))
-        ids = (start + (1 + number % 3) * torch.arange(17)) % 17
-        targets = ids[1:].clone()
-        targets[16 - number % 4 * 3 :] = -100
-        return ids[:-1], targets
-
-    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
-        slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
-        samples = [self.sample(slot * self.micro_batch_size + i) for i in range(self.micro_batch_size)]
-        tokens, targets = zip(*samples)
-        return {"tokens": torch.stack(tokens), "targets": torch.stack(targets)}
-
-    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
-        yield self.batch(10**6, 0, 1, dp_rank, dp_size)
-
-
 def make_trainer(groups=None, *, seed=11, config=CONFIG, dtype=torch.float64, model=None, **train):
     rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp))
     gpt = GPT(config, groups=groups, rng=rng, dtype=dtype, **(model or {}))
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
-    data = Samples(MICRO_BATCH // (1 if groups is None else group_size(groups.dp)))
+    data = Samples(MICRO_BATCH // (1 if groups is None else group_size(groups.dp)), strides=3)
     return Trainer(gpt, data, token_loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
 
 
@@ -219,12 +196,12 @@ def test_resume_is_bitwise(tmp_path, layout, dtype):
 def test_evaluation_counts_the_cross_entropy_alone_on_every_rank():
     def rank_main(rank, world_size):
         trainer = make_trainer(make_groups(world_size, 2, 2, 1) if world_size > 1 else None)
-        evaluation = trainer.evaluate()
+        evaluation = trainer.evaluate(max_batches=1)
         biases = [b.clone() for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")]
         return evaluation, any(bias.any() for bias in biases)
 
     (alone, moved), results = rank_main(0, 1), run_ranks(rank_main, 4)
-    batch = Samples(MICRO_BATCH).batch(10**6, 0, 1, 0, 1)
+    (batch,) = Samples(MICRO_BATCH, strides=3).validation_batches(0, 1, max_batches=1)
     model = make_trainer().model.eval()
     with torch.no_grad():
         losses = model.loss(batch["tokens"], batch["targets"])
@@ -232,16 +209,6 @@ def test_evaluation_counts_the_cross_entropy_alone_on_every_rank():
     for evaluation, bias_moved in results:
         assert evaluation == results[0][0] and not bias_moved and not moved
         assert abs(evaluation.loss - alone.loss) < 1e-10 and evaluation.num_tokens == alone.num_tokens
-
-
-class NoDeviceCopies(TorchDispatchMode):
-    """Refuses to copy from the device to the host. Reading a value raises under fakes by itself."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device != result.device:
-            assert args[0].device.type == "cpu", f"copy from {args[0].device} to {result.device}"
-        return result
 
 
 def test_a_step_with_all_experts_here_never_waits_for_the_device():
@@ -262,24 +229,4 @@ def test_a_step_with_all_experts_here_never_waits_for_the_device():
 
 @pytest.mark.gpu
 def test_on_a_gpu_in_bfloat16(tmp_path):
-    """It learns, a step makes no call that waits for the GPU, and a resumed run goes on bitwise."""
-
-    def make(seed):
-        rng = RngTracker(seed, device="cuda")
-        gpt = GPT(DROPOUT, groups=None, rng=rng, device="cuda", dtype=torch.bfloat16)
-        config = TrainConfig(global_batch_size=8, steps=40, run_dir=str(tmp_path))
-        return Trainer(gpt, Samples(4), token_loss, config, optimizer=OPTIMIZER, rng=rng)
-
-    trainer = make(1)
-    losses = [trainer.train_step().loss]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        losses += [trainer.train_step().loss for _ in range(29)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert losses[-1] < 0.9 * losses[0]
-    trainer.save()
-    expected = [trainer.train_step().loss.item() for _ in range(3)]
-    again = make(2)
-    assert again.resume()
-    assert [again.train_step().loss.item() for _ in range(3)] == expected
+    check_on_a_gpu(tmp_path, DROPOUT, Samples(4, strides=3), OPTIMIZER, bound=0.9)

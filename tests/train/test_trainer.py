@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu
 
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn.models import GPT
@@ -20,7 +20,7 @@ from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.main import token_loss
+from fastmp.train.language import token_loss
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.trainer import Trainer
 
@@ -47,36 +47,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class Samples:
-    """Counting modulo 17 from somewhere, each sample a function of its number.
-
-    Of the targets, 0, 3, 6 or 9 of 16 are ignored, so that microbatches hold very different numbers of
-    tokens.
-    """
-
-    def __init__(self, micro_batch_size):
-        self.micro_batch_size = micro_batch_size
-
-    def sample(self, number):
-        start = torch.randint(17, (1,), generator=torch.Generator().manual_seed(1000 + number))
-        ids = (start + torch.arange(17)) % 17
-        targets = ids[1:].clone()
-        targets[16 - number % 4 * 3 :] = -100
-        return ids[:-1], targets
-
-    def samples(self, first):
-        tokens, targets = zip(*(self.sample(first + i) for i in range(self.micro_batch_size)))
-        return {"tokens": torch.stack(tokens), "targets": torch.stack(targets)}
-
-    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
-        slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
-        return self.samples(slot * self.micro_batch_size)
-
-    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
-        for number in range(2 if max_batches is None else min(2, max_batches)):
-            yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
 
 
 def make_trainer(
@@ -265,7 +235,7 @@ def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path)
             return losses.sum() * factor, (batch["targets"] != -100).sum()
 
         trainer = make_trainer(make_groups(world_size, 1), dtype=torch.float32)
-        trainer.loss_fn = poisoned
+        trainer.runner.loss_fn = poisoned
         for _ in range(2):
             trainer.train_step()
         before = {name: tensor.detach().clone() for name, tensor in trainer._tensors().items()}
@@ -348,16 +318,6 @@ def test_global_batch_must_divide():
         make_trainer(micro_batch_size=3)
 
 
-class NoDeviceCopies(TorchDispatchMode):
-    """Refuses to copy from the device to the host. Reading a value raises under fakes by itself."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].device != result.device:
-            assert args[0].device.type == "cpu", f"copy from {args[0].device} to {result.device}"
-        return result
-
-
 def test_a_step_never_waits_for_the_device():
     """The whole step on tensors without values, on a device that is not the host's.
 
@@ -382,24 +342,4 @@ def test_a_step_never_waits_for_the_device():
 
 @pytest.mark.gpu
 def test_on_a_gpu_in_bfloat16(tmp_path):
-    """It learns, a step makes no call that waits for the GPU, and a resumed run goes on bitwise."""
-
-    def make(seed):
-        rng = RngTracker(seed, device="cuda")
-        gpt = GPT(DROPOUT, groups=None, rng=rng, device="cuda", dtype=torch.bfloat16)
-        config = TrainConfig(global_batch_size=GLOBAL_BATCH, steps=40, run_dir=str(tmp_path))
-        return Trainer(gpt, Samples(2), token_loss, config, optimizer=OPTIMIZER, rng=rng)
-
-    trainer = make(1)
-    losses = [trainer.train_step().loss]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        losses += [trainer.train_step().loss for _ in range(29)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert losses[-1] < 0.7 * losses[0]
-    trainer.save()
-    expected = [trainer.train_step().loss.item() for _ in range(3)]
-    again = make(2)
-    assert again.resume()
-    assert [again.train_step().loss.item() for _ in range(3)] == expected
+    check_on_a_gpu(tmp_path, DROPOUT, Samples(2), OPTIMIZER, bound=0.7)

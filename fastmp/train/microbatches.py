@@ -1,0 +1,294 @@
+"""The microbatches of a step or an evaluation: through a whole model, or through the stages of a pipeline.
+
+Both give the same sums, over the microbatches that this rank ran; the trainer adds those of other ranks. A
+pipeline's rank has its chunks only: the loss and the number of tokens arise on the last rank, the losses and
+loads of experts where the experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.pipeline import Pipeline, PipelineResult
+from fastmp.parallel.schedule import orders
+from fastmp.profiling import region
+
+if TYPE_CHECKING:
+    from fastmp.parallel.groups import ParallelGroups
+
+__all__ = [
+    "Chunks",
+    "ExpertStats",
+    "PipelineLoss",
+    "Sums",
+    "WholeModel",
+    "evaluation_mode",
+    "named_buffers",
+    "named_parameters",
+]
+
+Batch = dict[str, Tensor]
+
+
+class ExpertStats(NamedTuple):
+    """What the expert layers of a model say about one microbatch.
+
+    `aux_loss` (): the sum of their losses over the tokens, to be added to the loss; as the loss, it is the
+    same on ranks of one tensor-parallel group. `counts` (layers, experts): how many of this rank's part of
+    the tokens chose each expert; integers.
+    """
+
+    aux_loss: Tensor
+    counts: Tensor
+
+
+LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats | None]]
+
+
+@dataclass(frozen=True)
+class PipelineLoss:
+    """What a model in chunks is trained with, in place of a loss function.
+
+    inputs: (batch) -> tensors for the first stage.
+    loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
+    schedule, group_size: the order of the steps, as in `fastmp.parallel.schedule.order`.
+    after_backward: called on every rank after the last backward of a step, before gradients are summed over
+        ranks: for parameters that several stages share.
+    layout: JSON-able facts that say which stage holds what; a checkpoint with others is refused.
+
+    A stage with experts returns a `StageOutput` with their losses and, as stats, their counts (layers of the
+    stage, experts), as in `ExpertStats`.
+    """
+
+    inputs: Callable[[Batch], Any]
+    loss: Callable[..., tuple[Tensor, Tensor]]
+    schedule: str = "1f1b"
+    group_size: int | None = None
+    after_backward: Callable[[], None] | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sums(NamedTuple):
+    """Of the microbatches of a step that this rank ran, on the device.
+
+    totals (3,), float64: losses, number of tokens, losses of experts. counts (layers of the whole model,
+    experts), int64: tokens of each expert, zeros for layers of other stages; None without experts.
+    """
+
+    totals: Tensor
+    counts: Tensor | None
+
+
+class WholeModel:
+    """All of the model is here: `loss_fn(model, batch)` for one microbatch after the other."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        self.model, self.loss_fn, self.chunks = model, loss_fn, [model]
+        self.layout: dict[str, Any] = {}
+
+    def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
+        """Forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up."""
+        device = next(self.model.parameters()).device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)
+        counts: Tensor | None = None
+        for microbatch in range(num_microbatches):
+            with region("fastmp.train.data"):
+                batch = fetch(microbatch)
+            with region("fastmp.train.forward"):
+                loss, num_tokens, *more = self.loss_fn(self.model, batch)
+                aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
+            with region("fastmp.train.backward"):
+                (loss if aux_loss is None else loss + aux_loss).backward()
+            totals += _stack(loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
+            if own_counts is not None:
+                if counts is None:
+                    counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=device)
+                counts += own_counts
+        return Sums(totals, counts)
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
+        """(sum of the losses, number of tokens) of all `batches`, float64; None if there are none."""
+        totals = None
+        for batch in batches:
+            loss, num_tokens, *_ = self.loss_fn(self.model, batch)
+            both = _stack(loss, num_tokens)
+            totals = both if totals is None else totals + both
+        return totals
+
+    def own_rows(self, counts: Tensor) -> Tensor:
+        """Of `Sums.counts` the rows of the experts that are here."""
+        return counts
+
+
+class Chunks:
+    """This rank's chunks of a model that is cut into the stages of a pipeline.
+
+    All ranks make it together. ValueError, the same on all ranks of the pipeline, for an order that cannot be
+    run, and where a rank would have nothing to train.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        functions: PipelineLoss,
+        *,
+        groups: ParallelGroups | None,
+        num_microbatches: int,
+    ) -> None:
+        self.chunks, self.functions = list(chunks), functions
+        self.group = None if groups is None else groups.pp
+        pp, vpp = group_size(self.group), len(self.chunks)
+        self.layout = {"vpp": vpp, **functions.layout}
+        _check_something_to_train(self.chunks, self.group)
+        self.pipeline = Pipeline(
+            self.chunks,
+            orders(pp, num_microbatches, vpp, functions.group_size, functions.schedule),
+            group=self.group,
+            inputs=functions.inputs,
+            loss=self._loss,
+        )
+        self._rows: list[range] | None = None  # of every stage in the counts of the whole model
+        self._shape = (0, 0)
+
+    @property
+    def looks_at_batches(self) -> bool:
+        """Whether this rank has the first stage or the last."""
+        return group_rank(self.group) in (0, group_size(self.group) - 1)
+
+    def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
+        """As `WholeModel.train`, in the order of the schedule; every rank of the pipeline calls it."""
+        with region("fastmp.train.data"):
+            batches = [fetch(i) if self.looks_at_batches else None for i in range(num_microbatches)]
+        result = self.pipeline.train(batches)
+        if self.functions.after_backward is not None:
+            self.functions.after_backward()
+        totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
+        return Sums(totals, self._count(result))
+
+    def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
+        """As `WholeModel.evaluate`; zeros but on the last rank. As many batches at once as in a step."""
+        totals, rest = None, iter(batches)
+        at_once = 1 + max(step.microbatch for step in self.pipeline.orders[0])
+        while some := list(islice(rest, at_once)):
+            both = _stack(*self._loss_and_tokens(self.pipeline.evaluate(some)))
+            totals = both if totals is None else totals + both
+        return totals
+
+    def own_rows(self, counts: Tensor) -> Tensor:
+        """As in `WholeModel`."""
+        rows = [] if self._rows is None else [self._rows[stage] for stage in self._stages()]
+        return torch.cat([counts[:0], *(counts[each.start : each.stop] for each in rows)])
+
+    def _loss(self, *tensors_and_batch: Any) -> tuple[Tensor, Tensor]:
+        loss, num_tokens = self.functions.loss(*tensors_and_batch)
+        return loss.double(), num_tokens  # so that the sum over microbatches is exact
+
+    def _loss_and_tokens(self, result: PipelineResult) -> tuple[Tensor, Tensor]:
+        here = [tokens for (_, chunk), tokens in result.stats.items() if chunk == len(self.chunks)]
+        return self._number(result.loss), self._number(torch.stack(here).sum() if here else None)
+
+    def _number(self, value: Tensor | None) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.pipeline.device) if value is None else value
+
+    def _stages(self) -> range:
+        """The numbers of this rank's stages."""
+        size = group_size(self.group)
+        return range(group_rank(self.group), size * len(self.chunks), size)
+
+    def _count(self, result: PipelineResult) -> Tensor | None:
+        """The counts of this rank's stages, summed over microbatches, in the rows of their layers."""
+        own: list[Tensor | None] = []
+        for chunk in range(len(self.chunks)):
+            seen = [counts for (_, number), counts in result.stats.items() if number == chunk]
+            own.append(torch.stack(seen).sum(0) if seen else None)
+        if self._rows is None:
+            self._rows, self._shape = self._agree_on_rows(own)
+        if not self._shape[0]:
+            return None
+        counts = torch.zeros(self._shape, dtype=torch.int64, device=self.pipeline.device)
+        for stage, part in zip(self._stages(), own, strict=True):
+            if part is not None:
+                counts[self._rows[stage].start : self._rows[stage].stop] = part
+        return counts
+
+    def _agree_on_rows(self, own: Sequence[Tensor | None]) -> tuple[list[range], tuple[int, int]]:
+        """Which rows each stage has, and the shape of all; once, in the first step, from shapes alone."""
+        mine = [(0, 0) if part is None else tuple(part.shape) for part in own]
+        everyones: list[Any] = [mine]
+        if self.group is not None:
+            everyones = [None] * group_size(self.group)
+            dist.all_gather_object(everyones, mine, group=self.group)
+        shapes = [shapes[chunk] for chunk in range(len(own)) for shapes in everyones]  # in order of stages
+        ends = [sum(rows for rows, _ in shapes[: i + 1]) for i in range(len(shapes))]
+        ranges = [range(end - rows, end) for end, (rows, _) in zip(ends, shapes, strict=True)]
+        return ranges, (ends[-1], max(experts for _, experts in shapes))
+
+
+@contextmanager
+def evaluation_mode(chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode inside, afterwards in the mode that each was in."""
+    modes = [(chunk, chunk.training) for chunk in chunks]
+    for chunk, _ in modes:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, mode in modes:
+            chunk.train(mode)
+
+
+def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Parameter]]:
+    """The parameters of all chunks, each once, by the names that their chunk gives them.
+
+    Where two chunks give two parameters one name, the later one has the number of its chunk before it.
+    """
+    return _named(chunks, lambda chunk: chunk.named_parameters())
+
+
+def named_buffers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """The same of buffers, those left out that their module does not save."""
+
+    def saved(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        persistent = chunk.state_dict(keep_vars=True)
+        return ((name, buffer) for name, buffer in chunk.named_buffers() if name in persistent)
+
+    return _named(chunks, saved)
+
+
+def _named(
+    chunks: Sequence[nn.Module], members: Callable[[nn.Module], Iterator[tuple[str, Tensor]]]
+) -> Iterator[tuple[str, Any]]:
+    names: set[str] = set()
+    seen: set[int] = set()
+    for number, chunk in enumerate(chunks):
+        for name, tensor in members(chunk):
+            if id(tensor) not in seen:
+                unique = f"chunk{number}.{name}" if name in names else name
+                names.add(unique)
+                seen.add(id(tensor))
+                yield unique, tensor
+
+
+def _check_something_to_train(chunks: Sequence[nn.Module], group: dist.ProcessGroup | None) -> None:
+    own = any(param.requires_grad for _, param in named_parameters(chunks))
+    everyones: list[Any] = [own]
+    if group is not None:
+        everyones = [None] * group_size(group)
+        dist.all_gather_object(everyones, own, group=group)
+    idle = [rank for rank, has in enumerate(everyones) if not has]
+    if idle:
+        raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameter to train")
+
+
+def _stack(*numbers: Tensor) -> Tensor:
+    return torch.stack([number.detach().double() for number in numbers])

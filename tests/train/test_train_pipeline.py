@@ -1,0 +1,380 @@
+"""A GPT in stages in training: on every layout the losses, gradients, loads and steps of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from train_tools import Samples
+
+from fastmp.config import GPTConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.nn.models import GPT
+from fastmp.nn.stages import gpt_stages
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.pipeline import PipelineError
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing.parallel import count_collectives, full_tensor
+from fastmp.testing.ranks import RankError, run_ranks
+from fastmp.train.checkpoint import CheckpointError
+from fastmp.train.generate import generate
+from fastmp.train.language import next_logits, pipeline_loss, pipeline_next_logits, token_loss
+from fastmp.train.microbatches import PipelineLoss, evaluation_mode, named_parameters
+from fastmp.train.tokenize import ByteTokenizer
+from fastmp.train.trainer import Trainer
+
+DENSE = GPTConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    vocab_size=131,
+    max_seq_len=16,
+    init_std=0.1,
+    activation="swiglu",
+)  # tied: a table in the first stage and one in the last
+EXPERTS = replace(
+    DENSE,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=2,
+        expert_ffn_hidden_size=16,
+        score="sigmoid",
+        normalize_topk=True,
+        expert_bias=True,
+        bias_update_rate=0.05,
+        aux_loss=0.02,
+        z_loss=0.001,
+    ),
+)
+OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
+MICRO_BATCH, NUM_MICROBATCHES, STEPS = 4, 4, 3  # samples of a microbatch, over all data-parallel ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make_groups(world_size, layout):
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
+    return ParallelGroups.create(RankGrid(world_size=world_size, **sizes))
+
+
+def make_trainer(groups=None, layout=None, *, config=EXPERTS, seed=11, dtype=torch.float64, **train):
+    """One rank with the whole model, or the stages of `layout`."""
+    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp))
+    options = {"groups": groups, "rng": rng, "dtype": dtype}
+    if layout is None:
+        model, loss = GPT(config, **options), token_loss
+    else:
+        options |= {"sequence_parallel": layout.sequence_parallel, "recompute": layout.recompute}
+        model = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
+        loss = pipeline_loss(model, groups, layout)
+    dp = 1 if groups is None else group_size(groups.dp)
+    train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
+    data = Samples(MICRO_BATCH // dp, strides=3)
+    return Trainer(model, data, loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
+
+
+def whole(trainer, tensor_of):
+    """{name: the undivided tensor} of this rank's parameters, padding of the vocabulary cut off."""
+    groups, full = trainer.groups, {}
+    tp, etp, ep = (None, None, None) if groups is None else (groups.tp, groups.etp, groups.ep)
+    for name, param in named_parameters(trainer.runner.chunks):
+        tensor = full_tensor(tensor_of(param).detach().clone(), param, tp, etp_group=etp, ep_group=ep)
+        full[name] = tensor[: DENSE.vocab_size] if name == "word_embedding.weight" else tensor
+    return full
+
+
+def run(trainer):
+    """Numbers of each step, gradients of the first, and at the end parameters, biases, an evaluation."""
+    curve, counts = [], []
+    for step in range(STEPS):
+        result = trainer.train_step()
+        aux = 0.0 if result.aux_loss is None else result.aux_loss.item()
+        curve.append([result.loss.item(), result.num_tokens.item(), aux, result.grad_norm.item()])
+        counts.append(None if result.expert_counts is None else result.expert_counts.tolist())
+        if step == 0:
+            grads = whole(trainer, lambda param: param.main_grad)
+    biases = {
+        name: bias
+        for chunk in trainer.runner.chunks
+        for name, bias in chunk.named_buffers()
+        if name.endswith("expert_bias")
+    }
+    return curve, counts, grads, whole(trainer, lambda param: param), biases, trainer.evaluate()
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    return {config: run(make_trainer(config=config)) for config in (DENSE, EXPERTS)}
+
+
+def case(config=DENSE, **layout):
+    return config, ParallelConfig(**layout)
+
+
+CASES = {
+    1: [case(vpp=2), case(EXPERTS, vpp=4, schedule="zero_bubble")],
+    2: [
+        case(pp=2),
+        case(EXPERTS, pp=2, vpp=2),
+        case(EXPERTS, pp=2, schedule="zero_bubble"),
+        case(EXPERTS, pp=2, stage_layers=(3, 1), recompute=True),
+        case(EXPERTS, pp=2, vpp=2, stage_layers=(1, 0, 3, 0), microbatch_group_size=4),
+    ],
+    4: [
+        case(pp=4),
+        case(EXPERTS, pp=4, schedule="zero_bubble"),
+        case(pp=2, tp=2, sequence_parallel=True),
+        case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, etp=1),
+        case(EXPERTS, pp=2, vpp=2, tp=2, sequence_parallel=True, recompute=True, schedule="zero_bubble"),
+        case(pp=2, vpp=2),
+        case(EXPERTS, pp=2, vpp=2, ep=2),
+    ],
+    8: [case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, sequence_parallel=True), case(EXPERTS, pp=4, ep=2, etp=1)],
+}
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_every_layout_is_one_rank(one_rank, world):
+    """Losses, tokens, norms, gradients and parameters after AdamW to 1e-10, the same loads and biases."""
+
+    def rank_main(rank, world_size):
+        runs = []
+        for config, layout in CASES[world]:
+            groups = None if world == 1 else make_groups(world_size, layout)
+            runs.append(run(make_trainer(groups, layout, config=config)))
+        return runs
+
+    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=180)
+    for number, (config, layout) in enumerate(CASES[world]):
+        curve, counts, grads, params, biases, evaluation = one_rank[config]
+        seen = set()
+        for mine, my_counts, my_grads, my_params, my_biases, my_evaluation in (r[number] for r in results):
+            assert mine == results[0][number][0], f"{layout}: bits differ between ranks"
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(curve), rtol=0, atol=1e-10)
+            assert my_counts == counts
+            for ours, theirs in ((my_grads, grads), (my_params, params)):
+                for name in ours:
+                    torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-10, msg=name)
+            assert all(torch.equal(my_biases[name], biases[name]) for name in my_biases)
+            assert my_evaluation == results[0][number][5]
+            assert abs(my_evaluation.loss - evaluation.loss) < 1e-10
+            assert my_evaluation.num_tokens == evaluation.num_tokens
+            seen |= {*my_params, *my_biases}
+        assert seen == {*params, *biases}, layout
+
+
+def test_gradients_are_summed_once_a_step():
+    """Over data-parallel ranks, however many microbatches; the tied tables once between their two stages."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, vpp=2)
+        trainer = make_trainer(make_groups(world_size, layout), layout, config=DENSE)
+        with count_collectives() as seen:
+            trainer.train_step()
+        return [shapes for name, shapes in seen.calls if name == "all_reduce"], sum(
+            param.numel() for param in trainer.grads.parameters.values()
+        )
+
+    for reduced, size in run_ranks(rank_main, 4):
+        table = [(256, DENSE.hidden_size)]
+        # tables, gradients over dp, totals over dp and pp, norm over pp
+        assert reduced == [table, [(size,)], [(3,)], [(3,)], [(1,)]]
+
+
+DROPOUT = replace(EXPERTS, dropout=0.1, attention_dropout=0.1, moe=replace(EXPERTS.moe, jitter=0.1))
+
+
+def test_resume_is_bitwise_and_other_layouts_are_refused(tmp_path):
+    """Six steps, and three, a checkpoint, new objects from another seed, three more; dropout and jitter."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, vpp=2, ep=2)
+        groups = make_groups(world_size, layout)
+        options = {"config": DROPOUT, "dtype": torch.float32, "run_dir": str(tmp_path)}
+        straight = make_trainer(groups, layout, **options)
+        expected = [straight.train_step().loss.item() for _ in range(6)]
+        first = make_trainer(groups, layout, **options)
+        losses = [first.train_step().loss.item() for _ in range(3)]
+        first.save()
+        second = make_trainer(groups, replace(layout, stage_layers=(1, 1, 1, 1)), seed=99, **options)
+        assert second.resume() and second.step == 3
+        losses += [second.train_step().loss.item() for _ in range(3)]
+        assert losses == expected
+        tensors = second._tensors()
+        for name, tensor in straight._tensors().items():
+            assert torch.equal(tensor, tensors[name]), name
+        said = []
+        for other in (
+            ParallelConfig(pp=2, ep=2),
+            replace(layout, stage_layers=(2, 0, 1, 1)),
+        ):
+            with pytest.raises(CheckpointError) as error:
+                make_trainer(groups, other, **options).resume()
+            said.append(str(error.value).partition("another layout: ")[2])
+        return sorted(name for name in tensors if name.endswith("expert_bias")), said
+
+    results = run_ranks(rank_main, 4, timeout=120)
+    for rank, (biases, said) in enumerate(results):
+        layers = [0, 2] if rank < 2 else [1, 3]
+        assert biases == [f"model/layers.{i}.moe.router.expert_bias" for i in layers]
+        assert said == [
+            "saved with vpp=2, stage_layers=[1, 1, 1, 1]; this run has vpp=1, stage_layers=[2, 2]",
+            "saved with stage_layers=[1, 1, 1, 1]; this run has stage_layers=[2, 0, 1, 1]",
+        ]
+
+
+class Numbers:
+    """A user's own data for stages of a user's own."""
+
+    micro_batch_size = 4
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        generator = torch.Generator().manual_seed(step * num_microbatches + microbatch)
+        x = torch.randn(self.micro_batch_size, 6, generator=generator, dtype=torch.float64)
+        return {"x": x, "y": x.cumsum(1)}
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches):
+        yield from (self.batch(10**6 + i, 0, 1, 0, 1) for i in range(5))
+
+
+def squares(output, batch):
+    error = output - batch["y"]
+    return error.square().sum(), torch.tensor(error.numel())
+
+
+def four_parts():
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.Tanh()) for _ in range(4)]
+
+
+def test_stages_of_ones_own(tmp_path):
+    """Plain modules whose chunks have the same names train as the whole does, and are saved under two."""
+    config = TrainConfig(steps=4, global_batch_size=16, eval_interval=0, run_dir=str(tmp_path))
+    whole = Trainer(
+        nn.Sequential(*four_parts()),
+        Numbers(),
+        lambda m, b: squares(m(b["x"]), b),
+        config,
+        optimizer=OPTIMIZER,
+    )
+    expected = [whole.train_step().loss.item() for _ in range(4)], whole.evaluate()
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=2))
+        functions = PipelineLoss(inputs=lambda batch: batch["x"], loss=squares)
+        options = {"optimizer": OPTIMIZER, "groups": groups}
+        trainer = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
+        names = list(trainer.grads.parameters)
+        result = [trainer.train_step().loss.item() for _ in range(4)], trainer.evaluate()
+        trainer.save()
+        again = Trainer(four_parts()[rank::2], Numbers(), functions, config, **options)
+        assert again.resume() and again.evaluate() == result[1]
+        return names, result
+
+    for names, (losses, evaluation) in run_ranks(rank_main, 2):
+        assert names == ["0.weight", "0.bias", "chunk1.0.weight", "chunk1.0.bias"]
+        assert max(abs(a - b) for a, b in zip(losses, expected[0], strict=True)) < 1e-12
+        assert abs(evaluation.loss - expected[1].loss) < 1e-12
+
+
+def test_text_is_that_of_one_rank():
+    tokenizer = ByteTokenizer()
+    config = replace(EXPERTS, vocab_size=257, init_std=0.3, max_seq_len=80)
+    options = {"tokenizer": tokenizer, "max_new_tokens": 70, "max_seq_len": 80, "seed": 3}
+
+    def text(groups, layout):
+        trainer = make_trainer(groups, layout, config=config)
+        chunks = trainer.runner.chunks
+        logits = next_logits(chunks[0]) if layout is None else pipeline_next_logits(chunks, groups)
+        with evaluation_mode(chunks):
+            tp, together = (None, None) if groups is None else (groups.tp, groups.tp_cp_dp)
+            return generate(logits, [72, 105], group=tp, together=together, **options)
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, vpp=2, tp=2, ep=2, etp=1, sequence_parallel=True)
+        return text(make_groups(world_size, layout), layout)
+
+    alone = text(None, None)
+    assert len(alone) > 20 and run_ranks(rank_main, 4) == [alone] * 4
+
+
+def fault(kind):
+    """The second stage goes wrong in the second step."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2)
+        trainer = make_trainer(make_groups(world_size, layout), layout, config=DENSE)
+        trainer.train_step()
+        stage = trainer.runner.chunks[0]
+        if rank == 0 and kind == "shape":
+            stage.register_forward_hook(lambda module, args, output: output[:-1])
+        elif rank == 1 and kind == "raises":
+            stage.register_forward_pre_hook(lambda module, args: [][1])
+        trainer.train_step()
+
+    return rank_main
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "message"),
+    [
+        ("raises", 1, r"step 2, pipeline rank 1, forward of microbatch 0 chunk 0: IndexError"),
+        (
+            "shape",
+            0,
+            r"step 2, pipeline rank 0, forward of microbatch 0 chunk 0: ValueError: stage 0 hands on",
+        ),
+    ],
+)
+def test_a_stage_that_goes_wrong_is_named(kind, rank, message):
+    with pytest.raises(RankError, match=f"PipelineError: {message}") as error:
+        run_ranks(fault(kind), 2, timeout=30)
+    assert error.value.rank == rank
+
+
+def test_what_does_not_fit_is_said_on_all_ranks():
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2)
+        groups = make_groups(world_size, layout)
+        said = []
+        for make in (
+            lambda: make_trainer(groups, None),
+            lambda: make_trainer(groups, ParallelConfig(pp=2, vpp=2), global_batch_size=12),
+            lambda: make_trainer(groups, ParallelConfig(pp=2, vpp=3)),
+            lambda: Trainer(
+                [nn.Linear(2, 2) if rank else nn.Tanh()],
+                Samples(MICRO_BATCH),
+                PipelineLoss(inputs=None, loss=None),
+                TrainConfig(),
+                groups=groups,
+            ),
+        ):
+            with pytest.raises(ValueError) as error:
+                make()
+            said.append(str(error.value))
+        return said
+
+    left, right = run_ranks(rank_main, 2)
+    assert left == right
+    for message, part in zip(
+        left,
+        (
+            "a pipeline of 2 ranks needs chunks and a PipelineLoss, got GPT",
+            "num_microbatches 3 leaves a last group of 1 for group_size 2",
+            "4 layers are not divisible by 6 stages",
+            "the stages of pipeline rank 0 have no parameter to train",
+        ),
+        strict=True,
+    ):
+        assert part in message
+    assert issubclass(PipelineError, RuntimeError)

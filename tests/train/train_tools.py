@@ -1,0 +1,77 @@
+"""Shared by the tests of training: data to learn, a watch on copies to the host, a run on a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.config import TrainConfig
+from fastmp.nn.models import GPT
+from fastmp.parallel.rng import RngTracker
+from fastmp.train.language import token_loss
+from fastmp.train.trainer import Trainer
+
+
+class Samples:
+    """Counting modulo 17 from somewhere, in steps of up to `strides`; each sample a function of its number.
+
+    Of the targets, 0, 3, 6 or 9 of 16 are ignored, so that microbatches hold very different numbers of
+    tokens.
+    """
+
+    def __init__(self, micro_batch_size, strides=1):
+        self.micro_batch_size, self.strides = micro_batch_size, strides
+
+    def sample(self, number):
+        start = torch.randint(17, (1,), generator=torch.Generator().manual_seed(1000 + number))
+        ids = (start + (1 + number % self.strides) * torch.arange(17)) % 17
+        targets = ids[1:].clone()
+        targets[16 - number % 4 * 3 :] = -100
+        return ids[:-1], targets
+
+    def samples(self, first):
+        tokens, targets = zip(*(self.sample(first + i) for i in range(self.micro_batch_size)))
+        return {"tokens": torch.stack(tokens), "targets": torch.stack(targets)}
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
+        return self.samples(slot * self.micro_batch_size)
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
+        for number in range(2 if max_batches is None else min(2, max_batches)):
+            yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
+
+
+class NoDeviceCopies(TorchDispatchMode):
+    """Refuses to copy from the device to the host. Reading a value raises under fakes by itself."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device != result.device:
+            assert args[0].device.type == "cpu", f"copy from {args[0].device} to {result.device}"
+        return result
+
+
+def check_on_a_gpu(run_dir, model, data, optimizer, bound):
+    """In bfloat16 it learns (the loss falls below `bound` of the first), a step makes no call that waits for
+    the GPU, and a resumed run goes on bitwise."""
+
+    def make(seed):
+        rng = RngTracker(seed, device="cuda")
+        gpt = GPT(model, groups=None, rng=rng, device="cuda", dtype=torch.bfloat16)
+        config = TrainConfig(global_batch_size=8, steps=40, run_dir=str(run_dir))
+        return Trainer(gpt, data, token_loss, config, optimizer=optimizer, rng=rng)
+
+    trainer = make(1)
+    losses = [trainer.train_step().loss]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        losses += [trainer.train_step().loss for _ in range(29)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert losses[-1] < bound * losses[0]
+    trainer.save()
+    expected = [trainer.train_step().loss.item() for _ in range(3)]
+    again = make(2)
+    assert again.resume()
+    assert [again.train_step().loss.item() for _ in range(3)] == expected
