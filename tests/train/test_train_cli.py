@@ -129,8 +129,10 @@ EXPERTS = {
         ({}, {}, []),
         ({"tp": 2, "ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
         ({"ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
+        ({"pp": 2}, {**EXPERTS, "model.num-layers": 2}, ["--model.moe.expert-bias"]),
+        ({"pp": 2, "vpp": 2, "schedule": "zero_bubble"}, {"model.num-layers": 4}, []),
     ],
-    ids=["tp2", "dp2", "tp2 ep2", "dp2 ep2"],
+    ids=["tp2", "dp2", "tp2 ep2", "dp2 ep2", "pp2", "pp2 vpp2"],
 )
 def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     """Dense and with experts: the same losses to 1e-4, saved and resumed."""
@@ -152,7 +154,7 @@ def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
         assert abs(loss - expected) < 1e-4, f"step {step}"
     run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
     assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert (tmp_path / "two" / "load.png").exists() == bool(model)
+    assert (tmp_path / "two" / "load.png").exists() == (EXPERTS.items() <= model.items())
     (tmp_path / "two" / "metrics.jsonl").unlink()  # nothing is left to train, and nothing of the loads known
     run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
 
@@ -187,6 +189,7 @@ def cut_tokens(tmp_path, tokens):
 
 BAD = {
     "tp without torchrun": ({"parallel__tp": 2}, r"tp is 2, but world_size is 1; .*torchrun .*-node 2"),
+    "pp without torchrun": ({"parallel__pp": 2}, r"pp is 2, but world_size is 1; .*torchrun .*-node 2"),
     "ep without torchrun": (
         {"parallel__ep": 4, "parallel__etp": 1, "model.moe.num-experts": 4},
         r"ep is 4, but world_size is 1; .*torchrun .*-node 4",
@@ -251,15 +254,15 @@ def test_a_token_file_cut_short_ends_all_ranks(tmp_path, cut_tokens):
     assert not (tmp_path / "runs").exists()
 
 
-def torchrun(options, marker):
-    """Run `fastmp train` on two ranks under torchrun.
+def torchrun(options, marker, ranks=2, program=("-m", "fastmp", "train")):
+    """Run `fastmp train`, or another program, on `ranks` ranks under torchrun.
 
     Returns the exit status, the output, and how long the ranks stayed after fastmp's first message.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     process = subprocess.Popen(
-        [*command, "-m", "fastmp", "train", *options],
+        [*command, *program, *options],
         env=environment,
         cwd=ROOT,
         text=True,
@@ -284,6 +287,61 @@ def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
     assert "TP 2, DP 1; experts: EP 2, ETP 1, DP 1" in output and output.count("held-out loss") == 3
     assert output.count("max load") == 6
     assert len(losses(tmp_path / "by-torchrun")) == 6
+
+
+def test_torchrun_trains_a_pipeline_of_experts_over_four_ranks(tmp_path, tokens):
+    options = {"data.path": tokens, "train.run-dir": tmp_path, "data.micro-batch-size": 4}
+    options |= {"train.eval-batches": 1, "train.log-interval": 1}
+    arguments = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    arguments += ["--recipe", str(ROOT / "configs" / "moe-small.toml"), "--steps", "2"]
+    arguments += ["--tp", "1", "--pp", "2", "--vpp", "2", "--ep", "2"]
+    status, output, _ = torchrun(arguments, str(tmp_path), ranks=4)
+    assert status == 0, output
+    assert "4 ranks: TP 1, PP 2 x VPP 2 (1f1b), DP 2; experts: EP 2, ETP 1, DP 1" in output
+    assert output.count("max load") == 2 and "a sample:\nThe " in output
+    first, last = losses(tmp_path / "moe-small")
+    assert abs(first[1] - 5.85) < 0.2 and last[1] < first[1]
+
+
+FAULTY = """
+import os, signal, sys
+from fastmp.nn.stages import GPTStage
+from fastmp.train.main import main
+
+kind, calls, forward = sys.argv.pop(1), 0, GPTStage.forward
+
+def faulty(stage, x):
+    global calls
+    calls += 1
+    output = forward(stage, x)
+    if calls == 4 and os.environ["RANK"] == "1":  # the second step: two microbatches each
+        if kind == "raises":
+            raise RuntimeError("out of luck")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return output[:-1] if kind == "shape" and calls == 4 and os.environ["RANK"] == "0" else output
+
+GPTStage.forward = faulty
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("raises", r"fastmp: rank 1: .*step 2, pipeline rank 1, forward of microbatch 1 .*out of luck"),
+        ("shape", r"fastmp: rank 0: .*step 2, pipeline rank 0, forward of microbatch 1 .*stage 0 hands on"),
+        ("killed", r"rank +: 1 .*\n +exitcode +: -9 "),
+    ],
+    ids=["raises", "sends a wrong shape", "is killed"],
+)
+def test_a_fault_in_a_stage_ends_the_job_in_seconds(tmp_path, tokens, kind, message):
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    options = arguments(tmp_path / "runs", tokens, parallel__pp=2, model__num_layers=2)
+    begin = time.monotonic()
+    program = (str(tmp_path / "faulty.py"), kind)
+    status, output, seconds = torchrun(options, str(tmp_path), program=program)
+    assert status != 0 and re.search(message, output), output
+    assert time.monotonic() - begin < 60 and (seconds is None or seconds < 10)
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,7 @@ def fault(kind):
             r"step 2, pipeline rank 0, forward of microbatch 0 chunk 0: ValueError: stage 0 hands on",
         ),
     ],
+    ids=["raises", "hands on a wrong shape"],
 )
 def test_a_stage_that_goes_wrong_is_named(kind, rank, message):
     with pytest.raises(RankError, match=f"PipelineError: {message}") as error:
