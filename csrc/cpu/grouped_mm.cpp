@@ -7,6 +7,7 @@
 // that bfloat16 goes to the matrix unit (AMX) as it is where there is one; it also sums in fp32.
 // The semantics are those of the references in fastmp/ops/grouped_mm.py.
 #include "activations.h"
+#include "amx.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -16,12 +17,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#if defined(__AVX512F__) && defined(__linux__)
-#define FASTMP_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 namespace fastmp {
 
@@ -68,93 +63,106 @@ FASTMP_DECLARE(void product_job(const ProductJob&, Scratch&);)
 
 namespace FASTMP_ISA {
 
-constexpr int kStripRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 6 : 4;  // sums of a strip fill the registers
-constexpr int kStrips = 4;            // packed at a time: where rows are neighbours, that uses whole cache lines
-constexpr int64_t kTermBlock = 128;   // summed up before it is added: more accurate than one long sum
+// A unit multiplies a strip of kRows rows and a panel of kCols columns, both packed, over up to kTermBlock terms; their
+// sums are added to those of the terms before. kStrips strips are packed at a time, and kTermUnit terms together, zeros
+// where rows, columns or terms are none. VectorUnit does that in lanes, MatrixUnit (amx.h) in tiles of bfloat16.
+// Operands come unpacked as a pointer and (outer, term), see Operand.
+template <class T>
+struct VectorUnit {
+  using Stored = T;
+  using Packed = scalar_of<T>;
+  using V = lanes_of<T>;
+  static constexpr int64_t kLanes = num_lanes<V>;
+  // sums of a strip and a panel fill the registers
+  static constexpr int64_t kRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 6 : 4, kCols = 2 * kLanes;
+  static constexpr int64_t kStrips = 4;  // where rows are neighbours, that uses whole cache lines
+  static constexpr int64_t kTermUnit = 1;
+  static constexpr int64_t kTermBlock = 128;  // more accurate than one long sum
 
-template <class S>
-constexpr int64_t kPanel = 2 * num_lanes<lanes_of<S>>;  // columns
-
-FASTMP_INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// `count` columns from `b` on as panels [panel][term][column], zeros beyond the last column.
-template <class T, class S>
-void pack_columns(const T* b, const Operand& at, int64_t count, int64_t terms, S* out) {
-  constexpr int64_t kCols = kPanel<S>;
-  using V = lanes_of<S>;
-  for (int64_t first = 0; first < count; first += kCols, out += kCols * terms) {
-    const int64_t here = std::min(kCols, count - first);
-    const T* from = b + first * at.outer;
-    if (at.outer == 1) {
-      for (int64_t t = 0; t < terms; ++t) {
-        for (int64_t j = 0; j < kCols; j += num_lanes<V>) {
-          V v{};
-          if (here > j) v = load(from + t * at.term + j, here - j, S(0));
-          store(out + t * kCols + j, v);
+  // `count` columns from `b` on as panels [panel][term][column].
+  static void pack_columns(const T* b, int64_t outer, int64_t term, int64_t count, int64_t terms, Packed* out) {
+    for (int64_t first = 0; first < count; first += kCols, out += kCols * terms) {
+      const int64_t here = std::min(kCols, count - first);
+      const T* from = b + first * outer;
+      if (outer == 1) {
+        for (int64_t t = 0; t < terms; ++t) {
+          for (int64_t j = 0; j < kCols; j += kLanes) {
+            V v{};
+            if (here > j) v = load(from + t * term + j, here - j, 0);
+            store(out + t * kCols + j, v);
+          }
+        }
+        continue;
+      }
+      if (here < kCols) std::fill(out, out + kCols * terms, Packed(0));
+      for (int64_t begin = 0; begin < terms; begin += kLanes) {
+        const int64_t some = std::min(kLanes, terms - begin);
+        for (int64_t j = 0; j < here; ++j) {
+          const V v = load(from + j * outer + begin, some, 0);
+          for (int64_t t = 0; t < some; ++t) out[(begin + t) * kCols + j] = v[t];
         }
       }
-      continue;
     }
-    if (here < kCols) std::fill(out, out + kCols * terms, S(0));
-    for (int64_t begin = 0; begin < terms; begin += num_lanes<V>) {
-      const int64_t some = std::min<int64_t>(num_lanes<V>, terms - begin);
-      for (int64_t j = 0; j < here; ++j) {
-        const V v = load(from + j * at.outer + begin, some, S(0));
-        for (int64_t t = 0; t < some; ++t) out[(begin + t) * kCols + j] = v[t];
+  }
+
+  // kStrips strips of rows from `a` on, each [row][term], or [term][row] where rows are neighbours in memory.
+  static void pack_strips(const T* a, int64_t outer, int64_t term, int64_t rows, int64_t terms, Packed* out) {
+    constexpr int64_t kAll = kStrips * kRows;
+    if (term == 1) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for_vectors<kLanes>(terms, [&](int64_t t, auto count) FASTMP_LAMBDA {
+          store(out + i * terms + t, load(a + i * outer + t, count, 0), count);
+        });
+      }
+      std::fill(out + rows * terms, out + kAll * terms, Packed(0));
+      return;
+    }
+    Packed line[kAll + kLanes];
+    for (int64_t t = 0; t < terms; ++t) {
+      std::fill(line + rows, line + kAll, Packed(0));
+      for_vectors<kLanes>(rows, [&](int64_t i, auto count) FASTMP_LAMBDA {
+        store(line + i, load(a + t * term + i, count, 0), count);
+      });
+      for (int64_t strip = 0; strip < kStrips; ++strip) {
+        std::memcpy(out + (strip * terms + t) * kRows, line + strip * kRows, kRows * sizeof(Packed));
       }
     }
   }
-}
 
-// kStrips strips of kStripRows rows of the left operand, widened, each [row][term], or [term][row] where rows are
-// neighbours in memory. Zeros for rows that are not there.
-template <class T, class S>
-void pack_strips(const T* a, const Operand& at, int64_t rows, int64_t terms, S* out) {
-  using V = lanes_of<S>;
-  constexpr int64_t kRows = kStrips * kStripRows;
-  if (at.term == 1) {
-    for (int64_t i = 0; i < rows; ++i) {
-      for_vectors<num_lanes<V>>(terms, [&](int64_t t, auto count) FASTMP_LAMBDA {
-        store(out + i * terms + t, load(a + i * at.outer + t, count, S(0)), count);
-      });
-    }
-    std::fill(out + rows * terms, out + kRows * terms, S(0));
-    return;
-  }
-  S line[kRows + num_lanes<V>];
-  for (int64_t t = 0; t < terms; ++t) {
-    std::fill(line + rows, line + kRows, S(0));
-    for_vectors<num_lanes<V>>(rows, [&](int64_t i, auto count) FASTMP_LAMBDA {
-      store(line + i, load(a + t * at.term + i, count, S(0)), count);
-    });
-    for (int64_t strip = 0; strip < kStrips; ++strip) {
-      std::memcpy(out + (strip * terms + t) * kStripRows, line + strip * kStripRows, kStripRows * sizeof(S));
+  // sums (kRows, kCols), `pitch` apart, over `terms` terms from `begin` on. Rows of the strip are `strip_pitch` apart,
+  // or neighbours if that is 0.
+  static void multiply(const Packed* strip, int64_t strip_pitch, const Packed* panel, int64_t begin, int64_t terms,
+                       Packed* sums, int64_t pitch) {
+    constexpr std::make_integer_sequence<int, kRows> rows{};
+    const Packed* b = panel + begin * kCols;
+    if (strip_pitch > 0) {
+      multiply_rows<true>(strip + begin, strip_pitch, b, terms, sums, pitch, begin == 0, rows);
+    } else {
+      multiply_rows<false>(strip + begin * kRows, 0, b, terms, sums, pitch, begin == 0, rows);
     }
   }
-}
 
-// sums (kStripRows, a panel) of a strip and a panel over `terms` terms, added to what is there unless it is the first.
-// Rows are unrolled by their numbers, a pack: as a loop, GCC keeps the sums in memory.
-template <class S, bool kRowsApart, int... kRow>
-void multiply(const S* a, int64_t a_pitch, const S* b, int64_t terms, S* sums, int64_t pitch, bool first,
-              std::integer_sequence<int, kRow...>) {
-  using V = lanes_of<S>;
-  constexpr int64_t kLanes = num_lanes<V>;
-  V left[sizeof...(kRow)] = {}, right[sizeof...(kRow)] = {};
-  for (int64_t t = 0; t < terms; ++t) {
-    const V b_left = load(b + t * 2 * kLanes), b_right = load(b + t * 2 * kLanes + kLanes);
-    const auto row = [&](V& l, V& r, S x) FASTMP_LAMBDA {
-      l += x * b_left;
-      r += x * b_right;
+ private:
+  // Rows are unrolled by their numbers, a pack: as a loop, GCC keeps the sums in memory.
+  template <bool kRowsApart, int... kRow>
+  static void multiply_rows(const Packed* a, int64_t a_pitch, const Packed* b, int64_t terms, Packed* sums,
+                            int64_t pitch, bool first, std::integer_sequence<int, kRow...>) {
+    V left[sizeof...(kRow)] = {}, right[sizeof...(kRow)] = {};
+    for (int64_t t = 0; t < terms; ++t) {
+      const V b_left = load(b + t * kCols), b_right = load(b + t * kCols + kLanes);
+      const auto row = [&](V& l, V& r, Packed x) FASTMP_LAMBDA {
+        l += x * b_left;
+        r += x * b_right;
+      };
+      (row(left[kRow], right[kRow], kRowsApart ? a[kRow * a_pitch + t] : a[t * kRows + kRow]), ...);
+    }
+    const auto add = [&](Packed* sum, V l, V r) FASTMP_LAMBDA {
+      store(sum, first ? l : load(sum) + l);
+      store(sum + kLanes, first ? r : load(sum + kLanes) + r);
     };
-    (row(left[kRow], right[kRow], kRowsApart ? a[kRow * a_pitch + t] : a[t * kStripRows + kRow]), ...);
+    (add(sums + kRow * pitch, left[kRow], right[kRow]), ...);
   }
-  const auto add = [&](S* sum, V l, V r) FASTMP_LAMBDA {
-    store(sum, first ? l : load(sum) + l);
-    store(sum + kLanes, first ? r : load(sum + kLanes) + r);
-  };
-  (add(sums + kRow * pitch, left[kRow], right[kRow]), ...);
-}
+};
 
 // One row of the epilogue: `sums`, and for kSwiglu `up`, hold job.cols columns.
 template <class T, class Out, Epilogue epilogue>
@@ -205,220 +213,50 @@ void finish(const ProductJob& job, int64_t first, int64_t rows, const scalar_of<
   }
 }
 
-template <class T>
+template <class Unit>
 void multiply_job(const ProductJob& job, Scratch& scratch) {
+  using T = typename Unit::Stored;
+  using P = typename Unit::Packed;
   using S = scalar_of<T>;
-  constexpr std::make_integer_sequence<int, kStripRows> rows_of_strip{};
-  constexpr int64_t kCols = kPanel<S>;
+  constexpr int64_t kRows = Unit::kRows, kCols = Unit::kCols;
+  const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
   const bool pair = job.epilogue == Epilogue::kSwiglu;
-  const int64_t width = round_up(job.cols, kCols), pitch = pair ? 2 * width : width, terms = job.terms;
-  const int64_t strip_size = kStripRows * terms;
-  S* columns = static_cast<S*>(scratch.get((pitch * (terms + kStripRows) + kStrips * strip_size) * sizeof(S)));
-  S* strips = columns + pitch * terms;
-  S* sums = strips + kStrips * strip_size;
-  pack_columns<T, S>(static_cast<const T*>(job.b.data), job.b, job.cols, terms, columns);
-  if (pair) pack_columns<T, S>(static_cast<const T*>(job.up), job.b, job.cols, terms, columns + width * terms);
-  for (int64_t row = 0; row < job.rows; row += kStripRows) {
-    const int64_t left = job.rows - row, number = row / kStripRows % kStrips;
-    const T* a = static_cast<const T*>(job.a.data) + row * job.a.outer;
-    if (number == 0) pack_strips<T, S>(a, job.a, std::min<int64_t>(left, kStrips * kStripRows), terms, strips);
-    if (terms == 0) std::fill(sums, sums + kStripRows * pitch, S(0));
-    for (int64_t begin = 0; begin < terms; begin += kTermBlock) {
-      const int64_t some = std::min(kTermBlock, terms - begin);
-      for (int64_t col = 0; col < pitch; col += kCols) {
-        const S* b = columns + col * terms + begin * kCols;
-        const S* strip = strips + number * strip_size + begin * (job.a.term == 1 ? 1 : kStripRows);
-        if (job.a.term == 1) {
-          multiply<S, true>(strip, terms, b, some, sums + col, pitch, begin == 0, rows_of_strip);
-        } else {
-          multiply<S, false>(strip, 0, b, some, sums + col, pitch, begin == 0, rows_of_strip);
-        }
-      }
-    }
-    finish<T>(job, row, std::min<int64_t>(kStripRows, left), sums, pitch, width);
-  }
-}
-
-#ifdef FASTMP_AMX
-
-constexpr int64_t kTile = 16, kPairs = 16, kTileTerms = 32, kTileBytes = 1024, kTileRows = 32;
-
-struct TileConfig {
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-
-// Whether this process may use the matrix unit: asks the system once.
-bool has_amx() {
-  static const bool there = [] {
-    if (!permitted("amx")) return false;
-    uint32_t a = 7, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    constexpr uint32_t kBf16AndTiles = (1u << 22) | (1u << 24);
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return (d & kBf16AndTiles) == kBf16AndTiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return there;
-}
-
-#define FASTMP_TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
-#define FASTMP_TILE_LOAD(c, p, stride) \
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #c ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
-#define FASTMP_TILE_STORE(c, p, stride) \
-  __asm__ volatile("tilestored %%tmm" #c ", (%0,%1,1)" ::"r"(p), "r"(static_cast<int64_t>(stride)) : "memory")
-#define FASTMP_TILE_DOT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-
-// 16 x 16 transpose of 32-bit elements, in place. (With full masks: GCC warns of what its own plain forms leave open.)
-FASTMP_INLINE void transpose(__m512i (&r)[16]) {
-  __m512i t[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    t[2 * i] = _mm512_maskz_unpacklo_epi32(0xffff, r[2 * i], r[2 * i + 1]);
-    t[2 * i + 1] = _mm512_maskz_unpackhi_epi32(0xffff, r[2 * i], r[2 * i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    r[4 * i] = _mm512_maskz_unpacklo_epi64(0xff, t[4 * i], t[4 * i + 2]);
-    r[4 * i + 1] = _mm512_maskz_unpackhi_epi64(0xff, t[4 * i], t[4 * i + 2]);
-    r[4 * i + 2] = _mm512_maskz_unpacklo_epi64(0xff, t[4 * i + 1], t[4 * i + 3]);
-    r[4 * i + 3] = _mm512_maskz_unpackhi_epi64(0xff, t[4 * i + 1], t[4 * i + 3]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_maskz_shuffle_i32x4(0xffff, r[i], r[4 + i], 0x88);
-    t[4 + i] = _mm512_maskz_shuffle_i32x4(0xffff, r[i], r[4 + i], 0xdd);
-    t[8 + i] = _mm512_maskz_shuffle_i32x4(0xffff, r[8 + i], r[12 + i], 0x88);
-    t[12 + i] = _mm512_maskz_shuffle_i32x4(0xffff, r[8 + i], r[12 + i], 0xdd);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    r[i] = _mm512_maskz_shuffle_i32x4(0xffff, t[i], t[8 + i], 0x88);
-    r[8 + i] = _mm512_maskz_shuffle_i32x4(0xffff, t[i], t[8 + i], 0xdd);
-    r[4 + i] = _mm512_maskz_shuffle_i32x4(0xffff, t[4 + i], t[12 + i], 0x88);
-    r[12 + i] = _mm512_maskz_shuffle_i32x4(0xffff, t[4 + i], t[12 + i], 0xdd);
-  }
-}
-
-// One tile of 16 outer indices and 32 terms: [outer][term] for the left operand, [pair of terms][outer][2] for the
-// right one (`pairs_first`). Zeros beyond `outers` and `terms`.
-FASTMP_INLINE void pack_tile(const BFloat16* from, const Operand& at, int64_t outers, int64_t terms, bool pairs_first,
-                             char* out) {
-  __m512i r[16];
-  if (at.term == 1) {
-    const __mmask32 mask = terms >= kTileTerms ? ~0u : (1u << terms) - 1;
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) {
-      r[i] = i < outers ? _mm512_maskz_loadu_epi16(mask, from + i * at.outer) : _mm512_setzero_si512();
-    }
-  } else {
-    const __mmask16 mask = outers >= kTile ? 0xffff : static_cast<__mmask16>((1u << outers) - 1);
-    const auto wide = [&](int64_t t) FASTMP_LAMBDA {
-      if (t >= terms) return _mm512_setzero_si512();
-      return _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_maskz_loadu_epi16(mask, from + t * at.term));
-    };
-#pragma GCC unroll 16
-    for (int p = 0; p < 16; ++p) {
-      r[p] = _mm512_or_si512(wide(2 * p), _mm512_maskz_slli_epi32(0xffff, wide(2 * p + 1), 16));
-    }
-  }
-  if ((at.term == 1) == pairs_first) transpose(r);
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(out + 64 * i, r[i]);
-}
-
-// 32 outer indices as [32 terms][2 tiles].
-void pack_tiles(const BFloat16* from, const Operand& at, int64_t outers, int64_t terms, bool pairs_first, char* out) {
-  for (int64_t t = 0; t < terms; t += kTileTerms) {
-    for (int64_t i = 0; i < 2 * kTile; i += kTile, out += kTileBytes) {
-      const BFloat16* tile = from + i * at.outer + t * at.term;
-      pack_tile(tile, at, std::max<int64_t>(0, outers - i), terms - t, pairs_first, out);
-    }
-  }
-}
-
-// sums (32, 32) over `steps` times 32 terms.
-void multiply_tiles(const char* a, const char* b, int64_t steps, float* sums, int64_t pitch, bool first) {
-  float *low = sums + kTile * pitch, *corner = low + kTile, *right = sums + kTile;
-  const int64_t stride = pitch * 4;
-  if (first) {
-    FASTMP_TILE_ZERO(0);
-    FASTMP_TILE_ZERO(1);
-    FASTMP_TILE_ZERO(2);
-    FASTMP_TILE_ZERO(3);
-  } else {
-    FASTMP_TILE_LOAD(0, sums, stride);
-    FASTMP_TILE_LOAD(1, right, stride);
-    FASTMP_TILE_LOAD(2, low, stride);
-    FASTMP_TILE_LOAD(3, corner, stride);
-  }
-  for (int64_t step = 0; step < steps; ++step, a += 2 * kTileBytes, b += 2 * kTileBytes) {
-    FASTMP_TILE_LOAD(4, a, 64);
-    FASTMP_TILE_LOAD(6, b, 64);
-    FASTMP_TILE_LOAD(5, a + kTileBytes, 64);
-    FASTMP_TILE_LOAD(7, b + kTileBytes, 64);
-    FASTMP_TILE_DOT(0, 4, 6);
-    FASTMP_TILE_DOT(1, 4, 7);
-    FASTMP_TILE_DOT(2, 5, 6);
-    FASTMP_TILE_DOT(3, 5, 7);
-  }
-  FASTMP_TILE_STORE(0, sums, stride);
-  FASTMP_TILE_STORE(1, right, stride);
-  FASTMP_TILE_STORE(2, low, stride);
-  FASTMP_TILE_STORE(3, corner, stride);
-}
-
-void tile_job(const ProductJob& job, Scratch& scratch) {
-  constexpr int64_t kCols = 2 * kTile, kSteps = 16;  // so many of a strip and a panel stay in L1
-  const bool pair = job.epilogue == Epilogue::kSwiglu;
-  const int64_t steps = (job.terms + kTileTerms - 1) / kTileTerms, panel = steps * 2 * kTileBytes;
   const int64_t width = round_up(job.cols, kCols), pitch = pair ? 2 * width : width;
-  const int64_t panels = pitch / kCols;
-  char* columns = static_cast<char*>(scratch.get((panels + 1) * panel + kTileRows * pitch * 4));
-  char* strip = columns + panels * panel;
-  float* sums = reinterpret_cast<float*>(strip + panel);
-  for (int64_t col = 0; col < pitch; col += kCols) {
-    const bool is_up = col >= width;
-    const auto* b = static_cast<const BFloat16*>(is_up ? job.up : job.b.data);
-    const int64_t first = is_up ? col - width : col;
-    pack_tiles(b + first * job.b.outer, job.b, job.cols - first, job.terms, true, columns + col / kCols * panel);
-  }
-  for (int64_t row = 0; row < job.rows; row += kTileRows) {
-    const int64_t rows = std::min(kTileRows, job.rows - row);
-    const auto* a = static_cast<const BFloat16*>(job.a.data) + row * job.a.outer;
-    pack_tiles(a, job.a, rows, job.terms, false, strip);
-    if (steps == 0) std::fill(sums, sums + kTileRows * pitch, 0.0f);
-    for (int64_t step = 0; step < steps; step += kSteps) {
-      const int64_t offset = step * 2 * kTileBytes, some = std::min(kSteps, steps - step);
-      for (int64_t p = 0; p < panels; ++p) {
-        multiply_tiles(strip + offset, columns + p * panel + offset, some, sums + p * kCols, pitch, step == 0);
+  const int64_t terms = round_up(job.terms, Unit::kTermUnit), strip_pitch = job.a.term == 1 ? terms : 0;
+  const int64_t packed = (pitch + Unit::kStrips * kRows) * terms;
+  P* columns = static_cast<P*>(scratch.get(packed * sizeof(P) + kRows * pitch * sizeof(S)));
+  P* strips = columns + pitch * terms;
+  S* sums = reinterpret_cast<S*>(columns + packed);
+  const Unit unit{};
+  const auto pack = [&](const void* b, P* out) {
+    unit.pack_columns(static_cast<const T*>(b), job.b.outer, job.b.term, job.cols, job.terms, out);
+  };
+  pack(job.b.data, columns);
+  if (pair) pack(job.up, columns + width * terms);
+  for (int64_t row = 0; row < job.rows; row += kRows) {
+    const int64_t left = job.rows - row, number = row / kRows % Unit::kStrips;
+    if (number == 0) {
+      const T* a = static_cast<const T*>(job.a.data) + row * job.a.outer;
+      unit.pack_strips(a, job.a.outer, job.a.term, std::min(left, Unit::kStrips * kRows), job.terms, strips);
+    }
+    if (terms == 0) std::fill(sums, sums + kRows * pitch, S(0));
+    for (int64_t begin = 0; begin < terms; begin += Unit::kTermBlock) {
+      const int64_t some = std::min(Unit::kTermBlock, terms - begin);
+      for (int64_t col = 0; col < pitch; col += kCols) {
+        unit.multiply(strips + number * kRows * terms, strip_pitch, columns + col * terms, begin, some, sums + col,
+                      pitch);
       }
     }
-    finish<BFloat16>(job, row, rows, sums, pitch, width);
+    finish<T>(job, row, std::min(kRows, left), sums, pitch, width);
   }
 }
-
-// The tiles' configuration is left as it was: others in this thread may count on theirs.
-void configured_tile_job(const ProductJob& job, Scratch& scratch) {
-  alignas(64) TileConfig before, ours;
-  __asm__ volatile("sttilecfg %0" : "=m"(before));
-  __asm__ volatile("ldtilecfg %0" ::"m"(ours));
-  tile_job(job, scratch);
-  if (before.palette == 0) {
-    __asm__ volatile("tilerelease" ::);
-  } else {
-    __asm__ volatile("ldtilecfg %0" ::"m"(before));
-  }
-}
-
-#endif  // FASTMP_AMX
 
 void product_job(const ProductJob& job, Scratch& scratch) {
 #ifdef FASTMP_AMX
-  if (job.dtype == ScalarType::BFloat16 && has_amx()) return configured_tile_job(job, scratch);
+  if (job.dtype == ScalarType::BFloat16 && has_amx()) return multiply_job<MatrixUnit>(job, scratch);
 #endif
-  dispatch_float(job.dtype, "grouped_mm", [&](auto tag) { multiply_job<typename decltype(tag)::type>(job, scratch); });
+  dispatch_float(job.dtype, "grouped_mm",
+                 [&](auto tag) { multiply_job<VectorUnit<typename decltype(tag)::type>>(job, scratch); });
 }
 
 }  // namespace FASTMP_ISA
@@ -429,21 +267,20 @@ void product_job(const ProductJob& job, Scratch& scratch) {
 namespace fastmp {
 namespace {
 
-using Span = std::pair<int64_t, int64_t>;
-
-// (start, end) of each expert's rows. An end before its start, or beyond all rows, is moved there.
-std::vector<Span> spans(const char* op, const Tensor& offsets, int64_t num_rows) {
+// Calls body(expert, first row, rows) for each expert, and returns where the rows of nobody begin. An end before its
+// start, or beyond all rows, is moved there.
+template <class Body>
+int64_t for_experts(const char* op, const Tensor& offsets, int64_t num_rows, const Body& body) {
   FASTMP_CHECK(offsets.dim() == 1 && offsets.scalar_type() == ScalarType::Int, op, ": offsets must be int32 (E,)");
   const Tensor ends = torch::stable::contiguous(offsets);
   const auto* end = static_cast<const int32_t*>(ends.const_data_ptr());
-  std::vector<Span> found;
   int64_t start = 0;
   for (int64_t expert = 0; expert < offsets.size(0); ++expert) {
     const int64_t next = std::max(start, std::min<int64_t>(end[expert], num_rows));
-    found.emplace_back(start, next);
+    body(expert, start, next - start);
     start = next;
   }
-  return found;
+  return start;
 }
 
 // With unit last stride; copied only where it has another.
@@ -468,7 +305,8 @@ void zero(const Tensor& t, int64_t element, int64_t count) {
 
 // Splits whole products into blocks of at most 1024 rows, and so many columns that those of the right operand stay
 // in the second-level cache; runs them over all threads.
-void run_products(const std::vector<ProductJob>& products, int64_t itemsize, int64_t out_size) {
+void run_products(const std::vector<ProductJob>& products, const Tensor& x, const Tensor& out) {
+  const auto itemsize = static_cast<int64_t>(x.element_size()), out_size = static_cast<int64_t>(out.element_size());
   constexpr int64_t kRows = 1024, kUnit = 32, kBytes = 1 << 20;
   std::vector<ProductJob> jobs;
   for (const ProductJob& whole : products) {
@@ -498,33 +336,54 @@ void run_products(const std::vector<ProductJob>& products, int64_t itemsize, int
   });
 }
 
+// Rows of x times the weight of their expert, through the epilogue; kept (or null): the pre-activation.
+Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& offsets,
+               bool transposed, Epilogue epilogue, const Tensor* kept) {
+  const bool pair = epilogue == Epilogue::kSwiglu;
+  const int64_t columns = w.size(transposed ? 2 : 1), cols = pair ? columns / 2 : columns;
+  FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!pair || columns % 2 == 0),
+               op, ": shapes do not fit");
+  Tensor y = fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
+  const Tensor left = along_rows(x), right = along_rows(w);
+  if (bias) bias = torch::stable::contiguous(*bias);
+  std::vector<ProductJob> products;
+  const int64_t end = for_experts(op, offsets, x.size(0), [&](int64_t expert, int64_t first, int64_t rows) {
+    if (rows == 0) return;
+    ProductJob job{};
+    job.a = {place(left, first * left.stride(0)), left.stride(0), 1};
+    job.b = {place(right, expert * right.stride(0)), right.stride(1), 1};
+    if (transposed) std::swap(job.b.outer, job.b.term);
+    if (pair) job.up = place(right, expert * right.stride(0) + cols * right.stride(1));
+    if (bias) job.bias = place(*bias, expert * columns);
+    if (kept) job.kept = place(*kept, first * columns);
+    job.rows = rows, job.cols = cols, job.terms = x.size(1);
+    job.out = place(y, first * cols), job.out_pitch = cols, job.kept_pitch = columns, job.up_offset = cols;
+    job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = epilogue;
+    products.push_back(job);
+  });
+  run_products(products, x, y);
+  zero(y, end * cols, (x.size(0) - end) * cols);
+  if (kept) zero(*kept, end * columns, (x.size(0) - end) * columns);
+  return y;
+}
+
 Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets, bool transposed) {
   constexpr const char* kOp = "grouped_mm";
   check_operands(kOp, x, w, 2, 3);
-  const int64_t cols = w.size(transposed ? 2 : 1), terms = w.size(transposed ? 1 : 2);
-  FASTMP_CHECK(x.size(1) == terms && offsets.numel() == w.size(0), kOp, ": shapes do not fit");
-  Tensor y = fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
-  const Tensor left = along_rows(x), right = along_rows(w);
-  std::vector<ProductJob> products;
-  int64_t done = 0;
-  const std::vector<Span> experts = spans(kOp, offsets, x.size(0));
-  for (size_t expert = 0; expert < experts.size(); ++expert) {
-    const auto [start, end] = experts[expert];
-    done = end;
-    if (start == end) continue;
-    ProductJob job{};
-    job.a = {place(left, start * left.stride(0)), left.stride(0), 1};
-    job.b = {place(right, static_cast<int64_t>(expert) * right.stride(0)), right.stride(1), 1};
-    if (transposed) std::swap(job.b.outer, job.b.term);
-    job.rows = end - start, job.cols = cols, job.terms = terms;
-    job.out = place(y, start * cols), job.out_pitch = cols;
-    job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = Epilogue::kStore;
-    products.push_back(job);
-  }
-  const auto itemsize = static_cast<int64_t>(x.element_size());
-  run_products(products, itemsize, itemsize);
-  zero(y, done * cols, (x.size(0) - done) * cols);
-  return y;
+  return product(kOp, x, w, std::nullopt, offsets, transposed, Epilogue::kStore, nullptr);
+}
+
+std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
+                                          const Tensor& offsets, std::string activation, bool keep) {
+  constexpr const char* kOp = "grouped_mlp_in";
+  check_operands(kOp, x, w, 2, 3);
+  const bool gated = activation == "swiglu";
+  FASTMP_CHECK(gated || activation == "bias_gelu", kOp, ": activation must be 'swiglu' or 'bias_gelu', got '",
+               activation, "'");
+  const int64_t columns = w.size(1);
+  Tensor h = keep ? fastmp::empty({x.size(0), columns}, x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
+  const Epilogue epilogue = gated ? Epilogue::kSwiglu : Epilogue::kGelu;
+  return {product(kOp, x, w, bias, offsets, false, epilogue, keep ? &h : nullptr), h};
 }
 
 void weight_gradient(const char* op, const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets,
@@ -536,23 +395,21 @@ void weight_gradient(const char* op, const Tensor& out, const Tensor& grad, cons
   if (out.numel() == 0) return;
   const Tensor left = along_rows(grad), right = along_rows(x);
   std::vector<ProductJob> products;
-  const std::vector<Span> experts = spans(op, offsets, x.size(0));
-  for (size_t expert = 0; expert < experts.size(); ++expert) {
-    const auto [start, end] = experts[expert];
-    const int64_t first = static_cast<int64_t>(expert) * out.stride(0);
-    if (start == end) {
-      if (epilogue == Epilogue::kStore) zero(out, first, out.size(1) * out.size(2));
-      continue;
+  for_experts(op, offsets, x.size(0), [&](int64_t expert, int64_t first, int64_t rows) {
+    const int64_t begin = expert * out.stride(0);
+    if (rows == 0) {
+      if (epilogue == Epilogue::kStore) zero(out, begin, out.size(1) * out.size(2));
+      return;
     }
     ProductJob job{};
-    job.a = {place(left, start * left.stride(0)), 1, left.stride(0)};
-    job.b = {place(right, start * right.stride(0)), 1, right.stride(0)};
-    job.rows = out.size(1), job.cols = out.size(2), job.terms = end - start;
-    job.out = place(out, first), job.out_pitch = out.stride(1);
+    job.a = {place(left, first * left.stride(0)), 1, left.stride(0)};
+    job.b = {place(right, first * right.stride(0)), 1, right.stride(0)};
+    job.rows = out.size(1), job.cols = out.size(2), job.terms = rows;
+    job.out = place(out, begin), job.out_pitch = out.stride(1);
     job.dtype = x.scalar_type(), job.out_dtype = out.scalar_type(), job.epilogue = epilogue;
     products.push_back(job);
-  }
-  run_products(products, static_cast<int64_t>(x.element_size()), static_cast<int64_t>(out.element_size()));
+  });
+  run_products(products, x, out);
 }
 
 Tensor grouped_mm_wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets) {
@@ -572,46 +429,6 @@ void grouped_mm_wgrad_(const Tensor& out, const Tensor& grad, const Tensor& x, c
   weight_gradient(kOp, sums, grad, x, offsets, Epilogue::kAdd);
   Tensor target = out;
   torch::stable::copy_(target, sums);
-}
-
-std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
-                                          const Tensor& offsets, std::string activation, bool keep) {
-  constexpr const char* kOp = "grouped_mlp_in";
-  check_operands(kOp, x, w, 2, 3);
-  const bool gated = activation == "swiglu";
-  FASTMP_CHECK(gated || activation == "bias_gelu", kOp, ": activation must be 'swiglu' or 'bias_gelu', got '",
-               activation, "'");
-  const int64_t columns = w.size(1), cols = gated ? columns / 2 : columns, terms = w.size(2);
-  FASTMP_CHECK(x.size(1) == terms && offsets.numel() == w.size(0) && (!gated || columns % 2 == 0), kOp,
-               ": shapes do not fit");
-  Tensor y = fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
-  Tensor h = keep ? fastmp::empty({x.size(0), columns}, x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
-  const Tensor left = along_rows(x), right = along_rows(w);
-  if (bias) bias = torch::stable::contiguous(*bias);
-  std::vector<ProductJob> products;
-  int64_t done = 0;
-  const std::vector<Span> experts = spans(kOp, offsets, x.size(0));
-  for (size_t index = 0; index < experts.size(); ++index) {
-    const auto [start, end] = experts[index];
-    done = end;
-    if (start == end) continue;
-    const auto expert = static_cast<int64_t>(index);
-    ProductJob job{};
-    job.a = {place(left, start * left.stride(0)), left.stride(0), 1};
-    job.b = {place(right, expert * right.stride(0)), right.stride(1), 1};
-    if (gated) job.up = place(right, expert * right.stride(0) + cols * right.stride(1));
-    if (bias) job.bias = place(*bias, expert * columns);
-    if (keep) job.kept = place(h, start * columns);
-    job.rows = end - start, job.cols = cols, job.terms = terms;
-    job.out = place(y, start * cols), job.out_pitch = cols, job.kept_pitch = columns, job.up_offset = cols;
-    job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = gated ? Epilogue::kSwiglu : Epilogue::kGelu;
-    products.push_back(job);
-  }
-  const auto itemsize = static_cast<int64_t>(x.element_size());
-  run_products(products, itemsize, itemsize);
-  zero(y, done * cols, (x.size(0) - done) * cols);
-  if (keep) zero(h, done * columns, (x.size(0) - done) * columns);
-  return {y, h};
 }
 
 }  // namespace
