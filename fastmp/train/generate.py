@@ -15,8 +15,6 @@ from torch.distributed import ProcessGroup
 from fastmp.parallel.collectives import gather_from_group
 from fastmp.train.tokenize import Tokenizer
 
-PAD_MULTIPLE = 64
-
 NextLogits = Callable[[torch.Tensor, int], torch.Tensor]
 
 
@@ -32,6 +30,7 @@ def generate(
     seed: int = 0,
     group: ProcessGroup | None = None,
     together: ProcessGroup | None = None,
+    pad_multiple: int = 64,
 ) -> list[int]:
     """Continue `prompt` (token ids, at least one) by at most `max_new_tokens` ids, which are returned.
 
@@ -40,8 +39,9 @@ def generate(
     end-of-text. temperature 0 takes the likeliest token (the first of equals). Draws come from a generator of
     their own, so one seed gives one text, on every rank of `group`, and the generators of training are left
     alone. `together`: ranks that can only run the model together, as replicas of attention that share experts
-    do; they all take the token that the first of them drew, for rounding could send them different ways. Put
-    the model in evaluation mode first. ValueError on an empty prompt, an id outside the vocabulary or a
+    do; they all take the token that the first of them drew, for rounding could send them different ways.
+    `pad_multiple`: of what the sequence that the model sees is a multiple, unless it is `max_seq_len` long.
+    Put the model in evaluation mode first. ValueError on an empty prompt, an id outside the vocabulary or a
     negative temperature.
     """
     vocab_size, end_of_text = tokenizer.vocab_size, tokenizer.end_of_text
@@ -54,7 +54,9 @@ def generate(
         raise ValueError(f"generate: temperature must not be negative, got {temperature}")
     generator = torch.Generator().manual_seed(seed)
     for _ in range(max_new_tokens):
-        logits_V, device = _logits(next_logits, ids[-max_seq_len:], max_seq_len, end_of_text, group)
+        window = ids[-max_seq_len:]
+        length = min(max_seq_len, -(-len(window) // pad_multiple) * pad_multiple)
+        logits_V, device = _logits(next_logits, window, length, end_of_text, group)
         token = _draw(logits_V[:vocab_size], temperature, generator)
         if together is not None:
             drawn = torch.tensor([token], device=device)
@@ -73,13 +75,12 @@ def generate_text(next_logits: NextLogits, text: str, *, tokenizer: Tokenizer, *
 
 
 def _logits(
-    next_logits: NextLogits, window: list[int], max_seq_len: int, padding: int, group: ProcessGroup | None
+    next_logits: NextLogits, window: list[int], length: int, padding: int, group: ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.device]:
     """Logits (V_padded,) of the token after `window`: float64, CPU, the same bits on all ranks of `group`.
 
     Also the device that they came from.
     """
-    length = min(max_seq_len, -(-len(window) // PAD_MULTIPLE) * PAD_MULTIPLE)
     tokens_BS = torch.full((1, length), padding, dtype=torch.int64)
     tokens_BS[0, : len(window)] = torch.tensor(window)
     own_V = next_logits(tokens_BS, len(window) - 1)

@@ -1,6 +1,7 @@
 """A GPT as the trainer and the generation of text take it: whole, or in the stages of a pipeline.
 
-S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary.
+Batches hold whole sequences; here they are cut for context-parallel ranks. S sequence, B batch, H hidden, V
+this rank's shard of the padded vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from fastmp.config import ParallelConfig
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.stages import GPTStage, layers_of_stages, sum_tied_gradients
-from fastmp.parallel.collectives import group_size
+from fastmp.parallel.collectives import all_reduce_, group_size
+from fastmp.parallel.context import cut_sequence, own_positions
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import orders
 from fastmp.train.data import IGNORE_INDEX
@@ -30,11 +32,12 @@ __all__ = ["next_logits", "pipeline_loss", "pipeline_next_logits", "token_loss"]
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
     """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
 
-    With experts, also what they say. The gradient of the sum must be 1, as it is in the Trainer: the output
-    layer relies on it beforehand.
+    Over context-parallel ranks, of this rank's part of the sequences. With experts, also what they say. The
+    gradient of the sum must be 1, as it is in the Trainer: the output layer relies on it beforehand.
     """
-    losses = model.loss(batch["tokens"], batch["targets"], ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
-    num_tokens = (batch["targets"] != IGNORE_INDEX).sum()
+    tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
+    losses = model.loss(tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
+    num_tokens = (targets_BS != IGNORE_INDEX).sum()
     if isinstance(losses, ExpertLosses):
         return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
     return losses.sum(), num_tokens
@@ -46,16 +49,16 @@ def pipeline_loss(
     """`token_loss` of a GPT in stages, which `gpt_stages` has made for `groups` and `layout`."""
 
     def loss(hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        targets_BS = batch["targets"]
+        targets_BS = cut_sequence(batch["targets"], cp_group)
         losses_BS = stages[-1].token_losses(
             hidden_SBH, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=1.0
         )
         return losses_BS.sum(), (targets_BS != IGNORE_INDEX).sum()
 
-    num_stages = layout.pp * layout.vpp
+    cp_group, num_stages = stages[0].cp_group, layout.pp * layout.vpp
     layers = layers_of_stages(stages[0].config.num_layers, num_stages, layout.stage_layers)
     return PipelineLoss(
-        inputs=lambda batch: batch["tokens"],
+        inputs=lambda batch: cut_sequence(batch["tokens"], cp_group),
         loss=loss,
         schedule=layout.schedule,
         group_size=layout.microbatch_group_size,
@@ -67,23 +70,36 @@ def pipeline_loss(
 def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
     """What `generate` asks a whole model: of tokens (1, S) the logits (V,) of what follows a position."""
     device = next(model.parameters()).device
-    return lambda tokens_BS, position: model(tokens_BS.to(device))[position, 0]
+
+    def run(tokens_BS: Tensor, position: int) -> Tensor:
+        logits_SBV = model(cut_sequence(tokens_BS.to(device), model.cp_group))
+        logits_V = _logits_of(position, tokens_BS.shape[1], logits_SBV, model.cp_group)
+        return _sum_over(logits_V, model.cp_group)
+
+    return run
 
 
 def pipeline_next_logits(
     stages: Sequence[GPTStage], groups: ParallelGroups | None
 ) -> Callable[[Tensor, int], Tensor]:
     """`next_logits` of a GPT in stages, on all ranks of the pipeline; all of them make it, and call it."""
-    group = None if groups is None else groups.pp
-    pp, vpp = group_size(group), len(stages)
+    group, cp_group = (None, None) if groups is None else (groups.pp, groups.cp)
+    pp, vpp, config = group_size(group), len(stages), stages[-1].config
 
     def logits(hidden_SBH: Tensor, batch: tuple[Tensor, int]) -> tuple[Tensor, Tensor]:
+        tokens_BS, position = batch
         logits_SBV = stages[-1].head(hidden_SBH)
-        return logits_SBV.new_zeros(()), logits_SBV[batch[1], 0]
+        return logits_SBV.new_zeros(()), _logits_of(position, tokens_BS.shape[1], logits_SBV, cp_group)
 
-    pipeline = Pipeline(stages, orders(pp, pp, vpp), group=group, inputs=lambda batch: batch[0], loss=logits)
-    tp = group_size(stages[0].group)
-    size_V = pad_vocab(stages[0].config.vocab_size, tp) // tp
+    pipeline = Pipeline(
+        stages,
+        orders(pp, pp, vpp),
+        group=group,
+        inputs=lambda batch: cut_sequence(batch[0], cp_group),
+        loss=logits,
+    )
+    tp = group_size(stages[-1].group)
+    zeros_V = torch.zeros(pad_vocab(config.vocab_size, tp) // tp, dtype=torch.float64, device=pipeline.device)
     shape: torch.Size | None = None
 
     def run(tokens_BS: Tensor, position: int) -> Tensor:
@@ -92,11 +108,20 @@ def pipeline_next_logits(
             pipeline.forget_shapes()
             shape = tokens_BS.shape
         result = pipeline.evaluate([(tokens_BS.to(pipeline.device), position)])
-        logits_V = torch.zeros(size_V, dtype=torch.float64, device=pipeline.device)
-        if (0, vpp) in result.stats:
-            logits_V.copy_(result.stats[0, vpp])
-        if group is not None:
-            dist.broadcast(logits_V, group=group, group_src=pp - 1)
-        return logits_V
+        return _sum_over(result.stats.get((0, vpp), zeros_V).clone(), cp_group, group)
 
     return run
+
+
+def _logits_of(position: int, length: int, logits_SBV: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
+    """Row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
+    own = own_positions(length, cp_group, logits_SBV.device) == position
+    return logits_SBV[own, 0].double().sum(0)
+
+
+def _sum_over(logits_V: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
+    """Of ranks one of which has the logits, the others zeros: the same bits for all."""
+    for group in groups:
+        if group is not None:
+            all_reduce_(logits_V, group)
+    return logits_V

@@ -70,7 +70,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
     groups = make_groups(recipe, runtime)
-    rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), device=runtime.device)
+    rng = RngTracker(recipe.train.seed, device=runtime.device, **_streams(groups))
     model, loss = build_model(recipe, groups, rng, runtime.device)
     data = open_data(recipe, runtime)
     trainer = Trainer(
@@ -122,6 +122,7 @@ def _run(
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
         with _profiled(recipe, runtime, run_dir, log) as profiler:
             evaluation = trainer.train(log, before_step=profiler)
+    grid = trainer.groups.grid
     with evaluation_mode(trainer.runner.chunks):
         sample = generate_text(
             _next_logits(trainer),
@@ -133,6 +134,7 @@ def _run(
             seed=recipe.train.seed,
             group=trainer.groups.tp,
             together=None if recipe.model.moe is None else trainer.groups.tp_cp_dp,
+            pad_multiple=math.lcm(64, 2 * grid.cp * grid.tp),  # context and sequence parallelism divide it
         )
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
@@ -197,9 +199,15 @@ def build_model(
     if layout.pp * layout.vpp == 1:
         return GPT(recipe.model, **options), token_loss
     stages = gpt_stages(recipe.model, vpp=layout.vpp, layers=layout.stage_layers, **options)
-    ranks = {"tp_rank": group_rank(groups.tp), "pp_rank": group_rank(groups.pp)}
-    rng.restore(RngTracker(recipe.train.seed, device=device, **ranks).states())
+    own = RngTracker(recipe.train.seed, device=device, pp_rank=group_rank(groups.pp), **_streams(groups))
+    rng.restore(own.states())
     return stages, pipeline_loss(stages, groups, layout)
+
+
+def _streams(groups: ParallelGroups) -> dict[str, int]:
+    """Which random streams are this rank's: context-parallel ranks have twins of them."""
+    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
+    return {"tp_rank": group_rank(groups.tp), **cp}
 
 
 def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:

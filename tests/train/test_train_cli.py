@@ -130,9 +130,10 @@ EXPERTS = {
         ({"tp": 2, "ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
         ({"ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
         ({"pp": 2}, {**EXPERTS, "model.num-layers": 2}, ["--model.moe.expert-bias"]),
+        ({"cp": 2}, {**EXPERTS, "model.moe.sequence-aux-loss": 0.01}, ["--model.moe.expert-bias"]),
         ({"pp": 2, "vpp": 2, "schedule": "zero_bubble"}, {"model.num-layers": 4}, []),
     ],
-    ids=["tp2", "dp2", "tp2 ep2", "dp2 ep2", "pp2", "pp2 vpp2"],
+    ids=["tp2", "dp2", "tp2 ep2", "dp2 ep2", "pp2", "cp2", "pp2 vpp2"],
 )
 def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     """Dense and with experts: the same losses to 1e-4, saved and resumed."""

@@ -1,4 +1,4 @@
-"""A GPT in stages in training: on every layout the losses, gradients, loads and steps of one rank."""
+"""A GPT in stages, or with its sequences cut, in training: on every layout what one rank computes."""
 
 from __future__ import annotations
 
@@ -68,13 +68,15 @@ def make_groups(world_size, layout):
 
 
 def make_trainer(groups=None, layout=None, *, config=EXPERTS, seed=11, dtype=torch.float64, **train):
-    """One rank with the whole model, or the stages of `layout`."""
-    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp))
+    """The whole model, or the stages of `layout`."""
+    cp = {} if groups is None or groups.cp is None else {"cp_rank": group_rank(groups.cp)}
+    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp), **cp)
+    layout = ParallelConfig() if layout is None else layout
     options = {"groups": groups, "rng": rng, "dtype": dtype}
-    if layout is None:
+    options |= {"sequence_parallel": layout.sequence_parallel, "recompute": layout.recompute}
+    if layout.pp * layout.vpp == 1:
         model, loss = GPT(config, **options), token_loss
     else:
-        options |= {"sequence_parallel": layout.sequence_parallel, "recompute": layout.recompute}
         model = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
         loss = pipeline_loss(model, groups, layout)
     dp = 1 if groups is None else group_size(groups.dp)
@@ -124,6 +126,7 @@ def case(config=DENSE, **layout):
 CASES = {
     1: [case(vpp=2), case(EXPERTS, vpp=4, schedule="zero_bubble")],
     2: [
+        case(cp=2),
         case(pp=2),
         case(EXPERTS, pp=2, vpp=2),
         case(EXPERTS, pp=2, schedule="zero_bubble"),
@@ -133,13 +136,20 @@ CASES = {
     4: [
         case(pp=4),
         case(EXPERTS, pp=4, schedule="zero_bubble"),
+        case(cp=2, tp=2, sequence_parallel=True),
+        case(EXPERTS, cp=2, pp=2, vpp=2, ep=2),
         case(pp=2, tp=2, sequence_parallel=True),
         case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, etp=1),
         case(EXPERTS, pp=2, vpp=2, tp=2, sequence_parallel=True, recompute=True, schedule="zero_bubble"),
         case(pp=2, vpp=2),
         case(EXPERTS, pp=2, vpp=2, ep=2),
     ],
-    8: [case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, sequence_parallel=True), case(EXPERTS, pp=4, ep=2, etp=1)],
+    8: [
+        case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, sequence_parallel=True),
+        case(EXPERTS, pp=4, ep=2, etp=1),
+        case(EXPERTS, cp=2, pp=2, vpp=2, tp=2, ep=4, etp=1, sequence_parallel=True),
+        case(EXPERTS, cp=8, ep=8),
+    ],
 }
 
 
@@ -287,25 +297,32 @@ def test_stages_of_ones_own(tmp_path):
         assert abs(evaluation.loss - expected[1].loss) < 1e-12
 
 
+TEXT_LAYOUTS = [
+    ParallelConfig(pp=2, vpp=2, tp=2, ep=2, etp=1, sequence_parallel=True),
+    ParallelConfig(cp=2, tp=2, sequence_parallel=True),
+    ParallelConfig(cp=2, pp=2, vpp=2, ep=2),
+]
+
+
 def test_text_is_that_of_one_rank():
     tokenizer = ByteTokenizer()
     config = replace(EXPERTS, vocab_size=257, init_std=0.3, max_seq_len=80)
-    options = {"tokenizer": tokenizer, "max_new_tokens": 70, "max_seq_len": 80, "seed": 3}
+    options = {"tokenizer": tokenizer, "max_new_tokens": 12, "max_seq_len": 80, "seed": 3}
 
-    def text(groups, layout):
-        trainer = make_trainer(groups, layout, config=config)
-        chunks = trainer.runner.chunks
-        logits = next_logits(chunks[0]) if layout is None else pipeline_next_logits(chunks, groups)
+    def text(groups=None, layout=None):
+        chunks = make_trainer(groups, layout, config=config).runner.chunks
+        whole_model = layout is None or layout.pp == 1
+        logits = next_logits(chunks[0]) if whole_model else pipeline_next_logits(chunks, groups)
         with evaluation_mode(chunks):
             tp, together = (None, None) if groups is None else (groups.tp, groups.tp_cp_dp)
-            return generate(logits, [72, 105], group=tp, together=together, **options)
+            return generate(logits, [72, 105] * 30, group=tp, together=together, **options)
 
     def rank_main(rank, world_size):
-        layout = ParallelConfig(pp=2, vpp=2, tp=2, ep=2, etp=1, sequence_parallel=True)
-        return text(make_groups(world_size, layout), layout)
+        return [text(make_groups(world_size, layout), layout) for layout in TEXT_LAYOUTS]
 
-    alone = text(None, None)
-    assert len(alone) > 20 and run_ranks(rank_main, 4) == [alone] * 4
+    alone = text()
+    assert len(alone) > 6  # the window of 64 has become longer
+    assert run_ranks(rank_main, 4) == [[alone] * len(TEXT_LAYOUTS)] * 4
 
 
 def fault(kind):
