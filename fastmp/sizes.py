@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 from fastmp.config import GPTConfig
 
-__all__ = ["ParameterCounts", "count_parameters", "flops_per_token", "num_parameters", "pad_vocab"]
+__all__ = [
+    "ParameterCounts",
+    "count_parameters",
+    "flops_per_token",
+    "layer_flops_per_token",
+    "layer_parameters",
+    "norm_parameters",
+    "num_parameters",
+    "pad_vocab",
+    "position_parameters",
+]
 
 
 @dataclass(frozen=True)
@@ -47,14 +57,12 @@ def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
     return -(-vocab_size // unit) * unit
 
 
-def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
-    """`vocab_size`: rows of the embedding counted, the real vocabulary by default."""
+def layer_parameters(config: GPTConfig) -> ParameterCounts:
+    """Of one layer."""
     h, d, moe = config.hidden_size, config.head_dim, config.moe
-    V = config.vocab_size if vocab_size is None else vocab_size
     qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
-    norm = h if config.norm == "rmsnorm" else 2 * h
     sharded = _attention(config) + (_blocks(config) + 1) * h * ffn
-    replicated = 2 * norm + 2 * d * config.qk_norm
+    replicated = 2 * norm_parameters(config) + 2 * d * config.qk_norm
     if config.linear_bias:  # a bias after the sum over ranks is replicated; experts have none
         sharded += qkv + _blocks(config) * ffn
         replicated += h + (h if ffn else 0)
@@ -62,10 +70,28 @@ def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> Parame
     if moe is not None:
         replicated += _router(config)
         experts, chosen = (_experts(config, number) for number in (moe.num_experts, moe.top_k))
-    words = V * h * (1 if config.tie_embeddings else 2)
-    positions = config.max_seq_len * h if config.position == "learned" else 0
-    L = config.num_layers
-    return ParameterCounts(L * sharded + words, L * replicated + positions + norm, L * experts, L * chosen)
+    return ParameterCounts(sharded, replicated, experts, chosen)
+
+
+def norm_parameters(config: GPTConfig) -> int:
+    """Of a norm of hidden states."""
+    return config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
+
+
+def position_parameters(config: GPTConfig) -> int:
+    """Of the table of positions, where they are learned."""
+    return config.max_seq_len * config.hidden_size if config.position == "learned" else 0
+
+
+def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
+    """`vocab_size`: rows of the embedding counted, the real vocabulary by default."""
+    V = config.vocab_size if vocab_size is None else vocab_size
+    words = V * config.hidden_size * (1 if config.tie_embeddings else 2)
+    ends = position_parameters(config) + norm_parameters(config)
+    L, layer = config.num_layers, layer_parameters(config)
+    return ParameterCounts(
+        L * layer.sharded + words, L * layer.replicated + ends, L * layer.experts, L * layer.chosen
+    )
 
 
 def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
@@ -90,12 +116,17 @@ def flops_per_token(
     """
     S, L, h = config.max_seq_len if seq_len is None else seq_len, config.num_layers, config.hidden_size
     V = config.vocab_size if vocab_size is None else vocab_size
-    layer = _attention(config) + (_blocks(config) + 1) * h * _dense_ffn(config)
+    matrices, attention = layer_flops_per_token(config, S, causal=causal)
+    return 3 * (L * (matrices + attention) + 2 * h * V)
+
+
+def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = False) -> tuple[float, float]:
+    """(of the weights, of attention's scores and values): the forward of one layer; as `flops_per_token`."""
+    matrices = _attention(config) + (_blocks(config) + 1) * config.hidden_size * _dense_ffn(config)
     if config.moe is not None:
-        layer += _router(config) + _experts(config, config.moe.top_k)
-    keys = (S + 1) / 2 if causal else S
-    attention = L * 2 * config.num_heads * config.head_dim * keys
-    return 3 * 2 * (L * layer + h * V + attention)
+        matrices += _router(config) + _experts(config, config.moe.top_k)
+    keys = (seq_len + 1) / 2 if causal else seq_len
+    return 2.0 * matrices, 2.0 * 2 * config.num_heads * config.head_dim * keys
 
 
 # Elements of the matrices of one layer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from fastmp import cli, plan
 from fastmp.parallel.grid import RankGrid
+from fastmp.train.recipe import load_recipe
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 LAYOUT = ["--world-size", "16", "--tp", "4", "--pp", "2"]
@@ -90,11 +92,59 @@ def test_a_mistake_is_one_line_and_status_2(capsys, arguments, part):
     assert part in captured.err
 
 
-def test_people_read_what_a_rank_of_a_recipe_would_hold(capsys):
+def test_people_read_what_a_recipe_means(capsys):
     text = run(capsys, "recipe", str(CONFIGS / "mixtral-8x7b.toml"), "--world-size", "64")
-    assert text.startswith("mixtral-8x7b: 46.70 B parameters, 12.88 B of them for one token\n")
+    assert text.startswith("mixtral-8x7b: 46.70 B parameters in bfloat16, 12.88 B of them for one token\n")
     assert "= etp 2 x ep 8 x edp 4 x pp 1 (experts)\n" in text
-    assert "a rank    2.82 B parameters of experts, 0.40 B others\n" in text
+    assert max(map(len, text.splitlines())) < 120
+    table = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    assert table[1][:3] == ["0", "32", "3.22"]
+    assert [row[0] for row in table[2:]] == ["group", "tp", "ep", "etp", "dp-cp", "edp"]
+
+
+def test_the_page_about_planning_shows_what_is_printed(capsys, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)
+    page = (CONFIGS.parent / "docs" / "planning.md").read_text()
+    shown = re.findall(r"```\n\$ fastmp plan (recipe configs/.*)\n((?:.*\n)*?)```", page)
+    assert len(shown) == 3
+    for command, expected in shown:
+        assert run(capsys, *command.split()) == expected
+
+
+def test_ranks_of_a_pipeline_that_hold_the_same_share_a_line(capsys, tmp_path):
+    text = (CONFIGS / "llama-3-8b.toml").read_text().replace("[parallel]", "[parallel]\npp = 8\nvpp = 2")
+    assert "recompute = true" in text
+    file = tmp_path / "recipe.toml"
+    file.write_text(text.replace("global_batch_size = 512", "global_batch_size = 32"))
+    shown = run(capsys, "recipe", str(file), "--world-size", "64")
+    facts = json.loads(run(capsys, "recipe", str(file), "--world-size", "64", "--json"))
+    assert facts["bubble"] == pytest.approx(7 / (2 * facts["microbatches"]))
+    assert [rank["layers"] for rank in facts["ranks"]] == [[2, 2]] * 8
+    assert [rank["peak_in_flight"] for rank in facts["ranks"]] == [23, 21, 19, 17, 15, 13, 11, 9]
+    assert f"bubble {facts['bubble']:.3g} of the work" in shown
+    assert facts["fullest"] in (0, 7) and set(facts["ranks"][3]["sent"]) == {"tp", "pp", "dp-cp"}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [  # of the published checkpoints
+        ("llama-3-8b", 8_030_261_248, 8_030_261_248),
+        ("mixtral-8x7b", 46_702_792_704, 12_879_925_248),
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704),
+    ],
+)
+def test_sizes_of_known_models(capsys, name, parameters, active):
+    facts = json.loads(run(capsys, "recipe", str(CONFIGS / f"{name}.toml"), "--world-size", "64", "--json"))
+    assert (facts["parameters"], facts["active_parameters"]) == (parameters, active)
+    recipe, tokens = load_recipe(CONFIGS / f"{name}.toml"), facts["tokens_per_step"]
+    model, keys = recipe.model, (recipe.data.seq_len + 1) / 2
+    # 6 FLOPs a token and parameter of a product (norms and the input table are none), 12 a layer, key and
+    # hidden unit of the heads for attention, of which a causal one sees half.
+    norms = (2 * model.num_layers + 1) * model.hidden_size
+    norms += 2 * model.num_layers * model.head_dim * model.qk_norm
+    products = active - model.vocab_size * model.hidden_size - norms
+    attention = 12 * model.num_layers * model.num_heads * model.head_dim * keys
+    assert facts["model_flops"] == pytest.approx(tokens * (6 * products + attention), rel=1e-12)
 
 
 def test_the_json_of_a_recipe_adds_up(capsys):
@@ -102,10 +152,13 @@ def test_the_json_of_a_recipe_adds_up(capsys):
     file = str(CONFIGS / "gpt-small-stdlib.toml")
     facts = json.loads(run(capsys, "recipe", file, "--world-size=1", "--json"))
     assert facts["parameters"] == facts["active_parameters"] == 4 * layer + (257 + 64 + 2) * 192
-    assert facts["rank_other_parameters"] == 4 * layer + (384 + 64 + 2) * 192  # with a padded vocabulary
-    assert facts["rank_expert_parameters"] == 0 and facts["microbatches"] == 1
-    held = facts["rank_weight_bytes"] + facts["rank_gradient_bytes"] + facts["rank_optimizer_bytes"]
-    assert held == 18 * facts["rank_other_parameters"]
+    [rank] = facts["ranks"]
+    assert rank["other_parameters"] == 4 * layer + (384 + 64 + 2) * 192  # with a padded vocabulary
+    assert rank["expert_parameters"] == 0 and facts["microbatches"] == 1 and facts["bubble"] == 0.0
+    held = rank["weights"] + rank["gradients"] + rank["optimizer"]
+    assert held == 18 * rank["other_parameters"]
+    assert rank["total"] == held + rank["activations"] + rank["loss"]
+    assert rank["sent"] == {} and rank["flops"] == facts["hardware_flops"] > facts["model_flops"]
 
 
 @pytest.mark.parametrize(

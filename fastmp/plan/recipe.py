@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.layout import make_grid, problems
+from fastmp.layout import problems
+from fastmp.parallel.schedule import orders
+from fastmp.parallel.simulate import Costs, Simulation, simulate
+from fastmp.plan import activations, traffic
+from fastmp.plan.flops import hardware_flops
+from fastmp.plan.memory import memory, stage_layers
 from fastmp.plan.parser import Parser
-from fastmp.sizes import count_parameters, flops_per_token, pad_vocab
+from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.sizes import count_parameters, flops_per_token
 from fastmp.train.recipe import read_recipe
 
 
@@ -45,57 +53,155 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, int | float | str]:
-    """What `recipe` is on `world_size` ranks, where it has no `problems`."""
-    model, data, grid = recipe.model, recipe.data, make_grid(recipe, world_size)
-    samples = data.micro_batch_size * grid.dp
+def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
+    """What `recipe` is on `world_size` ranks, where it has no `problems`; sizes are in bytes."""
+    model, layout, shapes = recipe.model, recipe.parallel, shapes_of(recipe, world_size)
+    tokens = recipe.train.global_batch_size * recipe.data.seq_len
+    run = _simulate(recipe, shapes)
+    flops, sent = hardware_flops(recipe, shapes), traffic.step(recipe, shapes)
+    layer = traffic.layer(shapes, shard_recompute_input=layout.shard_recompute_input)
+    layers = stage_layers(recipe)
+    ranks = [
+        {
+            "layers": layers[rank :: shapes.grid.pp],
+            "peak_in_flight": run.peak_activations[rank],
+            **asdict(held),
+            "flops": flops[rank],
+            "sent": sent[rank],
+        }
+        for rank, held in enumerate(memory(recipe, shapes, run.orders))
+    ]
     count = count_parameters(model)
-    experts, others = count_parameters(model, pad_vocab(model.vocab_size, grid.tp)).per_rank(
-        grid.tp, grid.ep, grid.etp
-    )
-    narrow = recipe.train.dtype != "float32"  # a narrow parameter has a float32 master, a wide one is its own
-    held = experts + others
     return {
         "name": recipe.train.name,
-        "layout": str(grid),
+        "layout": str(shapes.grid),
+        "dtype": "float32" if shapes.itemsize == 4 else "bfloat16",
         "parameters": count.total,
         "active_parameters": count.active,
-        "flops_per_token": flops_per_token(model, data.seq_len, causal=True),
-        "tokens_per_step": recipe.train.global_batch_size * data.seq_len,
-        "microbatches": recipe.train.global_batch_size // samples,
-        "dtype": "bfloat16" if narrow else "float32",
-        "rank_expert_parameters": experts,
-        "rank_other_parameters": others,
-        "rank_weight_bytes": held * (2 if narrow else 4),
-        "rank_gradient_bytes": held * 4,
-        "rank_optimizer_bytes": held * (12 if narrow else 8),
+        "tokens_per_step": tokens,
+        "microbatches": shapes.num_microbatches,
+        "hardware_flops": sum(flops) * world_size // shapes.grid.pp,
+        "model_flops": tokens * flops_per_token(model, recipe.data.seq_len, causal=True),
+        "recompute": layout.recompute,
+        "schedule": layout.schedule,
+        "chunks": layout.vpp,
+        "bubble": run.bubble,
+        "layer": {
+            "activations": activations.layer_parts(shapes),
+            "input": activations.layer_input(shapes, layout.shard_recompute_input),
+            "sent": {
+                "forward": _positive(layer.forward),
+                "backward": _positive(layer.backward),
+                "recomputation": _positive(layer.repeated) if layout.recompute else {},
+            },
+        },
+        "fullest": max(range(len(ranks)), key=lambda rank: ranks[rank]["total"]),
+        "ranks": ranks,
     }
 
 
-def describe_recipe(facts: dict[str, int | float | str]) -> Iterator[str]:
-    """The lines a person reads."""
-    weights, gradients, optimizer = (
-        float(facts[f"rank_{part}_bytes"]) / 2**30 for part in ("weight", "gradient", "optimizer")
+def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
+    """The schedule, in units of a layer's forward: its backward takes two, one more with recomputation."""
+    layout, layers = recipe.parallel, stage_layers(recipe)
+    costs = Costs(
+        forward=layers,
+        backward_input=[number * (2 if layout.recompute else 1) for number in layers],
+        backward_weight=layers,
     )
-    yield f"{facts['name']}: {_billions(facts['parameters'])} parameters" + (
-        f", {_billions(facts['active_parameters'])} of them for one token"
+    sizes = (layout.pp, shapes.num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
+    return simulate(orders(*sizes), costs)
+
+
+def _positive(sent: Mapping[str, int]) -> dict[str, int]:
+    return {group: number for group, number in sent.items() if number}
+
+
+def describe_recipe(facts: dict[str, Any]) -> Iterator[str]:
+    """The lines a person reads."""
+    yield f"{facts['name']}: {_short(facts['parameters'])} parameters in {facts['dtype']}" + (
+        f", {_short(facts['active_parameters'])} of them for one token"
         if facts["active_parameters"] != facts["parameters"]
         else ""
     )
-    yield f"{facts['layout']}"
+    yield facts["layout"]
+    done = facts["hardware_flops"] / facts["model_flops"] - 1
     yield (
         f"a step    {facts['tokens_per_step']:,} tokens in {facts['microbatches']} microbatches, "
-        f"{float(facts['flops_per_token']) * float(facts['tokens_per_step']):.3g} model FLOPs"
+        f"{facts['model_flops']:.3g} model FLOPs; {done:.0%} more with what is computed again"
     )
+    if len(facts["ranks"]) > 1:
+        chunks = f" of {facts['chunks']} chunks" if facts["chunks"] > 1 else ""
+        idle = facts["bubble"] / (1 + facts["bubble"])
+        yield (
+            f"pipeline  {facts['schedule']}{chunks}, bubble {facts['bubble']:.3g} of the work: ranks idle "
+            f"{idle:.1%} of a step, if layers alone take time"
+        )
+    yield ""
+    yield from _describe_memory(facts)
+    yield ""
+    yield from _describe_traffic(facts)
+
+
+def _describe_memory(facts: dict[str, Any]) -> Iterator[str]:
+    ranks, again = facts["ranks"], facts["recompute"]
+    most = max(rank["total"] for rank in ranks)
+    unit, name_of_unit = (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+    chosen = "recomputed" if again else "kept"
+    yield f"memory of a rank in {name_of_unit}; the total has activations {chosen}"
+    header = ["pipeline rank", "layers", "parameters", "weights", "gradients", "optimizer"]
+    header += ["activations: kept", "recomputed", "loss", "total"]
+    rows = []
+    for first, last, rank in _runs(ranks):
+        parameters = rank["expert_parameters"] + rank["other_parameters"]
+        classes = ("weights", "gradients", "optimizer", "activations", "recomputed", "loss", "total")
+        rows.append(
+            [
+                f"{first}" if first == last else f"{first}-{last}",
+                "+".join(map(str, rank["layers"])),
+                _short(parameters),
+                *(f"{rank[name] / unit:.2f}" for name in classes),
+            ]
+        )
+    yield from _table(header, rows)
+    parts = facts["layer"]["activations"]
     yield (
-        f"a rank    {_billions(facts['rank_expert_parameters'])} parameters of experts, "
-        f"{_billions(facts['rank_other_parameters'])} others"
-    )
-    yield (
-        f"memory    {weights + gradients + optimizer:.1f} GiB a rank without activations: weights in "
-        f"{facts['dtype']} {weights:.1f}, gradients {gradients:.1f}, optimizer {optimizer:.1f}"
+        "a layer keeps of a microbatch "
+        + ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in parts.items())
+        + f"; recomputed, {facts['layer']['input'] / 2**20:.1f} MiB"
     )
 
 
-def _billions(number: int | float | str) -> str:
-    return f"{float(number) / 1e9:.2f} B" if float(number) >= 1e8 else f"{float(number) / 1e6:.2f} M"
+def _describe_traffic(facts: dict[str, Any]) -> Iterator[str]:
+    directions = facts["layer"]["sent"]
+    busiest = max(facts["ranks"], key=lambda rank: sum(rank["sent"].values()))
+    if not busiest["sent"]:
+        yield "nothing is sent"
+        return
+    yield "sent by a rank: MiB for a layer and microbatch, GiB in a step by the rank that sends most"
+    rows = []
+    for group, total in busiest["sent"].items():
+        once = [directions[name].get(group, 0) / 2**20 for name in directions]
+        rows.append([group, *(f"{sent:.1f}" if sent else "-" for sent in once), f"{total / 2**30:,.2f}"])
+    yield from _table(["group", *directions, "a step"], rows)
+
+
+def _runs(ranks: list[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(first, last, what each of them holds) of neighbours that print alike."""
+    shown = [{**rank, "sent": None, "flops": None, "peak_in_flight": None} for rank in ranks]
+    first = 0
+    for last in range(len(ranks)):
+        if last + 1 == len(ranks) or shown[last + 1] != shown[first]:
+            yield first, last, ranks[first]
+            first = last + 1
+
+
+def _table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
+    """Columns under their names, to the right but for the first."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _short(number: float) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"

@@ -40,9 +40,13 @@ _NAMES = {
 
 @dataclass
 class Collectives:
-    """The collectives that ran, in order: (name, shapes of its tensors, outputs first)."""
+    """The collectives that ran, in order: (name, shapes of its tensors, outputs first).
+
+    `sizes`: bytes of the larger side of each, the whole of what an all-gather or a reduce-scatter is about.
+    """
 
     calls: list[tuple[str, list[tuple[int, ...]]]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -60,12 +64,10 @@ class _Recorder(TorchDispatchMode):
         if space in ("c10d", "_c10d_functional"):
             name = _NAMES.get(name, name)
             if name != "wait_tensor":
-                shapes = [
-                    tuple(t.shape)
-                    for t in torch.utils._pytree.tree_leaves(args)
-                    if isinstance(t, torch.Tensor)
-                ]
-                self.seen.calls.append((name, shapes))
+                leaves = torch.utils._pytree.tree_leaves(args)
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                self.seen.calls.append((name, [tuple(t.shape) for t in tensors]))
+                self.seen.sizes.append(max((t.nbytes for t in tensors), default=0))
         return func(*args, **(kwargs or {}))
 
 

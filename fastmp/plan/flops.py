@@ -1,0 +1,42 @@
+"""Floating-point operations of a rank in one step: what its matrix products and attention really do.
+
+Model FLOPs (`fastmp.sizes`) are what the mathematics asks for. On top of them come the scores that fused
+attention makes again in its backward, the layers that recomputation runs again, and the padding of the
+vocabulary. Attention counts the keys that a token sees; loads of experts are all equal.
+"""
+
+from __future__ import annotations
+
+from fastmp.config import Recipe
+from fastmp.plan.memory import stage_layers
+from fastmp.plan.shapes import Shapes
+from fastmp.sizes import layer_flops_per_token
+
+_ATTENTION_BACKWARD = 2.5  # of its forward: five products for two
+
+
+def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> list[float]:
+    """Of one step, for a rank of each of the pipeline's ranks; `causal` as in `flops_per_token`."""
+    model, grid, layers = recipe.model, shapes.grid, stage_layers(recipe)
+    matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
+    layer = 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention
+    if recipe.parallel.recompute:
+        layer += matrices + attention - _not_repeated(recipe)
+    output = 3 * 2.0 * model.hidden_size * shapes.vocab * grid.tp
+    tokens = (
+        recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
+    )
+    found = []
+    for rank in range(grid.pp):
+        own = range(rank, len(layers), grid.pp)
+        logits = output if len(layers) - 1 in own else 0.0
+        found.append(tokens * (sum(layers[stage] for stage in own) * layer + logits))
+    return found
+
+
+def _not_repeated(recipe: Recipe) -> float:
+    """A token's part of the last product of an MLP: a recomputation ends where nothing more is kept."""
+    model = recipe.model
+    if model.moe is not None or model.dropout:
+        return 0.0
+    return 2.0 * model.hidden_size * model.ffn_size

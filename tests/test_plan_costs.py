@@ -1,0 +1,309 @@
+"""The formulas of `fastmp plan recipe` against runs: bytes that autograd keeps, products, bytes sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.layout import make_grid, problems
+from fastmp.nn import gpt_stages, sum_tied_gradients
+from fastmp.nn.models import ExpertLosses
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.context import cut_sequence
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.optimizer import AdamW
+from fastmp.parallel.pipeline import Pipeline
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.schedule import orders, peak_in_flight
+from fastmp.plan import activations, traffic
+from fastmp.plan.flops import hardware_flops
+from fastmp.plan.memory import memory
+from fastmp.plan.shapes import shapes_of
+from fastmp.sizes import layer_flops_per_token
+from fastmp.testing import count_collectives, run_ranks
+
+CLOSE = 0.005  # of both; what is left out are a few numbers for each expert
+SMALL_CALL = 256  # bytes: counts of tokens and sums of losses
+GPT2 = GPTConfig(num_layers=2, hidden_size=128, num_heads=8, vocab_size=300, max_seq_len=64)
+LLAMA = replace(
+    GPT2,
+    num_kv_heads=2,
+    norm="rmsnorm",
+    position="rope",
+    activation="swiglu",
+    linear_bias=False,
+    tie_embeddings=False,
+    ffn_hidden_size=320,
+)
+# Every token goes to every expert: the loads are equal, as the formulas take them to be.
+BALANCED = MoEConfig(num_experts=4, top_k=4, expert_ffn_hidden_size=64, aux_loss=0.01)
+SHARED = replace(BALANCED, shared_expert_ffn_hidden_size=96, shared_expert_gate=True)
+MODELS = {
+    "gpt2": GPT2,
+    "gpt2, grouped": replace(GPT2, num_kv_heads=2),
+    "gpt2, qk-norm": replace(GPT2, qk_norm=True),
+    "gpt2, dropout": replace(GPT2, dropout=0.1),
+    "gpt2, experts": replace(GPT2, moe=BALANCED),
+    "llama": LLAMA,
+    "qwen": replace(LLAMA, qk_norm=True, moe=BALANCED),
+    "shared": replace(LLAMA, moe=SHARED),
+    "jitter": replace(GPT2, moe=replace(SHARED, jitter=0.1)),
+}
+
+
+def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, **layout):
+    made = Recipe(
+        model=model,
+        parallel=ParallelConfig(**layout),
+        data=DataConfig(seq_len=64, micro_batch_size=2),
+        train=TrainConfig(global_batch_size=2 * microbatches * dp, dtype=dtype),
+    )
+    return made
+
+
+def world_size(made, dp=1):
+    layout = made.parallel
+    size = dp * layout.tp * layout.cp * layout.pp
+    assert problems(made, size) == []
+    return size
+
+
+def make_stages(made, groups=None):
+    layout = made.parallel
+    stages = gpt_stages(
+        made.model,
+        groups=groups,
+        vpp=layout.vpp,
+        layers=layout.stage_layers,
+        rng=RngTracker(1, tp_rank=0 if groups is None else group_rank(groups.tp)),
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        shard_recompute_input=layout.shard_recompute_input,
+        dtype=getattr(torch, made.train.dtype),
+    )
+    named = [(f"{i}.{name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]
+    buffer = GradBuffer(
+        named,
+        dp_group=None if groups is None else groups.dp_cp,
+        tp_group=None if groups is None else groups.tp,
+        edp_group=None if groups is None else groups.edp,
+    )
+    return stages, buffer
+
+
+def batch(made):
+    tokens = torch.randint(made.model.vocab_size, (2, 65), generator=torch.Generator().manual_seed(3))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model, tokens, targets):
+    loss = model.loss(tokens, targets, loss_grad_BS=1.0)
+    return loss.tokens.sum() + loss.aux if isinstance(loss, ExpertLosses) else loss.sum()
+
+
+class Kept:
+    """Bytes of the distinct storages that autograd has saved inside, parameters and tables left out."""
+
+    def __init__(self, *modules):
+        own = (t for module in modules for t in [*module.parameters(), *module.buffers()])
+        self.others = {t.untyped_storage().data_ptr() for t in own}
+        self.storages = {}
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.others:
+            self.storages[storage.data_ptr()] = storage
+        return tensor
+
+    def __enter__(self):
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.__exit__(*error)
+
+    @property
+    def bytes(self):
+        return sum(storage.nbytes() for storage in self.storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_bytes_that_autograd_keeps(name, dtype):
+    made = recipe(MODELS[name], dtype=dtype)
+    shapes, ([model], _) = shapes_of(made, 1), make_stages(made)
+    x = torch.randn(64, 2, 128, dtype=getattr(torch, dtype), requires_grad=True)
+    with Kept(model) as kept:
+        out = model.layers[0](x)
+    expected = sum(activations.layer_parts(shapes).values())
+    assert kept.bytes == pytest.approx(expected, rel=CLOSE)
+    del out
+    with Kept(model) as kept:
+        loss_of(model, *batch(made))
+    held = memory(made, shapes, orders(1, 1))[0]
+    assert kept.bytes == pytest.approx(held.activations + on_cpu(shapes), rel=CLOSE)
+
+
+def on_cpu(shapes, rank=0, recompute=False):
+    """What torch keeps on a CPU only: dropout's mask in the dtype of its input, where a GPU has bytes, and
+    over context-parallel ranks causal masks, which the kernels of a GPU do without."""
+    model, cp = shapes.model, shapes.grid.cp
+    extra = shapes.rows * model.hidden_size * (shapes.itemsize - 1) if model.dropout else 0
+    if cp > 1 and not recompute:
+        part = shapes.length // 2
+        ends = [part * (number + 1) for number in (rank, 2 * cp - 1 - rank)]
+        extra += model.num_layers * sum(part * end * 4 for end in ends if end > part)
+    return extra
+
+
+LAYOUTS = {
+    "tp": (recipe(GPT2, tp=2), 1),
+    "tp, grouped": (recipe(LLAMA, tp=2), 1),
+    "tp, sp": (recipe(LLAMA, tp=2, sequence_parallel=True), 1),
+    "tp, sp, tied": (recipe(GPT2, tp=2, sequence_parallel=True), 1),
+    "tp, etp": (recipe(MODELS["qwen"], tp=2), 1),
+    "tp, sp, etp": (recipe(MODELS["shared"], tp=2, sequence_parallel=True), 1),
+    "tp, ep": (recipe(MODELS["shared"], tp=2, ep=2, etp=1), 1),
+    "tp, sp, ep": (recipe(MODELS["qwen"], tp=2, ep=2, etp=1, sequence_parallel=True), 1),
+    "ep": (recipe(MODELS["qwen"], ep=2, dp=2), 2),
+    "ep, all-gather": (recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="allgather")), ep=2, dp=2), 2),
+    "ep, etp": (recipe(MODELS["qwen"], tp=2, ep=2, dp=2), 2),
+    "dp": (recipe(GPT2, dp=2), 2),
+    "dp, edp": (recipe(MODELS["shared"], dp=2), 2),
+    "cp": (recipe(LLAMA, cp=2), 1),
+    "cp, qk-norm": (recipe(MODELS["qwen"], cp=2, ep=2), 1),
+    "cp, learned": (recipe(GPT2, cp=2), 1),
+    "pp": (recipe(GPT2, pp=2, microbatches=3), 1),
+    "pp, vpp": (recipe(replace(LLAMA, num_layers=4), pp=2, vpp=2, microbatches=4), 1),
+    "pp, uneven": (recipe(replace(GPT2, num_layers=3), pp=2, stage_layers=(1, 2), microbatches=2), 1),
+    "tp, sp, pp": (
+        recipe(MODELS["qwen"], dtype="bfloat16", tp=2, pp=2, sequence_parallel=True, microbatches=2),
+        1,
+    ),
+}
+RECOMPUTED = {
+    "tp": (recipe(GPT2, tp=2, recompute=True), 1),
+    "tp, dropout": (recipe(MODELS["gpt2, dropout"], tp=2, recompute=True), 1),
+    "tp, shards": (recipe(LLAMA, tp=2, recompute=True, shard_recompute_input=True), 1),
+    "tp, sp": (recipe(LLAMA, tp=2, recompute=True, sequence_parallel=True), 1),
+    "tp, etp": (recipe(MODELS["shared"], tp=2, recompute=True), 1),
+    "ep": (recipe(MODELS["qwen"], ep=2, dp=2, recompute=True), 2),
+    "ep, all-gather": (
+        recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="allgather")), ep=2, dp=2, recompute=True),
+        2,
+    ),
+    "cp": (recipe(LLAMA, cp=2, recompute=True), 1),
+}
+CASES = [pytest.param(*LAYOUTS[name], id=name) for name in LAYOUTS]
+CASES += [pytest.param(*RECOMPUTED[name], id=f"recomputed: {name}") for name in RECOMPUTED]
+
+
+def bytes_sent(seen):
+    """By groups of two ranks, as rings."""
+    factors = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5, "all_to_all": 0.5, "send": 1.0}
+    sent = Counter()
+    for (name, _), size in zip(seen.calls, seen.sizes):
+        if size > SMALL_CALL and name in factors:
+            sent[name] += factors[name] * size
+    return dict(sent)
+
+
+def run_step(rank, size, made):
+    """Bytes sent in a step, bytes kept of a forward of all that this rank has, and bytes that it holds."""
+    groups = ParallelGroups.create(make_grid(made, size))
+    stages, buffer = make_stages(made, groups)
+    shapes = shapes_of(made, size)
+    tokens, targets = (cut_sequence(x, groups.cp) for x in batch(made))
+    kept = Kept(*stages)
+    with count_collectives() as seen:
+        if shapes.grid.pp == 1:
+            with kept:
+                loss = loss_of(stages[0], tokens, targets)
+            loss.backward()
+        else:
+            run_pipeline(made, shapes, groups, stages, tokens, targets)
+        sum_tied_gradients(stages, groups)
+        buffer.all_reduce()
+    state = AdamW(buffer.parameters.items()).state_dict()["state"].values()
+    held = {
+        "weights": sum(p.nbytes for p in buffer.parameters.values()),
+        "gradients": sum(b.nbytes for b in [*buffer.buffers.values(), *buffer.expert_buffers.values()]),
+        "optimizer": sum(tensor.nbytes for entries in state for tensor in entries.values()),
+    }
+    return bytes_sent(seen), kept.bytes, held
+
+
+def run_pipeline(made, shapes, groups, stages, tokens, targets):
+    pipeline = Pipeline(
+        stages,
+        orders(shapes.grid.pp, shapes.num_microbatches, made.parallel.vpp),
+        group=groups.pp,
+        inputs=lambda item: item[0],
+        loss=lambda hidden, item: stages[-1].token_losses(hidden, item[1], loss_grad_BS=1.0).sum(),
+    )
+    pipeline.train([(tokens, targets)] * shapes.num_microbatches)
+
+
+@pytest.mark.parametrize(("made", "dp"), CASES)
+def test_bytes_on_ranks(made, dp):
+    size = world_size(made, dp)
+    shapes, layout = shapes_of(made, size), made.parallel
+    results = run_ranks(run_step, size, made)
+    expected = traffic.step(made, shapes)
+    held = memory(made, shapes, orders(layout.pp, shapes.num_microbatches, layout.vpp))
+    for rank, (sent, kept, owned) in enumerate(results):
+        stage = rank // (size // layout.pp)
+        assert owned == {name: getattr(held[stage], name) for name in owned}
+        assert sum(sent.values()) == pytest.approx(sum(expected[stage].values()), rel=CLOSE), sent
+        if layout.pp == 1:
+            whole = held[0].activations
+            if layout.recompute:
+                part = activations.layer_parts(shapes)
+                whole = held[0].recomputed - sum(part.values())
+                whole += 0 if layout.shard_recompute_input else activations.layer_input(shapes, False)
+            assert kept == pytest.approx(whole + on_cpu(shapes, rank, layout.recompute), rel=CLOSE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_activations_follow_the_schedule(schedule):
+    """Of equal chunks the fullest moment has as many as the schedule says."""
+    made = recipe(replace(GPT2, num_layers=24), pp=4, vpp=2, microbatches=8, schedule=schedule)
+    sizes = (4, 8, 2, None, schedule)
+    shapes = shapes_of(made, 4)
+    layer = sum(activations.layer_parts(shapes).values())
+    ends = {0: activations.embedding(shapes), 3: activations.loss(shapes)}
+    for rank, held in enumerate(memory(made, shapes, orders(*sizes))):
+        chunks = peak_in_flight(rank, *sizes)
+        assert 0 <= held.activations - chunks * 3 * layer <= chunks * ends.get(rank, 0)
+        if schedule == "1f1b":
+            most = chunks * (3 * activations.layer_input(shapes, False) + ends.get(rank, 0)) + layer
+            assert held.recomputed <= most < held.activations
+    last = memory(recipe(GPT2, pp=2, stage_layers=(2, 0), microbatches=4), shapes_of(made, 4), orders(2, 4))[
+        1
+    ]
+    assert last.activations == activations.loss(shapes)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2, dropout", "llama", "qwen", "shared"])
+def test_products(name, recompute):
+    made = recipe(MODELS[name], recompute=recompute)
+    [model], _ = make_stages(made)
+    # A counter sees into attention that is not fused; that keeps its scores, and does not make them again.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        loss_of(model, *batch(made)).backward()
+    products = ("mm", "addmm", "bmm", "grouped_mm", "grouped_mlp_in", "grouped_mm_wgrad", "grouped_mm_wgrad_",
+                "accumulate_weight_grad_")  # fmt: skip
+    counts = counter.get_flop_counts()["Global"]
+    counted = sum(count for op, count in counts.items() if op.__name__ in products)
+    attention = layer_flops_per_token(made.model, 64)[1] * made.model.num_layers
+    expected = hardware_flops(made, shapes_of(made, 1), causal=False)[0] - 128 * 0.5 * attention
+    assert counted == pytest.approx(expected, rel=1e-9)
