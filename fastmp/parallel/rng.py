@@ -60,6 +60,11 @@ class RngTracker:
         """A copy of a model draws from the same streams: there is one default generator."""
         return self
 
+    @property
+    def current(self) -> str:
+        """The stream that is drawn from now."""
+        return self._current
+
     @contextmanager
     def fork(
         self, name: str = "tensor-parallel", *, device: torch.device | None = None

@@ -1,0 +1,308 @@
+"""Graphs on a CPU: the ops of a capture, done again on the same memory at every replay.
+
+What CUDA does for kernels, this does for torch ops, with the same rules, so that whoever captures and replays
+can be held to them anywhere. A captured op keeps addresses, not tensors. What it makes lies in a block of the
+pool, which is free as soon as nobody holds the tensor, also while other graphs are captured: a result that is
+read after that is another's, as it would be on a GPU. Nothing of Python runs at replay.
+
+Random ops draw at replay from the stream that they drew from at capture, and go on where it stands. One that
+started where one of the forward had started is a recomputation, and starts there again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+__all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph"]
+
+_ALIGNMENT = 64
+_NOT_STATIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_HIDDEN = (str(Path(torch.__file__).parent), __file__)  # frames that an error does not tell of
+
+
+class CaptureError(RuntimeError):
+    """Something that a graph cannot hold; the message names the op and the line that called it."""
+
+
+class RandomStreams(Protocol):
+    """Streams that take turns in the default generator, as those of an `RngTracker`."""
+
+    @property
+    def current(self) -> str: ...
+    def fork(self, name: str) -> AbstractContextManager[None]: ...
+
+
+class _Block:
+    """Memory of the pool, and the way to know when the tensor in it is gone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.address = self.memory.data_ptr()
+
+    def lend(self, give_back: Callable[[], None]) -> torch.UntypedStorage:
+        """A storage on the memory; `give_back` is called when it dies."""
+        holder = (ctypes.c_char * self.nbytes).from_address(self.address)
+        weakref.finalize(holder, give_back)
+        return torch.frombuffer(holder, dtype=torch.uint8).untyped_storage()
+
+
+class Pool:
+    """Memory that graphs share. A block goes to the next that asks for as much, once its tensor is gone.
+
+    `nbytes` is all that was ever taken: what a step needs at once, if graphs are captured in the order in
+    which they run.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._blocks: dict[int, _Block] = {}
+        self._free: dict[int, list[_Block]] = defaultdict(list)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """The same tensor, its storage in the pool."""
+        storage = tensor.untyped_storage()
+        kept = self._take(storage.nbytes())
+        _bytes(kept)[: storage.nbytes()].copy_(_bytes(storage))
+        return _on(kept, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def block_of(self, tensor: Tensor) -> _Block | None:
+        return self._blocks.get(tensor.untyped_storage().data_ptr())
+
+    def _take(self, nbytes: int) -> torch.UntypedStorage:
+        nbytes += -nbytes % _ALIGNMENT
+        free = self._free[nbytes]
+        if free:
+            block = free.pop()
+        else:
+            block = _Block(nbytes)
+            self._blocks[block.address] = block
+            self.nbytes += nbytes
+        return block.lend(lambda: free.append(block))
+
+
+class _InPool(NamedTuple):
+    """A tensor by where it lies; nothing of it is held."""
+
+    memory: Tensor
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def tensor(self) -> Tensor:
+        return _on(self.memory.untyped_storage(), *self[1:])
+
+
+class _Outside(NamedTuple):
+    """A tensor that was there before: a parameter, a static input, a gradient buffer, a constant."""
+
+    held: Tensor
+    address: int
+
+    def tensor(self) -> Tensor:
+        return self.held
+
+
+class _Draw(NamedTuple):
+    """A random op: its stream, and whose start it has; its own if `repeats` is None."""
+
+    stream: str
+    own: bytes
+    repeats: dict[bytes, Tensor] | None
+
+
+class _Op(NamedTuple):
+    func: Any
+    arguments: list[Any]  # flat, as `spec` says, tensors as places
+    spec: Any
+    made: list[tuple[int, Tensor]]  # of the flat outputs, those that are new, and the memory of each
+    draw: _Draw | None
+
+
+class RecordedGraph:
+    """`with graph.capture(): ...` does the work once and notes it; `replay()` does it again, in place.
+
+    pool: where results lie; graphs that are captured in the order in which they run may share one.
+    rng: the streams that the work draws from; None: torch's default generator only.
+    forward: the graph whose backward this is; a recomputation in it draws what the forward drew.
+
+    Tensors from outside must stay where they are: their values are read anew, their addresses are not.
+    CaptureError for what a CUDA graph cannot hold either: a value that is read on the host, a shape that
+    depends on data, a generator that is not the default one.
+    """
+
+    def __init__(
+        self, pool: Pool, rng: RandomStreams | None = None, forward: RecordedGraph | None = None
+    ) -> None:
+        self.pool, self.rng, self.forward = pool, rng, forward
+        self.starts: dict[bytes, Tensor] = {}  # {where a random op started at capture: at the last replay}
+        self._ops: list[_Op] = []
+        self._ready: list[tuple[_Op, Any, Any]] = []
+
+    def __len__(self) -> int:
+        """The number of ops."""
+        return len(self._ops)
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        if self._ops:
+            raise CaptureError("graph: it is captured already; capture another one")
+        with _Recorder(self):
+            yield
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        if len(self._ready) != len(self._ops):
+            self._ready = [(op, *_arguments(op)) for op in self._ops]
+        for op, args, kwargs in self._ready:
+            outputs = op.func(*args, **kwargs) if op.draw is None else self._drawn(op, args, kwargs)
+            flat = tree_flatten(outputs)[0]
+            for i, memory in op.made:
+                made = _bytes(flat[i].untyped_storage())
+                memory[: len(made)].copy_(made)
+            _finished(flat)
+
+    def moved(self) -> list[Tensor]:
+        """Tensors from outside that are not where they were at capture, where a GPU would still read."""
+        outside = [a for op in self._ops for a in op.arguments if isinstance(a, _Outside)]
+        return [each.held for each in outside if each.held.data_ptr() != each.address]
+
+    def _drawn(self, op: _Op, args: Any, kwargs: Any) -> Any:
+        draw, generator = op.draw, torch.default_generator
+        with self._stream(draw.stream):
+            here = generator.get_state()
+            if draw.repeats is None:
+                self.starts[draw.own] = here
+                return op.func(*args, **kwargs)
+            generator.set_state(draw.repeats[draw.own])
+            outputs = op.func(*args, **kwargs)
+            generator.set_state(here)
+            return outputs
+
+    def _stream(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.rng is None or name == self.rng.current else self.rng.fork(name)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every op that passes, and puts what it makes into the pool."""
+
+    def __init__(self, graph: RecordedGraph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, graph, pool = kwargs or {}, self.graph, self.graph.pool
+        if not _is_static(func, args):
+            raise CaptureError(f"graph: {func} {_reason(func)}; called {_where()}")
+        draw = self._draw(func, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+        flat, spec = tree_flatten((args, kwargs))
+        arguments = [self._place(a) if isinstance(a, Tensor) else a for a in flat]
+        there = {a.untyped_storage().data_ptr() for a in flat if isinstance(a, Tensor)}
+        outputs, form = tree_flatten(func(*args, **kwargs))
+        outputs = _finished(outputs)
+        made: list[tuple[int, Tensor]] = []
+        moved: dict[int, torch.UntypedStorage] = {}
+        for i, output in enumerate(outputs):
+            if not isinstance(output, Tensor) or not output.untyped_storage().nbytes():
+                continue
+            address = output.untyped_storage().data_ptr()
+            if address in there or pool.block_of(output) is not None:
+                continue
+            if address in moved:
+                place = (output.dtype, output.storage_offset(), output.shape, output.stride())
+                outputs[i] = _on(moved[address], *place)
+                continue
+            outputs[i] = pool.keep(output)
+            moved[address] = outputs[i].untyped_storage()
+            made.append((i, pool.block_of(outputs[i]).memory))
+        graph._ops.append(_Op(func, arguments, spec, made, draw))
+        return tree_unflatten(outputs, form)
+
+    def _place(self, tensor: Tensor) -> _InPool | _Outside:
+        block = self.graph.pool.block_of(tensor)
+        if block is None:
+            return _Outside(tensor, tensor.data_ptr())
+        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return _InPool(block.memory, tensor.dtype, *place)
+
+    def _draw(self, func: Any, kwargs: Any) -> _Draw:
+        graph = self.graph
+        if kwargs.get("generator") not in (None, torch.default_generator):
+            raise CaptureError(
+                f"graph: {func} draws from a generator of its own, which replay would not advance; called "
+                f"{_where()}"
+            )
+        stream = "default" if graph.rng is None else graph.rng.current
+        state = torch.default_generator.get_state()
+        own = stream.encode() + state.numpy().tobytes()
+        for before in () if graph.forward is None else (graph.forward.starts,):
+            if own in before:
+                return _Draw(stream, own, before)
+        graph.starts[own] = state
+        return _Draw(stream, own, None)
+
+
+def _arguments(op: _Op) -> tuple[Any, Any]:
+    places = [a.tensor() if isinstance(a, _InPool | _Outside) else a for a in op.arguments]
+    return tree_unflatten(places, op.spec)
+
+
+def _finished(outputs: list[Any]) -> list[Any]:
+    """With work that has been waited for in place of that of a collective: what gloo does when a caller waits
+    is part of the collective, and no op of its own."""
+    works = [output for output in outputs if isinstance(output, torch.ScriptObject)]
+    for work in works:
+        work.wait()
+    return (
+        [FakeWork().boxed() if isinstance(o, torch.ScriptObject) else o for o in outputs]
+        if works
+        else outputs
+    )
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _on(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+) -> Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+def _is_static(func: Any, args: Any) -> bool:
+    if func is torch.ops.aten.index.Tensor:  # by masks only: numbers of rows give as many rows
+        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+    return not any(tag in func.tags for tag in _NOT_STATIC)
+
+
+def _reason(func: Any) -> str:
+    if torch.Tag.data_dependent_output in func.tags:
+        return "reads a value on the host, which replay would not see change"
+    return "makes a tensor whose shape depends on data, and replay cannot make another shape"
+
+
+def _where() -> str:
+    """The innermost line that is not torch's own; without one, the op was called by a backward."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_HIDDEN):
+            return f"at {frame.filename}:{frame.lineno}, {frame.line}"
+    return "in backward"

@@ -1,0 +1,183 @@
+"""Replays are the captured work, bit for bit, on the memory of the capture: also where that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fastmp.config import GPTConfig, MoEConfig
+from fastmp.graphs.recording import CaptureError, Pool, RecordedGraph
+from fastmp.nn import TransformerLayer
+from fastmp.nn.recompute import recompute
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing import run_ranks
+
+DENSE = GPTConfig(hidden_size=32, num_heads=4, dropout=0.2, attention_dropout=0.1, max_seq_len=16)
+MOE = GPTConfig(
+    **{"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "norm": "rmsnorm", "position": "rope"},
+    **{"activation": "swiglu", "qk_norm": True, "dropout": 0.2, "max_seq_len": 16},
+    moe=MoEConfig(
+        num_experts=4, expert_ffn_hidden_size=16, aux_loss=0.1, jitter=0.1, shared_expert_ffn_hidden_size=16
+    ),
+)
+
+
+def numbers(seed, *shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def forward(layer, x, recomputed, rng):
+    outputs = recompute(layer, x, rng=rng) if recomputed else layer(x)
+    return (outputs,) if isinstance(outputs, torch.Tensor) else outputs[:2]
+
+
+def backward(outputs, grad, x):
+    grads = (grad, *(torch.ones_like(other) for other in outputs[1:]))
+    torch.autograd.backward(outputs, grads, inputs=None)
+    own, x.grad = x.grad, None
+    return own
+
+
+def compare(config, groups, sequence_parallel=False, recomputed=False):
+    """A layer captured once and replayed on other numbers, beside itself run eagerly."""
+    rng = RngTracker(3, tp_rank=0 if groups is None else groups.tp.rank())
+    options = {"groups": groups, "group": None if groups is None else groups.tp}
+    layer = TransformerLayer(
+        config, **options, rng=rng, sequence_parallel=sequence_parallel, dtype=torch.float64
+    )
+    grads = GradBuffer(layer.named_parameters())
+    x, grad = numbers(1, 8, 2, 32).requires_grad_(), numbers(2, 8, 2, 32)
+    pool = Pool()
+    forwards = RecordedGraph(pool, rng)
+    backwards = RecordedGraph(pool, rng, forwards)
+    with forwards.capture():
+        outputs = forward(layer, x, recomputed, rng)
+    with backwards.capture():
+        x_grad = backward(outputs, grad, x)
+    outputs = [output.detach() for output in outputs]
+    for seed in (3, 4, 5):
+        with torch.no_grad():
+            x.copy_(numbers(seed, 8, 2, 32))
+            grad.copy_(numbers(10 + seed, 8, 2, 32))
+            for param in layer.parameters():  # an optimizer's step
+                param.mul_(1.01)
+        streams = rng.states()
+        grads.zero()
+        expected = forward(layer, x, recomputed, rng)
+        expected_grad = backward(expected, grad, x)
+        kept, after = {n: p.main_grad.clone() for n, p in layer.named_parameters()}, rng.states()
+        rng.restore(streams)
+        grads.zero()
+        forwards.replay()
+        backwards.replay()
+        assert all(torch.equal(after[name], state) for name, state in rng.states().items())
+        assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+        assert torch.equal(x_grad, expected_grad)
+        for name, param in layer.named_parameters():
+            assert torch.equal(param.main_grad, kept[name]), name
+    assert not forwards.moved() and not backwards.moved()
+
+
+@pytest.mark.parametrize("recomputed", (False, True), ids=("kept", "recomputed"))
+@pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
+def test_a_layer(config, recomputed):
+    compare(config, None, recomputed=recomputed)
+
+
+def ranks_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, tp=world))
+    for config in (DENSE, MOE):
+        for sequence_parallel in (False, True):
+            compare(config, groups, sequence_parallel, recomputed=sequence_parallel)
+
+
+def test_collectives_of_two_ranks():
+    run_ranks(ranks_case, 2)
+
+
+def test_what_is_let_go_is_overwritten():
+    pool, x = Pool(), torch.arange(8.0)
+    first, second = RecordedGraph(pool), RecordedGraph(pool)
+    with first.capture():
+        doubled = x * 2
+    address = doubled.data_ptr()
+    del doubled
+    with second.capture():
+        tripled = x * 3
+    assert tripled.data_ptr() == address and pool.nbytes == 64
+    first.replay()
+    assert torch.equal(tripled, x * 2)  # as on a GPU
+    second.replay()
+    assert torch.equal(tripled, x * 3)
+
+
+def test_what_is_held_is_not_overwritten():
+    pool, x = Pool(), torch.arange(8.0).requires_grad_()
+    graph, other = RecordedGraph(pool), RecordedGraph(pool)
+    with graph.capture():
+        output = (x * 2).exp()  # exp keeps its result for backward
+    held = output.detach()
+    with other.capture():
+        result = x.detach() * 3
+    assert result.data_ptr() != held.data_ptr() and pool.nbytes == 2 * 64
+    assert torch.equal(torch.autograd.grad(output, x, torch.ones(8))[0], 2 * held)
+
+
+def test_memory_of_a_step_is_what_it_needs_at_once():
+    x, pool = torch.ones(1024), Pool()
+    with RecordedGraph(pool).capture():
+        for _ in range(10):
+            x = x + 1
+    assert pool.nbytes == 2 * 4096
+
+
+def test_empty_tensors_views_and_changes_in_place():
+    pool, x = Pool(), torch.arange(6.0)
+    graph = RecordedGraph(pool)
+    with graph.capture():
+        parts = (x + 1).view(2, 3).t().split(2)
+        parts[0].mul_(10)
+        nothing = x.new_empty(0, 3) * 2
+        output = torch.cat([part.reshape(-1) for part in parts])[torch.arange(6)].expand(2, 6)
+    x.copy_(torch.arange(6.0) * 2)
+    graph.replay()
+    assert output.tolist() == [[10, 70, 30, 90, 5, 11]] * 2 and nothing.shape == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda x: x.sum().item(), r"_local_scalar_dense.default reads a value on the host"),
+        (lambda x: bool((x > 0).all()), r"_local_scalar_dense.default reads a value on the host"),
+        (lambda x: x.nonzero(), r"nonzero.default makes a tensor whose shape depends on data"),
+        (lambda x: x[x > 0], r"index.Tensor makes a tensor whose shape depends on data"),
+        (lambda x: torch.rand(3, generator=torch.Generator()), r"draws from a generator of its own"),
+    ],
+)
+def test_what_cannot_be_captured(work, message):
+    x = torch.arange(4.0)
+    with pytest.raises(CaptureError, match=rf"{message}.*called at .*test_recording.py:\d+, .*lambda x"):
+        with RecordedGraph(Pool()).capture():
+            work(x)
+
+
+def test_a_second_capture_is_refused():
+    graph = RecordedGraph(Pool())
+    with graph.capture():
+        torch.ones(2) + 1
+    with pytest.raises(CaptureError, match="captured already"), graph.capture():
+        pass
+
+
+def test_parameters_that_moved():
+    linear, graph = nn.Linear(4, 4), RecordedGraph(Pool())
+    with graph.capture(), torch.no_grad():
+        linear(torch.ones(2, 4))
+    assert not graph.moved()
+    weight = linear.weight
+    linear.weight.data = linear.weight.data.clone()
+    assert [moved is weight for moved in graph.moved()] == [True]
