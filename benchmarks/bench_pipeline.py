@@ -1,23 +1,33 @@
-"""What the pipeline's executor costs per step, beside a bare loop over the same forwards and backwards.
+"""What the pipeline's executor costs per step, and how long its ranks idle.
 
-`python -m benchmarks.bench_pipeline` prints CPU times. Chunks that do next to nothing on one rank: what is
-left is the executor. No rival, no message.
+`python -m benchmarks.bench_pipeline` prints CPU times of chunks that do next to nothing, on one rank, beside
+a bare loop over the same forwards and backwards: what is left is the executor. No rival, no message. Then the
+bubbles of four ranks that sleep through their steps, beside those of the simulator.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
 from torch import Tensor, nn
 
+from fastmp.ops.put_off import later
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import SCHEDULES, Step, orders
+from fastmp.parallel.simulate import Costs, simulate
+from fastmp.testing import run_ranks
 
 WORKLOADS = ()
 MICROBATCHES, CHUNKS = 64, 2
 STEPS = 2 * MICROBATCHES * CHUNKS
+ROUNDS = 4
 
 
 class _Shift(nn.Module):
@@ -61,6 +71,79 @@ def _least(call: Callable[[], object], rounds: int = 15) -> float:
     return 1e6 * min(times) / STEPS
 
 
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, stage: Asleep, put_off: Callable[..., None] | None) -> Tensor:
+        stage.sleep(stage.costs.forward)
+        ctx.stage, ctx.put_off = stage, put_off
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        stage = ctx.stage
+        stage.sleep(stage.costs.backward_input)
+        if ctx.put_off is None:
+            stage.sleep(stage.costs.backward_weight)
+        else:
+            ctx.put_off(lambda: stage.sleep(stage.costs.backward_weight))
+        return grad, None, None
+
+
+class Asleep(nn.Module):
+    """Takes its costs in seconds; `busy` is the time that it has slept."""
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.costs, self.busy = costs, 0.0
+
+    def sleep(self, seconds: float) -> None:
+        start = time.perf_counter()
+        time.sleep(seconds)
+        self.busy += time.perf_counter() - start
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Sleep.apply(x, self, later(self.weight))
+
+
+def run_asleep(every: Sequence[Sequence[Step]], vpp: int, costs: Costs) -> tuple[float, float]:
+    """The fastest step of a few, run by this world: its seconds, and those that its ranks have slept.
+
+    Whatever else runs on the machine can only prolong a step.
+    """
+    groups = ParallelGroups.create(RankGrid(world_size=len(every), pp=len(every)))
+    chunks, rounds = [Asleep(costs) for _ in range(vpp)], []
+    pipeline = Pipeline(chunks, every, group=groups.pp, inputs=lambda x: x, loss=lambda y, _: y.sum())
+    data = [torch.ones(4, requires_grad=True)] * (1 + max(step.microbatch for step in every[0]))
+    expected = simulate(every, costs).makespan
+    while len(rounds) < ROUNDS and min(rounds, default=(2 * expected,))[0] > 1.01 * expected:
+        dist.barrier()
+        start, before = time.perf_counter(), sum(chunk.busy for chunk in chunks)
+        pipeline.train(data)
+        took = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+        busy = torch.tensor(sum(chunk.busy for chunk in chunks) - before, dtype=torch.float64)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        dist.all_reduce(busy)
+        rounds.append((float(took), float(busy)))
+    return min(rounds)
+
+
+def bubble(rank: int, world: int, vpp: int, number: int, schedule: str, costs: Costs) -> float:
+    """Idle over working time of all ranks, measured; for `run_ranks`."""
+    took, busy = run_asleep(orders(world, number, vpp, schedule=schedule), vpp, costs)
+    return (world * took - busy) / busy
+
+
+def bubbles() -> Iterator[str]:
+    costs = Costs(forward=0.16, backward_input=0.2, backward_weight=0.12)
+    yield "bubble in % of the work, 4 ranks that sleep, 4 microbatches: measured, simulated"
+    for vpp in (1, 2):
+        for schedule in SCHEDULES:
+            expected = simulate(orders(4, 4, vpp, schedule=schedule), costs).bubble
+            measured = run_ranks(bubble, 4, vpp, 4, schedule, costs)[0]
+            yield f"{schedule:>12} vpp {vpp}{100 * measured:>10.2f}{100 * expected:>8.2f}"
+
+
 def test_executor(benchmark):
     benchmark(make()[0])
 
@@ -70,6 +153,8 @@ def main() -> int:
     executor, bare = (_least(call) for call in make())
     print(f"CPU time of a step: executor {executor:.1f} us, bare loop {bare:.1f} us")
     print(f"cost of the executor: {executor - bare:.1f} us a step (goal: less than 50)")
+    for line in bubbles():
+        print(line)
     return 0
 
 
