@@ -12,11 +12,11 @@ KEEP_GOING := --continue-on-collection-errors
 .PHONY: train test test-full test-newest-triton sanitize lint build clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores. The ranks
-# share attention (tensor parallelism) and have half of the experts each.
+# share attention (tensor parallelism) and have half of the experts each. RANKS and ARGS say otherwise.
 train:
 	@$(SETUP) train
 	@gpus=$$($(VENV) -c 'import torch; print(torch.cuda.device_count())'); \
-	ranks=2; [ "$$gpus" = 1 ] && ranks=1; \
+	ranks=2; [ "$$gpus" = 1 ] && ranks=1; ranks=$${RANKS:-$$ranks}; \
 	cores=$$($(VENV) -c 'import os; print(len(os.sched_getaffinity(0)))'); \
 	threads=$$((cores / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads}; set -x; \

@@ -173,6 +173,12 @@ def _of_layers(recipe: Recipe) -> Iterator[Problem]:
     stages = layout.pp * layout.vpp
     if layout.stage_layers is not None:
         total = sum(layout.stage_layers)
+        for rank in range(1, layout.pp - 1):  # the first has the embeddings, the last the final norm
+            if not any(layout.stage_layers[rank :: layout.pp]):
+                yield Problem(
+                    ("parallel.stage_layers",),
+                    f"stage_layers {list(layout.stage_layers)} leave pipeline rank {rank} without a layer",
+                )
         if total != layers:
             yield Problem(
                 ("parallel.stage_layers", "model.num_layers"),

@@ -84,6 +84,12 @@ PROBLEMS = [
     (recipe(pp=3), 3, "parallel.stage_layers", "num_layers 8 is not divisible by pp 3 x vpp 1 = 3 stages"),
     (recipe(pp=2, stage_layers=(4, 5)), 2, "parallel.stage_layers", "[4, 5] sum to 9, but num_layers is 8"),
     (
+        recipe(pp=4, vpp=2, stage_layers=(2, 0, 2, 1, 1, 0, 1, 1)),
+        4,
+        "parallel.stage_layers",
+        "[2, 0, 2, 1, 1, 0, 1, 1] leave pipeline rank 1 without a layer",
+    ),
+    (
         recipe(global_batch_size=10),
         4,
         "train.global_batch_size",

@@ -121,8 +121,9 @@ def _restart(options: dict[str, Any]) -> Callable[[], None]:
 def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups | None) -> None:
     """Add up the gradients of a tied embedding, which the first and the last stage both have a part of.
 
-    Once a step, after the last backward; every rank calls it. `main_grad` where a gradient buffer has made
-    one, else `grad`.
+    Once a step; every rank calls it. `main_grad` where a gradient buffer has made one, else `grad`. After the
+    sum over data-parallel ranks, whose order may depend on the place in the buffer: then both tables get the
+    same bits.
     """
     group = None if groups is None else groups.embedding
     if group is None or not stages[0].config.tie_embeddings:

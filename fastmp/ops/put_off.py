@@ -87,7 +87,8 @@ def later(weight: Tensor) -> Callable[[Make], None] | None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` whose weight's gradient may be put off."""
     put_off = later(weight)
-    if put_off is None or not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if put_off is None or not torch.is_grad_enabled() or autocast:
         return F.linear(x, weight, bias)
     return _Linear.apply(x, weight, bias, put_off)
 

@@ -62,7 +62,7 @@ def pipeline_loss(
         loss=loss,
         schedule=layout.schedule,
         group_size=layout.microbatch_group_size,
-        after_backward=lambda: sum_tied_gradients(stages, groups),
+        after_reduce=lambda: sum_tied_gradients(stages, groups),
         layout={"stage_layers": [len(each) for each in layers]},
     )
 

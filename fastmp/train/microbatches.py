@@ -62,8 +62,8 @@ class PipelineLoss:
     inputs: (batch) -> tensors for the first stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
     schedule, group_size: the order of the steps, as in `fastmp.parallel.schedule.order`.
-    after_backward: called on every rank after the last backward of a step, before gradients are summed over
-        ranks: for parameters that several stages share.
+    after_reduce: called on every rank once the gradients of a step are summed over data-parallel ranks: for
+        parameters that several stages share. Later sums could give each of their copies other bits.
     layout: JSON-able facts that say which stage holds what; a checkpoint with others is refused.
 
     A stage with experts returns a `StageOutput` with their losses and, as stats, their counts (layers of the
@@ -74,7 +74,7 @@ class PipelineLoss:
     loss: Callable[..., tuple[Tensor, Tensor]]
     schedule: str = "1f1b"
     group_size: int | None = None
-    after_backward: Callable[[], None] | None = None
+    after_reduce: Callable[[], None] | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -125,6 +125,9 @@ class WholeModel:
             totals = both if totals is None else totals + both
         return totals
 
+    def share_gradients(self) -> None:
+        """Sum the gradients of what is on several stages, once they are summed over data-parallel ranks."""
+
     def own_rows(self, counts: Tensor) -> Tensor:
         """Of `Sums.counts` the rows of the experts that are here."""
         return counts
@@ -170,8 +173,6 @@ class Chunks:
         with region("fastmp.train.data"):
             batches = [fetch(i) if self.looks_at_batches else None for i in range(num_microbatches)]
         result = self.pipeline.train(batches)
-        if self.functions.after_backward is not None:
-            self.functions.after_backward()
         totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
         return Sums(totals, self._count(result))
 
@@ -183,6 +184,11 @@ class Chunks:
             both = _stack(*self._loss_and_tokens(self.pipeline.evaluate(some)))
             totals = both if totals is None else totals + both
         return totals
+
+    def share_gradients(self) -> None:
+        """As in `WholeModel`."""
+        if self.functions.after_reduce is not None:
+            self.functions.after_reduce()
 
     def own_rows(self, counts: Tensor) -> Tensor:
         """As in `WholeModel`."""

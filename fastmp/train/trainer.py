@@ -204,6 +204,7 @@ class Trainer:
             raise PipelineError(f"step {self.step + 1}, {error}") from error
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
+            self.runner.share_gradients()
             _sum_over(totals, self._dp_cp, self._pp)
             if counts is not None:
                 _sum_over(counts, self._sharing, self._pp)

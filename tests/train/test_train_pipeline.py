@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from train_tools import Samples
+from torch._subclasses.fake_tensor import FakeTensorMode
+from train_tools import NoDeviceCopies, Samples
 
 from fastmp.config import GPTConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn.models import GPT
@@ -67,7 +68,16 @@ def make_groups(world_size, layout):
     return ParallelGroups.create(RankGrid(world_size=world_size, **sizes))
 
 
-def make_trainer(groups=None, layout=None, *, config=EXPERTS, seed=11, dtype=torch.float64, **train):
+def make_trainer(
+    groups=None,
+    layout=None,
+    *,
+    config=EXPERTS,
+    seed=11,
+    dtype=torch.float64,
+    micro_batch=MICRO_BATCH,
+    **train,
+):
     """The whole model, or the stages of `layout`."""
     cp = {} if groups is None or groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp), **cp)
@@ -81,7 +91,7 @@ def make_trainer(groups=None, layout=None, *, config=EXPERTS, seed=11, dtype=tor
         loss = pipeline_loss(model, groups, layout)
     dp = 1 if groups is None else group_size(groups.dp)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
-    data = Samples(MICRO_BATCH // dp, strides=3)
+    data = Samples(micro_batch // dp, strides=3)
     return Trainer(model, data, loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
 
 
@@ -197,8 +207,27 @@ def test_gradients_are_summed_once_a_step():
 
     for reduced, size in run_ranks(rank_main, 4):
         table = [(256, DENSE.hidden_size)]
-        # tables, gradients over dp, totals over dp and pp, norm over pp
-        assert reduced == [table, [(size,)], [(3,)], [(3,)], [(1,)]]
+        # gradients over dp, tables, totals over dp and pp, norm over pp
+        assert reduced == [[(size,)], table, [(3,)], [(3,)], [(1,)]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_a_step_never_waits_for_the_device(schedule):
+    """The chunks of one rank on tensors without values, on a device that is not the host's."""
+
+    class OnDevice(Trainer):
+        def _to_device(self, batch):
+            return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
+
+    layout = ParallelConfig(vpp=2, schedule=schedule)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stages = gpt_stages(EXPERTS, groups=None, vpp=2, device="meta")
+        loss, config = pipeline_loss(stages, None, layout), TrainConfig(global_batch_size=8)
+        trainer = OnDevice(stages, Samples(2), loss, config)
+        with NoDeviceCopies():
+            for _ in range(2):
+                result = trainer.train_step()
+            assert result.expert_counts.device.type == "meta" and result.expert_counts.shape == (4, 8)
 
 
 DROPOUT = replace(EXPERTS, dropout=0.1, attention_dropout=0.1, moe=replace(EXPERTS.moe, jitter=0.1))
@@ -396,3 +425,20 @@ def test_what_does_not_fit_is_said_on_all_ranks():
     ):
         assert part in message
     assert issubclass(PipelineError, RuntimeError)
+
+
+def test_tied_tables_stay_bitwise_equal():
+    """Sums over three data-parallel ranks have an order that depends on the place in a stage's buffer."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(pp=2, stage_layers=(3, 1))
+        groups = make_groups(world_size, layout)
+        config = replace(DENSE, vocab_size=1000)
+        options = {"config": config, "dtype": torch.float32, "global_batch_size": 12, "micro_batch": 3}
+        trainer = make_trainer(groups, layout, **options)
+        for _ in range(5):
+            trainer.train_step()
+        return trainer.runner.chunks[0].word_embedding.weight.detach()
+
+    tables = run_ranks(rank_main, 6)
+    assert all(torch.equal(table, tables[0]) for table in tables)
