@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its Python runs, alone and on two ranks; its plan is printed."""
+"""What README and docs show is what happens: Python runs, alone and on two ranks; the plan is printed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,24 @@ README = (ROOT / "README.md").read_text()
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-
-
 @pytest.mark.parametrize(
-    ("number", "launcher"),
-    [(0, [sys.executable]), (0, TORCHRUN), (1, [sys.executable])],
-    ids=["swapped layers alone", "swapped layers on two ranks", "experts"],
+    ("page", "number", "launcher"),
+    [
+        ("README.md", 0, [sys.executable]),
+        ("README.md", 0, TORCHRUN),
+        ("README.md", 1, [sys.executable]),
+        ("docs/pipeline.md", 0, [sys.executable]),
+        ("docs/pipeline.md", 0, TORCHRUN),
+        ("docs/pipeline.md", 1, [sys.executable]),
+    ],
+    ids=[
+        *("swapped layers alone", "swapped layers on two ranks", "experts"),
+        *("stages alone", "stages on two ranks", "simulation"),
+    ],
 )
-def test_the_examples_run(number, launcher, tmp_path):
+def test_the_examples_run(page, number, launcher, tmp_path):
     example = tmp_path / "example.py"
-    example.write_text(EXAMPLES[number])
+    example.write_text(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     subprocess.run([*launcher, str(example)], check=True, env=environment, cwd=example.parent, timeout=120)
 
