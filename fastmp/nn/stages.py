@@ -77,10 +77,16 @@ def gpt_stages(
     options: those of `GPT`. With init="full" the weights are bitwise those of the undivided model if all
         ranks' default random streams start alike; the last stage takes a tied embedding from the first.
 
-    Every rank calls it. ValueError as `layers_of_stages` and `GPT`.
+    Every rank calls it. ValueError as `layers_of_stages` and `GPT`, and for a rank without parameters.
     """
     rank, size = (0, 1) if groups is None else (group_rank(groups.pp), group_size(groups.pp))
     ranges = layers_of_stages(config.num_layers, size * vpp, layers)
+    for middle in range(1, size - 1):
+        if not any(ranges[middle::size]):
+            raise ValueError(
+                f"gpt_stages: pipeline rank {middle} of {size} has no layer among {list(map(len, ranges))}: "
+                "it would have no parameters"
+            )
     last, stages = len(ranges) - 1, []
     restart = _restart(options)
     for stage in range(rank, len(ranges), size):

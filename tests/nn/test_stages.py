@@ -95,6 +95,18 @@ def test_layers_of_stages():
             layers_of_stages(4, 4, wrong)
 
 
+def test_a_rank_without_parameters_is_refused():
+    """By all ranks, before the first gradient norm would have nothing to count on one of them."""
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=3))
+        with pytest.raises(ValueError, match=r"rank 1 of 3 has no layer among \[2, 0, 1, 1, 0, 0\]"):
+            gpt_stages(GPT2, groups=groups, vpp=2, layers=(2, 0, 1, 1, 0, 0))
+        return [len(stage.layers) for stage in gpt_stages(GPT2, groups=groups, layers=(0, 4, 0))]
+
+    assert run_ranks(rank_main, 3) == [[0], [4], [0]]
+
+
 def test_marks_of_a_stage_are_those_of_the_model():
     marks = {name: parallel_attributes(p) for name, p in make_gpt(GPT2, None).named_parameters()}
     (stage,) = gpt_stages(GPT2, groups=None)
