@@ -105,10 +105,10 @@ def main_guard(main: Callable[[], int | None]) -> int:
     """Run `main()` as this rank's whole program and return its exit status (None counts as 0).
 
     An exception becomes one line on stderr, `fastmp: rank R: Type: message` (with the traceback under
-    FASTMP_DEBUG=1), and status 1. In a job of several ranks the process then leaves at once, without the
-    interpreter's clean-up, which could wait for peers; torchrun or the closed connections end the others
-    within seconds. A crash in native code and a collective that NCCL aborts at its timeout leave the Python
-    stack on stderr.
+    FASTMP_DEBUG=1; a ValueError that lists mistakes keeps its indented lines), and status 1. In a job of
+    several ranks the process then leaves at once, without the interpreter's clean-up, which could wait for
+    peers; torchrun or the closed connections end the others within seconds. A crash in native code and a
+    collective that NCCL aborts at its timeout leave the Python stack on stderr.
     """
     try:
         env = Environment.read()
@@ -245,8 +245,12 @@ def _lost_peer(error: BaseException) -> bool:
 
 
 def _summary(error: BaseException, env: Environment) -> str:
-    """One line; users' mistakes speak for themselves, anything else says how to see its traceback."""
-    message = " ".join(str(error).split())
+    """One line; users' mistakes speak for themselves, anything else says how to see its traceback.
+
+    Mistakes that are listed, each on an indented line, stay a list.
+    """
+    parts = str(error).split("\n  ") if isinstance(error, ValueError) else [str(error)]
+    message = "\n  ".join(" ".join(part.split()) for part in parts)
     text = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if env.world_size > 1 and _lost_peer(error):
         return f"another rank is gone ({text.split('. ')[0]})"

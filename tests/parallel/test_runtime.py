@@ -263,6 +263,11 @@ def test_a_failure_is_one_line(launcher, capsys, error, status, line):
     assert capsys.readouterr().err == (f"fastmp: rank 0: {line}\n" if line else "")
 
 
+def test_mistakes_that_are_listed_stay_a_list(launcher, capsys):
+    assert main_guard(guarded(ValueError("2 mistakes:\n  tp is 3\n  pp  is 5"))) == 1
+    assert capsys.readouterr().err == "fastmp: rank 0: ValueError: 2 mistakes:\n  tp is 3\n  pp is 5\n"
+
+
 def test_debugging_adds_the_traceback(launcher, capsys):
     launcher(FASTMP_DEBUG=1)
     assert main_guard(guarded(KeyError("x"))) == 1
