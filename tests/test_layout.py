@@ -44,6 +44,12 @@ def test_what_fits_has_no_problems(made, world_size):
 
 
 PROBLEMS = [
+    (
+        recipe(pp=3, vpp=2, stage_layers=(2, 0, 2, 2, 0, 2), global_batch_size=6),
+        3,
+        "parallel.stage_layers",
+        "pipeline rank 1 of 3 has no layer among stage_layers [2, 0, 2, 2, 0, 2]",
+    ),
     (recipe(tp=3), 4, "parallel.tp", "world_size 4 is not a multiple of tp 3 x cp 1 x pp 1 = 3"),
     (recipe(EXPERTS, ep=8), 4, "parallel.ep", "world_size 4 is not a multiple of tp 1 x ep 8 x pp 1 = 8"),
     (recipe(EXPERTS, tp=2, etp=3, ep=2), 4, "parallel.etp", "is not a multiple of etp 3 x ep 2 x pp 1 = 6"),
