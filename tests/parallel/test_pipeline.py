@@ -72,7 +72,7 @@ def test_whatever_is_accepted_runs(drawn):
 
 
 @pytest.mark.full
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(drawn=accepted())
 def test_more_of_whatever_is_accepted(drawn):
     check_drawn(drawn)
