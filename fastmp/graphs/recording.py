@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-__all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph"]
+__all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph", "RecordingBackend"]
 
 _ALIGNMENT = 64
 _NOT_STATIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -78,6 +78,13 @@ class Pool:
         kept = self._take(storage.nbytes())
         _bytes(kept)[: storage.nbytes()].copy_(_bytes(storage))
         return _on(kept, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def place(self, tensor: Tensor) -> _InPool | _Outside:
+        block = self.block_of(tensor)
+        if block is None:
+            return _Outside(tensor, tensor.data_ptr())
+        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+        return _InPool(block.memory, tensor.dtype, *place)
 
     def block_of(self, tensor: Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
@@ -197,6 +204,21 @@ class RecordedGraph:
         return nullcontext() if self.rng is None or name == self.rng.current else self.rng.fork(name)
 
 
+class RecordingBackend:
+    """For a `GraphManager`: graphs over one pool, which draw from the streams of `rng`."""
+
+    runs_at_capture = True
+
+    def __init__(self, rng: RandomStreams | None = None) -> None:
+        self.rng, self.pool = rng, Pool()
+
+    def graph(self, forward: RecordedGraph | None = None) -> RecordedGraph:
+        return RecordedGraph(self.pool, self.rng, forward)
+
+    def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return self.pool.place(tensor.detach()).tensor
+
+
 class _Recorder(TorchDispatchMode):
     """Notes every op that passes, and puts what it makes into the pool."""
 
@@ -210,7 +232,7 @@ class _Recorder(TorchDispatchMode):
             raise CaptureError(f"graph: {func} {_reason(func)}; called {_where()}")
         draw = self._draw(func, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         flat, spec = tree_flatten((args, kwargs))
-        arguments = [self._place(a) if isinstance(a, Tensor) else a for a in flat]
+        arguments = [pool.place(a) if isinstance(a, Tensor) else a for a in flat]
         there = {a.untyped_storage().data_ptr() for a in flat if isinstance(a, Tensor)}
         outputs, form = tree_flatten(func(*args, **kwargs))
         outputs = _finished(outputs)
@@ -231,13 +253,6 @@ class _Recorder(TorchDispatchMode):
             made.append((i, pool.block_of(outputs[i]).memory))
         graph._ops.append(_Op(func, arguments, spec, made, draw))
         return tree_unflatten(outputs, form)
-
-    def _place(self, tensor: Tensor) -> _InPool | _Outside:
-        block = self.graph.pool.block_of(tensor)
-        if block is None:
-            return _Outside(tensor, tensor.data_ptr())
-        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return _InPool(block.memory, tensor.dtype, *place)
 
     def _draw(self, func: Any, kwargs: Any) -> _Draw:
         graph = self.graph

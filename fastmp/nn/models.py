@@ -21,6 +21,7 @@ from fastmp.nn.dropout import Dropout
 from fastmp.nn.init import normal
 from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
+from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.parallel.collectives import group_rank, group_size, reduce_from_group
 from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_logits
@@ -133,7 +134,7 @@ class GPT(nn.Module):
         self.dropout = Dropout(
             config.dropout, group=self.group, rng=rng, sharded=sequence_parallel, **context
         )
-        self.layers = nn.ModuleList()
+        self.layers = LayerChain(self._recomputed if recompute else None)
         for i in range(config.num_layers):
             layer = own(
                 i in own_layers,
@@ -193,20 +194,12 @@ class GPT(nn.Module):
     def _run_layers(
         self, hidden_SBH: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        aux, counts = [], []
-        for layer in self.layers:
-            if self.recompute:
-                shard_over = self.group if self.shard_recompute_input else None
-                output = recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
-            else:
-                output = layer(hidden_SBH)
-            if self.config.moe is None:
-                hidden_SBH = output
-            else:
-                hidden_SBH, layer_aux, counts_E = output
-                aux.append(layer_aux)
-                counts.append(counts_E)
-        return hidden_SBH, aux, counts
+        hidden_SBH, *others = self.layers(hidden_SBH)
+        return hidden_SBH, others[0::2], others[1::2]
+
+    def _recomputed(self, layer: TransformerLayer, hidden_SBH: torch.Tensor) -> torch.Tensor | Tensors:
+        shard_over = self.group if self.shard_recompute_input else None
+        return recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
 
     def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Words, plus learned positions, then dropout: hidden states (S, B, H)."""

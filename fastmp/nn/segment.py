@@ -10,15 +10,16 @@ experts, combine, where the last three are not capturable if experts are divided
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fastmp.profiling import region
 
-__all__ = ["Segment", "SegmentedLayer"]
+__all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "run_links"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -47,3 +48,62 @@ class SegmentedLayer(nn.Module):
             with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
                 tensors = segment.run(*tensors)
         return tensors[0] if len(tensors) == 1 else tensors
+
+
+class LayerChain(nn.ModuleList):
+    """Layers one after the other: each takes the first tensor that the one before it returned.
+
+    forward(x) returns (x, *others), with whatever else the layers returned, in order.
+
+    call: how to run a layer, `call(layer, x)`, instead of layer(x). Each layer is then one segment.
+    """
+
+    def __init__(
+        self, call: Callable[[SegmentedLayer, torch.Tensor], torch.Tensor | Tensors] | None = None
+    ) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        others: Tensors = ()
+        for layer in self:
+            x, *more = _tuple(layer(x) if self.call is None else self.call(layer, x))
+            others += tuple(more)
+        return x, *others
+
+    def links(self) -> list[Link]:
+        """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""
+        links = []
+        for name, layer in self.named_children():
+            *others, last = layer.segments() if self.call is None else [self._whole(layer)]
+            links += [Link(name, layer, segment, False) for segment in others]
+            links += [Link(name, layer, last, True)]
+        return links
+
+    def _whole(self, layer: SegmentedLayer) -> Segment:
+        capturable = all(segment.capturable for segment in layer.segments())
+        return Segment("layer", lambda x: _tuple(self.call(layer, x)), capturable)
+
+
+class Link(NamedTuple):
+    """A segment of a layer of a chain. Of what the `last` one returns, the next layer takes the first tensor."""
+
+    name: str
+    layer: SegmentedLayer
+    segment: Segment
+    last: bool
+
+
+def run_links(links: Iterable[Link], tensors: Tensors) -> tuple[Tensors, Tensors]:
+    """What the last segment hands on, and what layers that ended on the way returned beside."""
+    others: Tensors = ()
+    for link in links:
+        with region(f"fastmp.segment.{type(link.layer).__name__}.{link.segment.name}"):
+            tensors = link.segment.run(*tensors)
+        if link.last:
+            tensors, others = tensors[:1], others + tuple(tensors[1:])
+    return tensors, others
+
+
+def _tuple(output: torch.Tensor | Tensors) -> Tensors:
+    return (output,) if isinstance(output, torch.Tensor) else tuple(output)

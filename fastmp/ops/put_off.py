@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["WeightQueue", "later", "linear", "putting_off"]
+__all__ = ["WeightQueue", "later", "linear", "putting_off", "putting_off_to"]
 
 Make = Callable[[], Tensor | None]
 
@@ -70,6 +70,11 @@ def putting_off(queue: WeightQueue | None) -> Iterator[None]:
         yield
     finally:
         _queue = before
+
+
+def putting_off_to() -> WeightQueue | None:
+    """The queue that is in force."""
+    return _queue
 
 
 def later(weight: Tensor) -> Callable[[Make], None] | None:

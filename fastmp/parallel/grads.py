@@ -146,6 +146,9 @@ def _accumulate(param: Parameter) -> None:
         param.grad = None
 
 
+_accumulate.in_graph = True  # has no part but tensors: a captured backward holds it
+
+
 def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:
     """One dtype after the other, in each the vectors last, otherwise in reverse order of the model."""
     backward = list(reversed(parameters.items()))
