@@ -1,0 +1,96 @@
+"""Training through graphs is eager training, bit for bit, with as many graphs and buffers as planned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graph_tools import DENSE, MOE, assert_same, train
+
+from fastmp.graphs.manager import GraphError, GraphManager
+from fastmp.graphs.recording import RecordingBackend
+from fastmp.nn import GPT
+from fastmp.parallel.schedule import order
+
+SCOPES = [
+    (DENSE, None, 1),
+    (DENSE, ["attention"], 3),
+    (DENSE, ["mlp"], 3),
+    (MOE, None, 1),
+    (MOE, ["attention"], 3),
+    (MOE, ["attention", "router", "preprocess"], 3),
+]
+
+
+@pytest.mark.parametrize("own_buffers", (True, False), ids=("main_grad", "grad"))
+@pytest.mark.parametrize(("config", "scope", "runs"), SCOPES)
+def test_training_is_that_of_the_layers_themselves(config, scope, runs, own_buffers):
+    eager = train(config, graphs=False, own_buffers=own_buffers)
+    graphed = train(config, graphs=True, scope=scope, own_buffers=own_buffers)
+    assert_same(graphed, eager)
+    manager = graphed[2]
+    assert manager.plan.num_graphs == 2 * runs and manager.plan.inputs() == runs
+
+
+@pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
+def test_recomputation_happens_inside_graphs(config):
+    graphed = train(config, graphs=True, recompute=True)
+    assert_same(graphed, train(config, graphs=False, recompute=True))
+    kept = train(config, graphs=True)[2].backend.pool.nbytes
+    assert graphed[2].backend.pool.nbytes < 0.6 * kept
+
+
+def managed():
+    model = GPT(DENSE, groups=None)
+    manager = GraphManager([model.layers], order(0, 1, 2), backend=RecordingBackend())
+
+    def microbatch():
+        model.loss(
+            torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)
+        ).sum().backward()
+
+    for _ in range(3):
+        manager.begin_step()
+        microbatch()
+        microbatch()
+    return model, manager, microbatch
+
+
+def test_another_order_than_planned_is_refused():
+    model, manager, microbatch = managed()
+    manager.begin_step()
+    x = torch.zeros(8, 1, 32, requires_grad=True)
+    model.layers(x)
+    with pytest.raises(GraphError, match=r"forward of chunk 0, .* but the backward of microbatch 0 chunk 0"):
+        model.layers(x)
+    with pytest.raises(GraphError, match="the step before ended before the backward of microbatch 0 chunk 0"):
+        manager.begin_step()
+    microbatch()
+    microbatch()
+    with pytest.raises(GraphError, match=r"forward of chunk 0, .* but the end of the step was planned"):
+        microbatch()
+
+
+def test_other_shapes_run_eagerly():
+    model, manager, microbatch = managed()
+
+    def step():
+        model.zero_grad()
+        torch.manual_seed(7)
+        ids = torch.zeros(3, 4, dtype=torch.int64)
+        model.loss(ids, ids).sum().backward()
+        microbatch()
+        return [param.grad for param in model.parameters()]
+
+    manager.begin_step()
+    mixed = step()
+    manager.remove()
+    assert all(torch.equal(a, b) for a, b in zip(mixed, step(), strict=True))
+
+
+def test_a_scope_without_a_segment():
+    with pytest.raises(
+        ValueError, match=r"scope \['attn'\] names no segment; there are \['attention', 'mlp'\]"
+    ):
+        GraphManager(
+            [GPT(DENSE, groups=None).layers], order(0, 1, 1), backend=RecordingBackend(), scope=["attn"]
+        )
