@@ -187,7 +187,7 @@ def build_model(
     """
     layout = recipe.parallel
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    options = {
+    options: dict[str, Any] = {
         "groups": groups,
         "rng": rng,
         "sequence_parallel": layout.sequence_parallel,

@@ -2,6 +2,7 @@
 
     fastmp train --recipe configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
     fastmp train --recipe configs/moe-small.toml --tp 2 --ep 2 --model.moe.top-k 1
+    fastmp train --recipe configs/gpt-small.toml --pp 2 --vpp 2 --parallel.schedule zero_bubble
     fastmp train --recipe configs/gpt-small.toml --profile torch --steps 10:13
 
 Every field is `--table.field`, those of experts `--model.moe.field`; the ones in `SHORT` have a short name
