@@ -108,6 +108,11 @@ struct TypeTag {
   using type = T;
 };
 
+// What is computed, and accumulated, in: float64 stays, everything else is float32.
+inline ScalarType compute_dtype(ScalarType dtype) {
+  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
 // Calls body(TypeTag<T>{}) with the C++ type of a floating-point dtype: `using T = typename decltype(tag)::type`.
 template <class Bf16 = BFloat16, class Fp16 = Half, class Body>
 auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {

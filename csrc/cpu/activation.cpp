@@ -188,7 +188,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
     return {dx, dbias};
   }
   bias = torch::stable::contiguous(*bias);
-  const ScalarType compute = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType compute = compute_dtype(x.scalar_type());
   const int64_t strips = (x_rows.num_rows + kTileRows - 1) / kTileRows;
   const Tensor partials = fastmp::empty({strips, x_rows.num_cols}, compute, x);
   for_tiles(FASTMP_BEST(bias_gelu_backward_tile), &grad_rows, x_rows, &*bias, dx, &partials, approximate);

@@ -258,8 +258,6 @@ constexpr int64_t kPadding = 16;  // a multiple of every vector's lanes
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-ScalarType accumulator(ScalarType dtype) { return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float; }
-
 int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)); }
 
 Shard shard_of(const char* op, const Tensor& logits, int64_t vocab_start, int64_t vocab_size) {
@@ -283,7 +281,7 @@ Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, in
   const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
   const int64_t tokens = logits.size(0);
   target = per_token(op, "target", target, tokens, ScalarType::Long);
-  Tensor out = empty({tokens, with_sum ? 4 : 3}, accumulator(logits.scalar_type()), logits);
+  Tensor out = empty({tokens, with_sum ? 4 : 3}, compute_dtype(logits.scalar_type()), logits);
   dispatch_float(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = Accumulator<T>;
@@ -358,7 +356,7 @@ void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor
                  std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options) {
   const Shard shard = shard_of(op, logits, vocab_start, options.vocab_size);
   const int64_t tokens = logits.size(0);
-  const ScalarType dtype = accumulator(logits.scalar_type());
+  const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   lse = per_token(op, "lse", lse, tokens, dtype);
   grad_loss = per_token(op, "grad_loss", grad_loss, tokens, dtype);
@@ -405,7 +403,7 @@ Tensor cross_entropy_loss_grad_(Tensor logits, Tensor target, Tensor loss_grad, 
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
   const bool with_sum = label_smoothing > 0;
   const int64_t tokens = logits.size(0);
-  const ScalarType dtype = accumulator(logits.scalar_type());
+  const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   loss_grad = per_token(op, "loss_grad", loss_grad, tokens, dtype);
   if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);

@@ -316,7 +316,7 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& grad, double 
     return {dx, dbias};
   }
   const int64_t strips = (rows.num_rows + kDropTileRows - 1) / kDropTileRows;
-  const ScalarType compute = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType compute = compute_dtype(dtype);
   const Tensor partials = fastmp::empty({strips, rows.num_cols}, compute, grad);
   for_tiles(FASTMP_BEST(bias_dropout_add_backward_tile), shared, nullptr, nullptr, rows, dx, &partials);
   sum_rows(partials, dbias);

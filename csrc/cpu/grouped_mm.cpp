@@ -343,6 +343,9 @@ Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<T
   const int64_t columns = w.size(transposed ? 2 : 1), cols = pair ? columns / 2 : columns;
   FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!pair || columns % 2 == 0),
                op, ": shapes do not fit");
+  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 2 &&
+                         bias->size(0) == w.size(0) && bias->size(1) == columns),
+               op, ": bias must be ", dtype_name(x.scalar_type()), " (", w.size(0), ", ", columns, ")");
   Tensor y = fastmp::empty({x.size(0), cols}, x.scalar_type(), x);
   const Tensor left = along_rows(x), right = along_rows(w);
   if (bias) bias = torch::stable::contiguous(*bias);
@@ -420,7 +423,7 @@ Tensor grouped_mm_wgrad(const Tensor& grad, const Tensor& x, const Tensor& offse
 
 void grouped_mm_wgrad_(const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   constexpr const char* kOp = "grouped_mm_wgrad_";
-  const ScalarType wide = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType wide = compute_dtype(x.scalar_type());
   FASTMP_CHECK(out.scalar_type() == wide || out.scalar_type() == x.scalar_type(), kOp, ": x is ",
                dtype_name(x.scalar_type()), " but the sum is ", dtype_name(out.scalar_type()));
   if (out.numel() == 0) return;

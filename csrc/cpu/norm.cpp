@@ -204,10 +204,6 @@ void norm_backward_strip(const NormStrip& strip) {
 namespace fastmp {
 namespace {
 
-ScalarType compute_type(ScalarType dtype) {
-  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
   bool same = tensor.scalar_type() == x.scalar_type() && tensor.dim() == x.dim();
   for (int64_t dim = 0; same && dim < x.dim(); ++dim) same = tensor.size(dim) == x.size(dim);
@@ -228,7 +224,7 @@ int64_t strip_rows(int64_t num_rows) {
 
 // Contiguous, in the type that is computed in.
 Tensor widened(const Tensor& parameter, ScalarType dtype) {
-  const ScalarType compute = compute_type(dtype);
+  const ScalarType compute = compute_dtype(dtype);
   return torch::stable::contiguous(parameter.scalar_type() == compute ? parameter
                                                                       : torch::stable::to(parameter, compute));
 }
@@ -285,7 +281,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, cons
   for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) num_rows *= x.size(dim);
   Tensor y = fastmp::empty(x.sizes(), dtype, x);
   Tensor total = residual ? fastmp::empty(x.sizes(), dtype, x) : fastmp::empty({0}, dtype, x);
-  Tensor stats = fastmp::empty({centred ? 2 : 1, num_rows}, compute_type(dtype), x);
+  Tensor stats = fastmp::empty({centred ? 2 : 1, num_rows}, compute_dtype(dtype), x);
   if (x.numel() == 0) {
     if (stats.numel() > 0) torch::stable::zero_(stats);
     return {y, total, stats};
@@ -328,13 +324,13 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const st
     return {dx, dparams};
   }
   const Rows rows(total), grad_rows(grad), grad_total_rows(grad_total ? *grad_total : grad);
-  FASTMP_CHECK(stats.scalar_type() == compute_type(dtype) && stats.is_contiguous() &&
+  FASTMP_CHECK(stats.scalar_type() == compute_dtype(dtype) && stats.is_contiguous() &&
                    stats.numel() == rows.num_rows * (centred ? 2 : 1),
                op, ": stats are ", dtype_name(stats.scalar_type()), " of ", stats.numel(), " elements for ",
                rows.num_rows, " rows");
   const Tensor wide_weight = widened(weight, dtype);
   const int64_t strips = (rows.num_rows + strip_rows(rows.num_rows) - 1) / strip_rows(rows.num_rows);
-  const Tensor partials = fastmp::empty({strips, num_sums * num_cols}, compute_type(dtype), total);
+  const Tensor partials = fastmp::empty({strips, num_sums * num_cols}, compute_dtype(dtype), total);
   NormStrip all{};
   all.x = rows.tensor.const_data_ptr();
   all.x_pitch = rows.pitch;

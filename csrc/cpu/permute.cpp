@@ -224,7 +224,7 @@ void check_pairs(const char* op, const Tensor& tokens, const Tensor& row_of, con
   FASTMP_CHECK(tokens.dim() == 2, op, ": expected a matrix, got ", tokens.dim(), " dimensions");
   dispatch_float(dtype, op, [](auto) {});
   if (!probs) return;
-  const ScalarType wanted = dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType wanted = compute_dtype(dtype);
   FASTMP_CHECK(probs->scalar_type() == wanted && probs->dim() == 2 && probs->size(0) == row_of.size(0) &&
                    probs->size(1) == row_of.size(1),
                op, ": probs must be ", dtype_name(wanted), " of the shape of row_of, got ",

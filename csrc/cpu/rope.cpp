@@ -158,7 +158,7 @@ std::vector<Level> levels(const Tensor& x, const Tensor& y, const Tensor& cos) {
 
 void check_arguments(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   dispatch_float(x.scalar_type(), "rope", [](auto) {});
-  const ScalarType compute = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const ScalarType compute = compute_dtype(x.scalar_type());
   FASTMP_CHECK(cos.scalar_type() == compute && sin.scalar_type() == compute, "rope: cos and sin must be ",
                dtype_name(compute), ", got ", dtype_name(cos.scalar_type()), " and ", dtype_name(sin.scalar_type()));
   FASTMP_CHECK(cos.dim() > 0 && cos.dim() <= x.dim() && 2 * cos.size(cos.dim() - 1) <= x.size(x.dim() - 1),

@@ -372,8 +372,6 @@ Score score_of(const char* op, const std::string& name) {
   return Score::kSigmoid;
 }
 
-ScalarType wide(ScalarType dtype) { return dtype == ScalarType::Double ? dtype : ScalarType::Float; }
-
 void check_dims(const char* op, const Tensor& logits) {
   FASTMP_CHECK(logits.dim() == 2 || logits.dim() == 3, op, ": logits must be (T, E) or (S, B, E), got ", logits.dim(),
                " dimensions");
@@ -398,8 +396,8 @@ Router describe(const char* op, const Rows& rows, const Tensor& logits, int64_t 
 const void* checked(const char* op, const char* name, const std::optional<Tensor>& tensor, std::optional<Tensor>& kept,
                     const Tensor& logits, int64_t numel) {
   if (!tensor) return nullptr;
-  FASTMP_CHECK(tensor->scalar_type() == wide(logits.scalar_type()) && tensor->numel() == numel, op, ": ", name,
-               " must have ", numel, " numbers of ", dtype_name(wide(logits.scalar_type())), ", got ", tensor->numel(),
+  FASTMP_CHECK(tensor->scalar_type() == compute_dtype(logits.scalar_type()) && tensor->numel() == numel, op, ": ", name,
+               " must have ", numel, " numbers of ", dtype_name(compute_dtype(logits.scalar_type())), ", got ", tensor->numel(),
                " of ", dtype_name(tensor->scalar_type()));
   kept = tensor->is_contiguous() ? *tensor : torch::stable::contiguous(*tensor);
   return kept->const_data_ptr();
@@ -414,7 +412,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& log
   FASTMP_CHECK(k >= 1 && num_groups >= 1 && experts % num_groups == 0 && group_topk >= 1 && group_topk <= num_groups &&
                    k <= experts / num_groups * group_topk,
                kOp, ": k=", k, " does not fit ", experts, " experts with ", group_topk, " of ", num_groups, " groups");
-  const auto dtype = wide(logits.scalar_type());
+  const auto dtype = compute_dtype(logits.scalar_type());
   std::vector<int64_t> per_token(logits.sizes().begin(), logits.sizes().end());
   const std::vector<int64_t> per_expert(per_token.begin() + 1, per_token.end());
   per_token[last] = k;

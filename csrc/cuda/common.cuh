@@ -107,10 +107,6 @@ auto dispatch_device(ScalarType dtype, const char* op, const Body& body) {
   return dispatch_float<__nv_bfloat16, __half>(dtype, op, body);
 }
 
-inline ScalarType compute_dtype(ScalarType dtype) {
-  return dtype == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-}
-
 template <class T>
 const T* data(const Tensor& tensor) {
   return static_cast<const T*>(tensor.const_data_ptr());

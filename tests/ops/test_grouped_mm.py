@@ -185,6 +185,13 @@ def test_second_derivatives_are_refused(call):
         y.sum().backward()
 
 
+def test_the_op_itself_checks_the_bias():
+    x, w, offsets, _ = problem([4, 5])
+    short = torch.zeros(w.shape[0], w.shape[1] - 2, dtype=x.dtype)
+    with pytest.raises(RuntimeError, match=r"bias must be|must match|broadcast"):
+        torch.ops.fastmp.grouped_mlp_in(x.detach(), w.detach(), short, offsets, "swiglu", False)
+
+
 def test_without_gradients_the_pre_activation_is_not_kept():
     x, w, offsets, _ = problem([4, 5])
     with torch.no_grad():
