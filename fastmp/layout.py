@@ -184,13 +184,6 @@ def _of_layers(recipe: Recipe) -> Iterator[Problem]:
                 ("parallel.stage_layers", "model.num_layers"),
                 f"stage_layers {list(layout.stage_layers)} sum to {total}, but num_layers is {layers}",
             )
-        for rank in range(1, layout.pp - 1):
-            if not any(layout.stage_layers[rank :: layout.pp]):
-                yield Problem(
-                    ("parallel.stage_layers",),
-                    f"pipeline rank {rank} of {layout.pp} has no layer among stage_layers "
-                    f"{list(layout.stage_layers)}: it would have no parameters",
-                )
     elif layers % stages:
         yield Problem(
             ("parallel.stage_layers", "parallel.pp", "parallel.vpp"),

@@ -44,12 +44,6 @@ def test_what_fits_has_no_problems(made, world_size):
 
 
 PROBLEMS = [
-    (
-        recipe(pp=3, vpp=2, stage_layers=(2, 0, 2, 2, 0, 2), global_batch_size=6),
-        3,
-        "parallel.stage_layers",
-        "pipeline rank 1 of 3 has no layer among stage_layers [2, 0, 2, 2, 0, 2]",
-    ),
     (recipe(tp=3), 4, "parallel.tp", "world_size 4 is not a multiple of tp 3 x cp 1 x pp 1 = 3"),
     (recipe(EXPERTS, ep=8), 4, "parallel.ep", "world_size 4 is not a multiple of tp 1 x ep 8 x pp 1 = 8"),
     (recipe(EXPERTS, tp=2, etp=3, ep=2), 4, "parallel.etp", "is not a multiple of etp 3 x ep 2 x pp 1 = 6"),
@@ -145,6 +139,11 @@ def test_all_problems_are_in_one_error():
         "seq_len 36",
         "num_layers 8",
     ]
+
+
+def test_a_rank_without_a_layer_is_one_problem():
+    made = recipe(pp=4, vpp=2, stage_layers=(2, 0, 2, 1, 1, 0, 1, 1), global_batch_size=8)
+    assert [problem.fields for problem in problems(made, 4)] == [("parallel.stage_layers",)]
 
 
 def test_fields_are_those_of_the_recipe():
