@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.plan import GraphPlan, Replay, RunSpec, TensorSpec, plan
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
@@ -33,10 +34,6 @@ from fastmp.profiling import region
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager"]
 
 Weak = Callable[[], Tensor]
-
-
-class GraphError(RuntimeError):
-    """What runs is not what was planned or captured; the message says what differs."""
 
 
 class Graph(Protocol):
@@ -231,8 +228,16 @@ class GraphManager:
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
         queue = None if putting_off_to() is None else WeightQueue()
         graph = self.backend.graph()
-        with torch.enable_grad(), _hooks_by_hand(run), putting_off(queue), graph.capture():
-            tensors, others = run_links(run.links, tuple(inputs))
+        begun: list[Link] = []
+        with (
+            self._capturing(replay, begun),
+            torch.enable_grad(),
+            _hooks_by_hand(run),
+            putting_off(queue),
+            graph.capture(),
+        ):
+            links = (begun.append(link) or link for link in run.links)
+            tensors, others = run_links(links, tuple(inputs))
         if not self.backend.runs_at_capture:
             graph.replay()
         outputs: list[Weak | int] = []
@@ -299,7 +304,7 @@ class GraphManager:
         for param in run.parameters:
             param.grad = None
         graph = self.backend.graph(forward)
-        with torch.enable_grad(), _hooks_by_hand(run), graph.capture():
+        with self._capturing(replay), torch.enable_grad(), _hooks_by_hand(run), graph.capture():
             work()
         if not self.backend.runs_at_capture:
             graph.replay()
@@ -309,6 +314,18 @@ class GraphManager:
         gradients = _Gradients(graph, [], [(param, self.backend.weak(grad)) for param, grad in made])
         self._hand_over(gradients)
         return gradients
+
+    @contextmanager
+    def _capturing(self, replay: Replay, begun: Sequence[Link] = ()) -> Iterator[None]:
+        """Whatever a capture raises becomes a CaptureError that says where; `begun`: segments until then."""
+        try:
+            yield
+        except Exception as error:
+            segment = f", segment {begun[-1].full_name!r}" if begun else ""
+            raise CaptureError(
+                f"graphs: capture of the {self._name(replay)}{segment}: {error}; "
+                "fastmp.graphs.explain.explain(model, *inputs) lists all that cannot be captured"
+            ) from error
 
     @staticmethod
     @torch.no_grad()
@@ -405,7 +422,7 @@ def _captures(link: Link, scope: Sequence[str] | None) -> bool:
 
 
 def _run_of(links: list[Link]) -> _Run:
-    first, last = (f"{link.name}.{link.segment.name}" for link in (links[0], links[-1]))
+    first, last = links[0].full_name, links[-1].full_name
     layers = list(dict.fromkeys(link.layer for link in links))
     modules = [module for layer in layers for module in layer.modules()]
     return _Run(

@@ -26,15 +26,13 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fastmp.graphs.errors import CaptureError
+
 __all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph", "RecordingBackend"]
 
 _ALIGNMENT = 64
 _NOT_STATIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _HIDDEN = (str(Path(torch.__file__).parent), __file__)  # frames that an error does not tell of
-
-
-class CaptureError(RuntimeError):
-    """Something that a graph cannot hold; the message names the op and the line that called it."""
 
 
 class RandomStreams(Protocol):

@@ -7,7 +7,7 @@ from fastmp._lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "segment": "Segment SegmentedLayer",
+        "segment": "LayerChain Segment SegmentedLayer SingleSegment",
         "attention": "SelfAttention",
         "mlp": "MLP",
         "replicated": "LayerNorm PositionEmbedding RMSNorm RotaryPositions",

@@ -134,7 +134,7 @@ class GPT(nn.Module):
         self.dropout = Dropout(
             config.dropout, group=self.group, rng=rng, sharded=sequence_parallel, **context
         )
-        self.layers = LayerChain(self._recomputed if recompute else None)
+        self.layers = LayerChain(call=self._recomputed if recompute else None)
         for i in range(config.num_layers):
             layer = own(
                 i in own_layers,

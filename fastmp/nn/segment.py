@@ -19,18 +19,22 @@ from torch import nn
 
 from fastmp.profiling import region
 
-__all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "run_links"]
+__all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One step of a layer: `run` takes the tensors that the segment before it returned."""
+    """One step of a layer: `run` takes the tensors that the segment before it returned.
+
+    reason: why it is not `capturable`, in words.
+    """
 
     name: str
     run: Callable[..., Tensors]
     capturable: bool = True
+    reason: str = ""
 
 
 class SegmentedLayer(nn.Module):
@@ -50,18 +54,37 @@ class SegmentedLayer(nn.Module):
         return tensors[0] if len(tensors) == 1 else tensors
 
 
+class SingleSegment(SegmentedLayer):
+    """Any module as a layer of one segment, which has the name of its class: tensors in, a tensor or several
+    out.
+
+    reason: why it cannot be captured, in words; empty: it can, which `fastmp.graphs.explain` looks at.
+    """
+
+    def __init__(self, module: nn.Module, *, reason: str = "") -> None:
+        super().__init__()
+        self.module, self.reason = module, reason
+
+    def segments(self) -> tuple[Segment, ...]:
+        name = type(self.module).__name__
+        return (Segment(name, lambda *x: _tuple(self.module(*x)), not self.reason, self.reason),)
+
+
 class LayerChain(nn.ModuleList):
     """Layers one after the other: each takes the first tensor that the one before it returned.
 
     forward(x) returns (x, *others), with whatever else the layers returned, in order.
 
+    modules: the layers; each that is no `SegmentedLayer` becomes a `SingleSegment`.
     call: how to run a layer, `call(layer, x)`, instead of layer(x). Each layer is then one segment.
     """
 
     def __init__(
-        self, call: Callable[[SegmentedLayer, torch.Tensor], torch.Tensor | Tensors] | None = None
+        self,
+        modules: Iterable[nn.Module] = (),
+        call: Callable[[SegmentedLayer, torch.Tensor], torch.Tensor | Tensors] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(m if isinstance(m, SegmentedLayer) else SingleSegment(m) for m in modules)
         self.call = call
 
     def forward(self, x: torch.Tensor) -> Tensors:
@@ -81,8 +104,9 @@ class LayerChain(nn.ModuleList):
         return links
 
     def _whole(self, layer: SegmentedLayer) -> Segment:
-        capturable = all(segment.capturable for segment in layer.segments())
-        return Segment("layer", lambda x: _tuple(self.call(layer, x)), capturable)
+        eager = [segment for segment in layer.segments() if not segment.capturable]
+        reason = f"{eager[0].name}: {eager[0].reason}" if eager else ""
+        return Segment("layer", lambda x: _tuple(self.call(layer, x)), not eager, reason)
 
 
 class Link(NamedTuple):
@@ -92,6 +116,10 @@ class Link(NamedTuple):
     layer: SegmentedLayer
     segment: Segment
     last: bool
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}.{self.segment.name}"
 
 
 def run_links(links: Iterable[Link], tensors: Tensors) -> tuple[Tensors, Tensors]:

@@ -113,8 +113,11 @@ class MoELayer(SegmentedLayer):
             "experts": self._experts,
             "combine": self._combine,
         }
-        eager = self.dispatcher.eager
-        return tuple(Segment(name, function, capturable=name not in eager) for name, function in run.items())
+        why = {name: "sizes of what other ranks send are known at run time" for name in self.dispatcher.eager}
+        return tuple(
+            Segment(name, function, capturable=name not in why, reason=why.get(name, ""))
+            for name, function in run.items()
+        )
 
     # From segment to segment, before what is carried: the dispatcher's tensors, aux, counts, and the layer's
     # input, in whose place the output of the shared expert goes.

@@ -1,0 +1,132 @@
+"""Modules that know nothing of segments or graphs, trained through graphs: bit for bit as without."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastmp.graphs.errors import CaptureError
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.recording import RecordingBackend
+from fastmp.nn import LayerChain, Segment, SingleSegment
+from fastmp.parallel.schedule import order
+
+
+class Block(nn.Module):
+    """An encoder layer as people write them."""
+
+    def __init__(self, width=16, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, width))
+
+    def forward(self, x):
+        B, S, H = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(B, S, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, S, H)
+        x = x + self.proj(y)
+        return x + self.mlp(self.norms[1](x))
+
+
+class Thresholded(nn.Module):
+    def forward(self, x):
+        return x if x.abs().max() > 1 else 2 * x  # the host reads a value
+
+
+MODELS = {
+    "blocks": lambda: nn.Sequential(Block(), Block(), Block()),
+    "torch's own": lambda: nn.Sequential(
+        *(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True) for _ in range(2))
+    ),
+}
+
+
+def train(layers, manager=None, steps=5):
+    """Losses and parameters; two microbatches a step, of different weight."""
+    params = list(layers.parameters())
+    optimizer, data, losses = torch.optim.SGD(params, lr=0.1), torch.Generator().manual_seed(1), []
+    torch.manual_seed(2)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        if manager is not None:
+            manager.begin_step()
+        for weight in (1, 10):
+            y = layers(torch.randn(2, 5, 16, generator=data).double())
+            loss = weight * (y[0] if isinstance(y, tuple) else y).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+    return torch.stack(losses), *params
+
+
+def assert_equal(graphed, eager):
+    assert all(torch.equal(a, b) for a, b in zip(graphed, eager, strict=True))
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_training_is_that_of_the_modules_themselves(make):
+    model = make().double()
+    chain = LayerChain(copy.deepcopy(list(model)))
+    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    assert_equal(train(chain, manager), train(model))
+    assert manager.plan.num_graphs == 2
+
+
+def test_a_module_that_cannot_be_captured_runs_between_graphs():
+    model = nn.Sequential(Block(), Thresholded(), Block()).double()
+    first, eager, last = copy.deepcopy(list(model))
+    chain = LayerChain([first, SingleSegment(eager, reason="reads a value"), last])
+    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    assert_equal(train(chain, manager), train(model))
+    assert manager.plan.num_graphs == 4
+    assert [(link.segment.name, link.segment.reason) for link in chain.links()] == [
+        *(("Block", ""), ("Thresholded", "reads a value"), ("Block", "")),
+    ]
+
+
+def test_an_error_of_a_capture_names_run_segment_and_line():
+    chain = LayerChain([Block(), Thresholded(), Block()]).double()
+    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    with pytest.raises(
+        CaptureError,
+        match=r"capture of the forward of microbatch 0 chunk 0, run '0.Block to 2.Block', segment "
+        r"'1.Thresholded': graph: aten._local_scalar_dense.default reads a value on the host.*called at "
+        r".*test_own_modules.py:\d+, return x if x.abs.*; fastmp.graphs.explain.explain\(model, \*inputs\)",
+    ):
+        train(chain, manager)
+
+
+def test_an_error_in_a_backward_names_run_and_line():
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * grad.sum().item()  # on the host
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return Reads.apply(super().forward(x))
+
+    chain = LayerChain([Layer(16, 16)]).double()
+    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    with pytest.raises(CaptureError, match=r"backward of microbatch 0 .* '0.Layer': .*py:\d+, .*on the host"):
+        train(chain, manager)
+
+
+def test_a_layer_that_is_recomputed_tells_which_segment_is_not_captured():
+    class Two(SingleSegment):
+        def segments(self):
+            return (*super().segments(), Segment("rows", lambda x: (x,), False, "depends on data"))
+
+    chain = LayerChain([Two(nn.Identity())], call=lambda layer, x: layer(x))
+    (segment,) = [link.segment for link in chain.links()]
+    assert (segment.name, segment.capturable, segment.reason) == ("layer", False, "rows: depends on data")
