@@ -110,7 +110,7 @@ class LayerChain(nn.ModuleList):
 
 
 class Link(NamedTuple):
-    """A segment of a layer of a chain. Of what the `last` one returns, the next layer takes the first tensor."""
+    """A segment of a layer of a chain. The next layer takes the first tensor that the `last` one returns."""
 
     name: str
     layer: SegmentedLayer

@@ -113,7 +113,7 @@ class MoELayer(SegmentedLayer):
             "experts": self._experts,
             "combine": self._combine,
         }
-        why = {name: "sizes of what other ranks send are known at run time" for name in self.dispatcher.eager}
+        why = dict.fromkeys(self.dispatcher.eager, "sizes of what other ranks send are known at run time")
         return tuple(
             Segment(name, function, capturable=name not in why, reason=why.get(name, ""))
             for name, function in run.items()
