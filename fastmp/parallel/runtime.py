@@ -247,11 +247,13 @@ def _lost_peer(error: BaseException) -> bool:
 def _summary(error: BaseException, env: Environment) -> str:
     """One line; users' mistakes speak for themselves, anything else says how to see its traceback.
 
-    Mistakes that are listed, each on an indented line, stay a list.
+    Mistakes that are listed, each on an indented line, stay a list. Notes on the error, as to the step of
+    training, come first.
     """
     parts = str(error).split("\n  ") if isinstance(error, ValueError) else [str(error)]
     message = "\n  ".join(" ".join(part.split()) for part in parts)
-    text = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    names = [*(" ".join(note.split()) for note in getattr(error, "__notes__", ())), type(error).__name__]
+    text = ": ".join([*names, message] if message else names)
     if env.world_size > 1 and _lost_peer(error):
         return f"another rank is gone ({text.split('. ')[0]})"
     if isinstance(error, (ValueError, OSError)) or env.debug:

@@ -10,8 +10,8 @@ reported as the loss, and how many tokens each expert got, from which routers co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -196,12 +196,16 @@ class Trainer:
         return evaluation
 
     def train_step(self) -> StepResult:
-        """One optimizer step on the next global batch. Queues work on the device and does not wait for it."""
+        """One optimizer step on the next global batch. Queues work on the device and does not wait for it.
+
+        What goes wrong says in which step: a `PipelineError` in its message, any other error in a note.
+        """
+        with _step_named(self.step + 1):
+            return self._train_step()
+
+    def _train_step(self) -> StepResult:
         self.grads.zero()
-        try:
-            totals, counts = self.runner.train(self._fetch, self.num_microbatches)
-        except PipelineError as error:
-            raise PipelineError(f"step {self.step + 1}, {error}") from error
+        totals, counts = self.runner.train(self._fetch, self.num_microbatches)
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
             self.runner.share_gradients()
@@ -406,6 +410,17 @@ def _sum_over(tensor: Tensor, *groups: dist.ProcessGroup | None) -> None:
     for group in groups:
         if group is not None:
             all_reduce_(tensor, group)
+
+
+@contextmanager
+def _step_named(number: int) -> Iterator[None]:
+    try:
+        yield
+    except PipelineError as error:
+        raise PipelineError(f"step {number}, {error}") from error
+    except Exception as error:
+        error.add_note(f"step {number}")
+        raise
 
 
 def _due(step: int, interval: int) -> bool:

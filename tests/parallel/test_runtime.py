@@ -268,6 +268,13 @@ def test_mistakes_that_are_listed_stay_a_list(launcher, capsys):
     assert capsys.readouterr().err == "fastmp: rank 0: ValueError: 2 mistakes:\n  tp is 3\n  pp is 5\n"
 
 
+def test_a_note_says_where(launcher, capsys):
+    error = KeyError("x")
+    error.add_note("step 3")
+    assert main_guard(guarded(error)) == 1
+    assert capsys.readouterr().err.startswith("fastmp: rank 0: step 3: KeyError: 'x' (")
+
+
 def test_debugging_adds_the_traceback(launcher, capsys):
     launcher(FASTMP_DEBUG=1)
     assert main_guard(guarded(KeyError("x"))) == 1

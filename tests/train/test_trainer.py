@@ -340,6 +340,15 @@ def test_a_step_never_waits_for_the_device():
                 result.loss.item()
 
 
+def test_an_error_says_in_which_step():
+    trainer = make_trainer()
+    trainer.train_step()
+    trainer.grads.all_reduce = lambda: {}["gone"]
+    with pytest.raises(KeyError) as error:
+        trainer.train_step()
+    assert error.value.__notes__ == ["step 2"]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_in_bfloat16(tmp_path):
     check_on_a_gpu(tmp_path, DROPOUT, Samples(2), OPTIMIZER, bound=0.7)
