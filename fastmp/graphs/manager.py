@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,11 +46,17 @@ class Backend(Protocol):
 
     runs_at_capture: bool
 
-    def graph(self, forward: Graph | None = None) -> Graph:
+    def watch(self) -> AbstractContextManager[Any]:
+        """Around an eager forward whose like will be captured; what it yields goes to `graph`."""
+
+    def graph(self, forward: Graph | None = None, watched: Any = None) -> Graph:
         """A new graph; the backward of `forward` where that is given."""
 
     def weak(self, tensor: Tensor) -> Weak:
         """Gives the tensor where it lies, without keeping its memory from others."""
+
+    def reset(self) -> None:
+        """All graphs are let go."""
 
 
 class _Run(NamedTuple):
@@ -67,6 +73,7 @@ class _Shapes(NamedTuple):
 
     inputs: list[tuple[TensorSpec, bool]]  # with whether it requires a gradient
     gradients: tuple[TensorSpec, ...]
+    watched: Any  # what the backend has seen
 
 
 @dataclass
@@ -138,9 +145,12 @@ class GraphManager:
             chain.forward = functools.partial(self._forward, chunk)
 
     def remove(self) -> None:
-        """Let the chains run by themselves again."""
+        """Let the chains run by themselves again, and the graphs go."""
         for chain in self.chains:
             del chain.forward
+        self._captured.clear()
+        self._buffers.clear()
+        self.backend.reset()
 
     def begin_step(self) -> None:
         """A training step begins. GraphError where the last one stopped on the way."""
@@ -189,10 +199,12 @@ class GraphManager:
         return tensors[0] if own else tensors[0].clone(), *others
 
     def _observe(self, chunk: int, number: int, run: _Run, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        handed_on, others = run_links(run.links, tensors)
+        with self.backend.watch() as watched:
+            handed_on, others = run_links(run.links, tensors)
         made = [t for t in (*handed_on, *others) if not any(t is given for given in tensors)]
         gradients = tuple(_spec(t) for t in made if t.requires_grad)
-        self._shapes[chunk, number] = _Shapes([(_spec(t), t.requires_grad) for t in tensors], gradients)
+        inputs = [(_spec(t), t.requires_grad) for t in tensors]
+        self._shapes[chunk, number] = _Shapes(inputs, gradients, watched)
         return handed_on, others
 
     def _through_graph(self, chunk: int, number: int, run: _Run, tensors: Tensors) -> tuple[Tensors, Tensors]:
@@ -227,7 +239,8 @@ class GraphManager:
         run, shapes = self._runs[chunk][number], self._shapes[chunk, number]
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
         queue = None if putting_off_to() is None else WeightQueue()
-        graph = self.backend.graph()
+        graph = self.backend.graph(watched=shapes.watched)
+        _renew_accumulators(run.parameters)
         begun: list[Link] = []
         with (
             self._capturing(replay, begun),
@@ -436,6 +449,19 @@ def _run_of(links: list[Link]) -> _Run:
 def _by_hand(param: nn.Parameter) -> dict[int, Callable[[nn.Parameter], None]]:
     hooks = param._post_accumulate_grad_hooks or {}
     return OrderedDict((key, hook) for key, hook in hooks.items() if not getattr(hook, "in_graph", False))
+
+
+@torch.no_grad()
+def _renew_accumulators(params: Sequence[nn.Parameter]) -> None:
+    """Nodes that accumulate run on the stream on which they were made, and last as long as any graph of
+    autograd that they are in, say of the loss before: a captured backward needs nodes made in its forward.
+    Data of another dtype, for a moment, makes autograd forget the old one.
+    """
+    for param in params:
+        data = param.data
+        other = torch.float32 if data.dtype != torch.float32 else torch.float64
+        param.data = torch.empty(0, dtype=other, device=data.device)
+        param.data = data
 
 
 @contextmanager

@@ -210,11 +210,18 @@ class RecordingBackend:
     def __init__(self, rng: RandomStreams | None = None) -> None:
         self.rng, self.pool = rng, Pool()
 
-    def graph(self, forward: RecordedGraph | None = None) -> RecordedGraph:
+    def watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def graph(self, forward: RecordedGraph | None = None, watched: None = None) -> RecordedGraph:
         return RecordedGraph(self.pool, self.rng, forward)
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self.pool.place(tensor.detach()).tensor
+        return self.pool.place(tensor.detach()).tensor().detach
+
+    def reset(self) -> None:
+        """Graphs are let go with those who hold them; what is captured next has a pool of its own."""
+        self.pool = Pool()
 
 
 class _Recorder(TorchDispatchMode):

@@ -8,7 +8,7 @@ et al. 2022, section 5, has the memory of both).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -80,7 +80,7 @@ def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager, AbstractCont
 class _Replay:
     """Streams as in `states` inside, as they were before outside. Entered once per recomputation."""
 
-    def __init__(self, rng: RngTracker, states: dict[str, torch.Tensor]) -> None:
+    def __init__(self, rng: RngTracker, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
         self.rng, self.states = rng, states
 
     def __enter__(self) -> None:

@@ -10,7 +10,7 @@ Data-parallel ranks have equal streams, pipeline stages different ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,7 @@ class RngTracker:
             name: torch.Generator(self._default.device).manual_seed(number) for name, number in seeds.items()
         }
         self._current = "default"
+        self._keeper: Callable[[], Mapping[str, torch.Generator] | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
         """A copy of a model draws from the same streams: there is one default generator."""
@@ -109,24 +110,48 @@ class RngTracker:
             self._default.set_state(own.get_state())
             own.set_state(state)
 
-    def states(self) -> dict[str, torch.Tensor]:
+    def states(self) -> Mapping[str, torch.Tensor | torch.Generator]:
         """The state of every stream, as uint8 tensors on the CPU: what a recomputation has to start from."""
+        if self._keeper is not None and (kept := self._keeper()) is not None:
+            return kept
+        return {name: generator.get_state() for name, generator in self._by_name().items()}
+
+    def restore(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
+        """Set every stream to `states`, as `states()` gave them; a generator takes the stream's place.
+        ValueError where the streams are not the same.
+        """
+        streams = self._by_name()
+        if set(states) != set(streams):
+            raise ValueError(f"RngTracker.restore: got streams {sorted(states)}, expected {sorted(streams)}")
+        for name, state in states.items():
+            if isinstance(state, torch.Tensor):
+                streams[name].set_state(state.cpu())
+            elif name == self._current:
+                self._default.graphsafe_set_state(state)
+            else:
+                self._streams[self._current if name == "default" else name] = state
+
+    def _by_name(self) -> dict[str, torch.Generator]:
         streams = {"default": self._default, **self._streams}
         if self._current != "default":  # inside a fork the two generators hold each other's stream
             streams["default"], streams[self._current] = streams[self._current], streams["default"]
-        return {name: generator.get_state() for name, generator in streams.items()}
+        return streams
 
-    def restore(self, states: Mapping[str, torch.Tensor]) -> None:
-        """Set every stream to `states`, as `states()` gave them. ValueError where the streams are not the
-        same.
-        """
-        streams = {"default": self._default, **self._streams}
-        if set(states) != set(streams):
-            raise ValueError(f"RngTracker.restore: got streams {sorted(states)}, expected {sorted(streams)}")
-        if self._current != "default":
-            streams["default"], streams[self._current] = streams[self._current], streams["default"]
-        for name, generator in streams.items():
-            generator.set_state(states[name].cpu())
+    def generators(self) -> dict[str, torch.Generator]:
+        """A generator of each stream, which moves on with it: on CUDA, what a graph is told of and what
+        `restore` takes inside one, where states are out of reach."""
+        streams = self._by_name()
+        streams[self._current] = self._default.graphsafe_get_state()
+        return streams
+
+    @contextmanager
+    def kept_by(self, keeper: Callable[[], Mapping[str, torch.Generator] | None]) -> Iterator[None]:
+        """Inside, `states()` calls `keeper` first, and returns what that returns unless it is None."""
+        before, self._keeper = self._keeper, keeper
+        try:
+            yield
+        finally:
+            self._keeper = before
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The streams' states, uint8 tensors, for a checkpoint. Each tensor-parallel rank saves its own."""
