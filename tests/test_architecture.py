@@ -40,7 +40,7 @@ ALLOWED = {
     "fastmp.bench": set(),
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
-    "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.put_off", "profiling"},
+    "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.put_off", "profiling", "_lazy"},
     "fastmp.graphs.plan": {"parallel.schedule"},
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {"train", "nn", "parallel", "ops", "config", "layout", "profiling", "_host", "_lazy"},

@@ -337,7 +337,7 @@ class GraphManager:
             segment = f", segment {begun[-1].full_name!r}" if begun else ""
             raise CaptureError(
                 f"graphs: capture of the {self._name(replay)}{segment}: {error}; "
-                "fastmp.graphs.explain.explain(model, *inputs) lists all that cannot be captured"
+                "fastmp.graphs.explain(model, *inputs) lists all that cannot be captured"
             ) from error
 
     @staticmethod

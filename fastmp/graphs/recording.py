@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastmp.graphs.errors import CaptureError
 
-__all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph", "RecordingBackend"]
+__all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph", "RecordingBackend", "is_static"]
 
 _ALIGNMENT = 64
 _NOT_STATIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -233,7 +233,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, graph, pool = kwargs or {}, self.graph, self.graph.pool
-        if not _is_static(func, args):
+        if not is_static(func, args, kwargs):
             raise CaptureError(f"graph: {func} {_reason(func)}; called {_where()}")
         draw = self._draw(func, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
         flat, spec = tree_flatten((args, kwargs))
@@ -308,9 +308,15 @@ def _on(
     return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
 
 
-def _is_static(func: Any, args: Any) -> bool:
-    if func is torch.ops.aten.index.Tensor:  # by masks only: numbers of rows give as many rows
-        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+def is_static(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an op has the same shapes at every replay, and reads no value on the host."""
+    indexing = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
+    if indexing or func is torch.ops.aten._index_put_impl_.default:
+        # Numbers of rows give as many rows; a mask does only where one value is put.
+        masked = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+        return not masked or (len(args) > 2 and args[2].numel() == 1)
+    if func is torch.ops.aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is not None
     return not any(tag in func.tags for tag in _NOT_STATIC)
 
 
