@@ -53,6 +53,10 @@ class CudaBackend:
         self.stream = _stream_of_captures(torch.cuda.current_device())
         self._graphs: list[CudaGraph] = []
 
+    @property
+    def nbytes(self) -> int:
+        return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
+
     @contextmanager
     def watch(self) -> Iterator[list[Offsets]]:
         """Around an eager forward. How far each stream is on, when a part begins that will be recomputed."""

@@ -6,26 +6,28 @@ layers, and what lies between them. The first steps run eagerly, and show which 
 first needed, so that graphs share memory exactly as the step itself would free and take it. After that a run
 is a copy into its static inputs and a replay, forward and backward.
 
-Values may be overwritten once the step has gone on: what leaves a chain is the caller's own copy.
+Values may be overwritten once the step has gone on: what leaves a chain is the caller's own copy. Between two
+rounds of a step, where nothing is in flight, memory is free: the graphs of a round are captured all in one
+pass, so that what one of them holds is never taken by another.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from fastmp.graphs import pieces
 from fastmp.graphs.errors import CaptureError, GraphError
+from fastmp.graphs.pieces import Piece, Shapes, cut, hooks_aside, spec_of
 from fastmp.graphs.plan import GraphPlan, Replay, RunSpec, TensorSpec, plan
+from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Variant, Weak
+from fastmp.graphs.verify import Verifier
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
@@ -33,71 +35,10 @@ from fastmp.profiling import region
 
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager"]
 
-Weak = Callable[[], Tensor]
+_Key = tuple[int, int, int]
 
-
-class Graph(Protocol):
-    def capture(self) -> AbstractContextManager[None]: ...
-    def replay(self) -> None: ...
-
-
-class Backend(Protocol):
-    """What captures and replays. `runs_at_capture`: the work of a capture is done as well as noted."""
-
-    runs_at_capture: bool
-
-    def watch(self) -> AbstractContextManager[Any]:
-        """Around an eager forward whose like will be captured; what it yields goes to `graph`."""
-
-    def graph(self, forward: Graph | None = None, watched: Any = None) -> Graph:
-        """A new graph; the backward of `forward` where that is given."""
-
-    def weak(self, tensor: Tensor) -> Weak:
-        """Gives the tensor where it lies, without keeping its memory from others."""
-
-    def reset(self) -> None:
-        """All graphs are let go."""
-
-
-class _Run(NamedTuple):
-    """A piece of a chain that is captured."""
-
-    name: str
-    links: list[Link]
-    parameters: list[nn.Parameter]
-    modules: list[nn.Module]  # whose hooks before a forward run by hand
-
-
-class _Shapes(NamedTuple):
-    """What an eager step has shown of a run."""
-
-    inputs: list[tuple[TensorSpec, bool]]  # with whether it requires a gradient
-    gradients: tuple[TensorSpec, ...]
-    watched: Any  # what the backend has seen
-
-
-@dataclass
-class _Captured:
-    """The graphs of one forward and of its backward, and where what they make lies."""
-
-    forward: Graph
-    outputs: list[Weak | int]  # a number: the input that is handed on
-    num_tensors: int  # of the outputs, those for the next segment; the others are what layers return beside
-    differentiable: list[bool]  # of the outputs that are made here
-    live: list[Tensor]  # outputs with their autograd graph, and inputs, until the backward is captured
-    static: list[Tensor]
-    queue: WeightQueue | None  # what the backward puts off
-    backward: _Gradients | None = None
-    weight: _Gradients | None = None
-
-
-@dataclass
-class _Gradients:
-    """The graph of a backward, or of its weights."""
-
-    graph: Graph
-    inputs: list[Weak | None]
-    parameters: list[tuple[nn.Parameter, Weak]]  # without those whose gradient a graph adds to `main_grad`
+_MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
+_MOST_VARIANTS = 4  # shapes of a step that have graphs; each has static buffers of its own
 
 
 class GraphManager:
@@ -109,15 +50,20 @@ class GraphManager:
     backend: `RecordingBackend` on a CPU.
     scope: the names of the segments to capture; None: all that can be.
     warmup: training steps that run eagerly first, one or more; the last of them shows shapes.
+    verify_every: every so many steps each run is held against its segments, run eagerly on the same inputs
+        and random numbers, bit for bit; 0: never. All ranks alike, for collectives run twice.
 
-    `begin_step()` before each training step. Forwards without gradients, in evaluation mode, or of other
-    shapes than the ones seen run eagerly.
+    `begin_step()` before each training step. Forwards without gradients or in evaluation mode run eagerly. A
+    step whose first shapes are new shows them, and has graphs of its own from the next time on (at most four
+    kinds do); a microbatch of other shapes than those of its step runs eagerly. Where the mode of a module or
+    what is trained has changed, graphs are captured anew.
 
     Hooks of modules before their forward, and of parameters after their gradient has been accumulated, run by
     hand at every replay; those of a `GradBuffer` are in the graph.
 
     ValueError for a scope that names no segment. GraphError where forwards and backwards come in another
-    order than planned; CaptureError where a segment cannot be captured.
+    order than planned, where a parameter has moved, and where a run is not what its segments are;
+    CaptureError where a segment cannot be captured.
     """
 
     def __init__(
@@ -128,95 +74,175 @@ class GraphManager:
         backend: Backend,
         scope: Sequence[str] | None = None,
         warmup: int = 2,
+        verify_every: int = 0,
     ) -> None:
         self.chains, self.order, self.backend = list(chains), tuple(order), backend
-        self.warmup = max(warmup, 1)
-        self._pieces = [_pieces(chain, scope) for chain in self.chains]
-        self._runs = [[piece for piece in pieces if isinstance(piece, _Run)] for pieces in self._pieces]
-        self._shapes: dict[tuple[int, int], _Shapes] = {}
-        self.plan: GraphPlan | None = None
-        self._buffers: list[Tensor] = []
+        self.warmup, self.verify_every = max(warmup, 1), verify_every
+        self._pieces = [cut(chain, scope) for chain in self.chains]
+        self._runs = [[piece for piece in chain if piece.captured] for chain in self._pieces]
         self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
-        self._captured: dict[int, _Captured] = {}  # by the number of the graph of the forward
-        self._graph_of: dict[tuple[int, int, int], int] = {}  # (microbatch, chunk, run): that number
-        self._eagerly: set[tuple[int, int, int]] = set()
-        self._step, self._cursor = -1, 0
+        self._variants: dict[tuple, Variant | None] = {}  # by the first input of a step; None: runs eagerly
+        self._modes: tuple[bool, ...] = ()
+        self._places: dict[str, tuple[int, int]] = {}
+        self._step = -1
+        self._verifier: Verifier | None = None
+        self._begin()
         for chunk, chain in enumerate(self.chains):
             chain.forward = functools.partial(self._forward, chunk)
+
+    def _begin(self) -> None:
+        self._kind: tuple | None = None  # what the first input of the step is; None: not yet seen
+        self._seen: dict[tuple[int, int], Shapes] | None = None  # of a step that shows shapes
+        self._arrived: dict[tuple[int, int], list[TensorSpec]] = {}  # gradients as they came
+        self._even = True
+        self._variant: Variant | None = None
+        self._cursor, self._round, self._in_capture = 0, -1, False
+        self._graph_of: dict[_Key, int] = {}
+        self._eagerly: set[_Key] = set()
+
+    @property
+    def plan(self) -> GraphPlan | None:
+        """Of the first shapes that have one."""
+        return next((variant.plan for variant in self._variants.values() if variant is not None), None)
+
+    @property
+    def static_bytes(self) -> int:
+        """Of all static buffers there are."""
+        buffers = [b for variant in self._variants.values() if variant is not None for b in variant.buffers]
+        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+    def describe(self) -> str:
+        """What there is, for a log."""
+        variants = [variant for variant in self._variants.values() if variant is not None]
+        graphs, runs = sum(len(variant.done) for variant in variants), sum(map(len, self._runs))
+        kinds = f" for {len(variants)} shapes" if len(variants) > 1 else ""
+        return (
+            f"{graphs} graphs of {runs} runs of segments{kinds}, {self.static_bytes / 1e6:.1f} MB of static "
+            f"buffers, {self.backend.nbytes / 1e6:.1f} MB in their pool"
+        )
 
     def remove(self) -> None:
         """Let the chains run by themselves again, and the graphs go."""
         for chain in self.chains:
             del chain.forward
-        self._captured.clear()
-        self._buffers.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        """All graphs; nothing is in flight."""
+        self._variant = None
+        self._variants.clear()
         self.backend.reset()
 
     def begin_step(self) -> None:
-        """A training step begins. GraphError where the last one stopped on the way."""
-        left = self._next() if self._cursor else None
-        self._step, self._cursor = self._step + 1, 0
-        self._eagerly.clear()
-        self._graph_of.clear()
-        if left is not None:
-            raise GraphError(f"graphs: the step before ended before the {self._name(left)}")
-        if self.plan is None and self._step >= self.warmup and self._shapes:
-            self._make_plan()
+        """A training step begins, also where the last one stopped on the way.
 
-    def _make_plan(self) -> None:
+        GraphError where a parameter, buffer or main gradient is not where graphs would read or write it.
+        """
+        if self._variant is not None and self._round >= 0:
+            self._variant.drop(self._round)
+            if self._variant.drops > _MOST_DROPS:
+                self._variants[self._kind] = None
+        if self._seen is not None:
+            self._make_variant()
+        self._begin()
+        self._step += 1
+        if self._variants:
+            if self._modes != pieces.modes(self.chains):
+                self._forget()
+            else:
+                self._check_places()
+        due = self.verify_every > 0 and self._step % self.verify_every == 0
+        self._verifier = Verifier(self.backend.rng) if due else None
+
+    def _check_places(self) -> None:
+        now = pieces.places(self.chains)
+        for name, place in self._places.items():
+            if now.get(name) != place:
+                what = "is gone" if name not in now else "or its main gradient has moved"
+                raise GraphError(
+                    f"graphs: {name} {what} since graphs were captured, which go by address; change its "
+                    "values in place, or make the manager afterwards"
+                )
+
+    def _make_variant(self) -> None:
+        """Of the step that has shown its shapes, if it came to its end and was even."""
+        seen = self._seen
+        if not seen or len(seen) < sum(map(len, self._runs)):
+            return
+        if not self._even:
+            self._variants[self._kind] = None
+            return
         chunks = [
             [
-                RunSpec(run.name, tuple(spec for spec, _ in shapes.inputs), shapes.gradients)
-                for number, run in enumerate(runs)
-                if (shapes := self._shapes[chunk, number])
+                RunSpec(run.name, tuple(spec for spec, _ in seen[c, i].inputs), tuple(self._arrived[c, i]))
+                for i, run in enumerate(runs)
             ]
-            for chunk, runs in enumerate(self._runs)
+            for c, runs in enumerate(self._runs)
         ]
-        self.plan = plan(self.order, chunks)
-        device = next(p.device for runs in self._runs for run in runs for p in run.parameters)
-        self._buffers = [
-            torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-            for spec in self.plan.buffers
-        ]
+        self._modes, self._places = pieces.modes(self.chains), pieces.places(self.chains)
+        self._variants[self._kind] = Variant(plan(self.order, chunks), seen, self._pieces, self._device)
+
+    def _first_seen(self, x: Tensor) -> None:
+        """The first forward of the step says which kind of step it is."""
+        self._kind, self._device = (spec_of(x), x.requires_grad), x.device
+        if self._step < self.warmup - 1:
+            return
+        if self._kind in self._variants:
+            self._variant = self._variants[self._kind]
+        elif len(self._variants) < _MOST_VARIANTS:
+            self._seen = {}
 
     def _forward(self, chunk: int, x: Tensor) -> Tensors:
         chain = self.chains[chunk]
-        if not torch.is_grad_enabled() or not chain.training or self._step < self.warmup - 1:
+        if self._step < 0 or not torch.is_grad_enabled() or not chain.training:
             return type(chain).forward(chain, x)
-        tensors, others, own = (x,), (), True
+        if self._kind is None:
+            self._first_seen(x)
+        if self._variant is None and self._seen is None:
+            return type(chain).forward(chain, x)
+        tensors, others = (x,), ()
+        shared: set[int] = set()  # where graphs have left what they made
         number = 0
         for piece in self._pieces[chunk]:
-            if not isinstance(piece, _Run):
-                (tensors, more), own = run_links(piece, tensors), True
-            elif self.plan is None:
-                (tensors, more), own = self._observe(chunk, number, piece, tensors), True
-                number += 1
+            if not piece.captured:
+                pieces.call_pre_hooks(piece.begins)
+                tensors, more = run_links(piece.links, tensors)
             else:
-                (tensors, more), own = self._through_graph(chunk, number, piece, tensors), False
-                more = tuple(each.clone() for each in more)
+                run = self._observe if self._variant is None else self._through_graph
+                tensors, more = run(chunk, number, piece, tensors)
+                shared |= {t.untyped_storage().data_ptr() for t in (*tensors, *more)}
                 number += 1
             others += more
-        return tensors[0] if own else tensors[0].clone(), *others
+        own = [t.clone() if t.untyped_storage().data_ptr() in shared else t for t in (tensors[0], *others)]
+        return tuple(own)
 
-    def _observe(self, chunk: int, number: int, run: _Run, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        with self.backend.watch() as watched:
+    def _observe(self, chunk: int, number: int, run: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        pieces.call_pre_hooks(run.begins)
+        with pieces.calls() as called, self.backend.watch() as watched:
             handed_on, others = run_links(run.links, tensors)
         made = [t for t in (*handed_on, *others) if not any(t is given for given in tensors)]
-        gradients = tuple(_spec(t) for t in made if t.requires_grad)
-        inputs = [(_spec(t), t.requires_grad) for t in tensors]
-        self._shapes[chunk, number] = _Shapes(inputs, gradients, watched)
+        made = [t for t in made if t.requires_grad]
+        outputs = [spec_of(t) for t in made]
+        inputs = [(spec_of(t), t.requires_grad) for t in tensors]
+        shapes = Shapes(inputs, outputs, [*run.begins, *called], watched)
+        self._even &= self._seen.setdefault((chunk, number), shapes)[:3] == shapes[:3]
+        arrived = self._arrived.setdefault((chunk, number), list(outputs))
+        for i, output in enumerate(made):
+            output.register_hook(functools.partial(pieces.note_spec, arrived, i))
         return handed_on, others
 
-    def _through_graph(self, chunk: int, number: int, run: _Run, tensors: Tensors) -> tuple[Tensors, Tensors]:
-        replay = self._expect(chunk, number, (FORWARD,))
-        if [(_spec(t), t.requires_grad) for t in tensors] != self._shapes[chunk, number].inputs:
+    def _through_graph(
+        self, chunk: int, number: int, run: Piece, tensors: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        replay, shapes = self._expect(chunk, number, (FORWARD,)), self._variant.shapes[chunk, number]
+        if [(spec_of(t), t.requires_grad) for t in tensors] != shapes.inputs:
             self._eagerly.add(_key(replay))
+            pieces.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
-        for module in run.modules:
-            for hook in module._forward_pre_hooks.values():
-                hook(module, ())
-        made = iter(_Through.apply(self, replay, self._anchor, *tensors))
-        captured = self._captured[replay.graph]
+        pieces.call_pre_hooks(shapes.calls)
+        copies = self._variant.copies[chunk][number]
+        made = iter(_Through.apply(self, replay, copies, self._anchor, *tensors))
+        captured = self._variant.captured[replay.graph]
         outputs = [tensors[each] if isinstance(each, int) else next(made) for each in captured.outputs]
         return tuple(outputs[: captured.num_tensors]), tuple(outputs[captured.num_tensors :])
 
@@ -225,27 +251,42 @@ class GraphManager:
         static = self._fill(replay, inputs)
         self._graph_of[_key(replay)] = replay.graph
         with region(f"fastmp.graph.{self._name(replay)}"):
-            captured = self._captured.get(replay.graph)
-            if captured is not None:
-                captured.forward.replay()
-                made = [each() for each in captured.outputs if not isinstance(each, int)]
-                return tuple(made), captured.differentiable
-            captured, made = self._capture_forward(replay, static)
-        self._captured[replay.graph] = captured
-        return made, captured.differentiable
+            if self._in_capture:
+                captured, made = self._capture_forward(replay, static)
+                self._variant.captured[replay.graph] = captured
+                self._variant.done.add(replay.graph)
+                return made, captured.differentiable
+            captured = self._variant.captured[replay.graph]
+            if self._verifier is None:
+                return self._replayed(captured), captured.differentiable
+            piece = self._runs[replay.step.chunk][replay.run]
+            needs = [needs for _, needs in self._variant.shapes[replay.step.chunk, replay.run].inputs]
+            made = self._verifier.forward(
+                replay,
+                piece,
+                [buffer.detach().clone().requires_grad_(need) for buffer, need in zip(static, needs)],
+                lambda: self._replayed(captured),
+                split=captured.queue is not None,
+            )
+            return made, captured.differentiable
 
-    def _capture_forward(self, replay: Replay, static: list[Tensor]) -> tuple[_Captured, Tensors]:
+    @staticmethod
+    def _replayed(captured: Captured) -> Tensors:
+        captured.forward.replay()
+        return tuple(each() for each in captured.outputs if not isinstance(each, int))
+
+    def _capture_forward(self, replay: Replay, static: list[Tensor]) -> tuple[Captured, Tensors]:
         chunk, number = replay.step.chunk, replay.run
-        run, shapes = self._runs[chunk][number], self._shapes[chunk, number]
+        run, shapes = self._runs[chunk][number], self._variant.shapes[chunk, number]
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
         queue = None if putting_off_to() is None else WeightQueue()
         graph = self.backend.graph(watched=shapes.watched)
-        _renew_accumulators(run.parameters)
+        pieces.renew_accumulators(run.parameters)
         begun: list[Link] = []
         with (
             self._capturing(replay, begun),
             torch.enable_grad(),
-            _hooks_by_hand(run),
+            hooks_aside(run),
             putting_off(queue),
             graph.capture(),
         ):
@@ -261,34 +302,58 @@ class GraphManager:
             made += [] if given else [output]
         differentiable = [output.requires_grad for output in made]
         live = [output for output in made if output.requires_grad]
-        captured = _Captured(graph, outputs, len(tensors), differentiable, live, inputs, queue)
+        captured = Captured(graph, outputs, len(tensors), differentiable, live, inputs, queue)
         return captured, tuple(output.detach() for output in made)
 
-    def backward_graph(self, forward: Replay, grads: Tensors) -> list[Tensor | None]:
+    def backward_graph(self, forward: Replay, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
-        captured = self._captured[self._graph_of.pop(_key(forward))]
+        graph = self._graph_of.pop(_key(forward), None)
+        if graph is None:
+            raise GraphError(f"graphs: the backward of the {self._name(forward)} runs twice")
+        captured = self._variant.captured[graph]
         replay = self._expect(
             forward.step.chunk, forward.run, (BACKWARD, BACKWARD_INPUT), forward.step.microbatch
         )
-        grads = tuple(grad for grad, needed in zip(grads, captured.differentiable) if needed)
+        grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
         static = self._fill(replay, grads)
+        given = [grad is not None for grad in grads]
         with region(f"fastmp.graph.{self._name(replay)}"):
             if captured.backward is None:
+                captured.given = given
                 own = self._capture_backward(replay, captured, static)
+            elif any(now and not then for now, then in zip(given, captured.given)):
+                raise GraphError(
+                    f"graphs: an output gets a gradient in the {self._name(replay)} that had none when it "
+                    "was captured; use every output alike in all steps"
+                )
             else:
-                captured.backward.graph.replay()
-                own = [each and each() for each in captured.backward.inputs]
-                self._hand_over(captured.backward)
+                own = self._replay_backward(replay, captured, static)
+        self._variant.done.add(replay.graph)
         if replay.step.kind == BACKWARD_INPUT:
-            weight = self._runs[forward.step.chunk][forward.run].parameters[0]
-            putting_off_to().put_off(weight, functools.partial(self._weight_graph, replay, captured))
+            putting_off_to().put_off(self._anchor, functools.partial(self._weight_graph, replay, captured))
+        return own
+
+    def _replay_backward(
+        self, replay: Replay, captured: Captured, static: list[Tensor]
+    ) -> list[Tensor | None]:
+        def work() -> list[Tensor | None]:
+            captured.backward.graph.replay()
+            self._add_gradients(captured.backward)
+            return [each and each() for each in captured.backward.inputs]
+
+        if self._verifier is None:
+            own = work()
+        else:
+            own = self._verifier.backward(replay, self._runs[replay.step.chunk][replay.run], static, work)
+        pieces.call_grad_hooks(captured.backward.reached)
         return own
 
     def _capture_backward(
-        self, replay: Replay, captured: _Captured, static: list[Tensor]
+        self, replay: Replay, captured: Captured, static: list[Tensor]
     ) -> list[Tensor | None]:
         def work() -> None:
-            torch.autograd.backward(captured.live, static)
+            roots = [i for i, given in enumerate(captured.given) if given]
+            torch.autograd.backward([captured.live[i] for i in roots], [static[i] for i in roots])
             if captured.queue is not None and replay.step.kind == BACKWARD:
                 WeightQueue.run(captured.queue.take())
 
@@ -298,7 +363,7 @@ class GraphManager:
         captured.live, captured.static = [], []
         return own
 
-    def _weight_graph(self, forward: Replay, captured: _Captured) -> None:
+    def _weight_graph(self, forward: Replay, captured: Captured) -> None:
         replay = self._expect(forward.step.chunk, forward.run, (BACKWARD_WEIGHT,), forward.step.microbatch)
         with region(f"fastmp.graph.{self._name(replay)}"):
             if captured.weight is None:
@@ -306,26 +371,38 @@ class GraphManager:
                 captured.weight = self._capture_gradients(
                     replay, captured.forward, lambda: WeightQueue.run(tasks)
                 )
-            else:
-                captured.weight.graph.replay()
-                self._hand_over(captured.weight)
+                self._variant.done.add(replay.graph)
+                return
 
-    def _capture_gradients(self, replay: Replay, forward: Graph, work: Callable[[], None]) -> _Gradients:
+            def work() -> list[Tensor | None]:
+                captured.weight.graph.replay()
+                self._add_gradients(captured.weight)
+                return []
+
+            if self._verifier is None:
+                work()
+            else:
+                self._verifier.weights(replay, self._runs[replay.step.chunk][replay.run], work)
+        pieces.call_grad_hooks(captured.weight.reached)
+
+    def _capture_gradients(self, replay: Replay, forward: Graph, work: Callable[[], None]) -> Gradients:
         """The graph of `work`, which accumulates gradients of parameters."""
         run = self._runs[replay.step.chunk][replay.run]
         before = [(param, param.grad) for param in run.parameters]
         for param in run.parameters:
             param.grad = None
         graph = self.backend.graph(forward)
-        with self._capturing(replay), torch.enable_grad(), _hooks_by_hand(run), graph.capture():
+        with self._capturing(replay), torch.enable_grad(), hooks_aside(run) as reached, graph.capture():
             work()
         if not self.backend.runs_at_capture:
             graph.replay()
         made = [(param, param.grad) for param in run.parameters if param.grad is not None]
         for param, grad in before:
             param.grad = grad
-        gradients = _Gradients(graph, [], [(param, self.backend.weak(grad)) for param, grad in made])
-        self._hand_over(gradients)
+        weak = [(param, self.backend.weak(grad)) for param, grad in made]
+        gradients = Gradients(graph, [], weak, reached)
+        self._add_gradients(gradients)
+        pieces.call_grad_hooks(reached)
         return gradients
 
     @contextmanager
@@ -342,34 +419,35 @@ class GraphManager:
 
     @staticmethod
     @torch.no_grad()
-    def _hand_over(gradients: _Gradients) -> None:
+    def _add_gradients(gradients: Gradients) -> None:
         """Gradients of parameters become theirs: copies, for the next replay writes where they lie."""
         for param, grad in gradients.parameters:
             if param.grad is None:
                 param.grad = grad().clone()
             else:
                 param.grad.add_(grad())
-            for hook in _by_hand(param).values():
-                hook(param)
 
     @torch.no_grad()
-    def _fill(self, replay: Replay, tensors: Tensors) -> list[Tensor]:
-        static = [self._buffers[buffer] for buffer in replay.buffers]
+    def _fill(self, replay: Replay, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        static = [self._variant.buffers[buffer] for buffer in replay.buffers]
         for buffer, tensor in zip(static, tensors, strict=True):
-            if buffer.data_ptr() != tensor.data_ptr():
+            if tensor is None:
+                buffer.zero_()
+            elif buffer.data_ptr() != tensor.data_ptr():
                 buffer.copy_(tensor)
         return static
 
-    def _next(self) -> Replay | None:
-        """What the plan has next, but for what runs eagerly."""
-        replays = () if self.plan is None else self.plan.replays
+    def _next(self) -> int | None:
+        """The place in the plan of what is next, but for what runs eagerly."""
+        replays = self._variant.plan.replays
         while self._cursor < len(replays) and _key(replays[self._cursor]) in self._eagerly:
             self._cursor += 1
-        return replays[self._cursor] if self._cursor < len(replays) else None
+        return self._cursor if self._cursor < len(replays) else None
 
     def _expect(self, chunk: int, run: int, kinds: tuple[str, ...], microbatch: int | None = None) -> Replay:
         """The next replay of the plan; GraphError if it is not the one that is to run now."""
-        replay = self._next()
+        variant, place = self._variant, self._next()
+        replay = None if place is None else variant.plan.replays[place]
         if (
             replay is None
             or (replay.step.chunk, replay.run) != (chunk, run)
@@ -382,6 +460,11 @@ class GraphManager:
                 f"graphs: the {kinds[0]}{which} of chunk {chunk}, run {self._runs[chunk][run].name!r}, "
                 f"is about to run, but {planned} was planned"
             )
+        if variant.round_of[place] != self._round:
+            if self._round >= 0:
+                variant.drop(self._round)
+            self._round = variant.round_of[place]
+            self._in_capture = not variant.graphs_of[self._round] <= variant.done
         self._cursor += 1
         return replay
 
@@ -393,10 +476,12 @@ class _Through(Function):
     """A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay."""
 
     @staticmethod
-    def forward(ctx, manager, replay, anchor, *inputs):
+    def forward(ctx, manager, replay, copies, anchor, *inputs):
         made, differentiable = manager.forward_graph(replay, inputs)
         ctx.manager, ctx.replay = manager, replay
-        ctx.leaves = [each.is_leaf for each in inputs]
+        ctx.set_materialize_grads(False)
+        # A leaf, or a parameter behind a view, would keep the gradient as its own.
+        ctx.copies = [copies or each.is_leaf for each in inputs]
         ctx.mark_non_differentiable(*(each for each, has in zip(made, differentiable) if not has))
         return made
 
@@ -404,81 +489,9 @@ class _Through(Function):
     @once_differentiable
     def backward(ctx, *grads):
         own = ctx.manager.backward_graph(ctx.replay, grads)
-        # A leaf would keep the gradient as its own.
-        own = [g.clone() if leaf and g is not None else g for g, leaf in zip(own, ctx.leaves)]
-        return None, None, None, *own
+        own = [g.clone() if copies and g is not None else g for g, copies in zip(own, ctx.copies)]
+        return None, None, None, None, *own
 
 
-def _key(replay: Replay) -> tuple[int, int, int]:
+def _key(replay: Replay) -> _Key:
     return replay.step.microbatch, replay.step.chunk, replay.run
-
-
-def _spec(tensor: Tensor) -> TensorSpec:
-    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-
-
-def _pieces(chain: LayerChain, scope: Sequence[str] | None) -> list[_Run | list[Link]]:
-    """Maximal runs of what can be captured and is in `scope`, and what lies between them."""
-    links = chain.links()
-    names = {link.segment.name for link in links}
-    if scope is not None and links and not names & set(scope):
-        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(names)}")
-    pieces: list[_Run | list[Link]] = []
-    for capturable, own in groupby(links, lambda link: _captures(link, scope)):
-        piece = list(own)
-        pieces.append(_run_of(piece) if capturable else piece)
-    return pieces
-
-
-def _captures(link: Link, scope: Sequence[str] | None) -> bool:
-    return link.segment.capturable and (scope is None or link.segment.name in scope)
-
-
-def _run_of(links: list[Link]) -> _Run:
-    first, last = links[0].full_name, links[-1].full_name
-    layers = list(dict.fromkeys(link.layer for link in links))
-    modules = [module for layer in layers for module in layer.modules()]
-    return _Run(
-        first if first == last else f"{first} to {last}",
-        links,
-        list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad)),
-        [module for module in modules if next(module.parameters(recurse=False), None) is not None],
-    )
-
-
-def _by_hand(param: nn.Parameter) -> dict[int, Callable[[nn.Parameter], None]]:
-    hooks = param._post_accumulate_grad_hooks or {}
-    return OrderedDict((key, hook) for key, hook in hooks.items() if not getattr(hook, "in_graph", False))
-
-
-@torch.no_grad()
-def _renew_accumulators(params: Sequence[nn.Parameter]) -> None:
-    """Nodes that accumulate run on the stream on which they were made, and last as long as any graph of
-    autograd that they are in, say of the loss before: a captured backward needs nodes made in its forward.
-    Data of another dtype, for a moment, makes autograd forget the old one.
-    """
-    for param in params:
-        data = param.data
-        other = torch.float32 if data.dtype != torch.float32 else torch.float64
-        param.data = torch.empty(0, dtype=other, device=data.device)
-        param.data = data
-
-
-@contextmanager
-def _hooks_by_hand(run: _Run) -> Iterator[None]:
-    """Takes away, while a graph is captured, the hooks that run by hand."""
-    modules = [(module, module._forward_pre_hooks) for module in run.modules if module._forward_pre_hooks]
-    params = [(p, p._post_accumulate_grad_hooks) for p in run.parameters if _by_hand(p)]
-    try:
-        for module, _ in modules:
-            module._forward_pre_hooks = OrderedDict()
-        for param, hooks in params:
-            by_hand = _by_hand(param)
-            kept = OrderedDict((key, hook) for key, hook in hooks.items() if key not in by_hand)
-            param._post_accumulate_grad_hooks = kept
-        yield
-    finally:
-        for module, hooks in modules:
-            module._forward_pre_hooks = hooks
-        for param, hooks in params:
-            param._post_accumulate_grad_hooks = hooks

@@ -29,10 +29,14 @@ _ITEMSIZES = {
 
 
 class TensorSpec(NamedTuple):
-    """A tensor by shape and dtype ("bfloat16"): a buffer holds one after the other of the same spec."""
+    """A tensor by shape and dtype ("bfloat16"): a buffer holds one after the other of the same spec.
+
+    strides: of one that is dense, but not in the order of its dimensions; None: contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: str
+    strides: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +91,15 @@ class GraphPlan:
     def nbytes(self) -> int:
         """Of the static buffers; what graphs hold inside is known when they are captured."""
         return sum(spec.nbytes for spec in self.buffers)
+
+    def rounds(self) -> Iterator[range]:
+        """The replays, cut wherever nothing is in flight. Two rounds have all graphs in common, or none."""
+        start, in_flight = 0, 0
+        for i, replay in enumerate(self.replays):
+            in_flight += (replay.step.kind == FORWARD) - (replay.step.kind in (BACKWARD, BACKWARD_WEIGHT))
+            if not in_flight:
+                yield range(start, i + 1)
+                start = i + 1
 
     def inputs(self, spec: TensorSpec | None = None) -> int:
         """How many buffers hold inputs of forwards, of all specs or of one."""

@@ -41,6 +41,8 @@ class RandomStreams(Protocol):
     @property
     def current(self) -> str: ...
     def fork(self, name: str) -> AbstractContextManager[None]: ...
+    def states(self) -> dict[str, Tensor]: ...
+    def restore(self, states: dict[str, Tensor]) -> None: ...
 
 
 class _Block:
@@ -209,6 +211,10 @@ class RecordingBackend:
 
     def __init__(self, rng: RandomStreams | None = None) -> None:
         self.rng, self.pool = rng, Pool()
+
+    @property
+    def nbytes(self) -> int:
+        return self.pool.nbytes
 
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from fastmp.graphs import cuda
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.errors import CaptureError
-from fastmp.graphs.manager import _renew_accumulators
+from fastmp.graphs.pieces import renew_accumulators
 from fastmp.nn.recompute import recompute
 from fastmp.parallel.rng import RngTracker
 
@@ -242,7 +242,7 @@ def test_a_parameter_gets_a_new_node_that_accumulates(dtype):
     param.register_post_accumulate_grad_hook(hooked.append)
     held = param * 2
     old = get_gradient_edge(param).node
-    _renew_accumulators([param])
+    renew_accumulators([param])
     assert get_gradient_edge(param).node is not old
     (param * 3 + held).sum().backward()
     assert param.grad.tolist() == [6.0] * 3 and param.data_ptr() == address

@@ -62,8 +62,7 @@ def test_another_order_than_planned_is_refused():
     model.layers(x)
     with pytest.raises(GraphError, match=r"forward of chunk 0, .* but the backward of microbatch 0 chunk 0"):
         model.layers(x)
-    with pytest.raises(GraphError, match="the step before ended before the backward of microbatch 0 chunk 0"):
-        manager.begin_step()
+    manager.begin_step()  # a step that has failed is over
     microbatch()
     microbatch()
     with pytest.raises(GraphError, match=r"forward of chunk 0, .* but the end of the step was planned"):

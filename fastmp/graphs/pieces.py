@@ -1,0 +1,183 @@
+"""Chains of layers, cut into runs that are captured and what lies between; hooks that a replay would skip."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fastmp.graphs.plan import TensorSpec
+from fastmp.nn.segment import LayerChain, Link
+
+__all__ = ["Piece", "Shapes", "cut", "hooks_aside", "spec_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Segments that follow each other, with the parameters of their layers.
+
+    begins: layers that start here, unless somebody calls them: hooks before their forward run by hand.
+    shares: whether parameters may keep gradients that pass through here: there is no `main_grad`.
+    """
+
+    name: str
+    links: list[Link]
+    captured: bool
+    begins: list[nn.Module]
+    parameters: list[nn.Parameter]
+
+    @property
+    def shares(self) -> bool:
+        return not all(hasattr(param, "main_grad") for param in self.parameters)
+
+
+class Shapes(NamedTuple):
+    """What an eager step has shown of a run.
+
+    inputs: with whether each requires a gradient; outputs: those that have a gradient.
+    calls: the modules that it calls, in order; watched: what the backend has seen.
+    """
+
+    inputs: list[tuple[TensorSpec, bool]]
+    outputs: list[TensorSpec]
+    calls: list[nn.Module]
+    watched: Any
+
+
+def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
+    """Maximal runs of what can be captured and is in `scope`, and what lies between them.
+
+    ValueError for a scope that names no segment of the chain.
+    """
+    links = chain.links()
+    names = {link.segment.name for link in links}
+    if scope is not None and links and not names & set(scope):
+        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(names)}")
+    begun: list[nn.Module] = []
+    pieces: list[Piece] = []
+    for captured, own in groupby(links, lambda link: _captures(link, scope)):
+        piece = list(own)
+        first, last = (link.full_name for link in (piece[0], piece[-1]))
+        layers: list[nn.Module] = list(dict.fromkeys(link.layer for link in piece))
+        pieces.append(
+            Piece(
+                first if first == last else f"{first} to {last}",
+                piece,
+                captured,
+                [layer for layer in layers if chain.call is None and layer not in begun],
+                list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad)),
+            )
+        )
+        begun += layers
+    return pieces
+
+
+def _captures(link: Link, scope: Sequence[str] | None) -> bool:
+    return link.segment.capturable and (scope is None or link.segment.name in scope)
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """With strides where the tensor is dense but in another order: products on such a one differ in bits."""
+    return TensorSpec(
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        None if tensor.is_contiguous() or not _dense(tensor) else tensor.stride(),
+    )
+
+
+def note_spec(specs: list[TensorSpec], i: int, tensor: Tensor) -> None:
+    specs[i] = spec_of(tensor)
+
+
+def _dense(tensor: Tensor) -> bool:
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def modes(chains: Iterable[nn.Module]) -> tuple[bool, ...]:
+    """Which modules are in training mode, and which parameters are trained: graphs hold what that led to."""
+    chains = list(chains)
+    training = [module.training for chain in chains for module in chain.modules()]
+    return *training, *(param.requires_grad for chain in chains for param in chain.parameters())
+
+
+def places(chains: Iterable[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Addresses of all parameters and buffers, and of their main gradients, by name."""
+    found = {}
+    for chunk, chain in enumerate(chains):
+        for name, tensor in (*chain.named_parameters(), *chain.named_buffers()):
+            main = getattr(tensor, "main_grad", None)
+            found[f"{name!r} of chunk {chunk}"] = tensor.data_ptr(), 0 if main is None else main.data_ptr()
+    return found
+
+
+@contextmanager
+def calls() -> Iterator[list[nn.Module]]:
+    """The modules that are called inside, in order."""
+    called: list[nn.Module] = []
+    handle = register_module_forward_pre_hook(lambda module, args: called.append(module))
+    try:
+        yield called
+    finally:
+        handle.remove()
+
+
+def call_pre_hooks(modules: Sequence[nn.Module]) -> None:
+    """Hooks before forward, as (module, ()): a replay calls no module."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
+
+
+def call_grad_hooks(params: Sequence[nn.Parameter]) -> None:
+    """Hooks behind gradients that are no part of a graph."""
+    for param in params:
+        for hook in (param._post_accumulate_grad_hooks or {}).values():
+            if not getattr(hook, "in_graph", False):
+                hook(param)
+
+
+@contextmanager
+def hooks_aside(piece: Piece) -> Iterator[list[nn.Parameter]]:
+    """Takes away the hooks that run by hand; gives the parameters whose hooks it kept from running."""
+    layers = dict.fromkeys(link.layer for link in piece.links)
+    modules = [(m, m._forward_pre_hooks) for layer in layers for m in layer.modules() if m._forward_pre_hooks]
+    params = [(param, param._post_accumulate_grad_hooks) for param in piece.parameters]
+    reached: list[nn.Parameter] = []
+    try:
+        for module, _ in modules:
+            module._forward_pre_hooks = OrderedDict()
+        for param, hooks in params:
+            kept = {key: hook for key, hook in (hooks or {}).items() if getattr(hook, "in_graph", False)}
+            param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: reached.append})
+        yield reached
+    finally:
+        for module, hooks in modules:
+            module._forward_pre_hooks = hooks
+        for param, hooks in params:
+            param._post_accumulate_grad_hooks = hooks
+
+
+@torch.no_grad()
+def renew_accumulators(params: Sequence[nn.Parameter]) -> None:
+    """Nodes that accumulate run on the stream on which they were made, and last as long as any graph of
+    autograd that they are in, say of the loss before: a captured backward needs nodes made in its forward.
+    Data of another dtype, for a moment, makes autograd forget the old one.
+    """
+    for param in params:
+        data = param.data
+        other = torch.float32 if data.dtype != torch.float32 else torch.float64
+        param.data = torch.empty(0, dtype=other, device=data.device)
+        param.data = data

@@ -1,0 +1,161 @@
+"""Holds a run against its segments: both on the same inputs and random numbers, compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmp.graphs.errors import GraphError
+from fastmp.graphs.pieces import Piece, hooks_aside
+from fastmp.graphs.plan import BACKWARD, Replay
+from fastmp.nn.segment import Tensors, run_links
+from fastmp.ops.put_off import WeightQueue, putting_off
+
+if TYPE_CHECKING:
+    from fastmp.graphs.recording import RandomStreams
+
+__all__ = ["Verifier"]
+
+
+class _Eager(NamedTuple):
+    """What is left of an eager forward until its backward."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]  # those with a gradient
+    queue: WeightQueue | None
+
+
+class Verifier:
+    """Compares the replays of one step with what their segments do eagerly.
+
+    rng: the streams that segments draw from; None: torch's default generators.
+
+    GraphError naming the run, the microbatch and the first tensor that differs. Hooks that run by hand do so
+    once, after the comparison.
+    """
+
+    def __init__(self, rng: RandomStreams | None) -> None:
+        self.rng = rng
+        self._eager: dict[tuple[int, int, int], _Eager] = {}
+
+    def forward(
+        self,
+        replay: Replay,
+        piece: Piece,
+        inputs: list[Tensor],
+        work: Callable[[], Tensors],
+        split: bool,
+    ) -> Tensors:
+        """What `work()`, the replay, made.
+
+        inputs: copies of what it reads; split: the gradients of its weights are put off.
+        """
+        before = self._streams()
+        made = work()
+        after = self._streams()
+        self._restore(before)
+        queue = WeightQueue() if split else None
+        with torch.enable_grad(), hooks_aside(piece), putting_off(queue):
+            tensors, others = run_links(piece.links, tuple(inputs))
+        expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
+        for i, pair in enumerate(zip(made, expected, strict=True)):
+            _compare(replay, piece, f"output {i}", *pair)
+        for name, state in self._streams().items():
+            _compare(replay, piece, f"random stream {name!r}", after[name], state)
+        outputs = [output for output in expected if output.requires_grad]
+        self._eager[replay.step.microbatch, replay.step.chunk, replay.run] = _Eager(inputs, outputs, queue)
+        return made
+
+    def backward(
+        self,
+        replay: Replay,
+        piece: Piece,
+        grads: Sequence[Tensor],
+        work: Callable[[], list[Tensor | None]],
+    ) -> list[Tensor | None]:
+        """What `work()`, the replay, made of `grads` for the inputs."""
+        eager = self._eager[replay.step.microbatch, replay.step.chunk, replay.run]
+
+        def eagerly() -> None:
+            torch.autograd.backward(eager.outputs, [grad.clone() for grad in grads])
+            if eager.queue is not None and replay.step.kind == BACKWARD:
+                WeightQueue.run(eager.queue.take())
+
+        own = self._both(replay, piece, work, eagerly)
+        for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
+            _compare(replay, piece, f"the gradient of input {i}", grad, given.grad)
+        return own
+
+    def weights(self, replay: Replay, piece: Piece, work: Callable[[], list[Tensor | None]]) -> None:
+        """The same for the weights whose gradients the backward had put off."""
+        eager = self._eager[replay.step.microbatch, replay.step.chunk, replay.run]
+        self._both(replay, piece, work, lambda: WeightQueue.run(eager.queue.take()))
+
+    def _both(
+        self,
+        replay: Replay,
+        piece: Piece,
+        work: Callable[[], list[Tensor | None]],
+        eagerly: Callable[[], None],
+    ) -> list[Tensor | None]:
+        before = _gradients(piece)
+        own = work()
+        after = _gradients(piece)
+        for param, (grad, main) in zip(piece.parameters, before, strict=True):
+            param.grad = grad
+            if main is not None:
+                param.main_grad.copy_(main)
+        with torch.enable_grad(), hooks_aside(piece):
+            eagerly()
+        names = {
+            p: f"{link.name}.{name}" for link in piece.links for name, p in link.layer.named_parameters()
+        }
+        for param, then, now in zip(piece.parameters, after, _gradients(piece), strict=True):
+            for mine, expected in zip(then, now, strict=True):
+                _compare(replay, piece, f"the gradient of parameter {names[param]!r}", mine, expected)
+        return own
+
+    def _streams(self) -> dict[str, Tensor]:
+        if self.rng is not None:
+            return self.rng.states()
+        cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+        return {"cpu": torch.get_rng_state(), **cuda}
+
+    def _restore(self, states: dict[str, Tensor]) -> None:
+        if self.rng is not None:
+            self.rng.restore(states)
+            return
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+
+
+@torch.no_grad()
+def _gradients(piece: Piece) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Copies of each parameter's `grad` and `main_grad`."""
+    both = [(param.grad, getattr(param, "main_grad", None)) for param in piece.parameters]
+    return [tuple(None if each is None else each.clone() for each in own) for own in both]
+
+
+def _compare(replay: Replay, piece: Piece, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
+    if graph is None and eager is None:
+        return
+    if graph is None or eager is None:
+        difference = (
+            f"{'nothing' if graph is None else 'a tensor'}, eagerly {'nothing' if eager is None else 'one'}"
+        )
+    elif graph.shape != eager.shape or graph.dtype != eager.dtype:
+        difference = f"{tuple(graph.shape)} {graph.dtype}, eagerly {tuple(eager.shape)} {eager.dtype}"
+    elif torch.equal(_bits(graph), _bits(eager)):
+        return
+    else:
+        far = (graph.detach().double() - eager.detach().double()).abs().max()
+        difference = f"up to {float(far):.3g} from what its segments make eagerly"
+    raise GraphError(f"graphs: the {replay.step}, run {piece.name!r}: {what} is {difference}")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
