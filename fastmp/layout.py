@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastmp.config import Recipe
+from fastmp.config import ParallelConfig, Recipe
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.schedule import warmup
 
@@ -35,7 +35,8 @@ def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
 
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     """All that keeps `recipe` from running on `world_size` ranks; None: on any number of them."""
-    found = [*_of_axes(recipe), *_of_sequence(recipe), *_of_layers(recipe), *_of_experts(recipe)]
+    parts = (_of_axes, _of_sequence, _of_schedule, _of_layers, _of_experts)
+    found = [problem for part in parts for problem in part(recipe)]
     return found if world_size is None else [*_of_ranks(recipe, world_size), *found]
 
 
@@ -86,19 +87,27 @@ def _of_microbatches(recipe: Recipe, dp: int) -> Iterator[Problem]:
             "ranks",
         )
         return
+    message = _refused(layout, batch // (samples * dp))
+    if message and not _refused(layout):
+        fields = ("train.global_batch_size", "parallel.microbatch_group_size", "parallel.vpp")
+        yield Problem(fields, message)
+
+
+def _of_schedule(recipe: Recipe) -> Iterator[Problem]:
+    """What no number of microbatches would mend."""
+    if message := _refused(recipe.parallel):
+        yield Problem(("parallel.microbatch_group_size", "parallel.vpp"), message)
+
+
+def _refused(layout: ParallelConfig, num_microbatches: int | None = None) -> str | None:
+    """Why there is no order for so many microbatches; None: for a whole number of groups."""
+    group_size = layout.microbatch_group_size
+    number = (group_size or layout.pp) if num_microbatches is None else num_microbatches
     try:
-        warmup(
-            0,
-            layout.pp,
-            batch // (samples * dp),
-            layout.vpp,
-            layout.microbatch_group_size,
-            layout.schedule,
-        )
+        warmup(0, layout.pp, number, layout.vpp, group_size, layout.schedule)
     except ValueError as error:
-        message = str(error).removeprefix("schedule: ").replace("group_size", "microbatch_group_size")
-        batch_fields = ("train.global_batch_size",) if message.startswith("num_microbatches") else ()
-        yield Problem((*batch_fields, "parallel.microbatch_group_size", "parallel.vpp"), message)
+        return str(error).removeprefix("schedule: ").replace("group_size", "microbatch_group_size")
+    return None
 
 
 def _of_axes(recipe: Recipe) -> Iterator[Problem]:

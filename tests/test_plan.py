@@ -210,6 +210,21 @@ def test_all_that_does_not_fit_is_said_at_once(capsys, tmp_path):
     ]
 
 
+def test_a_wrong_value_hides_nothing_of_the_others(capsys, tmp_path):
+    text = (CONFIGS / "llama-3-8b.toml").read_text()
+    wrong = 'schedule = "x"\npp = 5\nvpp = 2\nmicrobatch_group_size = 2'
+    file = tmp_path / "recipe.toml"
+    file.write_text(text.replace("[parallel]", f"[parallel]\n{wrong}").replace("\nsteps = ", "\nsteps = -"))
+    assert plan.main(["recipe", str(file), "--world-size", "64"]) == 2
+    assert [line.partition(";")[0].strip() for line in capsys.readouterr().err.splitlines()[1:]] == [
+        "ParallelConfig: schedule must be one of 1f1b, zero_bubble, got 'x'",
+        "TrainConfig: steps must be positive, got -100000",
+        "world_size 64 is not a multiple of tp 4 x cp 1 x pp 5 = 20",
+        "microbatch_group_size 2 is less than pp 5: with vpp 2 the ranks would wait for each other",
+        "num_layers 32 is not divisible by pp 5 x vpp 2 = 10 stages",
+    ]
+
+
 def test_the_command_line_reaches_it(capsys):
     assert cli.main(["plan", "groups", *LAYOUT]) == 0
     assert "16 ranks" in capsys.readouterr().out

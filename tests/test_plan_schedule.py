@@ -107,6 +107,12 @@ def test_every_box_has_its_place_and_colour(tmp_path, monkeypatch):
     assert axes.get_title(loc="left") == "a title"
 
 
+def test_steps_that_take_no_time_are_drawn(tmp_path):
+    free = ["--forward=0", "--backward-input=0", "--backward-weight=0", f"--plot={tmp_path / 'x.svg'}"]
+    assert plan.main(["schedule", "--pp=2", "--num-microbatches=2", *free]) == 0
+    assert (tmp_path / "x.svg").stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -156,7 +162,7 @@ def test_the_page_on_pipelines_shows_what_is_printed(capsys):
     for command, expected in blocks:
         assert cli.main(shlex.split(command)) == 0
         assert capsys.readouterr().out == expected
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    (code,) = re.findall(r"```python\n(from fastmp.*?)```", PAGE, re.DOTALL)
     exec(code, {})
     assert capsys.readouterr().out.startswith("60.5 0.2604")
 

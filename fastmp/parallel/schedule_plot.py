@@ -32,7 +32,7 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
 
     events = [event for timeline in timelines for event in timeline]
     ranks = len(timelines)
-    end = max((event.end for event in events), default=1.0)
+    end = max((event.end for event in events), default=0.0) or 1.0
     chunks = 1 + max((event.step.chunk for event in events), default=0)
     rows: dict[tuple[str, int], list[Event]] = {}  # by colour
     for event in events:

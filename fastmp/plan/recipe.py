@@ -40,7 +40,9 @@ def main(arguments: list[str]) -> int:
         print(f"fastmp plan recipe: {error}", file=sys.stderr)
         return 2
     # With sizes that could not be read, how many ranks there would be of what is not known.
-    layout_known = not any(name.startswith("parallel.") for name in unused)
+    layout_known = unused.isdisjoint(
+        {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
+    )
     world_size = options.world_size if layout_known else None
     errors += [str(each) for each in problems(found, world_size) if not unused & set(each.fields)]
     if errors:

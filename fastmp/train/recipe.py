@@ -75,7 +75,7 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
 class Reading(NamedTuple):
     """What a file says: `recipe`, all that is wrong in it, and the fields whose values could not be used.
 
-    Those have their defaults in `recipe`, as "table.field"; of a table with wrong values all of them do.
+    Those have their defaults in `recipe`, as "table.field".
     """
 
     recipe: Recipe
@@ -170,13 +170,19 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
             errors.append(str(error))
             unclear.add(key)
     unused.update(f"{table}.{key}" for key in unclear)
-    try:
-        return cls(**values)
-    except ValueError as error:
+    wrong: set[str] = set()
+    while True:
+        try:
+            made = cls(**{key: value for key, value in values.items() if key not in wrong})
+            break
+        except ValueError as error:
+            lines = [(line, set(re.findall(r"\w+", line))) for line in str(error).splitlines()]
         # What follows only from a field that has already been complained about is left out.
-        errors += [line for line in str(error).splitlines() if not unclear & set(re.findall(r"\w+", line))]
-        unused.update(f"{table}.{key}" for key in known)
-        return cls()
+        errors += [line for line, words in lines if not (unclear | wrong) & words]
+        more = {key for key in values if any(key in words for _, words in lines)} - wrong
+        wrong |= more or set(values)
+    unused.update(f"{table}.{key}" for key in wrong)
+    return made
 
 
 def _without_none(hint: Any) -> Any:

@@ -106,7 +106,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
         "  OptimizerConfig: need 0 <= min_lr <= lr and lr > 0, got min_lr 0.0001 and lr -1.0",
     ]
     read = read_recipe(path)
-    assert {"model.hidden_size", "model.num_layers", "parallel.tp", "optimizer.lr"} <= read.unused
+    assert {"model.hidden_size", "model.norm", "parallel.tp", "optimizer.lr"} <= read.unused
     assert not [name for name in read.unused if name.startswith(("data.", "train."))]
 
 
