@@ -408,7 +408,12 @@ class _Transfer(NamedTuple):
 
 
 def _tuple(tensors: Outputs) -> Tensors:
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    if isinstance(tensors, Tensor):
+        return (tensors,)
+    if not isinstance(tensors, Sequence) or not all(isinstance(t, Tensor) for t in tensors):
+        parts = f" of {[type(t).__name__ for t in tensors]}" if isinstance(tensors, Sequence) else ""
+        raise ValueError(f"a stage takes and returns tensors, got {type(tensors).__name__}{parts}")
+    return tuple(tensors)
 
 
 def _done(works: Sequence[dist.Work]) -> bool:

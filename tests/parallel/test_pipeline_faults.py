@@ -114,6 +114,20 @@ def test_what_the_caller_gives_fails(where):
     assert caught.value.rank == rank
 
 
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [(lambda y: {"y": y}, "got dict"), (lambda y: (y, None), r"got tuple of \['Tensor', 'NoneType'\]")],
+    ids=["dict", "None"],
+)
+def test_what_is_no_tensor_is_refused(made, message):
+    class Odd(Block):
+        def forward(self, x):
+            return made(super().forward(x))
+
+    with pytest.raises(PipelineError, match=f"chunk 0: ValueError: a stage .* tensors, {message}"):
+        make(None, 1, 2, chunks=[Odd(0)]).train(batches(2))
+
+
 def test_the_cause_of_an_error_is_kept():
     with pytest.raises(PipelineError, match="pipeline rank 0, forward of microbatch 2 chunk 0") as caught:
         make(None, 1, 4, chunks=[Failing(0, "raise")]).train(batches(4))
