@@ -28,6 +28,7 @@ ALLOWED = {
     "fastmp.layout": {"config", "parallel.grid", "parallel.schedule"},
     "fastmp.plan": {
         "plan",
+        "graphs.plan",
         "layout",
         "parallel.grid",
         "parallel.schedule",
@@ -112,6 +113,7 @@ def test_pure_modules_use_the_standard_library_only(module):
     [
         "--help",
         "plan groups --world-size 8 --tp 2",
+        "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan recipe configs/mixtral-8x7b.toml --world-size 64",
     ],
 )

@@ -34,25 +34,33 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
     options = parser.parse_args(arguments)
-    try:
-        found, errors, unused = read_recipe(options.file)
-    except ValueError as error:
-        print(f"fastmp plan recipe: {error}", file=sys.stderr)
-        return 2
-    # With sizes that could not be read, how many ranks there would be of what is not known.
-    layout_known = unused.isdisjoint(
-        {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
-    )
-    world_size = options.world_size if layout_known else None
-    errors += [str(each) for each in problems(found, world_size) if not unused & set(each.fields)]
-    if errors:
-        count = f"{len(errors)} problems on {options.world_size} ranks:"
-        lines = errors if len(errors) == 1 else [count, *(f"  {error}" for error in errors)]
-        print(f"fastmp plan recipe: recipe {options.file}:", "\n".join(lines), file=sys.stderr)
+    found = fitting_recipe(parser.prog, options.file, options.world_size)
+    if found is None:
         return 2
     facts = recipe_facts(found, options.world_size)
     print(json.dumps(facts) if options.json else "\n".join(describe_recipe(facts)))
     return 0
+
+
+def fitting_recipe(prog: str, file: str, world_size: int) -> Recipe | None:
+    """The recipe, if it fits the ranks; else None, with all that does not fit on stderr."""
+    try:
+        found, errors, unused = read_recipe(file)
+    except ValueError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return None
+    # With sizes that could not be read, how many ranks there would be of what is not known.
+    layout_known = unused.isdisjoint(
+        {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
+    )
+    known = world_size if layout_known else None
+    errors += [str(each) for each in problems(found, known) if not unused & set(each.fields)]
+    if errors:
+        lines = errors
+        if len(errors) > 1:
+            lines = [f"{len(errors)} problems on {world_size} ranks:", *(f"  {error}" for error in errors)]
+        print(f"{prog}: recipe {file}:", "\n".join(lines), file=sys.stderr)
+    return None if errors else found
 
 
 def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
@@ -164,7 +172,7 @@ def _describe_memory(facts: dict[str, Any]) -> Iterator[str]:
                 *(f"{rank[name] / unit:.2f}" for name in classes),
             ]
         )
-    yield from _table(header, rows)
+    yield from table(header, rows)
     parts = facts["layer"]["activations"]
     yield (
         "a layer keeps of a microbatch "
@@ -184,7 +192,7 @@ def _describe_traffic(facts: dict[str, Any]) -> Iterator[str]:
     for group, total in busiest["sent"].items():
         once = [directions[name].get(group, 0) / 2**20 for name in directions]
         rows.append([group, *(f"{sent:.1f}" if sent else "-" for sent in once), f"{total / 2**30:,.2f}"])
-    yield from _table(["group", *directions, "a step"], rows)
+    yield from table(["group", *directions, "a step"], rows)
 
 
 def _runs(ranks: list[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
@@ -197,7 +205,7 @@ def _runs(ranks: list[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any
             first = last + 1
 
 
-def _table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
+def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
     """Columns under their names, to the right but for the first."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:

@@ -1,0 +1,122 @@
+"""`fastmp plan graphs`: the CUDA graphs of a recipe and their static buffers, before anything is captured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastmp.config import Recipe
+from fastmp.graphs.plan import RunSpec, plan
+from fastmp.parallel.schedule import order, peak_in_flight
+from fastmp.plan.memory import stage_layers
+from fastmp.plan.parser import Parser
+from fastmp.plan.recipe import fitting_recipe, table
+from fastmp.plan.segments import runs, segments
+from fastmp.plan.shapes import shapes_of
+
+
+def main(arguments: list[str]) -> int:
+    """Print what graphs a recipe would have; 0, or 2 with all that does not fit on stderr."""
+    parser = Parser(
+        prog="fastmp plan graphs",
+        description="The CUDA graphs and static buffers of each pipeline rank, before anything is captured.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", help="a recipe, as in configs/")
+    parser.add_argument(
+        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
+    )
+    parser.add_argument(
+        "--scope", nargs="+", metavar="SEGMENT", help="capture these segments (default: all that can be)"
+    )
+    parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
+    options = parser.parse_args(arguments)
+    found = fitting_recipe(parser.prog, options.file, options.world_size)
+    if found is None:
+        return 2
+    try:
+        facts = graph_facts(found, options.world_size, options.scope)
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(facts) if options.json else "\n".join(describe_graphs(facts)))
+    return 0
+
+
+def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = None) -> dict[str, Any]:
+    """What `fastmp.graphs` plans for each pipeline rank of a recipe that fits; sizes are in bytes.
+
+    ValueError for a scope that names no segment.
+    """
+    layout, shapes = recipe.parallel, shapes_of(recipe, world_size)
+    layers = stage_layers(recipe)
+    stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
+    of_stages = [runs(shapes, own, layout.recompute, scope) for own in stages]
+    ranks = [
+        _rank_facts(recipe, shapes.num_microbatches, rank, of_stages[rank :: layout.pp])
+        for rank in range(layout.pp)
+    ]
+    chosen = {segment.name: segment.capturable for segment in segments(shapes, layout.recompute)}
+    return {
+        "name": recipe.train.name,
+        "layout": str(shapes.grid),
+        "schedule": layout.schedule,
+        "microbatches": shapes.num_microbatches,
+        "captured": [name for name, can in chosen.items() if can and (scope is None or name in scope)],
+        "eager": [name for name, can in chosen.items() if not can],
+        "ranks": ranks,
+    }
+
+
+def _rank_facts(
+    recipe: Recipe, num_microbatches: int, rank: int, chunks: Sequence[Sequence[RunSpec]]
+) -> dict[str, Any]:
+    layout = recipe.parallel
+    sizes = (rank, layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
+    steps = order(*sizes)
+    planned, peak = plan(steps, chunks), peak_in_flight(*sizes)
+    count, kinds = sum(map(len, chunks)), len({step.kind for step in steps})
+    inputs = {
+        buffer for replay in planned.replays if replay.step.kind == "forward" for buffer in replay.buffers
+    }
+    return {
+        "runs": [[run.name for run in chunk] for chunk in chunks],
+        "graphs": planned.num_graphs,
+        "graphs_by_formula": count * kinds * (1 if peak == 1 else num_microbatches),
+        "inputs": len(inputs),
+        "inputs_by_formula": peak * max(sum(len(run.inputs) for run in chunk) for chunk in chunks),
+        "input_bytes": sum(planned.buffers[buffer].nbytes for buffer in inputs),
+        "gradients": len(planned.buffers) - len(inputs),
+        "gradient_bytes": sum(
+            spec.nbytes for buffer, spec in enumerate(planned.buffers) if buffer not in inputs
+        ),
+    }
+
+
+def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
+    """The lines a person reads."""
+    yield facts["layout"]
+    yield f"{facts['name']}: {facts['schedule']}, {facts['microbatches']} microbatches"
+    yield f"captured  {', '.join(facts['captured']) or 'nothing'}"
+    if facts["eager"]:
+        yield f"eager     {', '.join(facts['eager'])}: sizes of what other ranks send are known at run time"
+    yield ""
+    header = ["pipeline rank", "runs", "graphs", "formula", "inputs", "formula", "MiB", "gradients", "MiB"]
+    rows = []
+    for rank, own in enumerate(facts["ranks"]):
+        rows.append(
+            [
+                str(rank),
+                "+".join(str(len(chunk)) for chunk in own["runs"]),
+                f"{own['graphs']}",
+                f"{own['graphs_by_formula']}",
+                f"{own['inputs']}",
+                f"{own['inputs_by_formula']}",
+                f"{own['input_bytes'] / 2**20:,.1f}",
+                f"{own['gradients']}",
+                f"{own['gradient_bytes'] / 2**20:,.1f}",
+            ]
+        )
+    yield from table(header, rows)

@@ -1,0 +1,180 @@
+"""The segments of a recipe's layers by formula: which a graph can hold, and the tensors that cross them.
+
+What `fastmp.nn` makes of layers, told by shapes alone; a test holds the two together. Where ranks of a
+tensor-parallel group have unequal parts of a sequence, it is the first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from fastmp.config import MoEConfig
+from fastmp.graphs.plan import RunSpec, TensorSpec
+from fastmp.plan.shapes import Shapes
+
+_BACK = ("dispatch", "experts", "combine")
+
+
+class Tensor:
+    """A tensor that crosses: what is handed on unchanged is the same object."""
+
+    def __init__(self, shape: Sequence[int], dtype: str, grad: bool = False) -> None:
+        self.spec, self.grad = TensorSpec(tuple(shape), dtype), grad
+
+
+Tensors = tuple[Tensor, ...]
+
+
+class Segment(NamedTuple):
+    name: str
+    capturable: bool
+    run: Callable[..., Tensors]
+
+
+def segments(shapes: Shapes, recompute: bool) -> list[Segment]:
+    """Those of one layer; a layer that is recomputed is one segment."""
+    parts = _Parts(shapes)
+    found = [Segment("attention", True, parts.new_hidden)]
+    if shapes.model.moe is None:
+        found.append(Segment("mlp", True, parts.new_hidden))
+    else:
+        eager = _eager(shapes)
+        front: dict[str, Callable[..., Tensors]] = {"router": parts.router, "preprocess": parts.preprocess}
+        if shapes.model.moe.shared_expert_ffn_hidden_size:
+            front["shared_experts"] = parts.shared
+        back: dict[str, Callable[..., Tensors]] = {
+            "dispatch": parts.dispatch,
+            "experts": parts.experts,
+            "combine": parts.combine,
+        }
+        found += [Segment(name, name not in eager, run) for name, run in (*front.items(), *back.items())]
+    if not recompute:
+        return found
+
+    def whole(*tensors: Tensor) -> Tensors:
+        for segment in found:
+            tensors = segment.run(*tensors)
+        return tensors
+
+    return [Segment("layer", all(segment.capturable for segment in found), whole)]
+
+
+def runs(shapes: Shapes, layers: range, recompute: bool, scope: Sequence[str] | None = None) -> list[RunSpec]:
+    """The runs of a stage with these layers: maximal, over the borders of layers. `scope`: segments' names.
+
+    ValueError for a scope that names no segment.
+    """
+    own = segments(shapes, recompute)
+    names = [segment.name for segment in own]
+    if scope is not None and not set(scope) & set(names):
+        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(names)}")
+    links = [(f"{layer}.{segment.name}", segment) for layer in layers for segment in own]
+    found: list[RunSpec] = []
+    tensors: Tensors = (_Parts(shapes).hidden(),)
+    for captured, piece in groupby(links, lambda link: _captured(link[1], scope)):
+        given, run = tensors, list(piece)
+        others: Tensors = ()
+        for _, segment in run:
+            tensors = segment.run(*tensors)
+            if segment is own[-1]:
+                tensors, others = tensors[:1], others + tensors[1:]
+        made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
+        if captured:
+            first, last = run[0][0], run[-1][0]
+            found.append(
+                RunSpec(
+                    first if first == last else f"{first} to {last}",
+                    tuple(each.spec for each in given),
+                    tuple(each.spec for each in made if each.grad),
+                )
+            )
+    return found
+
+
+def _captured(segment: Segment, scope: Sequence[str] | None) -> bool:
+    return segment.capturable and (scope is None or segment.name in scope)
+
+
+def _eager(shapes: Shapes) -> tuple[str, ...]:
+    """What depends on what other ranks send."""
+    if shapes.dispatcher == "local" or (shapes.dispatcher == "sharing" and _one_sequence(shapes)):
+        return ()
+    return ("preprocess", *_BACK) if shapes.dispatcher == "sharing" else _BACK
+
+
+def _one_sequence(shapes: Shapes) -> bool:
+    """Whether the ranks that share experts have parts of one sequence."""
+    etp, tp = (shapes.grid.ranks(axis)[0] for axis in ("etp", "tp"))
+    return set(etp) <= set(tp)
+
+
+class _Parts:
+    """What each segment makes of what it takes; see the segments of `fastmp.nn.moe`."""
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.shapes, self.dtype = shapes, "float32" if shapes.itemsize == 4 else "bfloat16"
+
+    @property
+    def moe(self) -> MoEConfig:
+        assert self.shapes.model.moe is not None
+        return self.shapes.model.moe
+
+    def hidden(self) -> Tensor:
+        batch = self.shapes.tokens // self.shapes.length
+        return Tensor(
+            (self.shapes.rows // batch, batch, self.shapes.model.hidden_size), self.dtype, grad=True
+        )
+
+    def new_hidden(self, *_: Tensor) -> Tensors:
+        return (self.hidden(),)
+
+    def router(self, hidden: Tensor) -> Tensors:
+        shapes, moe = self.shapes, self.moe
+        choices = (shapes.own, moe.top_k)
+        balanced = bool(moe.aux_loss or moe.sequence_aux_loss or moe.z_loss)
+        tokens = Tensor((shapes.own, shapes.model.hidden_size), self.dtype, grad=True)
+        indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
+        aux, counts = Tensor((), "float32", grad=balanced), Tensor((moe.num_experts,), "int32")
+        return tokens, indices, probs, aux, counts, self.hidden(), hidden
+
+    def preprocess(self, tokens: Tensor, indices: Tensor, probs: Tensor, *rest: Tensor) -> Tensors:
+        shapes, moe = self.shapes, self.moe
+        if moe.capacity_factor is not None:
+            choices = (shapes.own, moe.top_k)
+            indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
+        everyones = Tensor((self._sharing * shapes.own, moe.top_k), "int32")
+        matrix = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
+        plan = {
+            "alltoall": (probs, everyones, matrix),
+            "allgather": (indices, probs, matrix),
+        }.get(shapes.dispatcher, (probs, everyones, Tensor((moe.num_experts,), "int32")))
+        return tokens, *plan, *rest
+
+    def shared(self, *tensors: Tensor) -> Tensors:
+        *before, _, residual = tensors
+        return *before, self.hidden(), residual
+
+    def dispatch(
+        self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor, *rest: Tensor
+    ) -> Tensors:
+        """As where every rank has all experts; elsewhere nobody asks for what this makes."""
+        if self._sharing > 1:
+            probs = Tensor(row_of.spec.shape, "float32", grad=True)
+        return self._rows(), offsets, probs, row_of, *rest
+
+    def experts(self, rows: Tensor, offsets: Tensor, *rest: Tensor) -> Tensors:
+        return self._rows(), *rest
+
+    def combine(self, *tensors: Tensor) -> Tensors:
+        aux, counts, _, _ = tensors[-4:]
+        return self.hidden(), aux, counts
+
+    @property
+    def _sharing(self) -> int:
+        return self.shapes.grid.etp if self.shapes.dispatcher == "sharing" else 1
+
+    def _rows(self) -> Tensor:
+        rows = self._sharing * self.shapes.own * self.moe.top_k
+        return Tensor((rows, self.shapes.model.hidden_size), self.dtype, grad=True)

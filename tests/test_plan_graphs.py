@@ -1,0 +1,180 @@
+"""`fastmp plan graphs` beside what a manager of graphs plans once it has seen the recipe's model run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fastmp import plan as command
+from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.graphs import GraphManager, RecordingBackend
+from fastmp.layout import make_grid, problems
+from fastmp.nn import gpt_stages
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.pipeline import Pipeline
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.schedule import orders, peak_in_flight
+from fastmp.plan.graphs import graph_facts
+from fastmp.plan.segments import runs
+from fastmp.plan.shapes import shapes_of
+from fastmp.testing import run_ranks
+
+DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
+MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=8, aux_loss=0.1))
+SHARED = replace(MOE, moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8))
+GATHERED = replace(MOE, moe=replace(MOE.moe, dispatcher="allgather", capacity_factor=1.0))
+FRONT = ["attention", "router", "preprocess"]
+
+
+def recipe(model, microbatches=2, dp=1, **layout):
+    return Recipe(
+        model=model,
+        parallel=ParallelConfig(**layout),
+        data=DataConfig(seq_len=16, micro_batch_size=2),
+        train=TrainConfig(global_batch_size=2 * microbatches * dp, dtype="float32"),
+    )
+
+
+def size_of(made, dp):
+    size = dp * made.parallel.tp * made.parallel.cp * made.parallel.pp
+    assert problems(made, size) == []
+    return size
+
+
+CASES = {
+    "dense": (recipe(DENSE), 1, None),
+    "dense, mlp": (recipe(DENSE), 1, ["mlp"]),
+    "recomputed": (recipe(DENSE, recompute=True), 1, None),
+    "experts": (recipe(MOE), 1, None),
+    "experts, front": (recipe(MOE), 1, FRONT),
+    "experts, every other": (recipe(SHARED), 1, ["router", "shared_experts", "experts"]),
+    "experts, back": (recipe(MOE), 1, ["preprocess", "combine"]),
+    "ep": (recipe(MOE, ep=2, dp=2), 2, None),
+    "ep, shared": (recipe(SHARED, ep=2, dp=2), 2, None),
+    "ep, router": (recipe(SHARED, ep=2, dp=2), 2, ["router"]),
+    "ep, all-gather": (recipe(GATHERED, ep=2, dp=2), 2, None),
+    "ep, recomputed": (recipe(MOE, ep=2, dp=2, recompute=True), 2, None),
+    "tp, sp": (recipe(DENSE, tp=2, sequence_parallel=True), 1, ["attention"]),
+    "tp, etp": (recipe(SHARED, tp=2), 1, [*FRONT, "experts"]),
+    "etp beyond tp": (recipe(SHARED, etp=2, dp=2), 2, None),
+    "tp, ep": (recipe(MOE, tp=2, ep=2, etp=1), 1, None),
+    "cp": (recipe(DENSE, cp=2), 1, None),
+    "pp": (recipe(DENSE, microbatches=4, pp=2), 1, ["attention"]),
+    "pp, vpp": (recipe(MOE, microbatches=4, pp=2, vpp=2), 1, FRONT),
+    "pp, zero bubble": (recipe(DENSE, microbatches=4, pp=2, schedule="zero_bubble"), 1, None),
+    "pp, uneven": (recipe(DENSE, microbatches=3, pp=2, stage_layers=(3, 1)), 1, ["mlp"]),
+}
+
+
+def seen_case(rank, world, made, scope):
+    """What a manager has seen in a step: its runs, and the numbers of its plan."""
+    groups = ParallelGroups.create(make_grid(made, world)) if world > 1 else None
+    layout, number = made.parallel, shapes_of(made, world).num_microbatches
+    stages = gpt_stages(
+        made.model,
+        groups=groups,
+        vpp=layout.vpp,
+        layers=layout.stage_layers,
+        rng=RngTracker(1),
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+    )
+    own = orders(layout.pp, number, layout.vpp, schedule=layout.schedule)
+    pp_rank = 0 if groups is None or groups.pp is None else groups.pp.rank()
+    chains = [stage.layers for stage in stages]
+    manager = GraphManager(chains, own[pp_rank], backend=RecordingBackend(), scope=scope, warmup=1)
+    pipeline = Pipeline(
+        stages,
+        own,
+        group=None if groups is None else groups.pp,
+        inputs=lambda item: item,
+        loss=lambda hidden, item: stages[-1].token_losses(hidden, item).sum(),
+    )
+    manager.begin_step()
+    tokens = torch.zeros(2, made.data.seq_len // layout.cp, dtype=torch.int64)
+    pipeline.train([tokens] * number)
+    manager.begin_step()
+    planned = manager.plan
+    if planned is None:
+        return pp_rank, None
+    return pp_rank, (planned.chunks, planned.num_graphs, planned.inputs(), planned.nbytes)
+
+
+@pytest.mark.parametrize(("made", "dp", "scope"), CASES.values(), ids=CASES)
+def test_the_plan_is_that_of_a_manager(made, dp, scope):
+    size = size_of(made, dp)
+    facts = graph_facts(made, size, scope)
+    seen = [seen_case(0, 1, made, scope)] if size == 1 else run_ranks(seen_case, size, made, scope)
+    layers = [0, *torch.tensor(made.parallel.stage_layers or ()).cumsum(0).tolist()]
+    for rank, planned in seen:
+        own = facts["ranks"][rank]
+        if planned is None:
+            assert own["runs"] == [[]] and own["graphs"] == 0
+            continue
+        chunks, graphs, inputs, nbytes = planned
+        stages = [rank + chunk * made.parallel.pp for chunk in range(made.parallel.vpp)]
+        each = DENSE.num_layers // (made.parallel.pp * made.parallel.vpp)
+        for chunk, stage in enumerate(stages):
+            first, last = stage * each, (stage + 1) * each
+            if len(layers) > 1:
+                first, last = layers[stage], layers[stage + 1]
+            formula = runs(shapes_of(made, size), range(first, last), made.parallel.recompute, scope)
+            assert list(chunks[chunk]) == formula
+            assert [run.name for run in formula] == own["runs"][chunk]
+        assert (graphs, inputs) == (own["graphs"], own["inputs"])
+        assert nbytes == own["input_bytes"] + own["gradient_bytes"]
+        assert own["graphs"] == own["graphs_by_formula"]
+        assert own["inputs"] == own["inputs_by_formula"]
+
+
+def test_buffers_follow_what_is_in_flight():
+    for number in (8, 32):
+        made = recipe(replace(DENSE, num_layers=16), microbatches=number, pp=4, vpp=2)
+        ranks = graph_facts(made, 4, ["attention"])["ranks"]
+        peaks = [peak_in_flight(rank, 4, number, 2) for rank in range(4)]
+        assert [own["inputs"] for own in ranks] == [2 * peak for peak in peaks] == [22, 18, 14, 10]
+        assert [own["graphs"] for own in ranks] == [2 * 4 * number] * 4
+
+
+TRAIN = '[train]\ndtype = "float32"\nglobal_batch_size = 32\n'
+
+
+def run(capsys, tmp_path, *arguments, text=f"[parallel]\nep = 2\n[model.moe]\n{TRAIN}"):
+    file = tmp_path / "recipe.toml"
+    file.write_text(text)
+    status = command.main(["graphs", str(file), "--world-size", "2", *arguments])
+    return status, capsys.readouterr()
+
+
+def test_people_and_programs_read_it(capsys, tmp_path):
+    status, text = run(capsys, tmp_path)
+    assert status == 0 and text.err == ""
+    assert "captured  attention, router, preprocess\n" in text.out
+    why = "sizes of what other ranks send are known at run time"
+    assert f"eager     dispatch, experts, combine: {why}\n" in text.out
+    facts = json.loads(run(capsys, tmp_path, "--json", "--scope", "attention")[1].out)
+    assert facts["captured"] == ["attention"]
+    (rank,) = facts["ranks"]
+    hidden = 256 * 8 * 192 * 4
+    assert (rank["graphs"], rank["inputs"], rank["input_bytes"]) == (8, 4, 4 * hidden)
+    assert rank["runs"] == [["0.attention", "1.attention", "2.attention", "3.attention"]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "message"),
+    [
+        (
+            ("--scope", "attn"),
+            TRAIN,
+            "graphs: scope ['attn'] names no segment; there are ['attention', 'mlp']",
+        ),
+        ((), "[parallel]\ntp = 4\n", "world_size 2 is not a multiple of tp 4"),
+    ],
+)
+def test_what_does_not_fit(capsys, tmp_path, arguments, text, message):
+    status, said = run(capsys, tmp_path, *arguments, text=text)
+    assert status == 2 and said.out == "" and said.err.startswith("fastmp plan graphs: ")
+    assert message in said.err
