@@ -1,8 +1,9 @@
 """What the pipeline's executor costs per step, and how long its ranks idle.
 
 `python -m benchmarks.bench_pipeline` prints CPU times of chunks that do next to nothing, on one rank, beside
-a bare loop over the same forwards and backwards: what is left is the executor. No rival, no message. Then the
-bubbles of four ranks that sleep through their steps, beside those of the simulator.
+a bare loop over the same forwards and backwards: what is left is the executor. Then the same of two ranks,
+with a message for each step. No rival. Then the bubbles of four ranks that sleep through their steps, beside
+those of the simulator.
 """
 
 from __future__ import annotations
@@ -69,6 +70,50 @@ def _least(call: Callable[[], object], rounds: int = 15) -> float:
         call()
         times.append(time.process_time() - began)
     return 1e6 * min(times) / STEPS
+
+
+def between_ranks(rank: int, world: int) -> tuple[float, float]:
+    """As `make`, of two ranks that send to each other: times of a step, executor and bare loop."""
+    group = ParallelGroups.create(RankGrid(world_size=world, pp=world)).pp
+    chunk, data = _Shift(), [torch.zeros(1)] * MICROBATCHES
+    options: dict[str, Any] = {"inputs": lambda x: x, "loss": lambda y, _: y.sum()}
+    pipeline = Pipeline([chunk], orders(world, MICROBATCHES), group=group, **options)
+    other = {"group": group, "group_dst": 1 - rank}
+
+    def receive() -> Tensor:
+        x = torch.empty(1)
+        dist.irecv(x, group=group, group_src=1 - rank).wait()
+        return x
+
+    def bare() -> None:
+        sent, made = [], []
+        for x in data if rank == 0 else ():
+            made.append(chunk(x))
+            sent.append(dist.isend(made[-1].detach(), **other))
+            if len(made) > 1:
+                torch.autograd.backward(made[-2], receive())
+        for _ in () if rank == 0 else data:
+            x = receive().requires_grad_()
+            y = chunk(x)
+            last = y.detach().requires_grad_()
+            last.sum().backward()
+            torch.autograd.backward(y, last.grad)
+            sent.append(dist.isend(x.grad, **other))
+        if rank == 0:
+            torch.autograd.backward(made[-1], receive())
+        for work in sent:
+            work.wait()
+
+    def together(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(40):
+            dist.barrier()
+            began = time.thread_time()  # without the backend's threads, which carry the messages
+            call()
+            times.append(time.thread_time() - began)
+        return 1e6 * min(times) / (2 * MICROBATCHES)
+
+    return together(lambda: pipeline.train(data)), together(bare)
 
 
 class _Sleep(torch.autograd.Function):
@@ -153,6 +198,9 @@ def main() -> int:
     executor, bare = (_least(call) for call in make())
     print(f"CPU time of a step: executor {executor:.1f} us, bare loop {bare:.1f} us")
     print(f"cost of the executor: {executor - bare:.1f} us a step (goal: less than 50)")
+    executor, bare = max(run_ranks(between_ranks, 2), key=lambda times: times[0] - times[1])
+    cost = f"{executor - bare:.1f} us"
+    print(f"with a message each: executor {executor:.1f} us, bare loop {bare:.1f} us, cost {cost}")
     for line in bubbles():
         print(line)
     return 0
