@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.config import Environment, Recipe
-from fastmp.layout import check_layout, make_grid
+from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import GPT, flops_per_token, num_parameters
 from fastmp.nn.stages import GPTStage, gpt_stages
 from fastmp.parallel.collectives import group_rank
@@ -169,9 +169,11 @@ def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
         size = getattr(layout, name)
         if runtime.world_size == 1 and size is not None and size > 1:
             dense, experts = layout.tp * layout.cp, layout.ep * (layout.etp or layout.tp)
+            ranks = layout.pp * math.lcm(dense, experts)
+            others = "".join(f"\n  {problem}" for problem in problems(recipe, ranks))
             raise ValueError(
                 f"fastmp train: parallel.{name} is {size}, but world_size is 1; start the ranks with "
-                f"torchrun --nproc-per-node {layout.pp * math.lcm(dense, experts)} -m fastmp train"
+                f"torchrun --nproc-per-node {ranks} -m fastmp train{others}"
             )
     check_layout(recipe, runtime.world_size)
     return ParallelGroups.create(make_grid(recipe, runtime.world_size))

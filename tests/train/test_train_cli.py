@@ -213,6 +213,10 @@ def cut_tokens(tmp_path, tokens):
 BAD = {
     "tp without torchrun": ({"parallel__tp": 2}, r"tp is 2, but world_size is 1; .*torchrun .*-node 2"),
     "pp without torchrun": ({"parallel__pp": 2}, r"pp is 2, but world_size is 1; .*torchrun .*-node 2"),
+    "pp without torchrun, and layers that it does not divide": (
+        {"parallel__pp": 2, "model__num_layers": 3},
+        r"torchrun .*-node 2 .*num_layers 3 is not divisible by pp 2 .* change parallel",
+    ),
     "ep without torchrun": (
         {"parallel__ep": 4, "parallel__etp": 1, "model.moe.num-experts": 4},
         r"ep is 4, but world_size is 1; .*torchrun .*-node 4",
