@@ -29,6 +29,7 @@ ALLOWED = {
     "fastmp.plan": {
         "plan",
         "graphs.plan",
+        "graphs.plot",
         "layout",
         "parallel.grid",
         "parallel.schedule",
@@ -43,6 +44,7 @@ ALLOWED = {
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
     "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.put_off", "profiling", "_lazy"},
     "fastmp.graphs.plan": {"parallel.schedule"},
+    "fastmp.graphs.plot": set(),
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {"train", "nn", "parallel", "ops", "config", "layout", "profiling", "_host", "_lazy"},
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +164,27 @@ def test_people_and_programs_read_it(capsys, tmp_path):
     hidden = 256 * 8 * 192 * 4
     assert (rank["graphs"], rank["inputs"], rank["input_bytes"]) == (8, 4, 4 * hidden)
     assert rank["runs"] == [["0.attention", "1.attention", "2.attention", "3.attention"]]
+
+
+def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
+    """And the picture of its example is drawn, to the names in it."""
+    root = Path(__file__).parent.parent
+    page = (root / "docs" / "cuda-graphs.md").read_text()
+    [expected] = re.findall(r"\$ fastmp plan graphs mixtral.toml --world-size 64\n(.*?)```", page, re.DOTALL)
+    text = (root / "configs" / "mixtral-8x7b.toml").read_text()
+    (tmp_path / "mixtral.toml").write_text(text.replace("recompute = true", "pp = 4\nvpp = 2"))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["graphs", "mixtral.toml", "--world-size", "64"]
+    assert command.main([*arguments, "--plot", "a.svg"]) == 0
+    assert capsys.readouterr().out == expected
+    drawn = (tmp_path / "a.svg").read_text()
+    for words in ("graph: forward of run 1", "graph: backward of run 0", "eager", "combine"):
+        assert f"<!-- {words} -->" in drawn
+    assert command.main([*arguments, "--plot", "a.xyz"]) == 2
+    assert "xyz" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert command.main([*arguments, "--plot", "a.svg"]) == 2
+    assert "matplotlib is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

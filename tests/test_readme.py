@@ -27,10 +27,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         ("docs/pipeline.md", 0, [sys.executable]),
         ("docs/pipeline.md", 0, TORCHRUN),
         ("docs/pipeline.md", 1, [sys.executable]),
+        ("docs/cuda-graphs.md", 0, [sys.executable]),
     ],
     ids=[
         *("swapped layers alone", "swapped layers on two ranks", "experts"),
-        *("stages alone", "stages on two ranks", "simulation"),
+        *("stages alone", "stages on two ranks", "simulation", "graphs"),
     ],
 )
 def test_the_examples_run(page, number, launcher, tmp_path):

@@ -329,8 +329,6 @@ def _note_hooks(trace: Trace, modules: list[nn.Module]) -> None:
     for module in modules:
         hooks = [*module._forward_hooks.values(), *module._backward_hooks.values()]
         hooks += module._backward_pre_hooks.values()
-        if next(module.parameters(recurse=False), None) is None:
-            hooks += module._forward_pre_hooks.values()
         for param in module.parameters(recurse=False):
             hooks += (param._backward_hooks or {}).values()
         for hook in hooks:

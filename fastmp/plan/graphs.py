@@ -32,17 +32,31 @@ def main(arguments: list[str]) -> int:
         "--scope", nargs="+", metavar="SEGMENT", help="capture these segments (default: all that can be)"
     )
     parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw two layers and their graphs: png, svg or pdf")
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options.file, options.world_size)
     if found is None:
         return 2
     try:
         facts = graph_facts(found, options.world_size, options.scope)
-    except ValueError as error:
+        if options.plot:
+            _plot(facts, options.plot)
+    except (ValueError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 2
+    except ImportError:
+        what = 'no picture: matplotlib is missing (pip install "fastmp[viz]")'
+        print(f"{parser.prog}: {what}", file=sys.stderr)
         return 2
     print(json.dumps(facts) if options.json else "\n".join(describe_graphs(facts)))
     return 0
+
+
+def _plot(facts: dict[str, Any], out: str) -> None:
+    from fastmp.graphs.plot import draw
+
+    segments = {name: name in facts["captured"] for name in facts["segments"]}
+    draw(segments, range(2), out, title=f"{facts['name']}: two layers of a microbatch")
 
 
 def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = None) -> dict[str, Any]:
@@ -64,6 +78,7 @@ def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = N
         "layout": str(shapes.grid),
         "schedule": layout.schedule,
         "microbatches": shapes.num_microbatches,
+        "segments": list(chosen),
         "captured": [name for name, can in chosen.items() if can and (scope is None or name in scope)],
         "eager": [name for name, can in chosen.items() if not can],
         "ranks": ranks,
