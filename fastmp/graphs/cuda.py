@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Protocol
@@ -42,16 +43,23 @@ class CudaBackend:
 
     rng: the streams that the work draws from; None: torch's default generator only, and no recomputation.
 
-    A capture adds to the pool what is not free in it, and all of it is free again after `reset`.
+    A capture adds to the pool what is not free in it. A graph that nobody holds is gone; what it had in the
+    pool is free for others, and after `reset` for all.
     """
 
     runs_at_capture = False
 
     def __init__(self, rng: Streams | None = None) -> None:
         self.rng = rng
-        self.pool = torch.cuda.graph_pool_handle()
         self.stream = _stream_of_captures(torch.cuda.current_device())
-        self._graphs: list[CudaGraph] = []
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self._first = CudaGraph(self, None, [])  # a pool without a graph would be let go, and never come back
+        with self._first.capture():
+            torch.zeros(1, device=self.stream.device)
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +83,7 @@ class CudaBackend:
 
     def graph(self, forward: CudaGraph | None = None, watched: list[Offsets] | None = None) -> CudaGraph:
         graph = CudaGraph(self, forward, watched or [])
-        self._graphs.append(graph)
+        self._graphs.add(graph)
         return graph
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -84,10 +92,9 @@ class CudaBackend:
     def reset(self) -> None:
         """Let go of all graphs; none may be replayed after that."""
         torch.cuda.synchronize()
-        for graph in self._graphs:
+        for graph in (self._first, *self._graphs):
             graph.reset()
-        self._graphs.clear()
-        self.pool = torch.cuda.graph_pool_handle()  # a pool that has been let go cannot be taken again
+        self._begin()
 
 
 class CudaGraph:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import GPT
@@ -26,13 +27,24 @@ MOE = GPTConfig(
 )
 
 
-def train(config, *, graphs, scope=None, num_microbatches=4, steps=5, own_buffers=True, **options):
+def train(
+    config,
+    *,
+    graphs,
+    scope=None,
+    num_microbatches=4,
+    steps=5,
+    own_buffers=True,
+    device="cpu",
+    dtype=torch.float64,
+    **options,
+):
     """Losses, counts and evaluations of some steps, the parameters behind them, and the manager of graphs.
 
     The microbatches weigh 1, 2, ...: a gradient that one took from another would show.
     """
-    rng = RngTracker(1)
-    model = GPT(config, groups=None, rng=rng, dtype=torch.float64, **options)
+    rng = RngTracker(1, device=device)
+    model = GPT(config, groups=None, rng=rng, dtype=dtype, device=device, **options)
     if own_buffers:
         grads = GradBuffer(model.named_parameters())
         optimizer, zero = AdamW(grads.parameters.items(), lr=1e-2), grads.zero
@@ -41,7 +53,7 @@ def train(config, *, graphs, scope=None, num_microbatches=4, steps=5, own_buffer
         zero = optimizer.zero_grad
     manager = None
     if graphs:
-        backend = RecordingBackend(rng)
+        backend = RecordingBackend(rng) if device == "cpu" else CudaBackend(rng)
         manager = GraphManager([model.layers], order(0, 1, num_microbatches), backend=backend, scope=scope)
     data, seen = torch.Generator().manual_seed(5), []
     for _ in range(steps):
@@ -49,17 +61,18 @@ def train(config, *, graphs, scope=None, num_microbatches=4, steps=5, own_buffer
         if manager is not None:
             manager.begin_step()
         for i in range(num_microbatches):
-            ids = torch.randint(64, (2, 9), generator=data)
+            ids = torch.randint(64, (2, 9), generator=data).to(device)
             losses = model.loss(ids[:, :-1], ids[:, 1:])
             if config.moe is not None:
                 seen += losses.counts.double().flatten()
                 losses = losses.tokens.sum() + losses.aux
             loss = losses.sum() * (i + 1)
             loss.backward()
-            seen.append(loss.detach())
+            seen.append(loss.detach().double())
         optimizer.step()
         with torch.no_grad():
-            seen.append(model.eval()(torch.randint(64, (3, 5), generator=data)).sum())
+            ids = torch.randint(64, (3, 5), generator=data).to(device)
+            seen.append(model.eval()(ids).double().sum())
             model.train()
     return torch.stack(seen), [param.detach().clone() for param in model.parameters()], manager
 
