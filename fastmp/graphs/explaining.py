@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import groupby, zip_longest
@@ -170,7 +171,8 @@ class _Watcher:
         state = _state(layer)
         counted = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
         try:
-            with torch.autograd.set_detect_anomaly(True, check_nan=False), trace.running():
+            anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
+            with _noting_pre_hooks(trace, layer), anomaly, trace.running():
                 tensors, others = run_links([link], inputs)
                 _backward(link, inputs, (*tensors, *others))
         except Exception as error:
@@ -335,6 +337,34 @@ def _note_hooks(trace: Trace, modules: list[nn.Module]) -> None:
             name = type(module).__name__
             message = f"a hook of {name}: its Python runs at capture, not at replay"
             trace.problem("hook", message, line_of(hook))
+
+
+@contextmanager
+def _noting_pre_hooks(trace: Trace, layer: nn.Module) -> Iterator[None]:
+    """A manager calls hooks before a forward by hand, and takes nothing from them."""
+
+    def noting(module: nn.Module, hook: Callable) -> Callable:
+        def noted(*args, **kwargs):
+            changed = hook(*args, **kwargs)
+            if changed is not None:
+                name = type(module).__name__
+                message = (
+                    f"a hook changes the input of {name}: it is called by hand, and changes nothing then"
+                )
+                trace.problem("hook", message, line_of(hook))
+            return changed
+
+        return noted
+
+    modules = [(module, module._forward_pre_hooks) for module in layer.modules() if module._forward_pre_hooks]
+    try:
+        for module, hooks in modules:
+            noted = {number: noting(module, hook) for number, hook in hooks.items()}
+            module._forward_pre_hooks = OrderedDict(noted)
+        yield
+    finally:
+        for module, hooks in modules:
+            module._forward_pre_hooks = hooks
 
 
 @contextmanager

@@ -315,6 +315,16 @@ class ForwardHook(Base):
         return self.linear(x)
 
 
+@unsafe("hook", "a hook changes the input of Linear")
+class PreHook(Base):
+    def __init__(self):
+        super().__init__()
+        self.linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,))  # here
+
+    def forward(self, x):
+        return self.linear(x)
+
+
 @unsafe("stream", "without a wait_stream")
 class SideStream(Base):
     def forward(self, x):
