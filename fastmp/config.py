@@ -368,6 +368,27 @@ class TrainConfig(_Checked):
 
 
 @dataclass(frozen=True)
+class GraphConfig(_Checked):
+    """Whether the static parts of layers are captured as graphs and replayed, see `fastmp.graphs`.
+
+    `scope` names the segments to capture, such as attention, mlp, router or preprocess (None: all that can
+    be); with recomputation a whole layer is one segment, "layer". The first `warmup` steps run eagerly. Every
+    `verify_every` steps all graphs are held against their segments, bit for bit (0: never).
+    """
+
+    enabled: bool = False
+    scope: tuple[str, ...] | None = None
+    warmup: int = 2
+    verify_every: int = 0
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("warmup")
+        yield from self._negative("verify_every")
+        if self.scope == ():
+            yield "scope must name a segment or be absent, got ()"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """A whole training job: what a file in `configs/` describes. `fastmp.layout` says if it fits together."""
 
@@ -376,3 +397,4 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    graphs: GraphConfig = field(default_factory=GraphConfig)

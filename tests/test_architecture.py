@@ -46,7 +46,9 @@ ALLOWED = {
     "fastmp.graphs.plan": {"parallel.schedule"},
     "fastmp.graphs.plot": set(),
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
-    "fastmp.train": {"train", "nn", "parallel", "ops", "config", "layout", "profiling", "_host", "_lazy"},
+    "fastmp.train": {
+        *("train", "graphs", "nn", "parallel", "ops", "config", "layout", "profiling", "_host", "_lazy"),
+    },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.doctor": {"ops", "testing"},
     "fastmp.cli": {"train", "plan", "bench", "doctor"},

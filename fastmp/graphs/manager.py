@@ -106,19 +106,22 @@ class GraphManager:
         return next((variant.plan for variant in self._variants.values() if variant is not None), None)
 
     @property
+    def num_graphs(self) -> int:
+        """How many are captured."""
+        return sum(len(variant.done) for variant in self._variants.values() if variant is not None)
+
+    @property
     def static_bytes(self) -> int:
         """Of all static buffers there are."""
         buffers = [b for variant in self._variants.values() if variant is not None for b in variant.buffers]
         return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
 
     def describe(self) -> str:
-        """What there is, for a log."""
-        variants = [variant for variant in self._variants.values() if variant is not None]
-        graphs, runs = sum(len(variant.done) for variant in variants), sum(map(len, self._runs))
-        kinds = f" for {len(variants)} shapes" if len(variants) > 1 else ""
+        """For a log."""
         return (
-            f"{graphs} graphs of {runs} runs of segments{kinds}, {self.static_bytes / 1e6:.1f} MB of static "
-            f"buffers, {self.backend.nbytes / 1e6:.1f} MB in their pool"
+            f"{self.num_graphs} graphs of {sum(map(len, self._runs))} runs of segments, "
+            f"{self.static_bytes / 1e6:.2f} MB of static buffers, "
+            f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
 
     def remove(self) -> None:
@@ -283,13 +286,8 @@ class GraphManager:
         graph = self.backend.graph(watched=shapes.watched)
         pieces.renew_accumulators(run.parameters)
         begun: list[Link] = []
-        with (
-            self._capturing(replay, begun),
-            torch.enable_grad(),
-            hooks_aside(run),
-            putting_off(queue),
-            graph.capture(),
-        ):
+        aside = hooks_aside(run)
+        with self._capturing(replay, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
             links = (begun.append(link) or link for link in run.links)
             tensors, others = run_links(links, tuple(inputs))
         if not self.backend.runs_at_capture:
@@ -344,7 +342,8 @@ class GraphManager:
         if self._verifier is None:
             own = work()
         else:
-            own = self._verifier.backward(replay, self._runs[replay.step.chunk][replay.run], static, work)
+            given = [grad if there else None for grad, there in zip(static, captured.given)]
+            own = self._verifier.backward(replay, self._runs[replay.step.chunk][replay.run], given, work)
         pieces.call_grad_hooks(captured.backward.reached)
         return own
 
@@ -360,6 +359,8 @@ class GraphManager:
         captured.backward = self._capture_gradients(replay, captured.forward, work)
         own = [each.grad for each in captured.static]
         captured.backward.inputs = [None if grad is None else self.backend.weak(grad) for grad in own]
+        for each in captured.static:
+            each.grad = None  # a graph may hold on to what it reads
         captured.live, captured.static = [], []
         return own
 

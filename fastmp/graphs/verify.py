@@ -73,14 +73,15 @@ class Verifier:
         self,
         replay: Replay,
         piece: Piece,
-        grads: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
         work: Callable[[], list[Tensor | None]],
     ) -> list[Tensor | None]:
         """What `work()`, the replay, made of `grads` for the inputs."""
         eager = self._eager[replay.step.microbatch, replay.step.chunk, replay.run]
 
         def eagerly() -> None:
-            torch.autograd.backward(eager.outputs, [grad.clone() for grad in grads])
+            roots = [(out, grad.clone()) for out, grad in zip(eager.outputs, grads) if grad is not None]
+            torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
             if eager.queue is not None and replay.step.kind == BACKWARD:
                 WeightQueue.run(eager.queue.take())
 

@@ -82,6 +82,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
         groups=groups,
         rng=rng,
         device=runtime.device,
+        graphs=recipe.graphs,
     )
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:

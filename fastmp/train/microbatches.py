@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import Step, order, orders
 from fastmp.profiling import region
 
 if TYPE_CHECKING:
@@ -96,6 +96,10 @@ class WholeModel:
         self.model, self.loss_fn, self.chunks = model, loss_fn, [model]
         self.layout: dict[str, Any] = {}
 
+    def order(self, num_microbatches: int) -> Sequence[Step]:
+        """The steps of this rank in training."""
+        return order(0, 1, num_microbatches)
+
     def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
         """Forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up."""
         device = next(self.model.parameters()).device
@@ -162,6 +166,10 @@ class Chunks:
         )
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
         self._shape = (0, 0)
+
+    def order(self, num_microbatches: int) -> Sequence[Step]:
+        """As in `WholeModel`; for the number it was made for."""
+        return self.pipeline.orders[self.pipeline.rank]
 
     @property
     def looks_at_batches(self) -> bool:

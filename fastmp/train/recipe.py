@@ -39,6 +39,7 @@ SHORT = {
     "--name": "--train.name",
     "--resume": "--train.resume",
     "--profile": "--train.profile",
+    "--graphs": "--graphs.enabled",
 }
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.config import OptimizerConfig, TrainConfig
+from fastmp.config import GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import parallel_attributes
@@ -29,6 +29,7 @@ from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
+from fastmp.train.graphs import make_graphs
 from fastmp.train.lr import warmup_cosine
 from fastmp.train.microbatches import (
     Batch,
@@ -97,6 +98,7 @@ class Trainer:
     groups: this rank's process groups; None for a process on its own.
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
+    graphs: whether layers are captured as graphs and replayed; None: they are not.
 
     `config.dtype` other than "auto" casts the model first. ValueError where microbatches and ranks do not
     divide `config.global_batch_size`, and as `Chunks`.
@@ -113,6 +115,7 @@ class Trainer:
         groups: ParallelGroups | None = None,
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
+        graphs: GraphConfig | None = None,
     ) -> None:
         dtype = DTYPES.get(config.dtype)
         chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -162,6 +165,13 @@ class Trainer:
             defaults=_defaults(model_config) if is_dataclass(model_config) else None,
         )
         self._routers = [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))]
+        self.graphs = make_graphs(
+            self.runner.chunks,
+            self.runner.order(self.num_microbatches),
+            GraphConfig() if graphs is None else graphs,
+            rng=rng,
+            device=self.device,
+        )
         self._window: _Window | None = None  # what experts did since the last line of the log
         self.step = 0
         self.model.train()
@@ -179,7 +189,10 @@ class Trainer:
         while self.step < config.steps:
             if before_step is not None:
                 before_step(self.step)
+            captured = 0 if self.graphs is None else self.graphs.num_graphs
             result = self.train_step()
+            if self.graphs is not None and log is not None and self.graphs.num_graphs != captured:
+                log.note(f"step {self.step}: {self.graphs.describe()}")
             if log is not None and log.due(self.step):
                 self._log_step(log, result)
                 skipped = self._note_skipped(log, skipped)
@@ -205,6 +218,8 @@ class Trainer:
 
     def _train_step(self) -> StepResult:
         self.grads.zero()
+        if self.graphs is not None:
+            self.graphs.begin_step()
         totals, counts = self.runner.train(self._fetch, self.num_microbatches)
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()

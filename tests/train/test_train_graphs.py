@@ -1,0 +1,133 @@
+"""Training with graphs is training without, bit for bit: whole models, pipelines, and by the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from train_tools import Samples
+
+from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
+from fastmp.nn.models import GPT
+from fastmp.nn.stages import gpt_stages
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.runtime import Runtime
+from fastmp.testing.ranks import run_ranks
+from fastmp.train.corpus import build
+from fastmp.train.language import pipeline_loss, token_loss
+from fastmp.train.main import train
+from fastmp.train.metrics import read_metrics
+from fastmp.train.recipe import parse_arguments
+from fastmp.train.trainer import Trainer
+
+CONFIG = GPTConfig(
+    **{"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
+    dropout=0.1,
+    moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, expert_bias=True, aux_loss=0.02, jitter=0.1),
+)
+ONE = ParallelConfig()
+ON = GraphConfig(enabled=True, verify_every=5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(graphs, groups=None, layout=ONE):
+    """All numbers of eight steps and of an evaluation among them, and the manager."""
+    rng = RngTracker(3, tp_rank=0 if groups is None else group_rank(groups.tp))
+    options = {"groups": groups, "rng": rng, "dtype": torch.float64}
+    if layout.pp * layout.vpp == 1:
+        model, loss = GPT(CONFIG, **options), token_loss
+    else:
+        model = gpt_stages(CONFIG, vpp=layout.vpp, **options)
+        loss = pipeline_loss(model, groups, layout)
+    config = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
+    trainer = Trainer(model, Samples(4), loss, config, groups=groups, rng=rng, graphs=graphs)
+    seen = []
+    for step in range(8):
+        result = trainer.train_step()
+        seen += [result.loss, result.aux_loss, result.grad_norm, result.expert_counts]
+        if step == 4:
+            seen.append(torch.tensor(trainer.evaluate().loss))
+    seen += [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
+    return seen, trainer.graphs
+
+
+def compare(groups=None, layout=ONE):
+    (graphed, manager), (eager, none) = run(ON, groups, layout), run(None, groups, layout)
+    assert none is None and manager.num_graphs == manager.plan.num_graphs
+    assert all(torch.equal(a, b) for a, b in zip(graphed, eager, strict=True))
+    return manager
+
+
+def test_a_whole_model():
+    assert compare().num_graphs == 2
+
+
+def pipelines_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=2, pp=2))
+    compare(groups, ParallelConfig(pp=2, vpp=2))
+    compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"))
+
+
+def test_pipelines():
+    run_ranks(pipelines_case, 2)
+
+
+def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("fastmp.train.main.SAMPLE_TOKENS", 4)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    tokens = build([str(text)], tmp_path / "tokens")
+
+    def rank_main(rank, world_size, name, *more):
+        recipe = parse_arguments(
+            [
+                *("--recipe", str(Path(__file__).parents[2] / "configs" / "moe-small.toml")),
+                *("--tp", "2", "--ep", "2", "--steps", "5", "--name", name),
+                *("--train.log-interval", "1", "--train.eval-interval", "0", "--train.save-interval", "0"),
+                *("--train.run-dir", str(tmp_path), "--data.path", str(tokens), *more),
+            ]
+        )
+        device = torch.device("cpu")
+        train(recipe, Runtime(rank=rank, world_size=world_size, local_rank=rank, device=device))
+
+    run_ranks(rank_main, 2, "eager")
+    assert "graphs of" not in capfd.readouterr().out
+    run_ranks(rank_main, 2, "graphs", "--graphs", "--graphs.verify-every", "4")
+    assert "step 3: 8 graphs of 4 runs of segments" in capfd.readouterr().out
+    eager, graphs = (
+        [
+            (r["step"], r["loss"], r["grad_norm"])
+            for r in read_metrics(tmp_path / name / "metrics.jsonl")
+            if r["kind"] == "train"
+        ]
+        for name in ("eager", "graphs")
+    )
+    assert len(eager) == 5 and graphs == eager
+
+
+def test_models_without_a_chain_of_layers():
+    with pytest.raises(ValueError, match="graphs need a model whose layers are one LayerChain; Linear has 0"):
+        config = TrainConfig(global_batch_size=4)
+        Trainer(nn.Linear(4, 4), Samples(4), lambda model, batch: None, config, graphs=ON)
+
+
+def test_values_that_make_no_sense():
+    with pytest.raises(
+        ValueError, match=r"warmup must be positive, got 0\n.*verify_every must not be neg.*-1"
+    ):
+        GraphConfig(warmup=0, verify_every=-1)
+    with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; there are \['attention'"):
+        run(GraphConfig(enabled=True, scope=("mlp",)))
