@@ -59,7 +59,8 @@ class GraphManager:
     what is trained has changed, graphs are captured anew.
 
     Hooks of modules before their forward, and of parameters after their gradient has been accumulated, run by
-    hand at every replay; those of a `GradBuffer` are in the graph.
+    hand at every replay; those of a `GradBuffer` are in the graph. A parameter of two runs gets two
+    gradients, where eager autograd adds them up first: the last bits of the sum may differ.
 
     ValueError for a scope that names no segment. GraphError where forwards and backwards come in another
     order than planned, where a parameter has moved, and where a run is not what its segments are;
