@@ -39,7 +39,7 @@ MISTAKES = {
     "[optimizer]\nlearning_rate = 1": r"unknown key 'learning_rate' in \[optimizer\]",
     "[optimizer]\nwarmup_step = 1": r"unknown key .* in \[optimizer\]; did you mean 'warmup_steps'\?",
     "[optimiser]\nlr = 1": r"unknown key 'optimiser' table; did you mean 'optimizer'\?",
-    "lr = 1": r"unknown key 'lr' table; there are model, parallel, data, optimizer, train",
+    "lr = 1": r"unknown key 'lr' table; there are model, parallel, data, optimizer, train, graphs",
     "model = 3": r"\[model\] must be a table, got 3",
     "[model]\nnum_layers = '4'": r"model\.num_layers must be of type int, got '4'",
     "[model]\nnum_layers = true": r"model\.num_layers must be of type int, got True",
@@ -92,7 +92,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
         load_recipe(path)
     assert str(raised.value).splitlines() == [
         f"recipe {path}: ",
-        "  unknown key 'rate' table; there are model, parallel, data, optimizer, train",
+        "  unknown key 'rate' table; there are model, parallel, data, optimizer, train, graphs",
         "  unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?",  # so 192 % 7 says nothing
         "  model.moe.top_k must be of type int, got '2'",
         "  MoEConfig: z_loss must not be negative, got -1.0",
