@@ -12,7 +12,7 @@ from, not its values. The loss is a graph of its own behind the last stage.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -104,8 +104,6 @@ class Pipeline:
     group: the pipeline's ranks; None for this rank alone.
     inputs, loss: called on the first and last rank only.
     batched: hand the messages of a step to the backend in one call.
-    after_backward: called with the number of a chunk after its last backward of a run: from then on its
-        gradients are complete, and may be summed over replicas.
     device: where tensors that arrive are put; None: that of the first parameter, or the CPU.
 
     All ranks make it together. ValueError, the same on all of them, where they disagree about orders or
@@ -121,11 +119,10 @@ class Pipeline:
         inputs: Callable[[Any], Outputs],
         loss: Callable[..., Tensor | tuple[Tensor, Any]],
         batched: bool = False,
-        after_backward: Callable[[int], None] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.chunks, self.group, self.batched = list(chunks), group, batched
-        self.inputs, self.loss, self.after_backward = inputs, loss, after_backward
+        self.inputs, self.loss = inputs, loss
         self.rank, self.size = group_rank(group), group_size(group)
         self.last_stage = self.size * len(self.chunks) - 1
         self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
@@ -201,7 +198,6 @@ class Pipeline:
     def _run(self, plan: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
         self._reset(training, plan)
         splits = any(step.kind == BACKWARD_INPUT for step in plan.steps)
-        left = Counter(step.chunk for step in plan.steps if step.kind != FORWARD)
         trace, peak = [], 0
         for step, messages in zip(plan.steps, plan.posts[:-1], strict=True):
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
@@ -213,9 +209,6 @@ class Pipeline:
                         peak = max(peak, len(self._live))
                     else:
                         self._backward(step)
-                        left[step.chunk] -= 1
-                        if self.after_backward is not None and not left[step.chunk]:
-                            self.after_backward(step.chunk)
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 raise PipelineError(f"pipeline rank {self.rank}, {step}: {what}") from error

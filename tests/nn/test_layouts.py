@@ -112,7 +112,7 @@ def run_of(kind: str, layout: Layout) -> dict[str, Any]:
     return {
         "config": config,
         "vpp": vpp,
-        "number": max(2, group),
+        "number": max(2, group) * (1 + (layout["batched"] and layout["uneven"])),
         "schedule": layout["schedule"],
         "microbatch_group_size": group,
         "layers": layers,

@@ -16,8 +16,8 @@ from fastmp.testing import run_ranks
 @pytest.mark.parametrize(
     ("vpp", "schedule", "unit"),
     [
-        (1, "zero_bubble", 0.02),
-        (2, "1f1b", 0.02),
+        (1, "zero_bubble", 0.03),
+        (2, "1f1b", 0.04),
         pytest.param(1, "1f1b", 0.02, marks=pytest.mark.full),
         pytest.param(2, "zero_bubble", 0.05, marks=pytest.mark.full),
     ],
