@@ -373,10 +373,12 @@ class GraphConfig(_Checked):
 
     `scope` names the segments to capture, such as attention, mlp, router or preprocess (None: all that can
     be); with recomputation a whole layer is one segment, "layer". The first `warmup` steps run eagerly. Every
-    `verify_every` steps all graphs are held against their segments, bit for bit (0: never).
+    `verify_every` steps all graphs are held against their segments, bit for bit (0: never). `impl` is who
+    captures and replays: "fastmp", or "transformer_engine" where that package is installed.
     """
 
     enabled: bool = False
+    impl: str = "fastmp"
     scope: tuple[str, ...] | None = None
     warmup: int = 2
     verify_every: int = 0
@@ -384,6 +386,9 @@ class GraphConfig(_Checked):
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("warmup")
         yield from self._negative("verify_every")
+        yield from self._unknown({"impl": ("fastmp", "transformer_engine")})
+        if self.impl != "fastmp" and self.verify_every:
+            yield f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}"
         if self.scope == ():
             yield "scope must name a segment or be absent, got ()"
 

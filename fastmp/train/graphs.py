@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from fastmp.config import GraphConfig
+from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
+from fastmp.graphs.transformer_engine import TransformerEngineManager
 from fastmp.nn.segment import LayerChain
 from fastmp.parallel.schedule import Step
 
@@ -30,7 +32,8 @@ def make_graphs(
 ) -> GraphManager | None:
     """A manager for `chunks`, each with one `LayerChain`, that run in `order`; None if `config` wants none.
 
-    ValueError for a chunk with none or several, and for a scope that names no segment.
+    ValueError for a chunk with none or several, for a scope that names no segment, and where Transformer
+    Engine is asked for and cannot be had.
     """
     if not config.enabled:
         return None
@@ -41,16 +44,13 @@ def make_graphs(
                 f"Trainer: graphs need a model whose layers are one LayerChain; {type(chunk).__name__} has "
                 f"{len(own)}"
             )
-    if device.type == "cuda":
-        from fastmp.graphs.cuda import CudaBackend
-
-        backend = CudaBackend(rng)
-    else:
-        backend = RecordingBackend(rng)
+    layers = [own[0] for own in chains]
+    if config.impl == "transformer_engine":
+        return TransformerEngineManager(layers, order, rng=rng, scope=config.scope, warmup=config.warmup)
     return GraphManager(
-        [own[0] for own in chains],
+        layers,
         order,
-        backend=backend,
+        backend=CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng),
         scope=config.scope,
         warmup=config.warmup,
         verify_every=config.verify_every,

@@ -22,12 +22,14 @@ from graph_tools import DENSE, MOE
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastmp.config import GraphConfig
 from fastmp.graphs.plan import RunSpec, TensorSpec, plan
 from fastmp.graphs.recording import Pool, RecordedGraph
 from fastmp.graphs.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order
+from fastmp.train.graphs import make_graphs
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
@@ -76,7 +78,13 @@ def test_orders_that_it_does_not_take():
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ValueError, match="impl 'transformer_engine' needs that package, pip install"):
-        TransformerEngineManager([GPT(DENSE, groups=None).layers], order(0, 1, 1))
+        make_graphs(
+            [GPT(DENSE, groups=None)],
+            order(0, 1, 1),
+            GraphConfig(enabled=True, impl="transformer_engine"),
+            rng=None,
+            device=torch.device("cpu"),
+        )
 
 
 def source():
