@@ -99,3 +99,14 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     path.write_text(
         json.dumps(record | {kernels: {**counts, "versions": versions, "draws": draws}}, indent=1) + "\n"
     )
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """As forked ranks have: models are tiny, and a second thread costs more than it brings."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

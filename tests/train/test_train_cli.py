@@ -23,6 +23,8 @@ from fastmp.train.metrics import read_metrics
 from fastmp.train.microbatches import named_parameters
 from fastmp.train.recipe import parse_arguments
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROOT = Path(__file__).parents[2]
 TINY = {
     "model.num-layers": 1,
@@ -37,15 +39,6 @@ TINY = {
     "train.log-interval": 1,
     "optimizer.warmup-steps": 2,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

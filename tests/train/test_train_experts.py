@@ -36,6 +36,8 @@ from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.plot import plot_loads
 from fastmp.train.trainer import ExpertStats, Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 E, F, H = 8, 16, 12  # experts, hidden units of each, features
 GLOBAL_BATCH, MICRO_BATCH = 64, 8
 # World size, tp, ep, etp
@@ -53,15 +55,6 @@ LAYOUTS = [
     (8, 2, 4, 1),
     (8, 4, 8, 1),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Experts(nn.Module):

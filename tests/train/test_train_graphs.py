@@ -25,6 +25,8 @@ from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = GPTConfig(
     **{"num_layers": 4, "hidden_size": 16, "num_heads": 4, "vocab_size": 131, "max_seq_len": 16},
     dropout=0.1,
@@ -32,15 +34,6 @@ CONFIG = GPTConfig(
 )
 ONE = ParallelConfig()
 ON = GraphConfig(enabled=True, verify_every=5)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(graphs, groups=None, layout=ONE):

@@ -22,6 +22,8 @@ from fastmp.testing.ranks import run_ranks
 from fastmp.train.language import token_loss
 from fastmp.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MOE = MoEConfig(
     num_experts=8,
     top_k=2,
@@ -61,15 +63,6 @@ LAYOUTS = [
     (8, 2, 2, 2, {"sequence_parallel": True}),
     (8, 2, 8, 1, {}),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_trainer(groups=None, *, seed=11, config=CONFIG, dtype=torch.float64, model=None, **train):

@@ -27,6 +27,8 @@ from fastmp.train.microbatches import PipelineLoss, evaluation_mode, named_param
 from fastmp.train.tokenize import ByteTokenizer
 from fastmp.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DENSE = GPTConfig(
     num_layers=4,
     hidden_size=32,
@@ -52,15 +54,6 @@ EXPERTS = replace(
 )
 OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
 MICRO_BATCH, NUM_MICROBATCHES, STEPS = 4, 4, 3  # samples of a microbatch, over all data-parallel ranks
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_groups(world_size, layout):

@@ -24,6 +24,8 @@ from fastmp.train.language import token_loss
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = GPTConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=131, max_seq_len=32, init_std=0.1)
 OPTIMIZER = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4)
 GLOBAL_BATCH = 8
@@ -38,15 +40,6 @@ LAYOUTS = [
     (2, 2, False),
     (2, 2, True),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the forked ranks: the models are tiny, and a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_trainer(
