@@ -371,10 +371,10 @@ class TrainConfig(_Checked):
 class GraphConfig(_Checked):
     """Whether the static parts of layers are captured as graphs and replayed, see `fastmp.graphs`.
 
-    `scope` names the segments to capture, such as attention, mlp, router or preprocess (None: all that can
-    be); with recomputation a whole layer is one segment, "layer". The first `warmup` steps run eagerly. Every
-    `verify_every` steps all graphs are held against their segments, bit for bit (0: never). `impl` is who
-    captures and replays: "fastmp", or "transformer_engine" where that package is installed.
+    `scope` names what to capture (None: all that can be): attn, mlp, moe_router, moe_preprocess, moe, full,
+    or segments by name; with recomputation a whole layer is one segment, "layer". The first `warmup` steps
+    run eagerly. Every `verify_every` steps all graphs are held against their segments, bit for bit (0:
+    never). `impl` is who captures and replays: "fastmp", or "transformer_engine" where that is installed.
     """
 
     enabled: bool = False

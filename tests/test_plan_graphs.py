@@ -191,9 +191,9 @@ def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
     ("arguments", "text", "message"),
     [
         (
-            ("--scope", "attn"),
+            ("--scope", "moe"),
             TRAIN,
-            "graphs: scope ['attn'] names no segment; there are ['attention', 'mlp']",
+            "graphs: scope ['moe'] names no segment; there are ['attention', 'mlp']",
         ),
         ((), "[parallel]\ntp = 4\n", "world_size 2 is not a multiple of tp 4"),
     ],

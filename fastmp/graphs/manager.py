@@ -48,7 +48,7 @@ class GraphManager:
     order: the steps of this rank (see `fastmp.parallel.schedule.order`), for the number of microbatches that
         every training step has.
     backend: `RecordingBackend` on a CPU.
-    scope: the names of the segments to capture; None: all that can be.
+    scope: what to capture, see `fastmp.graphs.plan.captured_segments`; None: all that can be.
     warmup: training steps that run eagerly first, one or more; the last of them shows shapes.
     verify_every: every so many steps each run is held against its segments, run eagerly on the same inputs
         and random numbers, bit for bit; 0: never. All ranks alike, for collectives run twice.

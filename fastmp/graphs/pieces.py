@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from fastmp.graphs.plan import TensorSpec
+from fastmp.graphs.plan import TensorSpec, captured_segments
 from fastmp.nn.segment import LayerChain, Link
 
 __all__ = ["Piece", "Shapes", "cut", "hooks_aside", "spec_of"]
@@ -54,15 +54,14 @@ class Shapes(NamedTuple):
 def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
     """Maximal runs of what can be captured and is in `scope`, and what lies between them.
 
-    ValueError for a scope that names no segment of the chain.
+    ValueError as `captured_segments`.
     """
     links = chain.links()
-    names = {link.segment.name for link in links}
-    if scope is not None and links and not names & set(scope):
-        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(names)}")
+    eager = {link.segment.name for link in links if not link.segment.capturable}
+    chosen = captured_segments(scope, {link.segment.name: link.segment.name not in eager for link in links})
     begun: list[nn.Module] = []
     pieces: list[Piece] = []
-    for captured, own in groupby(links, lambda link: _captures(link, scope)):
+    for captured, own in groupby(links, lambda link: _captures(link, scope, chosen)):
         piece = list(own)
         first, last = (link.full_name for link in (piece[0], piece[-1]))
         layers: list[nn.Module] = list(dict.fromkeys(link.layer for link in piece))
@@ -79,8 +78,9 @@ def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
     return pieces
 
 
-def _captures(link: Link, scope: Sequence[str] | None) -> bool:
-    return link.segment.capturable and (scope is None or link.segment.name in scope)
+def _captures(link: Link, scope: Sequence[str] | None, chosen: set[str]) -> bool:
+    """Without a scope also segments of a name that others cannot be captured under."""
+    return link.segment.capturable and (scope is None or link.segment.name in chosen)
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -26,6 +26,36 @@ _ITEMSIZES = {
     **{"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2},
     **{"uint8": 1, "int8": 1, "bool": 1},
 }
+
+
+# Parts of a layer that a scope can name; every segment is a part by its own name.
+_PARTS = {
+    "attn": ("attention",),
+    "moe_router": ("router",),
+    "moe_preprocess": ("preprocess", "shared_experts"),
+    "moe": ("router", "preprocess", "shared_experts", "dispatch", "experts", "combine"),
+}
+
+
+def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool]) -> set[str]:
+    """The names of the segments to capture. `segments`: {name: whether it can be captured}.
+
+    scope: attn, mlp, moe_router, moe_preprocess (with shared experts), moe (all in place of an MLP), full
+    (everything), or segments by name; None: whatever can be captured.
+
+    ValueError for a scope of which no name is known here, and for a part that cannot be captured whole.
+    """
+    if scope is None:
+        return {name for name, capturable in segments.items() if capturable}
+    parts = {name: segments if name == "full" else _PARTS.get(name, (name,)) for name in scope}
+    found = {name: [part for part in own if part in segments] for name, own in parts.items()}
+    if segments and not any(found.values()):
+        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(segments)}")
+    for name, own in found.items():
+        eager = [part for part in own if not segments[part]]
+        if eager:
+            raise ValueError(f"graphs: scope {name!r} cannot be captured, because of {', '.join(eager)}")
+    return {part for own in found.values() for part in own}
 
 
 class TensorSpec(NamedTuple):

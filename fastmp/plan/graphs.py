@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.graphs.plan import RunSpec, plan
+from fastmp.graphs.plan import RunSpec, captured_segments, plan
 from fastmp.parallel.schedule import order, peak_in_flight
 from fastmp.plan.memory import stage_layers
 from fastmp.plan.parser import Parser
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
     )
     parser.add_argument(
-        "--scope", nargs="+", metavar="SEGMENT", help="capture these segments (default: all that can be)"
+        "--scope", nargs="+", metavar="PART", help="capture these segments (default: all that can be)"
     )
     parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw two layers and their graphs: png, svg or pdf")
@@ -62,7 +62,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
 def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = None) -> dict[str, Any]:
     """What `fastmp.graphs` plans for each pipeline rank of a recipe that fits; sizes are in bytes.
 
-    ValueError for a scope that names no segment.
+    ValueError as `fastmp.graphs.plan.captured_segments`.
     """
     layout, shapes = recipe.parallel, shapes_of(recipe, world_size)
     layers = stage_layers(recipe)
@@ -72,15 +72,16 @@ def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = N
         _rank_facts(recipe, shapes.num_microbatches, rank, of_stages[rank :: layout.pp])
         for rank in range(layout.pp)
     ]
-    chosen = {segment.name: segment.capturable for segment in segments(shapes, layout.recompute)}
+    able = {segment.name: segment.capturable for segment in segments(shapes, layout.recompute)}
+    captured = captured_segments(scope, able)
     return {
         "name": recipe.train.name,
         "layout": str(shapes.grid),
         "schedule": layout.schedule,
         "microbatches": shapes.num_microbatches,
-        "segments": list(chosen),
-        "captured": [name for name, can in chosen.items() if can and (scope is None or name in scope)],
-        "eager": [name for name, can in chosen.items() if not can],
+        "segments": list(able),
+        "captured": [name for name in able if name in captured],
+        "eager": [name for name, can in able.items() if not can],
         "ranks": ranks,
     }
 

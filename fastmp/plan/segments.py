@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
-from fastmp.graphs.plan import RunSpec, TensorSpec
+from fastmp.graphs.plan import RunSpec, TensorSpec, captured_segments
 from fastmp.plan.shapes import Shapes
 
 _BACK = ("dispatch", "experts", "combine")
@@ -62,18 +62,16 @@ def segments(shapes: Shapes, recompute: bool) -> list[Segment]:
 
 
 def runs(shapes: Shapes, layers: range, recompute: bool, scope: Sequence[str] | None = None) -> list[RunSpec]:
-    """The runs of a stage with these layers: maximal, over the borders of layers. `scope`: segments' names.
+    """The runs of a stage with these layers: maximal, over the borders of layers.
 
-    ValueError for a scope that names no segment.
+    ValueError as `captured_segments`.
     """
     own = segments(shapes, recompute)
-    names = [segment.name for segment in own]
-    if scope is not None and not set(scope) & set(names):
-        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(names)}")
+    chosen = captured_segments(scope, {segment.name: segment.capturable for segment in own})
     links = [(f"{layer}.{segment.name}", segment) for layer in layers for segment in own]
     found: list[RunSpec] = []
     tensors: Tensors = (_Parts(shapes).hidden(),)
-    for captured, piece in groupby(links, lambda link: _captured(link[1], scope)):
+    for captured, piece in groupby(links, lambda link: link[1].name in chosen):
         given, run = tensors, list(piece)
         others: Tensors = ()
         for _, segment in run:
@@ -91,10 +89,6 @@ def runs(shapes: Shapes, layers: range, recompute: bool, scope: Sequence[str] | 
                 )
             )
     return found
-
-
-def _captured(segment: Segment, scope: Sequence[str] | None) -> bool:
-    return segment.capturable and (scope is None or segment.name in scope)
 
 
 def _eager(shapes: Shapes) -> tuple[str, ...]:

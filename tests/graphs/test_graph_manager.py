@@ -13,11 +13,12 @@ from fastmp.parallel.schedule import order
 
 SCOPES = [
     (DENSE, None, 1),
-    (DENSE, ["attention"], 3),
+    (DENSE, ["attn"], 3),
     (DENSE, ["mlp"], 3),
+    (DENSE, ["full"], 1),
     (MOE, None, 1),
-    (MOE, ["attention"], 3),
-    (MOE, ["attention", "router", "preprocess"], 3),
+    (MOE, ["moe"], 3),
+    (MOE, ["attn", "moe_router", "moe_preprocess"], 3),
 ]
 
 
@@ -88,8 +89,8 @@ def test_other_shapes_run_eagerly():
 
 def test_a_scope_without_a_segment():
     with pytest.raises(
-        ValueError, match=r"scope \['attn'\] names no segment; there are \['attention', 'mlp'\]"
+        ValueError, match=r"scope \['moe'\] names no segment; there are \['attention', 'mlp'\]"
     ):
         GraphManager(
-            [GPT(DENSE, groups=None).layers], order(0, 1, 1), backend=RecordingBackend(), scope=["attn"]
+            [GPT(DENSE, groups=None).layers], order(0, 1, 1), backend=RecordingBackend(), scope=["moe"]
         )

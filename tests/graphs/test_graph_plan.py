@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.graphs.plan import Lease, RunSpec, TensorSpec, plan, problems
+from fastmp.graphs.plan import Lease, RunSpec, TensorSpec, captured_segments, plan, problems
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order, peak_in_flight
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
@@ -129,3 +129,21 @@ def test_orders_that_cannot_be(steps, message):
 def test_unknown_dtypes():
     with pytest.raises(ValueError, match="unknown dtype 'float31'"):
         _ = TensorSpec((1,), "float31").nbytes
+
+
+def test_scopes():
+    front = {"attention": True, "router": True, "preprocess": True, "shared_experts": True}
+    alone = front | dict.fromkeys(("dispatch", "experts", "combine"), True)
+    divided = front | dict.fromkeys(("dispatch", "experts", "combine"), False)
+    assert captured_segments(None, alone) == captured_segments(["full"], alone) == set(alone)
+    assert captured_segments(None, divided) == set(front)
+    assert captured_segments(["attn", "mlp"], alone) == {"attention"}
+    assert captured_segments(["moe"], alone) == set(alone) - {"attention"}
+    assert captured_segments(["moe_router", "moe_preprocess"], divided) == set(front) - {"attention"}
+    assert captured_segments(["experts"], alone) == {"experts"}
+    for scope in ("moe", "full"):
+        message = f"scope '{scope}' cannot be captured, because of dispatch, experts, combine"
+        with pytest.raises(ValueError, match=message):
+            captured_segments(["attn", scope], divided)
+    with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; there are \['attention'"):
+        captured_segments(["mlp"], divided)
