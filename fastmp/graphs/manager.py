@@ -16,17 +16,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import gt
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from fastmp.graphs import pieces
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.pieces import Piece, Shapes, cut, hooks_aside, spec_of
-from fastmp.graphs.plan import GraphPlan, Replay, RunSpec, TensorSpec, plan
-from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Variant, Weak
+from fastmp.graphs.plan import GraphPlan, RunSpec, TensorSpec, plan
+from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Slot, Variant, Weak
 from fastmp.graphs.verify import Verifier
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
@@ -36,6 +36,7 @@ from fastmp.profiling import region
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager"]
 
 _Key = tuple[int, int, int]
+_BACKWARDS = (BACKWARD, BACKWARD_INPUT)
 
 _MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
 _MOST_VARIANTS = 4  # shapes of a step that have graphs; each has static buffers of its own
@@ -98,8 +99,11 @@ class GraphManager:
         self._even = True
         self._variant: Variant | None = None
         self._cursor, self._round, self._in_capture = 0, -1, False
-        self._graph_of: dict[_Key, int] = {}
+        self._in_flight: set[_Key] = set()  # forwards whose backward has not been
         self._eagerly: set[_Key] = set()
+        # Of this step, by run and by graph: modules, and parameters, with hooks that run by hand.
+        self._hooked: dict[tuple[int, int], list[nn.Module]] = {}
+        self._by_hand: dict[int, list[pieces.Hooked]] = {}
 
     @property
     def plan(self) -> GraphPlan | None:
@@ -212,9 +216,10 @@ class GraphManager:
                 pieces.call_pre_hooks(piece.begins)
                 tensors, more = run_links(piece.links, tensors)
             else:
-                run = self._observe if self._variant is None else self._through_graph
-                tensors, more = run(chunk, number, piece, tensors)
-                shared |= {t.untyped_storage().data_ptr() for t in (*tensors, *more)}
+                if self._variant is None:
+                    tensors, more = self._observe(chunk, number, piece, tensors)
+                else:
+                    tensors, more = self._through_graph(chunk, number, piece, tensors, shared)
                 number += 1
             others += more
         own = [t.clone() if t.untyped_storage().data_ptr() in shared else t for t in (tensors[0], *others)]
@@ -236,51 +241,65 @@ class GraphManager:
         return handed_on, others
 
     def _through_graph(
-        self, chunk: int, number: int, run: Piece, tensors: Tensors
+        self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
     ) -> tuple[Tensors, Tensors]:
-        replay, shapes = self._expect(chunk, number, (FORWARD,)), self._variant.shapes[chunk, number]
-        if [(spec_of(t), t.requires_grad) for t in tensors] != shapes.inputs:
-            self._eagerly.add(_key(replay))
+        slot, variant = self._expect(chunk, number, (FORWARD,)), self._variant
+        if not variant.takes(chunk, number, tensors):
+            self._eagerly.add(slot.key)
             pieces.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
-        pieces.call_pre_hooks(shapes.calls)
-        copies = self._variant.copies[chunk][number]
-        made = iter(_Through.apply(self, replay, copies, self._anchor, *tensors))
-        captured = self._variant.captured[replay.graph]
-        outputs = [tensors[each] if isinstance(each, int) else next(made) for each in captured.outputs]
-        return tuple(outputs[: captured.num_tensors]), tuple(outputs[captured.num_tensors :])
+        self._call_pre_hooks(chunk, number)
+        made = _Through.apply(self, slot, variant.copies[chunk][number], self._anchor, *tensors)
+        captured = variant.captured[slot.graph]
+        shared |= captured.places
+        if len(made) < len(captured.outputs):
+            own = iter(made)
+            made = tuple(tensors[o] if isinstance(o, int) else next(own) for o in captured.outputs)
+        return made[: captured.num_tensors], made[captured.num_tensors :]
 
-    def forward_graph(self, replay: Replay, inputs: Tensors) -> tuple[Tensors, list[bool]]:
-        """What the run of `replay` makes of `inputs`, and which of it has a gradient."""
-        static = self._fill(replay, inputs)
-        self._graph_of[_key(replay)] = replay.graph
-        with region(f"fastmp.graph.{self._name(replay)}"):
+    def _call_pre_hooks(self, chunk: int, number: int) -> None:
+        hooked = self._hooked.get((chunk, number))
+        if hooked is None:
+            called = self._variant.shapes[chunk, number].calls
+            hooked = self._hooked[chunk, number] = [module for module in called if module._forward_pre_hooks]
+        pieces.call_pre_hooks(hooked)
+
+    def _call_grad_hooks(self, slot: Slot, gradients: Gradients) -> None:
+        by_hand = self._by_hand.get(slot.graph)
+        if by_hand is None:
+            by_hand = self._by_hand[slot.graph] = pieces.hooks_by_hand(gradients.reached)
+        pieces.call_grad_hooks(by_hand)
+
+    def forward_graph(self, slot: Slot, inputs: Tensors) -> tuple[Tensors, Captured]:
+        """What the run of `slot` makes of `inputs`."""
+        static = slot.fill(inputs)
+        self._in_flight.add(slot.key)
+        with region(slot.region):
             if self._in_capture:
-                captured, made = self._capture_forward(replay, static)
-                self._variant.captured[replay.graph] = captured
-                self._variant.done.add(replay.graph)
-                return made, captured.differentiable
-            captured = self._variant.captured[replay.graph]
+                captured, made = self._capture_forward(slot, static)
+                self._variant.captured[slot.graph] = captured
+                self._variant.done.add(slot.graph)
+                return made, captured
+            captured = self._variant.captured[slot.graph]
             if self._verifier is None:
-                return self._replayed(captured), captured.differentiable
-            piece = self._runs[replay.step.chunk][replay.run]
-            needs = [needs for _, needs in self._variant.shapes[replay.step.chunk, replay.run].inputs]
+                return self._replayed(captured), captured
+            needs = [needs for _, needs in self._variant.shapes[slot.step.chunk, slot.run].inputs]
             made = self._verifier.forward(
-                replay,
-                piece,
+                slot,
+                self._runs[slot.step.chunk][slot.run],
                 [buffer.detach().clone().requires_grad_(need) for buffer, need in zip(static, needs)],
                 lambda: self._replayed(captured),
                 split=captured.queue is not None,
             )
-            return made, captured.differentiable
+            return made, captured
 
     @staticmethod
     def _replayed(captured: Captured) -> Tensors:
         captured.forward.replay()
-        return tuple(each() for each in captured.outputs if not isinstance(each, int))
+        return tuple([each() for each in captured.outputs if not isinstance(each, int)])
 
-    def _capture_forward(self, replay: Replay, static: list[Tensor]) -> tuple[Captured, Tensors]:
-        chunk, number = replay.step.chunk, replay.run
+    def _capture_forward(self, slot: Slot, static: list[Tensor]) -> tuple[Captured, Tensors]:
+        chunk, number = slot.step.chunk, slot.run
         run, shapes = self._runs[chunk][number], self._variant.shapes[chunk, number]
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
         queue = None if putting_off_to() is None else WeightQueue()
@@ -288,7 +307,7 @@ class GraphManager:
         pieces.renew_accumulators(run.parameters)
         begun: list[Link] = []
         aside = hooks_aside(run)
-        with self._capturing(replay, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
+        with self._capturing(slot, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
             links = (begun.append(link) or link for link in run.links)
             tensors, others = run_links(links, tuple(inputs))
         if not self.backend.runs_at_capture:
@@ -301,63 +320,62 @@ class GraphManager:
             made += [] if given else [output]
         differentiable = [output.requires_grad for output in made]
         live = [output for output in made if output.requires_grad]
-        captured = Captured(graph, outputs, len(tensors), differentiable, live, inputs, queue)
+        places = {output.untyped_storage().data_ptr() for output in made}
+        captured = Captured(graph, outputs, len(tensors), differentiable, live, inputs, queue, places)
         return captured, tuple(output.detach() for output in made)
 
-    def backward_graph(self, forward: Replay, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward_graph(self, forward: Slot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
-        graph = self._graph_of.pop(_key(forward), None)
-        if graph is None:
-            raise GraphError(f"graphs: the backward of the {self._name(forward)} runs twice")
-        captured = self._variant.captured[graph]
-        replay = self._expect(
-            forward.step.chunk, forward.run, (BACKWARD, BACKWARD_INPUT), forward.step.microbatch
-        )
+        if forward.key not in self._in_flight:
+            raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
+        self._in_flight.remove(forward.key)
+        captured = self._variant.captured[forward.graph]
+        slot = self._expect(forward.step.chunk, forward.run, _BACKWARDS, forward.step.microbatch)
         grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
-        static = self._fill(replay, grads)
+        static = slot.fill(grads)
         given = [grad is not None for grad in grads]
-        with region(f"fastmp.graph.{self._name(replay)}"):
+        with region(slot.region):
             if captured.backward is None:
                 captured.given = given
-                own = self._capture_backward(replay, captured, static)
-            elif any(now and not then for now, then in zip(given, captured.given)):
+                own = self._capture_backward(slot, captured, static)
+                self._variant.done.add(slot.graph)
+            elif given != captured.given and any(map(gt, given, captured.given)):
                 raise GraphError(
-                    f"graphs: an output gets a gradient in the {self._name(replay)} that had none when it "
-                    "was captured; use every output alike in all steps"
+                    f"graphs: an output gets a gradient in the {slot.name} that had none when it was "
+                    "captured; use every output alike in all steps"
                 )
             else:
-                own = self._replay_backward(replay, captured, static)
-        self._variant.done.add(replay.graph)
-        if replay.step.kind == BACKWARD_INPUT:
-            putting_off_to().put_off(self._anchor, functools.partial(self._weight_graph, replay, captured))
+                own = self._replay_backward(slot, captured, static)
+        if slot.kind == BACKWARD_INPUT:
+            putting_off_to().put_off(self._anchor, functools.partial(self._weight_graph, slot, captured))
         return own
 
-    def _replay_backward(
-        self, replay: Replay, captured: Captured, static: list[Tensor]
-    ) -> list[Tensor | None]:
-        def work() -> list[Tensor | None]:
-            captured.backward.graph.replay()
-            self._add_gradients(captured.backward)
-            return [each and each() for each in captured.backward.inputs]
-
+    def _replay_backward(self, slot: Slot, captured: Captured, static: list[Tensor]) -> list[Tensor | None]:
+        gradients = captured.backward
         if self._verifier is None:
-            own = work()
+            own = self._replay_gradients(gradients)
         else:
             given = [grad if there else None for grad, there in zip(static, captured.given)]
-            own = self._verifier.backward(replay, self._runs[replay.step.chunk][replay.run], given, work)
-        pieces.call_grad_hooks(captured.backward.reached)
+            piece = self._runs[slot.step.chunk][slot.run]
+            work = functools.partial(self._replay_gradients, gradients)
+            own = self._verifier.backward(slot, piece, given, work)
+        self._call_grad_hooks(slot, gradients)
         return own
 
-    def _capture_backward(
-        self, replay: Replay, captured: Captured, static: list[Tensor]
-    ) -> list[Tensor | None]:
+    def _replay_gradients(self, gradients: Gradients) -> list[Tensor | None]:
+        gradients.graph.replay()
+        if gradients.parameters:
+            self._add_gradients(gradients)
+        return [each and each() for each in gradients.inputs]
+
+    def _capture_backward(self, slot: Slot, captured: Captured, static: list[Tensor]) -> list[Tensor | None]:
         def work() -> None:
             roots = [i for i, given in enumerate(captured.given) if given]
             torch.autograd.backward([captured.live[i] for i in roots], [static[i] for i in roots])
-            if captured.queue is not None and replay.step.kind == BACKWARD:
+            if captured.queue is not None and slot.kind == BACKWARD:
                 WeightQueue.run(captured.queue.take())
 
-        captured.backward = self._capture_gradients(replay, captured.forward, work)
+        captured.backward = self._capture_gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
         captured.backward.inputs = [None if grad is None else self.backend.weak(grad) for grad in own]
         for each in captured.static:
@@ -365,36 +383,31 @@ class GraphManager:
         captured.live, captured.static = [], []
         return own
 
-    def _weight_graph(self, forward: Replay, captured: Captured) -> None:
-        replay = self._expect(forward.step.chunk, forward.run, (BACKWARD_WEIGHT,), forward.step.microbatch)
-        with region(f"fastmp.graph.{self._name(replay)}"):
+    def _weight_graph(self, forward: Slot, captured: Captured) -> None:
+        slot = self._expect(forward.step.chunk, forward.run, (BACKWARD_WEIGHT,), forward.step.microbatch)
+        with region(slot.region):
             if captured.weight is None:
                 tasks = captured.queue.take()
                 captured.weight = self._capture_gradients(
-                    replay, captured.forward, lambda: WeightQueue.run(tasks)
+                    slot, captured.forward, lambda: WeightQueue.run(tasks)
                 )
-                self._variant.done.add(replay.graph)
+                self._variant.done.add(slot.graph)
                 return
-
-            def work() -> list[Tensor | None]:
-                captured.weight.graph.replay()
-                self._add_gradients(captured.weight)
-                return []
-
+            work = functools.partial(self._replay_gradients, captured.weight)
             if self._verifier is None:
                 work()
             else:
-                self._verifier.weights(replay, self._runs[replay.step.chunk][replay.run], work)
-        pieces.call_grad_hooks(captured.weight.reached)
+                self._verifier.weights(slot, self._runs[slot.step.chunk][slot.run], work)
+        self._call_grad_hooks(slot, captured.weight)
 
-    def _capture_gradients(self, replay: Replay, forward: Graph, work: Callable[[], None]) -> Gradients:
+    def _capture_gradients(self, slot: Slot, forward: Graph, work: Callable[[], None]) -> Gradients:
         """The graph of `work`, which accumulates gradients of parameters."""
-        run = self._runs[replay.step.chunk][replay.run]
+        run = self._runs[slot.step.chunk][slot.run]
         before = [(param, param.grad) for param in run.parameters]
         for param in run.parameters:
             param.grad = None
         graph = self.backend.graph(forward)
-        with self._capturing(replay), torch.enable_grad(), hooks_aside(run) as reached, graph.capture():
+        with self._capturing(slot), torch.enable_grad(), hooks_aside(run) as reached, graph.capture():
             work()
         if not self.backend.runs_at_capture:
             graph.replay()
@@ -404,18 +417,18 @@ class GraphManager:
         weak = [(param, self.backend.weak(grad)) for param, grad in made]
         gradients = Gradients(graph, [], weak, reached)
         self._add_gradients(gradients)
-        pieces.call_grad_hooks(reached)
+        self._call_grad_hooks(slot, gradients)
         return gradients
 
     @contextmanager
-    def _capturing(self, replay: Replay, begun: Sequence[Link] = ()) -> Iterator[None]:
+    def _capturing(self, slot: Slot, begun: Sequence[Link] = ()) -> Iterator[None]:
         """Whatever a capture raises becomes a CaptureError that says where; `begun`: segments until then."""
         try:
             yield
         except Exception as error:
             segment = f", segment {begun[-1].full_name!r}" if begun else ""
             raise CaptureError(
-                f"graphs: capture of the {self._name(replay)}{segment}: {error}; "
+                f"graphs: capture of the {slot.name}{segment}: {error}; "
                 "fastmp.graphs.explain(model, *inputs) lists all that cannot be captured"
             ) from error
 
@@ -429,71 +442,57 @@ class GraphManager:
             else:
                 param.grad.add_(grad())
 
-    @torch.no_grad()
-    def _fill(self, replay: Replay, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        static = [self._variant.buffers[buffer] for buffer in replay.buffers]
-        for buffer, tensor in zip(static, tensors, strict=True):
-            if tensor is None:
-                buffer.zero_()
-            elif buffer.data_ptr() != tensor.data_ptr():
-                buffer.copy_(tensor)
-        return static
-
-    def _next(self) -> int | None:
-        """The place in the plan of what is next, but for what runs eagerly."""
-        replays = self._variant.plan.replays
-        while self._cursor < len(replays) and _key(replays[self._cursor]) in self._eagerly:
+    def _next(self) -> Slot | None:
+        """What the plan has next, but for what runs eagerly."""
+        slots = self._variant.slots
+        while self._cursor < len(slots) and self._eagerly and slots[self._cursor].key in self._eagerly:
             self._cursor += 1
-        return self._cursor if self._cursor < len(replays) else None
+        return slots[self._cursor] if self._cursor < len(slots) else None
 
-    def _expect(self, chunk: int, run: int, kinds: tuple[str, ...], microbatch: int | None = None) -> Replay:
+    def _expect(self, chunk: int, run: int, kinds: tuple[str, ...], microbatch: int | None = None) -> Slot:
         """The next replay of the plan; GraphError if it is not the one that is to run now."""
-        variant, place = self._variant, self._next()
-        replay = None if place is None else variant.plan.replays[place]
+        slot = self._next()
         if (
-            replay is None
-            or (replay.step.chunk, replay.run) != (chunk, run)
-            or replay.step.kind not in kinds
-            or microbatch not in (None, replay.step.microbatch)
+            slot is None
+            or slot.run != run
+            or slot.kind not in kinds
+            or slot.step.chunk != chunk
+            or (microbatch is not None and microbatch != slot.step.microbatch)
         ):
             which = "" if microbatch is None else f" of microbatch {microbatch}"
-            planned = "the end of the step" if replay is None else f"the {self._name(replay)}"
+            planned = "the end of the step" if slot is None else f"the {slot.name}"
             raise GraphError(
                 f"graphs: the {kinds[0]}{which} of chunk {chunk}, run {self._runs[chunk][run].name!r}, "
                 f"is about to run, but {planned} was planned"
             )
-        if variant.round_of[place] != self._round:
+        if slot.round != self._round:
+            variant = self._variant
             if self._round >= 0:
                 variant.drop(self._round)
-            self._round = variant.round_of[place]
-            self._in_capture = not variant.graphs_of[self._round] <= variant.done
+            self._round = slot.round
+            self._in_capture = not variant.graphs_of[slot.round] <= variant.done
         self._cursor += 1
-        return replay
-
-    def _name(self, replay: Replay) -> str:
-        return f"{replay.step}, run {self._runs[replay.step.chunk][replay.run].name!r}"
+        return slot
 
 
 class _Through(Function):
     """A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay."""
 
     @staticmethod
-    def forward(ctx, manager, replay, copies, anchor, *inputs):
-        made, differentiable = manager.forward_graph(replay, inputs)
-        ctx.manager, ctx.replay = manager, replay
+    def forward(ctx, manager, slot, copies, anchor, *inputs):
+        made, captured = manager.forward_graph(slot, inputs)
+        ctx.manager, ctx.slot = manager, slot
         ctx.set_materialize_grads(False)
         # A leaf, or a parameter behind a view, would keep the gradient as its own.
         ctx.copies = [copies or each.is_leaf for each in inputs]
-        ctx.mark_non_differentiable(*(each for each, has in zip(made, differentiable) if not has))
+        if not all(captured.differentiable):
+            ctx.mark_non_differentiable(*[t for t, has in zip(made, captured.differentiable) if not has])
         return made
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
-        own = ctx.manager.backward_graph(ctx.replay, grads)
+        if torch.is_grad_enabled():
+            raise GraphError(f"graphs: the backward of the {ctx.slot.name} cannot be differentiated again")
+        own = ctx.manager.backward_graph(ctx.slot, grads)
         own = [g.clone() if copies and g is not None else g for g, copies in zip(own, ctx.copies)]
         return None, None, None, None, *own
-
-
-def _key(replay: Replay) -> _Key:
-    return replay.step.microbatch, replay.step.chunk, replay.run

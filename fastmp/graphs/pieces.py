@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -134,19 +134,25 @@ def calls() -> Iterator[list[nn.Module]]:
         handle.remove()
 
 
-def call_pre_hooks(modules: Sequence[nn.Module]) -> None:
+def call_pre_hooks(modules: Iterable[nn.Module]) -> None:
     """Hooks before forward, as (module, ()): a replay calls no module."""
     for module in modules:
         for hook in module._forward_pre_hooks.values():
             hook(module, ())
 
 
-def call_grad_hooks(params: Sequence[nn.Parameter]) -> None:
-    """Hooks behind gradients that are no part of a graph."""
-    for param in params:
-        for hook in (param._post_accumulate_grad_hooks or {}).values():
-            if not getattr(hook, "in_graph", False):
-                hook(param)
+Hooked = tuple[Callable[[nn.Parameter], None], nn.Parameter]
+
+
+def hooks_by_hand(params: Iterable[nn.Parameter]) -> list[Hooked]:
+    """Hooks behind gradients that are no part of a graph, with their parameters."""
+    every = [(hook, p) for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return [(hook, param) for hook, param in every if not getattr(hook, "in_graph", False)]
+
+
+def call_grad_hooks(hooked: Iterable[Hooked]) -> None:
+    for hook, param in hooked:
+        hook(param)
 
 
 @contextmanager

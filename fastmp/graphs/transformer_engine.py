@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from fastmp.graphs import pieces
 from fastmp.graphs.manager import GraphManager
-from fastmp.graphs.pieces import Piece, spec_of
+from fastmp.graphs.pieces import Piece
 from fastmp.graphs.plan import GraphPlan
 from fastmp.graphs.recording import RandomStreams
 from fastmp.graphs.variant import Variant
@@ -130,19 +130,20 @@ class TransformerEngineManager(GraphManager):
         }
 
     def _through_graph(
-        self, chunk: int, number: int, run: Piece, tensors: Tensors
+        self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
     ) -> tuple[Tensors, Tensors]:
         variant, microbatch = self._variant, self._forwards[chunk, number]
         self._forwards[chunk, number] += 1
-        shapes = variant.shapes[chunk, number]
-        if [(spec_of(t), t.requires_grad) for t in tensors] != shapes.inputs:
+        if not variant.takes(chunk, number, tensors):
             pieces.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
-        pieces.call_pre_hooks(shapes.calls)
+        self._call_pre_hooks(chunk, number)
         copies = variant.copies[chunk][number]
         inputs = [_OwnGradient.apply(t) if t.requires_grad and (copies or t.is_leaf) else t for t in tensors]
         module, call = self.backend.made[self._kind][chunk, microbatch, number]
-        made = iter(call(*inputs))
+        made = call(*inputs)
+        shared |= {each.untyped_storage().data_ptr() for each in made}
+        made = iter(made)
         outputs = [next(made) if given is None else tensors[given] for given in module.given]
         return tuple(outputs[: module.num_tensors]), tuple(outputs[module.num_tensors :])
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastmp.graphs.pieces import Piece, Shapes
-from fastmp.graphs.plan import GraphPlan
+from fastmp.graphs.pieces import Piece, Shapes, spec_of
+from fastmp.graphs.plan import GraphPlan, Replay, TensorSpec
 from fastmp.ops.put_off import WeightQueue
 
 if TYPE_CHECKING:
     from fastmp.graphs.recording import RandomStreams
 
-__all__ = ["Backend", "Captured", "Gradients", "Graph", "Variant", "Weak"]
+__all__ = ["Backend", "Captured", "Gradients", "Graph", "Slot", "Variant", "Weak"]
 
 Weak = Callable[[], Tensor]
 
@@ -63,6 +63,7 @@ class Captured:
     live: list[Tensor]  # outputs with their autograd graph, and inputs, until the backward is captured
     static: list[Tensor]
     queue: WeightQueue | None  # what the backward puts off
+    places: set[int]  # addresses of the storages of outputs that are made here
     given: list[bool] = field(default_factory=list)  # which gradients were there at capture
     backward: Gradients | None = None
     weight: Gradients | None = None
@@ -76,6 +77,40 @@ class Gradients:
     inputs: list[Weak | None]
     parameters: list[tuple[nn.Parameter, Weak]]  # without those whose gradient a graph adds to `main_grad`
     reached: list[nn.Parameter]  # in the order in which their gradients were accumulated
+
+
+class Slot:
+    """A replay of the plan, with what every step asks of it: kept flat, for it is asked at every replay."""
+
+    __slots__ = ("addresses", "graph", "key", "kind", "name", "region", "round", "run", "static", "step")
+
+    def __init__(self, replay: Replay, name: str, buffers: Sequence[Tensor], round: int) -> None:
+        self.step, self.run, self.graph, self.round = replay.step, replay.run, replay.graph, round
+        self.kind = replay.step.kind
+        self.key = replay.step.microbatch, replay.step.chunk, replay.run
+        self.name = f"{replay.step}, run {name!r}"
+        self.region = f"fastmp.graph.{self.name}"
+        self.static = [buffers[buffer] for buffer in replay.buffers]
+        self.addresses = [buffer.data_ptr() for buffer in self.static]
+
+    def fill(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """The static buffers, with the tensors in them: those not in place are copied, in one launch for each
+        dtype. Called where autograd does not record."""
+        late: list[Tensor] = []
+        new: list[Tensor] = []
+        for buffer, address, tensor in zip(self.static, self.addresses, tensors, strict=True):
+            if tensor is None:
+                buffer.zero_()
+            elif tensor.data_ptr() != address or tensor.stride() != buffer.stride():
+                late.append(buffer)
+                new.append(tensor)
+        if len(late) == 1:
+            late[0].copy_(new[0])
+            return self.static
+        for dtype in {buffer.dtype for buffer in late}:
+            pairs = [(buffer, tensor) for buffer, tensor in zip(late, new) if buffer.dtype is dtype]
+            torch._foreach_copy_(*zip(*pairs))
+        return self.static
 
 
 class Variant:
@@ -107,8 +142,25 @@ class Variant:
         self.done: set[int] = set()  # the numbers of all graphs that are captured
         self.drops = 0
         rounds = list(plan.rounds())
-        self.round_of = [number for number, own in enumerate(rounds) for _ in own]
         self.graphs_of = [{plan.replays[i].graph for i in own} for own in rounds]
+        self.slots = [
+            Slot(replay, plan.chunks[replay.step.chunk][replay.run].name, self.buffers, number)
+            for number, own in enumerate(rounds)
+            for replay in plan.replays[own.start : own.stop]
+        ]
+        self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in shapes.items()}
+
+    def takes(self, chunk: int, run: int, tensors: Sequence[Tensor]) -> bool:
+        """Whether the graphs of a run are made for such inputs."""
+        expected = self.expected[chunk, run]
+        if len(expected) != len(tensors):
+            return False
+        for tensor, (shape, dtype, stride, needs, spec) in zip(tensors, expected):
+            if tensor.shape != shape or tensor.dtype is not dtype or tensor.requires_grad is not needs:
+                return False
+            if tensor.stride() != stride and spec_of(tensor) != spec:
+                return False
+        return True
 
     def drop(self, number: int) -> None:
         """The graphs of a round, unless there are all of them."""
@@ -118,3 +170,8 @@ class Variant:
             self.done -= graphs
             for graph in graphs:
                 self.captured.pop(graph, None)
+
+
+def _expected(spec: TensorSpec, needs: bool) -> tuple:
+    stride = spec.strides or torch.empty(spec.shape, device="meta").stride()
+    return torch.Size(spec.shape), getattr(torch, spec.dtype), stride, needs, spec

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fastmp.graphs.errors import GraphError
 from fastmp.graphs.pieces import Piece, hooks_aside
-from fastmp.graphs.plan import BACKWARD, Replay
+from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.ops.put_off import WeightQueue, putting_off
+from fastmp.parallel.schedule import BACKWARD
 
 if TYPE_CHECKING:
     from fastmp.graphs.recording import RandomStreams
@@ -43,7 +44,7 @@ class Verifier:
 
     def forward(
         self,
-        replay: Replay,
+        slot: Slot,
         piece: Piece,
         inputs: list[Tensor],
         work: Callable[[], Tensors],
@@ -62,42 +63,42 @@ class Verifier:
             tensors, others = run_links(piece.links, tuple(inputs))
         expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
         for i, pair in enumerate(zip(made, expected, strict=True)):
-            _compare(replay, piece, f"output {i}", *pair)
+            _compare(slot, piece, f"output {i}", *pair)
         for name, state in self._streams().items():
-            _compare(replay, piece, f"random stream {name!r}", after[name], state)
+            _compare(slot, piece, f"random stream {name!r}", after[name], state)
         outputs = [output for output in expected if output.requires_grad]
-        self._eager[replay.step.microbatch, replay.step.chunk, replay.run] = _Eager(inputs, outputs, queue)
+        self._eager[slot.key] = _Eager(inputs, outputs, queue)
         return made
 
     def backward(
         self,
-        replay: Replay,
+        slot: Slot,
         piece: Piece,
         grads: Sequence[Tensor | None],
         work: Callable[[], list[Tensor | None]],
     ) -> list[Tensor | None]:
         """What `work()`, the replay, made of `grads` for the inputs."""
-        eager = self._eager[replay.step.microbatch, replay.step.chunk, replay.run]
+        eager = self._eager[slot.key]
 
         def eagerly() -> None:
             roots = [(out, grad.clone()) for out, grad in zip(eager.outputs, grads) if grad is not None]
             torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
-            if eager.queue is not None and replay.step.kind == BACKWARD:
+            if eager.queue is not None and slot.kind == BACKWARD:
                 WeightQueue.run(eager.queue.take())
 
-        own = self._both(replay, piece, work, eagerly)
+        own = self._both(slot, piece, work, eagerly)
         for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
-            _compare(replay, piece, f"the gradient of input {i}", grad, given.grad)
+            _compare(slot, piece, f"the gradient of input {i}", grad, given.grad)
         return own
 
-    def weights(self, replay: Replay, piece: Piece, work: Callable[[], list[Tensor | None]]) -> None:
+    def weights(self, slot: Slot, piece: Piece, work: Callable[[], list[Tensor | None]]) -> None:
         """The same for the weights whose gradients the backward had put off."""
-        eager = self._eager[replay.step.microbatch, replay.step.chunk, replay.run]
-        self._both(replay, piece, work, lambda: WeightQueue.run(eager.queue.take()))
+        eager = self._eager[slot.key]
+        self._both(slot, piece, work, lambda: WeightQueue.run(eager.queue.take()))
 
     def _both(
         self,
-        replay: Replay,
+        slot: Slot,
         piece: Piece,
         work: Callable[[], list[Tensor | None]],
         eagerly: Callable[[], None],
@@ -116,7 +117,7 @@ class Verifier:
         }
         for param, then, now in zip(piece.parameters, after, _gradients(piece), strict=True):
             for mine, expected in zip(then, now, strict=True):
-                _compare(replay, piece, f"the gradient of parameter {names[param]!r}", mine, expected)
+                _compare(slot, piece, f"the gradient of parameter {names[param]!r}", mine, expected)
         return own
 
     def _streams(self) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ def _gradients(piece: Piece) -> list[tuple[Tensor | None, Tensor | None]]:
     return [tuple(None if each is None else each.clone() for each in own) for own in both]
 
 
-def _compare(replay: Replay, piece: Piece, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
+def _compare(slot: Slot, piece: Piece, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
     if graph is None and eager is None:
         return
     if graph is None or eager is None:
@@ -155,7 +156,7 @@ def _compare(replay: Replay, piece: Piece, what: str, graph: Tensor | None, eage
     else:
         far = (graph.detach().double() - eager.detach().double()).abs().max()
         difference = f"up to {float(far):.3g} from what its segments make eagerly"
-    raise GraphError(f"graphs: the {replay.step}, run {piece.name!r}: {what} is {difference}")
+    raise GraphError(f"graphs: the {slot.name}: {what} is {difference}")
 
 
 def _bits(tensor: Tensor) -> Tensor:
