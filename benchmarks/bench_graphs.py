@@ -1,0 +1,328 @@
+"""What replays cost the host, what they copy and hold, and layers and steps in graphs beside eager ones.
+
+`python -m benchmarks.bench_graphs` prints tables. Host times of the manager are those of graphs that do
+nothing: what is left is the manager and the node of autograd. Rows that need a GPU are "not measured" where
+there is none; there, recorded graphs are timed, which do every op again and save nothing.
+`pytest benchmarks/bench_graphs.py --benchmark-only` times layers beside their rivals.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.cases import OURS, TE, Case, Workload, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.peers import peer, why_absent
+from fastmp.bench import NOT_MEASURED, size
+from fastmp.config import GPTConfig, MoEConfig
+from fastmp.graphs.cuda import CudaBackend
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.recording import RecordingBackend
+from fastmp.graphs.transformer_engine import TransformerEngineManager
+from fastmp.nn import GPT, LayerChain, TransformerLayer
+from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.schedule import order
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+IN_GRAPHS, TORCH_GRAPHS = "fastmp in graphs", "torch make_graphed_callables"
+WARMUP = 5  # steps, after which all graphs are captured
+STEPS, MICROBATCHES = 300, 8
+GOALS_ON_GPU = (
+    "host time from entry to launch: at most 8 us a replay, at most 12 us with 8 copies in one launch",
+    "no copy where runs are chained; host time of torch.cuda.make_graphed_callables: at least 1.5 x ours",
+    "a layer of experts at small microbatches: at least 1.3 x as fast as eager",
+)
+
+
+class _Nothing:
+    """A graph that does nothing, and says when it was asked to."""
+
+    launched = 0
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        yield
+
+    def replay(self) -> None:
+        _Nothing.launched = time.perf_counter_ns()
+
+
+class NoBackend:
+    """Graphs that do nothing, for the host time of everything else."""
+
+    runs_at_capture, rng, nbytes = True, None, 0
+
+    def watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def graph(self, forward: Any = None, watched: Any = None) -> _Nothing:
+        return _Nothing()
+
+    def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return tensor.detach().detach
+
+    def reset(self) -> None:
+        pass
+
+
+class _Wide(SegmentedLayer):
+    """One run of `width` inputs, behind an eager segment that makes them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.weight = width, nn.Parameter(torch.ones(64))
+
+    def segments(self) -> tuple[Segment, ...]:
+        return (
+            Segment("spread", lambda x: (x,) * self.width, capturable=False),
+            Segment("work", self._work),
+        )
+
+    def _work(self, *tensors: Tensor) -> Tensors:
+        return (sum(tensors) * self.weight,)
+
+
+class _Bare(Function):
+    """The node of autograd alone."""
+
+    made = torch.zeros(64)
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        ctx.count = len(inputs)
+        _Nothing().replay()
+        return _Bare.made.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        _Nothing().replay()
+        return (_Bare.made.detach(),) * ctx.count
+
+
+@dataclass
+class Host:
+    """Medians in microseconds: from entry to launch, and from entry to return."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float]
+
+    @classmethod
+    def of(cls, call: Callable[[Tensor], Tensor], begin: Callable[[], None]) -> Host:
+        forward: list[tuple[int, int]] = []
+        backward: list[tuple[int, int]] = []
+        leaf, grad = torch.ones(64, requires_grad=True), torch.ones(64)
+        for _ in range(WARMUP + STEPS):
+            begin()
+            for _ in range(MICROBATCHES):
+                x = leaf * 1
+                start = time.perf_counter_ns()
+                made = call(x)
+                end = time.perf_counter_ns()
+                forward.append((_Nothing.launched - start, end - start))
+                start = time.perf_counter_ns()
+                made.backward(grad)
+                end = time.perf_counter_ns()
+                backward.append((_Nothing.launched - start, end - start))
+        return cls(_medians(forward), _medians(backward))
+
+
+def _medians(times: list[tuple[int, int]]) -> tuple[float, float]:
+    launched, returned = zip(*times[WARMUP * MICROBATCHES :])
+    return statistics.median(launched) / 1e3, statistics.median(returned) / 1e3
+
+
+class _Copies(TorchDispatchMode):
+    """Counts what only moves data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("copy_", "clone", "_foreach_copy_"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def host_times() -> Iterator[str]:
+    yield "host time of a replay in us, graphs that do nothing: entry to launch, entry to return"
+    yield f"{'inputs':>8}{'':>28}{'forward':>18}{'backward':>18}{'copies, a pair':>40}"
+    for width in (1, 8):
+        chain = LayerChain([_Wide(width)])
+        manager = GraphManager([chain], order(0, 1, MICROBATCHES), backend=NoBackend())
+        GradBuffer(chain.named_parameters())
+        ours = Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step)
+        bare = Host.of(lambda x, n=width: _Bare.apply(*(x,) * n), lambda: None)
+        x = torch.ones(64, requires_grad=True)
+        manager.begin_step()
+        with _Copies() as copies:
+            for _ in range(MICROBATCHES):
+                chain(x * 1)[0].backward(torch.ones(64))
+        counted = ", ".join(f"{n / MICROBATCHES:g} {name}" for name, n in sorted(copies.counts.items()))
+        for name, host, note in (("manager and node", ours, counted), ("the node alone", bare, "")):
+            cells = "".join(f"{first:>9.1f}{whole:>9.1f}" for first, whole in (host.forward, host.backward))
+            yield f"{width:>8}{name:>28}{cells}{note:>40}"
+    for name in (IN_GRAPHS, TORCH_GRAPHS, TE):
+        yield f"{'':>8}{name:>28}{_on_gpu(name):>36}"
+
+
+def _on_gpu(name: str) -> str:
+    """Host time of a replay pair of a layer on a GPU, in us."""
+    if DEVICE != "cuda":
+        return NOT_MEASURED
+    case = layer_case(512, 1024, 16, 8, 2, 512, torch.bfloat16, DEVICE)
+    if name not in case.rivals:
+        return why_absent(name)
+    times = []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        case.rivals[name]()
+        times.append(time.perf_counter_ns() - start)
+    return f"{statistics.median(times) / 1e3 / MICROBATCHES:.1f} forward and backward"
+
+
+def layer_case(
+    tokens: int,
+    hidden: int,
+    heads: int,
+    experts: int,
+    k: int,
+    ffn: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+) -> Case:
+    """A step of one layer with experts: eight microbatches, forward and backward."""
+    moe = MoEConfig(num_experts=experts, top_k=k, expert_ffn_hidden_size=ffn, aux_loss=0.01)
+    config = GPTConfig(hidden_size=hidden, num_heads=heads, activation="swiglu", max_seq_len=tokens, moe=moe)
+    torch.manual_seed(seed)
+    layer = TransformerLayer(config, group=None, device=device, dtype=dtype)
+    x, grad = (torch.randn(tokens, 1, hidden, device=device).to(dtype) for _ in range(2))
+    x.requires_grad_()
+    rivals: dict[str, Callable[[], Tensor]] = {}
+
+    def add(name: str, forward: Callable[[Tensor], Any], begin: Callable[[], None] = lambda: None) -> None:
+        def step() -> Tensor:
+            begin()
+            for _ in range(MICROBATCHES):
+                output, aux, *_ = forward(x)
+                torch.autograd.backward((output, aux), (grad, torch.ones_like(aux)))
+            return output.detach()
+
+        for _ in range(WARMUP):
+            step()
+        rivals[name] = step
+
+    def own_layer() -> TransformerLayer:
+        own = copy.deepcopy(layer)
+        GradBuffer(own.named_parameters())
+        return own
+
+    steps = order(0, 1, MICROBATCHES)
+    add(OURS, own_layer())
+    chain = LayerChain([own_layer()])
+    backend = RecordingBackend() if device == "cpu" else CudaBackend()
+    add(IN_GRAPHS, chain, GraphManager([chain], steps, backend=backend).begin_step)
+    if device != "cpu":
+        graphed = torch.cuda.make_graphed_callables(own_layer(), (x.detach().clone().requires_grad_(),))
+        add(TORCH_GRAPHS, graphed)
+    if peer(TE, "transformer_engine.pytorch.graph:make_graphed_callables", device) is not None:
+        theirs = LayerChain([own_layer()])
+        add(TE, theirs, TransformerEngineManager([theirs], steps).begin_step)
+    held = sum(param.nbytes for param in layer.parameters())
+    flops = 2 * tokens * (4 * hidden * hidden + hidden * experts + 3 * k * hidden * ffn) * MICROBATCHES
+    return Case(
+        title("graphed_moe_layer", (tokens, hidden, heads, experts, k, ffn), dtype),
+        (x, *layer.parameters()),
+        (),
+        rivals,
+        MICROBATCHES * (held + 2 * x.nbytes),
+        MICROBATCHES * (2 * held + 3 * x.nbytes),
+        flops=(flops, 2 * flops),
+        capturable=False,
+    )
+
+
+# (tokens of a microbatch, H, heads, experts, k, F): Qwen3-30B-A3B with small microbatches, Mixtral 8x7B.
+WORKLOADS = (
+    Workload(
+        "graphed_moe_layer",
+        layer_case,
+        cpu=((64, 128, 4, 8, 2, 64),),
+        cuda=((512, 2048, 32, 128, 8, 768), (2048, 2048, 32, 128, 8, 768), (2048, 4096, 32, 8, 2, 14336)),
+        rivals=(OURS, IN_GRAPHS, TORCH_GRAPHS, TE),
+        directions=("step",),
+    ),
+)
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_graphs(compare, case, rival, direction):
+    compare(case(), rival, direction)
+
+
+def steps_and_memory(rounds: int = 9) -> Iterator[str]:
+    """Training steps of a small GPT, eager and in graphs, and the bytes of the graphs."""
+    on_gpu = DEVICE == "cuda"
+    shape = {"num_layers": 8, "hidden_size": 1024, "num_heads": 16} if on_gpu else {"num_layers": 4}
+    config = GPTConfig(**{"hidden_size": 64, "num_heads": 4, "vocab_size": 256, "max_seq_len": 64, **shape})
+    place = {"device": DEVICE, "dtype": torch.bfloat16 if on_gpu else torch.float32}
+    ids = torch.zeros(2, 64, dtype=torch.int64, device=DEVICE)
+    yield f"training step of {MICROBATCHES} microbatches, {config.num_layers} layers of {config.hidden_size}"
+    for name, scope in (("eager", None), ("one run", None), ("attention alone", ["attention"])):
+        rng = RngTracker(1, device=DEVICE)
+        model = GPT(config, groups=None, rng=rng, **place)
+        GradBuffer(model.named_parameters())
+        manager = None
+        if name != "eager":
+            backend = CudaBackend(rng) if on_gpu else RecordingBackend(rng)
+            steps = order(0, 1, MICROBATCHES)
+            manager = GraphManager([model.layers], steps, backend=backend, scope=scope)
+        times = []
+        for _ in range(WARMUP + rounds):
+            start = time.perf_counter()
+            if manager is not None:
+                manager.begin_step()
+            for _ in range(MICROBATCHES):
+                model.loss(ids, ids).sum().backward()
+            if on_gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        line = f"{name:>20}{1e3 * statistics.median(times[WARMUP:]):>10.2f} ms"
+        if manager is not None:
+            line += (
+                f"   static buffers planned {size(manager.plan.nbytes)}, held {size(manager.static_bytes)}; "
+                f"pool {size(manager.backend.nbytes)} of {manager.num_graphs} graphs"
+            )
+        yield line
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    for line in (*host_times(), "", *steps_and_memory(), "", "goals on a GPU, none measured here:"):
+        print(line)
+    for goal in GOALS_ON_GPU:
+        print(f"  {goal}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
