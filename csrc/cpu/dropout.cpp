@@ -285,8 +285,8 @@ void for_tiles(const Kernel& kernel, const DropTile& shared, const Rows* x, cons
   });
 }
 
-Tensor bias_dropout_add(const Tensor& x, std::optional<Tensor> bias, const Tensor& residual, double p,
-                        std::optional<Tensor> seed) {
+void bias_dropout_add_into(const Tensor& x, std::optional<Tensor> bias, const Tensor& residual, double p,
+                           std::optional<Tensor> seed, Tensor y) {
   constexpr const char* kOp = "bias_dropout_add";
   const DropTile shared = describe(kOp, x.scalar_type(), residual, p, seed);
   const int64_t last = x.dim() - 1;
@@ -295,12 +295,22 @@ Tensor bias_dropout_add(const Tensor& x, std::optional<Tensor> bias, const Tenso
                ", or their last dimensions differ");
   FASTMP_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == x.size(last) && bias->scalar_type() == x.scalar_type()),
                kOp, ": bias does not have the last size and the dtype of x");
-  Tensor y = fastmp::empty(x.sizes(), residual.scalar_type(), x);
-  if (x.numel() == 0) return y;
-  if (seed && p == 1) return torch::stable::copy_(y, residual);
+  FASTMP_CHECK(y.numel() == x.numel() && y.scalar_type() == residual.scalar_type() && y.is_contiguous(), kOp,
+               ": the output does not have the elements and the dtype of the residual, or is not contiguous");
+  if (x.numel() == 0) return;
+  if (seed && p == 1) {
+    torch::stable::copy_(y, residual);
+    return;
+  }
   const Rows x_rows(x), residual_rows(residual);
   if (bias) bias = torch::stable::contiguous(*bias);
   for_tiles(FASTMP_BEST(bias_dropout_add_tile), shared, &x_rows, bias ? &*bias : nullptr, residual_rows, y, nullptr);
+}
+
+Tensor bias_dropout_add(const Tensor& x, std::optional<Tensor> bias, const Tensor& residual, double p,
+                        std::optional<Tensor> seed) {
+  Tensor y = fastmp::empty(x.sizes(), residual.scalar_type(), x);
+  bias_dropout_add_into(x, bias, residual, p, seed, y);
   return y;
 }
 
@@ -328,6 +338,7 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& grad, double 
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   m.impl("bias_dropout_add", TORCH_BOX(&fastmp::bias_dropout_add));
+  m.impl("bias_dropout_add_into", TORCH_BOX(&fastmp::bias_dropout_add_into));
   m.impl("bias_dropout_add_backward", TORCH_BOX(&fastmp::bias_dropout_add_backward));
 }
 

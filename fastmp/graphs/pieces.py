@@ -106,23 +106,6 @@ def _dense(tensor: Tensor) -> bool:
     return True
 
 
-def modes(chains: Iterable[nn.Module]) -> tuple[bool, ...]:
-    """Which modules are in training mode, and which parameters are trained: graphs hold what that led to."""
-    chains = list(chains)
-    training = [module.training for chain in chains for module in chain.modules()]
-    return *training, *(param.requires_grad for chain in chains for param in chain.parameters())
-
-
-def places(chains: Iterable[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Addresses of all parameters and buffers, and of their main gradients, by name."""
-    found = {}
-    for chunk, chain in enumerate(chains):
-        for name, tensor in (*chain.named_parameters(), *chain.named_buffers()):
-            main = getattr(tensor, "main_grad", None)
-            found[f"{name!r} of chunk {chunk}"] = tensor.data_ptr(), 0 if main is None else main.data_ptr()
-    return found
-
-
 @contextmanager
 def calls() -> Iterator[list[nn.Module]]:
     """The modules that are called inside, in order."""

@@ -129,6 +129,9 @@ class TransformerEngineManager(GraphManager):
             for place, each in zip(wanted.samples, made, strict=True)
         }
 
+    def _landing(self, chunk: int, number: int) -> None:
+        """Whose buffer is free when is theirs to know."""
+
     def _through_graph(
         self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
     ) -> tuple[Tensors, Tensors]:
@@ -137,7 +140,7 @@ class TransformerEngineManager(GraphManager):
         if not variant.takes(chunk, number, tensors):
             pieces.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
-        self._call_pre_hooks(chunk, number)
+        self._graphed.call_pre_hooks(chunk, number)
         copies = variant.copies[chunk][number]
         inputs = [_OwnGradient.apply(t) if t.requires_grad and (copies or t.is_leaf) else t for t in tensors]
         module, call = self.backend.made[self._kind][chunk, microbatch, number]

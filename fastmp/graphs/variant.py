@@ -80,7 +80,10 @@ class Gradients:
 
 
 class Slot:
-    """A replay of the plan, with what every step asks of it: kept flat, for it is asked at every replay."""
+    """A replay of the plan, with what every step asks of it: kept flat, for it is asked at every replay.
+
+    static: where its graph reads: the buffers of the plan, but for what another graph leaves in the pool.
+    """
 
     __slots__ = ("addresses", "graph", "key", "kind", "name", "region", "round", "run", "static", "step")
 
@@ -94,8 +97,8 @@ class Slot:
         self.addresses = [buffer.data_ptr() for buffer in self.static]
 
     def fill(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """The static buffers, with the tensors in them: those not in place are copied, in one launch for each
-        dtype. Called where autograd does not record."""
+        """The static buffers, with the tensors in them: those not in place are copied, together. Called where
+        autograd does not record."""
         late: list[Tensor] = []
         new: list[Tensor] = []
         for buffer, address, tensor in zip(self.static, self.addresses, tensors, strict=True):
@@ -104,13 +107,35 @@ class Slot:
             elif tensor.data_ptr() != address or tensor.stride() != buffer.stride():
                 late.append(buffer)
                 new.append(tensor)
-        if len(late) == 1:
-            late[0].copy_(new[0])
-            return self.static
-        for dtype in {buffer.dtype for buffer in late}:
-            pairs = [(buffer, tensor) for buffer, tensor in zip(late, new) if buffer.dtype is dtype]
-            torch._foreach_copy_(*zip(*pairs))
+        if late:
+            copy_together(late, new)
         return self.static
+
+    def reads(self, place: int, tensor: Tensor) -> None:
+        """From now on in `tensor`, and not in a buffer of the plan."""
+        self.static[place], self.addresses[place] = tensor, tensor.data_ptr()
+
+
+def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """`tensors` go `into` others of the same shapes and dtypes: as words of four bytes in one launch, however
+    many dtypes there are, and those that are no such words in one for each dtype."""
+    if len(into) == 1:
+        into[0].copy_(tensors[0])
+        return
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    mixed = any(buffer.dtype is not into[0].dtype for buffer in into)
+    for pair in zip(into, tensors):
+        if mixed and all(map(_is_words, pair)):
+            pair = tuple([each.view(-1).view(torch.int32) for each in pair])
+        own = groups.setdefault(pair[0].dtype, ([], []))
+        own[0].append(pair[0])
+        own[1].append(pair[1])
+    for buffers, own in groups.values():
+        torch._foreach_copy_(buffers, own)
+
+
+def _is_words(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.nbytes % 4 and not tensor.data_ptr() % 4
 
 
 class Variant:
@@ -162,14 +187,26 @@ class Variant:
                 return False
         return True
 
+    def read_in_place(self, graph: int, place: int, weak: Tensor) -> None:
+        """The backward `graph` finds a gradient where the graph that makes it leaves it, all times that it is
+        replayed: the graphs of a round follow each other as they were captured."""
+        for slot in self.slots:
+            if slot.graph == graph:
+                slot.reads(place, weak)
+
     def drop(self, number: int) -> None:
         """The graphs of a round, unless there are all of them."""
         graphs = self.graphs_of[number]
-        if not graphs <= self.done:
-            self.drops += 1
-            self.done -= graphs
-            for graph in graphs:
-                self.captured.pop(graph, None)
+        if graphs <= self.done:
+            return
+        self.drops += 1
+        self.done -= graphs
+        for graph in graphs:
+            self.captured.pop(graph, None)
+        for slot, replay in zip(self.slots, self.plan.replays):
+            if slot.graph in graphs:
+                for place, buffer in enumerate(replay.buffers):
+                    slot.reads(place, self.buffers[buffer])
 
 
 def _expected(spec: TensorSpec, needs: bool) -> tuple:

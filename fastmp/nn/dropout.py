@@ -77,10 +77,21 @@ class Dropout(GroupModule):
         with self._stream(x.device):
             return F.dropout(x, self.probability)
 
-    def add(self, x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor) -> torch.Tensor:
-        """residual + dropout(x + bias) in one pass; backward makes the mask again, so none is kept."""
+    def add(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """residual + dropout(x + bias) in one pass; backward makes the mask again, so none is kept.
+
+        out: where to write it, if it fits there.
+        """
+        if out is not None and (out.shape, out.dtype, out.device) != (x.shape, residual.dtype, x.device):
+            out = None
         with self._stream(x.device):
-            return bias_dropout_add(x, bias, residual, p=self.probability, training=self.training)
+            return bias_dropout_add(x, bias, residual, p=self.probability, training=self.training, out=out)
 
     @property
     def drops(self) -> bool:

@@ -29,12 +29,15 @@ class Segment:
     """One step of a layer: `run` takes the tensors that the segment before it returned.
 
     reason: why it is not `capturable`, in words.
+    lands: whether `run` takes `out=`, None or a tensor without a gradient, and writes the first tensor that
+        it returns there, if that has its shape, dtype and device.
     """
 
     name: str
     run: Callable[..., Tensors]
     capturable: bool = True
     reason: str = ""
+    lands: bool = False
 
 
 class SegmentedLayer(nn.Module):
@@ -122,12 +125,19 @@ class Link(NamedTuple):
         return f"{self.name}.{self.segment.name}"
 
 
-def run_links(links: Iterable[Link], tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """What the last segment hands on, and what layers that ended on the way returned beside."""
+def run_links(
+    links: Iterable[Link], tensors: Tensors, out: torch.Tensor | None = None
+) -> tuple[Tensors, Tensors]:
+    """What the last segment hands on, and what layers that ended on the way returned beside.
+
+    out: where the last segment may leave its first tensor, see `Segment.lands`; `links` is then a sequence.
+    """
     others: Tensors = ()
+    lands = None if out is None or not links[-1].segment.lands else links[-1]
     for link in links:
+        place = {"out": out} if link is lands else {}
         with region(f"fastmp.segment.{type(link.layer).__name__}.{link.segment.name}"):
-            tensors = link.segment.run(*tensors)
+            tensors = link.segment.run(*tensors, **place)
         if link.last:
             tensors, others = tensors[:1], others + tuple(tensors[1:])
     return tensors, others

@@ -91,7 +91,11 @@ class TransformerLayer(SegmentedLayer):
             attention,
             replace(first, run=lambda hidden_SBH: first.run(self.mlp_norm(hidden_SBH), hidden_SBH)),
             *others,
-            replace(last, run=lambda *tensors: self._add_experts(*last.run(*tensors))),
+            replace(
+                last,
+                run=lambda *tensors, out=None: self._add_experts(*last.run(*tensors), out=out),
+                lands=True,
+            ),
         )
 
     def _attention(self, hidden_SBH: torch.Tensor, *key_padding_mask_BT: torch.Tensor) -> Tensors:
@@ -102,5 +106,7 @@ class TransformerLayer(SegmentedLayer):
         output_SBH, bias_H = self.mlp(self.mlp_norm(hidden_SBH))
         return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
-    def _add_experts(self, output_SBH: Tensor, aux: Tensor, counts_E: Tensor, hidden_SBH: Tensor) -> Tensors:
-        return self.dropout.add(output_SBH, None, hidden_SBH), aux, counts_E
+    def _add_experts(
+        self, output_SBH: Tensor, aux: Tensor, counts_E: Tensor, hidden_SBH: Tensor, out: Tensor | None
+    ) -> Tensors:
+        return self.dropout.add(output_SBH, None, hidden_SBH, out), aux, counts_E

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
@@ -64,6 +66,11 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: 
     if seed is not None:
         h = torch.where(keep_mask(x.shape, p, seed), h * _scale(p), 0)
     return (h + residual.to(h.dtype)).to(residual.dtype).contiguous()
+
+
+def reference_into(*arguments: Any) -> None:
+    """The same, into the last argument: a contiguous tensor that is there already."""
+    arguments[-1].copy_(reference(*arguments[:-1]))
 
 
 def reference_backward(
@@ -240,10 +247,14 @@ def _constants(rows: Tensor, vector: int) -> dict:
 
 def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
     y = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    if x.numel() == 0:
-        return y
-    if seed is not None and p == 1:
-        return y.copy_(residual)
+    launch_into(x, bias, residual, p, seed, y)
+    return y
+
+
+def launch_into(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None, y: Tensor):
+    if x.numel() == 0 or (seed is not None and p == 1):
+        y.copy_(residual)
+        return
     x_rows, residual_rows = as_rows(x), as_rows(residual)
     bias = None if bias is None else bias.contiguous()
     num_rows, num_cols = x_rows.shape
@@ -266,7 +277,6 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
             DROPS=seed is not None,
             **constants,
         )
-    return y
 
 
 def launch_backward(
@@ -344,6 +354,15 @@ register(
     traffic=_traffic,
 )
 register(
+    "bias_dropout_add_into(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, Tensor(a!) out)"
+    " -> ()",
+    reference=reference_into,
+    fake=lambda *arguments: None,
+    triton=launch_into,
+    flops=lambda *arguments: _flops(*arguments[:-1]),
+    traffic=lambda *arguments: _traffic(*arguments[:-1]),
+)
+register(
     "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
     " -> (Tensor, Tensor)",
     reference=reference_backward,
@@ -373,10 +392,23 @@ def _backward(ctx, grad: Tensor):
     return dx, (dbias if for_bias else None), grad, None, None
 
 
+class _Into(torch.autograd.Function):
+    """bias_dropout_add into the tensor in the list `place`, which is no input of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, bias, residual, p, seed, place):
+        torch.ops.fastmp.bias_dropout_add_into(x, bias, residual, p, seed, place[0])
+        _setup(ctx, (x, bias, residual, p, seed), place[0])
+        return place[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return *_backward(ctx, grad), None
+
+
 def _no_second_backward(ctx, *grads):
-    raise RuntimeError(
-        "bias_dropout_add: its backward is not differentiable (create_graph=True is not supported)"
-    )
+    raise RuntimeError("bias_dropout_add: its backward is not differentiable (create_graph is not supported)")
 
 
 torch.library.register_autograd("fastmp::bias_dropout_add", _backward, setup_context=_setup, lib=LIBRARY)
@@ -410,6 +442,15 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
             raise ValueError(f"bias_dropout_add: x is on {x.device} but {name} is on {tensor.device}")
 
 
+def _check_out(out: Tensor, residual: Tensor) -> None:
+    is_, wanted = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (out, residual))
+    if is_ != wanted or not out.is_contiguous() or out.requires_grad:
+        raise ValueError(
+            f"bias_dropout_add: out is {is_}, contiguous={out.is_contiguous()}, "
+            f"requires_grad={out.requires_grad}, but must be {wanted}, contiguous and without a gradient"
+        )
+
+
 @traced("fastmp.bias_dropout_add")
 def bias_dropout_add(
     x: Tensor,
@@ -419,6 +460,7 @@ def bias_dropout_add(
     p: float,
     training: bool = True,
     seed: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias), fused; differentiable once in x, bias and residual.
 
@@ -435,9 +477,11 @@ def bias_dropout_add(
         seed: one int64 number on x's device, of which the mask is a pure function; None draws it from torch's
             default generator of that device, so that torch.manual_seed, `RngTracker.fork` and recomputation
             repeat the mask. Not read, nor drawn, where p is 0.
+        out: a contiguous tensor of x's shape and the residual's dtype, without a gradient of its own, to
+            write the result into; nothing may need what was in it.
 
     Returns:
-        A new contiguous tensor of x's shape and the residual's dtype.
+        A contiguous tensor of x's shape and the residual's dtype: `out`, or a new one.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or p is not a probability.
@@ -447,7 +491,10 @@ def bias_dropout_add(
     x, bias = autocast(x, bias)
     _check(x, bias, residual, p, seed)
     if not training or p == 0:
-        return torch.ops.fastmp.bias_dropout_add(x, bias, residual, 0.0, None)
-    if seed is None:
+        p, seed = 0.0, None
+    elif seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=x.device)
-    return torch.ops.fastmp.bias_dropout_add(x, bias, residual, float(p), seed)
+    if out is None:
+        return torch.ops.fastmp.bias_dropout_add(x, bias, residual, float(p), seed)
+    _check_out(out, residual)
+    return _Into.apply(x, bias, residual, float(p), seed, [out])

@@ -14,6 +14,7 @@ from fastmp.graphs import pieces, variant
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.plan import Lease, plan, problems
 from fastmp.graphs.recording import Pool, RecordingBackend
+from fastmp.graphs.step import GraphedStep
 from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.parallel.pipeline import PipelineError
@@ -144,7 +145,7 @@ def test_a_gradient_that_is_handed_out_without_a_copy(monkeypatch):
             else:
                 param.grad.add_(grad())
 
-    monkeypatch.setattr(managers.GraphManager, "_add_gradients", staticmethod(torch.no_grad()(hand_out)))
+    monkeypatch.setattr(GraphedStep, "_add_gradients", staticmethod(torch.no_grad()(hand_out)))
     assert two_microbatches() == (11, 20)
 
 

@@ -319,6 +319,22 @@ def test_second_derivative_raises():
         dx.sum().backward()
 
 
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("wide", (True, False))
+def test_a_result_goes_where_it_is_wanted(wide, training):
+    x, bias, residual, grad = inputs(6, 5, 40, dtype=torch.bfloat16)
+    if wide:
+        residual, grad = residual.detach().float().requires_grad_(), grad.float()
+    options = {"p": 0.3, "training": training, "seed": key(5)}
+    out = torch.full(x.shape, torch.nan, dtype=residual.dtype)
+    expected, y = (
+        bias_dropout_add(x, bias, residual, **options, out=place) for place in (None, out.detach())
+    )
+    assert torch.equal(y, expected) and torch.equal(out, expected) and y.data_ptr() == out.data_ptr()
+    grads = [torch.autograd.grad(each, (x, bias, residual), grad) for each in (y, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True)) and not out.requires_grad
+
+
 @pytest.mark.parametrize("p", (0.0, 0.3))
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_float32_residual_stays_float32(dtype, p):
@@ -414,6 +430,11 @@ def test_compiles_as_one_graph(seed):
         ({"seed": torch.zeros(2, dtype=torch.int64)}, r"one int64 number, got torch.int64 of shape \(2,\)"),
         ({"seed": torch.zeros(())}, r"one int64 number, got torch.float32 of shape \(\)"),
         ({"seed": key(0).to("meta")}, r"x is on cpu but seed is on meta"),
+        ({"out": torch.zeros(3, 2)}, r"out is \(3, 2\), torch.float32 on cpu, .* must be \(2, 3\)"),
+        ({"out": torch.zeros(3, 2).t()}, r"contiguous=False"),
+        ({"out": torch.zeros(2, 3).bfloat16()}, r"out is .* torch.bfloat16 on cpu"),
+        ({"out": torch.zeros(2, 3, device="meta")}, r"on meta, .* must be .* on cpu"),
+        ({"out": torch.zeros(2, 3, requires_grad=True)}, r"requires_grad=True"),
     ],
     ids=str,
 )

@@ -28,8 +28,11 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             bias = torch.randn(columns, generator=generator).to(dtype) if with_bias else None
             seed = torch.randint(-(1 << 62), 1 << 62, (1,), generator=generator)
             residual = residual if wide else residual.to(dtype)
+            forward = x.to(dtype), bias, residual, p, (seed if p else None)
             if op == "bias_dropout_add":
-                yield x.to(dtype), bias, residual, p, (seed if p else None)
+                yield forward
+            elif op == "bias_dropout_add_into":
+                yield *forward, torch.full(x.shape, torch.nan, dtype=residual.dtype)
             elif p:
                 yield residual, p, seed, dtype, with_bias
 

@@ -1,0 +1,56 @@
+"""What graphs rely on in a model from step to step: where its tensors are, what is trained, in which mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["Standing"]
+
+
+class Standing:
+    """Of all modules, parameters and buffers of some chains. Asked before every step, so it is kept flat."""
+
+    def __init__(self, chains: Sequence[nn.Module]) -> None:
+        self._chains = chains
+        self._modules = [module for chain in chains for module in chain.modules()]
+        self._parameters = [param for chain in chains for param in chain.parameters()]
+        # (what holds it, its key there, itself or its address, address of its main gradient)
+        self._held: list[tuple[dict[str, Any], str, Any, int]] = []
+        for module in self._modules:
+            self._held += [(module._modules, key, child, 0) for key, child in module._modules.items()]
+            for own in (module._parameters, module._buffers):
+                tensors = [(key, tensor) for key, tensor in own.items() if tensor is not None]
+                self._held += [(own, key, tensor.data_ptr(), _main(tensor)) for key, tensor in tensors]
+        self._modes = self._now()
+
+    def _now(self) -> list[bool]:
+        training = [module.training for module in self._modules]
+        return training + [param.requires_grad for param in self._parameters]
+
+    def other_modes(self) -> bool:
+        """Whether another module is in training mode than at first, or another parameter is trained."""
+        return self._now() != self._modes
+
+    def moved(self) -> str | None:
+        """The name of something that is not where it was."""
+        for holder, key, place, main in self._held:
+            now = holder.get(key)
+            if now is not place and not (
+                isinstance(now, Tensor) and now.data_ptr() == place and _main(now) == main
+            ):
+                return next(self._names(holder, key), key)
+        return None
+
+    def _names(self, holder: dict[str, Any], key: str) -> Iterator[str]:
+        for chunk, chain in enumerate(self._chains):
+            for name, module in chain.named_modules():
+                if any(holder is own for own in (module._modules, module._parameters, module._buffers)):
+                    yield f"{f'{name}.{key}'.lstrip('.')!r} of chunk {chunk}"
+
+
+def _main(tensor: Tensor) -> int:
+    main = getattr(tensor, "main_grad", None)
+    return 0 if main is None else main.data_ptr()

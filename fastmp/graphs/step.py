@@ -1,0 +1,342 @@
+"""One training step through the graphs of a variant: what is not captured yet is captured, the rest is
+replayed, each in its place in the plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import gt
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from fastmp.graphs import pieces
+from fastmp.graphs.errors import CaptureError, GraphError
+from fastmp.graphs.pieces import Piece, hooks_aside, spec_of
+from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Slot, Variant, Weak
+from fastmp.graphs.verify import Verifier
+from fastmp.nn.segment import Link, Tensors, run_links
+from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
+from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from fastmp.profiling import region
+
+__all__ = ["GraphedStep"]
+
+Key = tuple[int, int, int]  # microbatch, chunk, run
+_BACKWARDS = (BACKWARD, BACKWARD_INPUT)
+
+
+class GraphedStep:
+    """Where a training step is in its plan, and what its runs do there.
+
+    runs: the captured pieces of each chunk. verifier: what holds replays against eager segments, if anything.
+    """
+
+    def __init__(
+        self,
+        variant: Variant,
+        runs: Sequence[Sequence[Piece]],
+        backend: Backend,
+        verifier: Verifier | None,
+    ) -> None:
+        self._variant, self._runs, self._backend, self._verifier = variant, runs, backend, verifier
+        self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
+        self._cursor, self._round, self._in_capture = 0, -1, False
+        self._in_flight: set[Key] = set()  # forwards whose backward has not been
+        self._eagerly: set[Key] = set()
+        self._left: set[int] = set()  # addresses of gradients that backwards of this round left at capture
+        # By run and by graph: modules, and parameters, with hooks that run by hand.
+        self._hooked: dict[tuple[int, int], list[nn.Module]] = {}
+        self._by_hand: dict[int, list[pieces.Hooked]] = {}
+
+    def end(self) -> None:
+        """The step is over, perhaps in the middle."""
+        if self._round >= 0:
+            self._variant.drop(self._round)
+
+    def run(
+        self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
+        """What run `number` of a chunk hands on, and what its layers return beside, as `run_links`; storages
+        that later replays write to are added to `shared`."""
+        slot, variant = self._expect(chunk, number, (FORWARD,)), self._variant
+        if not variant.takes(chunk, number, tensors):
+            self._eagerly.add(slot.key)
+            pieces.call_pre_hooks(run.begins)
+            landed = [tensor.data_ptr() in slot.addresses for tensor in tensors]
+            tensors = tuple([t.clone() if has else t for t, has in zip(tensors, landed)])
+            return run_links(run.links, tensors)
+        self.call_pre_hooks(chunk, number)
+        made = _Through.apply(self, slot, variant.copies[chunk][number], self._anchor, *tensors)
+        captured = variant.captured[slot.graph]
+        shared |= captured.places
+        if len(made) < len(captured.outputs):
+            own = iter(made)
+            made = tuple(tensors[o] if isinstance(o, int) else next(own) for o in captured.outputs)
+        return made[: captured.num_tensors], made[captured.num_tensors :]
+
+    def landing(self, chunk: int, number: int) -> Tensor | None:
+        """The first static input of a run, if its forward is what comes next: then nobody holds it."""
+        slot = self._next()
+        if slot is None or slot.kind != FORWARD or (slot.step.chunk, slot.run) != (chunk, number):
+            return None
+        return slot.static[0].detach()
+
+    def call_pre_hooks(self, chunk: int, number: int) -> None:
+        hooked = self._hooked.get((chunk, number))
+        if hooked is None:
+            called = self._variant.shapes[chunk, number].calls
+            hooked = self._hooked[chunk, number] = [module for module in called if module._forward_pre_hooks]
+        pieces.call_pre_hooks(hooked)
+
+    def _call_grad_hooks(self, slot: Slot, gradients: Gradients) -> None:
+        by_hand = self._by_hand.get(slot.graph)
+        if by_hand is None:
+            by_hand = self._by_hand[slot.graph] = pieces.hooks_by_hand(gradients.reached)
+        pieces.call_grad_hooks(by_hand)
+
+    def forward_graph(self, slot: Slot, inputs: Tensors) -> tuple[Tensors, Captured]:
+        """What the run of `slot` makes of `inputs`."""
+        static = slot.fill(inputs)
+        self._in_flight.add(slot.key)
+        with region(slot.region):
+            if self._in_capture:
+                captured, made = self._capture_forward(slot, static)
+                self._variant.captured[slot.graph] = captured
+                self._variant.done.add(slot.graph)
+                return made, captured
+            captured = self._variant.captured[slot.graph]
+            if self._verifier is None:
+                return self._replayed(captured), captured
+            needs = [needs for _, needs in self._variant.shapes[slot.step.chunk, slot.run].inputs]
+            made = self._verifier.forward(
+                slot,
+                self._runs[slot.step.chunk][slot.run],
+                [buffer.detach().clone().requires_grad_(need) for buffer, need in zip(static, needs)],
+                lambda: self._replayed(captured),
+                split=captured.queue is not None,
+            )
+            return made, captured
+
+    @staticmethod
+    def _replayed(captured: Captured) -> Tensors:
+        captured.forward.replay()
+        return tuple([each() for each in captured.outputs if not isinstance(each, int)])
+
+    def _capture_forward(self, slot: Slot, static: list[Tensor]) -> tuple[Captured, Tensors]:
+        chunk, number = slot.step.chunk, slot.run
+        run, shapes = self._runs[chunk][number], self._variant.shapes[chunk, number]
+        inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
+        queue = None if putting_off_to() is None else WeightQueue()
+        graph = self._backend.graph(watched=shapes.watched)
+        pieces.renew_accumulators(run.parameters)
+        begun: list[Link] = []
+        aside = hooks_aside(run)
+        with self._capturing(slot, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
+            links = (begun.append(link) or link for link in run.links)
+            tensors, others = run_links(links, tuple(inputs))
+        if not self._backend.runs_at_capture:
+            graph.replay()
+        outputs: list[Weak | int] = []
+        made: list[Tensor] = []
+        for output in (*tensors, *others):
+            given = [i for i, each in enumerate(inputs) if each is output]
+            outputs.append(given[0] if given else self._backend.weak(output))
+            made += [] if given else [output]
+        differentiable = [output.requires_grad for output in made]
+        live = [output for output in made if output.requires_grad]
+        places = {output.untyped_storage().data_ptr() for output in made}
+        captured = Captured(graph, outputs, len(tensors), differentiable, live, inputs, queue, places)
+        return captured, tuple(output.detach() for output in made)
+
+    def backward_graph(self, forward: Slot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
+        if forward.key not in self._in_flight:
+            raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
+        self._in_flight.remove(forward.key)
+        captured = self._variant.captured[forward.graph]
+        slot = self._expect(forward.step.chunk, forward.run, _BACKWARDS, forward.step.microbatch)
+        grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
+        in_place = self._left_by_graphs(slot, grads) if captured.backward is None else []
+        for place in in_place:
+            self._variant.read_in_place(slot.graph, place, grads[place])
+        static = slot.fill(grads)
+        given = [grad is not None for grad in grads]
+        with region(slot.region):
+            if captured.backward is None:
+                captured.given = given
+                own = self._capture_backward(slot, captured, list(static))
+                self._variant.done.add(slot.graph)
+                for place in in_place:  # whose memory was kept so far
+                    self._variant.read_in_place(slot.graph, place, self._backend.weak(grads[place])())
+            elif given != captured.given and any(map(gt, given, captured.given)):
+                raise GraphError(
+                    f"graphs: an output gets a gradient in the {slot.name} that had none when it was "
+                    "captured; use every output alike in all steps"
+                )
+            else:
+                own = self._replay_backward(slot, captured, static)
+        if slot.kind == BACKWARD_INPUT:
+            putting_off_to().put_off(self._anchor, functools.partial(self._weight_graph, slot, captured))
+        return own
+
+    def _left_by_graphs(self, slot: Slot, grads: Sequence[Tensor | None]) -> list[int]:
+        """Which gradients came here from another graph without a copy, through whatever runs eagerly."""
+        found = []
+        for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
+            if grad is not None and grad.data_ptr() in self._left and spec_of(grad) == spec_of(buffer):
+                self._left.remove(grad.data_ptr())  # one reader: it is written to where a step differs
+                found.append(place)
+        return found
+
+    def _replay_backward(self, slot: Slot, captured: Captured, static: list[Tensor]) -> list[Tensor | None]:
+        gradients = captured.backward
+        if self._verifier is None:
+            own = self._replay_gradients(gradients)
+        else:
+            given = [grad if there else None for grad, there in zip(static, captured.given)]
+            piece = self._runs[slot.step.chunk][slot.run]
+            work = functools.partial(self._replay_gradients, gradients)
+            own = self._verifier.backward(slot, piece, given, work)
+        self._call_grad_hooks(slot, gradients)
+        return own
+
+    def _replay_gradients(self, gradients: Gradients) -> list[Tensor | None]:
+        gradients.graph.replay()
+        if gradients.parameters:
+            self._add_gradients(gradients)
+        return [each and each() for each in gradients.inputs]
+
+    def _capture_backward(self, slot: Slot, captured: Captured, static: list[Tensor]) -> list[Tensor | None]:
+        def work() -> None:
+            roots = [i for i, given in enumerate(captured.given) if given]
+            torch.autograd.backward([captured.live[i] for i in roots], [static[i] for i in roots])
+            if captured.queue is not None and slot.kind == BACKWARD:
+                WeightQueue.run(captured.queue.take())
+
+        captured.backward = self._capture_gradients(slot, captured.forward, work)
+        own = [each.grad for each in captured.static]
+        self._left |= {grad.data_ptr() for grad in own if grad is not None}
+        captured.backward.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]
+        for each in captured.static:
+            each.grad = None  # a graph may hold on to what it reads
+        captured.live, captured.static = [], []
+        return own
+
+    def _weight_graph(self, forward: Slot, captured: Captured) -> None:
+        slot = self._expect(forward.step.chunk, forward.run, (BACKWARD_WEIGHT,), forward.step.microbatch)
+        with region(slot.region):
+            if captured.weight is None:
+                tasks = captured.queue.take()
+                captured.weight = self._capture_gradients(
+                    slot, captured.forward, lambda: WeightQueue.run(tasks)
+                )
+                self._variant.done.add(slot.graph)
+                return
+            work = functools.partial(self._replay_gradients, captured.weight)
+            if self._verifier is None:
+                work()
+            else:
+                self._verifier.weights(slot, self._runs[slot.step.chunk][slot.run], work)
+        self._call_grad_hooks(slot, captured.weight)
+
+    def _capture_gradients(self, slot: Slot, forward: Graph, work: Callable[[], None]) -> Gradients:
+        """The graph of `work`, which accumulates gradients of parameters."""
+        run = self._runs[slot.step.chunk][slot.run]
+        before = [(param, param.grad) for param in run.parameters]
+        for param in run.parameters:
+            param.grad = None
+        graph = self._backend.graph(forward)
+        with self._capturing(slot), torch.enable_grad(), hooks_aside(run) as reached, graph.capture():
+            work()
+        if not self._backend.runs_at_capture:
+            graph.replay()
+        made = [(param, param.grad) for param in run.parameters if param.grad is not None]
+        for param, grad in before:
+            param.grad = grad
+        weak = [(param, self._backend.weak(grad)) for param, grad in made]
+        gradients = Gradients(graph, [], weak, reached)
+        self._add_gradients(gradients)
+        self._call_grad_hooks(slot, gradients)
+        return gradients
+
+    @contextmanager
+    def _capturing(self, slot: Slot, begun: Sequence[Link] = ()) -> Iterator[None]:
+        """Whatever a capture raises becomes a CaptureError that says where; `begun`: segments until then."""
+        try:
+            yield
+        except Exception as error:
+            segment = f", segment {begun[-1].full_name!r}" if begun else ""
+            raise CaptureError(
+                f"graphs: capture of the {slot.name}{segment}: {error}; "
+                "fastmp.graphs.explain(model, *inputs) lists all that cannot be captured"
+            ) from error
+
+    @staticmethod
+    @torch.no_grad()
+    def _add_gradients(gradients: Gradients) -> None:
+        """Gradients of parameters become theirs: copies, for the next replay writes where they lie."""
+        for param, grad in gradients.parameters:
+            if param.grad is None:
+                param.grad = grad().clone()
+            else:
+                param.grad.add_(grad())
+
+    def _next(self) -> Slot | None:
+        """What the plan has next, but for what runs eagerly."""
+        slots = self._variant.slots
+        while self._cursor < len(slots) and self._eagerly and slots[self._cursor].key in self._eagerly:
+            self._cursor += 1
+        return slots[self._cursor] if self._cursor < len(slots) else None
+
+    def _expect(self, chunk: int, run: int, kinds: tuple[str, ...], microbatch: int | None = None) -> Slot:
+        """The next replay of the plan; GraphError if it is not the one that is to run now."""
+        slot = self._next()
+        if (
+            slot is None
+            or slot.run != run
+            or slot.kind not in kinds
+            or slot.step.chunk != chunk
+            or (microbatch is not None and microbatch != slot.step.microbatch)
+        ):
+            which = "" if microbatch is None else f" of microbatch {microbatch}"
+            planned = "the end of the step" if slot is None else f"the {slot.name}"
+            raise GraphError(
+                f"graphs: the {kinds[0]}{which} of chunk {chunk}, run {self._runs[chunk][run].name!r}, "
+                f"is about to run, but {planned} was planned"
+            )
+        if slot.round != self._round:
+            variant = self._variant
+            if self._round >= 0:
+                variant.drop(self._round)
+            self._round = slot.round
+            self._in_capture = not variant.graphs_of[slot.round] <= variant.done
+            self._left.clear()
+        self._cursor += 1
+        return slot
+
+
+class _Through(Function):
+    """A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay."""
+
+    @staticmethod
+    def forward(ctx, step, slot, copies, anchor, *inputs):
+        made, captured = step.forward_graph(slot, inputs)
+        ctx.step, ctx.slot = step, slot
+        ctx.set_materialize_grads(False)
+        # A leaf, or a parameter behind a view, would keep the gradient as its own.
+        ctx.copies = [copies or each.is_leaf for each in inputs]
+        if not all(captured.differentiable):
+            ctx.mark_non_differentiable(*[t for t, has in zip(made, captured.differentiable) if not has])
+        return made
+
+    @staticmethod
+    def backward(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise GraphError(f"graphs: the backward of the {ctx.slot.name} cannot be differentiated again")
+        own = ctx.step.backward_graph(ctx.slot, grads)
+        own = [g.clone() if copies and g is not None else g for g, copies in zip(own, ctx.copies)]
+        return None, None, None, None, *own
