@@ -372,9 +372,9 @@ class GraphConfig(_Checked):
     """Whether the static parts of layers are captured as graphs and replayed, see `fastmp.graphs`.
 
     `scope` names what to capture (None: all that can be): attn, mlp, moe_router, moe_preprocess, moe, full,
-    or segments by name; with recomputation a whole layer is one segment, "layer". The first `warmup` steps
-    run eagerly. Every `verify_every` steps all graphs are held against their segments, bit for bit (0:
-    never). `impl` is who captures and replays: "fastmp", or "transformer_engine" where that is installed.
+    or segments by name. The first `warmup` steps run eagerly. Every `verify_every` steps all graphs are held
+    against their segments, bit for bit (0: never). `impl` is who captures and replays: "fastmp", or
+    "transformer_engine" where that is installed, which takes nothing that is recomputed.
     """
 
     enabled: bool = False

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.random import fork_rng
 
 from fastmp.graphs.tracing import Event, Problem, Trace, key, line_of
-from fastmp.nn.segment import LayerChain, Link, SingleSegment, Tensors, run_links
+from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
 
 __all__ = ["Problem", "Report", "SegmentReport", "explain"]
 
@@ -136,7 +136,7 @@ class _Watcher:
     def _instead(self, chain: LayerChain, links: dict[str, Link]) -> Iterator[None]:
         """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
         before = vars(chain).get("forward")
-        chain.forward = lambda x: self.through(links, (x,))
+        chain.forward = lambda x: self.through(links, (x,), chain.call)
         try:
             yield
         finally:
@@ -144,15 +144,19 @@ class _Watcher:
             if before is not None:
                 chain.forward = before
 
-    def through(self, links: dict[str, Link], tensors: tuple[Any, ...]) -> Tensors:
+    def through(self, links: dict[str, Link], tensors: tuple[Any, ...], call: Call | None = None) -> Tensors:
         others: Tensors = ()
         for name, link in links.items():
-            watched = link.segment.capturable
-            tensors, more = self._watched(name, link, tensors) if watched else run_links([link], tensors)
+            if link.segment.capturable:
+                tensors, more = self._watched(name, link, tensors, call)
+            else:
+                tensors, more = run_links([link], tensors, call)
             others += more
         return *tensors, *others
 
-    def _watched(self, name: str, link: Link, given: tuple[Any, ...]) -> tuple[Tensors, Tensors]:
+    def _watched(
+        self, name: str, link: Link, given: tuple[Any, ...], call: Call | None
+    ) -> tuple[Tensors, Tensors]:
         inputs = tuple(
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given
         )
@@ -173,7 +177,7 @@ class _Watcher:
         try:
             anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
             with _noting_pre_hooks(trace, layer), anomaly, trace.running():
-                tensors, others = run_links([link], inputs)
+                tensors, others = run_links([link], inputs, call)
                 _backward(link, inputs, (*tensors, *others))
         except Exception as error:
             if not trace.problems:

@@ -197,7 +197,8 @@ class GraphManager:
         for piece in self._pieces[chunk]:
             if not piece.captured:
                 pieces.call_pre_hooks(piece.begins)
-                tensors, more = run_links(piece.links, tensors, self._landing(chunk, number))
+                out = self._landing(chunk, number)
+                tensors, more = run_links(piece.links, tensors, piece.call, out)
             else:
                 if self._variant is None:
                     tensors, more = self._observe(chunk, number, piece, tensors)
@@ -215,7 +216,7 @@ class GraphManager:
     def _observe(self, chunk: int, number: int, run: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
         pieces.call_pre_hooks(run.begins)
         with pieces.calls() as called, self.backend.watch() as watched:
-            handed_on, others = run_links(run.links, tensors)
+            handed_on, others = run_links(run.links, tensors, run.call)
         made = [t for t in (*handed_on, *others) if not any(t is given for given in tensors)]
         made = [t for t in made if t.requires_grad]
         outputs = [spec_of(t) for t in made]

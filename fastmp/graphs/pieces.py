@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fastmp.graphs.plan import TensorSpec, captured_segments
-from fastmp.nn.segment import LayerChain, Link
+from fastmp.nn.segment import Call, LayerChain, Link
 
 __all__ = ["Piece", "Shapes", "cut", "hooks_aside", "spec_of"]
 
@@ -23,7 +23,8 @@ __all__ = ["Piece", "Shapes", "cut", "hooks_aside", "spec_of"]
 class Piece:
     """Segments that follow each other, with the parameters of their layers.
 
-    begins: layers that start here, unless somebody calls them: hooks before their forward run by hand.
+    begins: layers that start here: nobody calls them, and hooks before their forward run by hand.
+    call: how its chain runs what belongs to one layer.
     shares: whether parameters may keep gradients that pass through here: there is no `main_grad`.
     """
 
@@ -32,6 +33,7 @@ class Piece:
     captured: bool
     begins: list[nn.Module]
     parameters: list[nn.Parameter]
+    call: Call | None
 
     @property
     def shares(self) -> bool:
@@ -70,8 +72,9 @@ def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
                 first if first == last else f"{first} to {last}",
                 piece,
                 captured,
-                [layer for layer in layers if chain.call is None and layer not in begun],
+                [layer for layer in layers if layer not in begun],
                 list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad)),
+                chain.call,
             )
         )
         begun += layers

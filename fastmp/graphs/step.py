@@ -68,7 +68,7 @@ class GraphedStep:
             pieces.call_pre_hooks(run.begins)
             landed = [tensor.data_ptr() in slot.addresses for tensor in tensors]
             tensors = tuple([t.clone() if has else t for t, has in zip(tensors, landed)])
-            return run_links(run.links, tensors)
+            return run_links(run.links, tensors, run.call)
         self.call_pre_hooks(chunk, number)
         made = _Through.apply(self, slot, variant.copies[chunk][number], self._anchor, *tensors)
         captured = variant.captured[slot.graph]
@@ -137,7 +137,7 @@ class GraphedStep:
         aside = hooks_aside(run)
         with self._capturing(slot, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
             links = (begun.append(link) or link for link in run.links)
-            tensors, others = run_links(links, tuple(inputs))
+            tensors, others = run_links(links, tuple(inputs), run.call)
         if not self._backend.runs_at_capture:
             graph.replay()
         outputs: list[Weak | int] = []

@@ -70,9 +70,10 @@ def arguments(plan: GraphPlan, order: Sequence[Step]) -> Arguments:
 class TransformerEngineManager(GraphManager):
     """A `GraphManager` whose runs are captured and replayed by Transformer Engine; arguments as there.
 
-    rng: the streams that the layers draw from. What is recomputed cannot be captured.
+    rng: the streams that the layers draw from.
 
-    ValueError where the package is not installed, and for an order that it does not take.
+    ValueError for layers that are recomputed, where the package is not installed, and for an order that it
+    does not take.
     """
 
     def __init__(
@@ -84,6 +85,11 @@ class TransformerEngineManager(GraphManager):
         scope: Sequence[str] | None = None,
         warmup: int = 2,
     ) -> None:
+        if any(chain.call is not None for chain in chains):
+            raise ValueError(
+                "graphs: Transformer Engine captures nothing that is recomputed; use recompute=False, or "
+                "impl 'fastmp'"
+            )
         self._make = _make_graphed_callables()
         super().__init__(chains, order, backend=_Theirs(rng), scope=scope, warmup=warmup)
 

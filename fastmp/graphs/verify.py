@@ -60,7 +60,7 @@ class Verifier:
         self._restore(before)
         queue = WeightQueue() if split else None
         with torch.enable_grad(), hooks_aside(piece), putting_off(queue):
-            tensors, others = run_links(piece.links, tuple(inputs))
+            tensors, others = run_links(piece.links, tuple(inputs), piece.call)
         expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
         for i, pair in enumerate(zip(made, expected, strict=True)):
             _compare(slot, piece, f"output {i}", *pair)

@@ -70,7 +70,8 @@ class GPT(nn.Module):
         groups: process groups of this rank (`tp`, `cp`, and those of experts); None for this rank alone.
         rng: generator states; needed where dropout acts on TP shards.
         sequence_parallel: norms, dropout and residuals on (S/TP, B, H); S must be divisible by TP.
-        recompute: keep only the input of every layer for backward.
+        recompute: keep only the input of every layer for backward; where graphs hold parts of a layer, the
+            inputs of its parts.
         shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
         init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
         part: make this part only, see `fastmp.nn.stages`. With init="full" the rest is made, one module at a
@@ -197,9 +198,13 @@ class GPT(nn.Module):
         hidden_SBH, *others = self.layers(hidden_SBH)
         return hidden_SBH, others[0::2], others[1::2]
 
-    def _recomputed(self, layer: TransformerLayer, hidden_SBH: torch.Tensor) -> torch.Tensor | Tensors:
-        shard_over = self.group if self.shard_recompute_input else None
-        return recompute(layer, hidden_SBH, rng=self.rng, shard_over=shard_over)
+    def _recomputed(
+        self, function: Callable[..., torch.Tensor | Tensors], *tensors: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        """A layer, or segments of one. What takes one tensor takes hidden states, equal on all TP ranks; of
+        others, the first may be this rank's tokens."""
+        shard_over = self.group if self.shard_recompute_input and len(tensors) == 1 else None
+        return recompute(function, *tensors, rng=self.rng, shard_over=shard_over)
 
     def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Words, plus learned positions, then dropout: hidden states (S, B, H)."""

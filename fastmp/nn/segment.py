@@ -11,7 +11,10 @@ experts, combine, where the last three are not capturable if experts are divided
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass
+from itertools import groupby, tee
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -22,6 +25,7 @@ from fastmp.profiling import region
 __all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
 
 Tensors = tuple[torch.Tensor, ...]
+Call = Callable[..., torch.Tensor | Tensors]
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,11 @@ class LayerChain(nn.ModuleList):
     forward(x) returns (x, *others), with whatever else the layers returned, in order.
 
     modules: the layers; each that is no `SegmentedLayer` becomes a `SingleSegment`.
-    call: how to run a layer, `call(layer, x)`, instead of layer(x). Each layer is then one segment.
+    call: how to run a layer, `call(layer, x)` instead of layer(x), as for recomputation. Who runs a chain by
+        segments has it call those of a layer that follow each other, as `call(function, *tensors)`.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module] = (),
-        call: Callable[[SegmentedLayer, torch.Tensor], torch.Tensor | Tensors] | None = None,
-    ) -> None:
+    def __init__(self, modules: Iterable[nn.Module] = (), call: Call | None = None) -> None:
         super().__init__(m if isinstance(m, SegmentedLayer) else SingleSegment(m) for m in modules)
         self.call = call
 
@@ -101,15 +102,10 @@ class LayerChain(nn.ModuleList):
         """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""
         links = []
         for name, layer in self.named_children():
-            *others, last = layer.segments() if self.call is None else [self._whole(layer)]
+            *others, last = layer.segments()
             links += [Link(name, layer, segment, False) for segment in others]
             links += [Link(name, layer, last, True)]
         return links
-
-    def _whole(self, layer: SegmentedLayer) -> Segment:
-        eager = [segment for segment in layer.segments() if not segment.capturable]
-        reason = f"{eager[0].name}: {eager[0].reason}" if eager else ""
-        return Segment("layer", lambda x: _tuple(self.call(layer, x)), not eager, reason)
 
 
 class Link(NamedTuple):
@@ -126,21 +122,44 @@ class Link(NamedTuple):
 
 
 def run_links(
-    links: Iterable[Link], tensors: Tensors, out: torch.Tensor | None = None
+    links: Iterable[Link], tensors: Tensors, call: Call | None = None, out: torch.Tensor | None = None
 ) -> tuple[Tensors, Tensors]:
     """What the last segment hands on, and what layers that ended on the way returned beside.
 
+    Links are asked for one by one, each when it is to run.
+
+    call: that of the chain.
     out: where the last segment may leave its first tensor, see `Segment.lands`; `links` is then a sequence.
     """
     others: Tensors = ()
-    lands = None if out is None or not links[-1].segment.lands else links[-1]
-    for link in links:
-        place = {"out": out} if link is lands else {}
-        with region(f"fastmp.segment.{type(link.layer).__name__}.{link.segment.name}"):
-            tensors = link.segment.run(*tensors, **place)
-        if link.last:
+    place = (links[-1], out) if out is not None and links[-1].segment.lands else None
+    for _, own in groupby(links, attrgetter("layer")):
+        part = _Part(own, place)
+        tensors = part(*tensors) if call is None else _tuple(call(part, *tensors))
+        if part.ends:
             tensors, others = tensors[:1], others + tuple(tensors[1:])
     return tensors, others
+
+
+class _Part:
+    """Segments of a layer as a function. Called again, as to recompute, it makes all tensors anew.
+
+    place: (a link, where it may leave its first tensor the first time).
+    """
+
+    def __init__(self, links: Iterable[Link], place: tuple[Link, torch.Tensor] | None) -> None:
+        (self._links,) = tee(links, 1)
+        self._place = place
+        self.ends = False  # whether the layer does, once it has been called
+
+    def __call__(self, *tensors: torch.Tensor) -> Tensors:
+        (lands, out), self._place = self._place or (None, None), None
+        for link in copy(self._links):
+            options = {"out": out} if link is lands else {}
+            with region(f"fastmp.segment.{type(link.layer).__name__}.{link.segment.name}"):
+                tensors = link.segment.run(*tensors, **options)
+            self.ends = link.last
+        return tensors
 
 
 def _tuple(output: torch.Tensor | Tensors) -> Tensors:

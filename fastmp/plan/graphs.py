@@ -67,12 +67,12 @@ def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = N
     layout, shapes = recipe.parallel, shapes_of(recipe, world_size)
     layers = stage_layers(recipe)
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
-    of_stages = [runs(shapes, own, layout.recompute, scope) for own in stages]
+    of_stages = [runs(shapes, own, scope) for own in stages]
     ranks = [
         _rank_facts(recipe, shapes.num_microbatches, rank, of_stages[rank :: layout.pp])
         for rank in range(layout.pp)
     ]
-    able = {segment.name: segment.capturable for segment in segments(shapes, layout.recompute)}
+    able = {segment.name: segment.capturable for segment in segments(shapes)}
     captured = captured_segments(scope, able)
     return {
         "name": recipe.train.name,

@@ -33,8 +33,8 @@ class Segment(NamedTuple):
     run: Callable[..., Tensors]
 
 
-def segments(shapes: Shapes, recompute: bool) -> list[Segment]:
-    """Those of one layer; a layer that is recomputed is one segment."""
+def segments(shapes: Shapes) -> list[Segment]:
+    """Those of one layer."""
     parts = _Parts(shapes)
     found = [Segment("attention", True, parts.new_hidden)]
     if shapes.model.moe is None:
@@ -50,23 +50,15 @@ def segments(shapes: Shapes, recompute: bool) -> list[Segment]:
             "combine": parts.combine,
         }
         found += [Segment(name, name not in eager, run) for name, run in (*front.items(), *back.items())]
-    if not recompute:
-        return found
-
-    def whole(*tensors: Tensor) -> Tensors:
-        for segment in found:
-            tensors = segment.run(*tensors)
-        return tensors
-
-    return [Segment("layer", all(segment.capturable for segment in found), whole)]
+    return found
 
 
-def runs(shapes: Shapes, layers: range, recompute: bool, scope: Sequence[str] | None = None) -> list[RunSpec]:
+def runs(shapes: Shapes, layers: range, scope: Sequence[str] | None = None) -> list[RunSpec]:
     """The runs of a stage with these layers: maximal, over the borders of layers.
 
     ValueError as `captured_segments`.
     """
-    own = segments(shapes, recompute)
+    own = segments(shapes)
     chosen = captured_segments(scope, {segment.name: segment.capturable for segment in own})
     links = [(f"{layer}.{segment.name}", segment) for layer in layers for segment in own]
     found: list[RunSpec] = []

@@ -44,6 +44,13 @@ def test_twenty_steps(config, recompute, dtype):
     assert_same(train(config, graphs=True, **options), train(config, graphs=False, **options))
 
 
+@pytest.mark.parametrize(("config", "scope", "runs"), SCOPES)
+def test_layers_that_are_recomputed_in_parts(config, scope, runs):
+    graphed = train(config, graphs=True, scope=scope, recompute=True, **CUDA)
+    assert_same(graphed, train(config, graphs=False, recompute=True, **CUDA))
+    assert graphed[2].plan.num_graphs == 2 * runs
+
+
 def managed():
     """A model in graphs, and a step of it: two microbatches of equal tokens, and their losses."""
     rng = RngTracker(3, device="cuda")

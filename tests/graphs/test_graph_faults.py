@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ DENSE, EXPERTS = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))
 # Two microbatches in flight on one rank: what is lost in between shows.
 OVERLAPPING = [Step(kind, i, 0) for kind in (FORWARD, BACKWARD) for i in (0, 1)]
 LAYOUT = Layout(DENSE, microbatches=2)
+RECOMPUTED = replace(LAYOUT, options={"recompute": True})
 
 
 def differs(graphed, eager):
@@ -178,8 +180,18 @@ def test_a_hook_that_is_not_run_by_hand(skipped, monkeypatch):
     assert hooked(True) != eager
 
 
-def trained(**options):
-    training = Training(LAYOUT, None, graphs=True, **options)
+def test_hooks_before_the_forward_of_layers_that_are_recomputed():
+    """Once in a forward; of a module that runs eagerly also in its recomputation, as without graphs."""
+    training, seen = trained(RECOMPUTED, scope=("attention",)), Counter()
+    layer = training.stages[0].layers[0]
+    for name, module in (("layer", layer), ("attention", layer.attention), ("mlp", layer.mlp)):
+        module.register_forward_pre_hook(lambda *_, name=name: seen.update([name]))
+    training.gradients()
+    assert seen == {"layer": 2, "attention": 2, "mlp": 4}
+
+
+def trained(layout=LAYOUT, **options):
+    training = Training(layout, None, graphs=True, **options)
     for _ in range(4):
         training.step()
     return training
@@ -204,6 +216,14 @@ def test_verification_names_run_microbatch_and_tensor():
     training.step()  # nobody looks in this one
     message = r"forward of microbatch 0 chunk 0, run '0.attention to 1.mlp': output 0 is up to .*e-"
     with pytest.raises(PipelineError, match=message):
+        training.step()
+
+
+def test_verification_of_parts_that_are_recomputed():
+    training = trained(RECOMPUTED, scope=("attention",), verify_every=1)
+    training.step()
+    corrupt(training)
+    with pytest.raises(PipelineError, match=r"run '0.attention': output 0 is up to .*e-"):
         training.step()
 
 

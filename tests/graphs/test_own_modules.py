@@ -124,11 +124,20 @@ def test_an_error_in_a_backward_names_run_and_line():
         train(chain, manager)
 
 
-def test_a_layer_that_is_recomputed_tells_which_segment_is_not_captured():
+def test_an_error_of_a_capture_names_the_segment_of_a_layer_that_is_called():
     class Two(SingleSegment):
         def segments(self):
-            return (*super().segments(), Segment("rows", lambda x: (x,), False, "depends on data"))
+            return (
+                Segment("first", lambda x: (2 * x,)),
+                *super().segments(),
+                Segment("last", lambda x: (x,)),
+            )
 
-    chain = LayerChain([Two(nn.Identity())], call=lambda layer, x: layer(x))
-    (segment,) = [link.segment for link in chain.links()]
-    assert (segment.name, segment.capturable, segment.reason) == ("layer", False, "rows: depends on data")
+    chain = LayerChain([Two(Thresholded())], call=lambda function, *tensors: function(*tensors))
+    manager = GraphManager([chain], order(0, 1, 1), backend=RecordingBackend(), warmup=1)
+    x = torch.ones(3, requires_grad=True)
+    manager.begin_step()
+    chain(x)[0].sum().backward()
+    manager.begin_step()
+    with pytest.raises(CaptureError, match=r"run '0.first to 0.last', segment '0.Thresholded': graph: aten"):
+        chain(x)

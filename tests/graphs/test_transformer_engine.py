@@ -87,6 +87,12 @@ def test_without_the_package(monkeypatch):
         )
 
 
+def test_layers_that_are_recomputed_are_refused():
+    layers = GPT(DENSE, groups=None, recompute=True).layers
+    with pytest.raises(ValueError, match="Transformer Engine captures nothing that is recomputed; use rec"):
+        TransformerEngineManager([layers], order(0, 1, 1))
+
+
 def source():
     """The text of its graph.py; None where it is not to be found."""
     wheel = os.environ.get("TRANSFORMER_ENGINE_WHEEL")

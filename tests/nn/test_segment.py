@@ -8,7 +8,8 @@ import pytest
 import torch
 from nn_tools import SMALL
 
-from fastmp.nn import Segment, SegmentedLayer, TransformerLayer
+from fastmp.nn import LayerChain, Segment, SegmentedLayer, TransformerLayer
+from fastmp.nn.segment import run_links
 
 
 class Routed(SegmentedLayer):
@@ -75,3 +76,50 @@ def test_a_transformer_layer_is_attention_then_mlp_and_can_be_run_from_outside()
         tensors = segment.run(*tensors)
         assert isinstance(tensors, tuple) and segment.capturable
     assert torch.equal(tensors[0], layer(x_SBH))
+
+
+def test_segments_of_a_layer_that_follow_each_other_are_called_as_one():
+    called = []
+
+    def twice(function, *tensors):
+        """As a recomputation does."""
+        called.append(len(tensors))
+        function(*tensors)
+        return function(*tensors)
+
+    chain, x = LayerChain([Routed(), Routed()], call=twice), torch.tensor([[1.0, 3.0, 2.0]])
+    plain = LayerChain(list(chain))
+    links, asked = chain.links(), []
+    assert [link.full_name for link in links] == [
+        f"{i}.{name}" for i in (0, 1) for name in ("router", "dispatch", "combine")
+    ]
+    for start, stop, sizes in ((0, 6, [1, 1]), (1, 4, [2, 1]), (0, 1, [1])):
+        part, given = links[start:stop], run_links(links[:start], (x,))[0]
+        expected = run_links(part, given)
+        called.clear()
+        asked.clear()
+        seen = run_links((asked.append(link) or link for link in part), given, chain.call)
+        assert called == sizes and asked == part
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], expected[0], strict=True))
+    assert torch.equal(chain(x)[0], plain(x)[0])
+
+
+def test_only_the_first_call_of_a_segment_writes_where_it_may_land():
+    made = []
+
+    def double(x, out=None):
+        return (torch.mul(x, 2, out=out),)
+
+    class Lands(SegmentedLayer):
+        def segments(self):
+            return (Segment("double", double, lands=True),)
+
+    def twice(function, *tensors):
+        made.extend((*function(*tensors), *function(*tensors)))
+        return made[-2]
+
+    out, x = torch.empty(2), torch.ones(2)
+    chain = LayerChain([Lands(), Lands()], call=twice)
+    (last,), _ = run_links(chain.links(), (x,), chain.call, out)
+    assert last is out and out.tolist() == [4.0, 4.0]
+    assert [tensor is out for tensor in made] == [False, False, True, False]
