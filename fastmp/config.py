@@ -371,9 +371,10 @@ class TrainConfig(_Checked):
 class GraphConfig(_Checked):
     """Whether the static parts of layers are captured as graphs and replayed, see `fastmp.graphs`.
 
-    `scope` names what to capture (None: all that can be): attn, mlp, moe_router, moe_preprocess, moe, full,
-    or segments by name. The first `warmup` steps run eagerly. Every `verify_every` steps all graphs are held
-    against their segments, bit for bit (0: never). `impl` is who captures and replays: "fastmp", or
+    `scope` names what to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by name.
+    None: all that can be captured of the layers; "full": forward and backward of a microbatch as a whole,
+    from its tokens to its loss. The first `warmup` steps run eagerly. Every `verify_every` steps all graphs
+    are held against their segments, bit for bit (0: never). `impl` is who captures and replays: "fastmp", or
     "transformer_engine" where that is installed, which takes nothing that is recomputed.
     """
 
@@ -389,6 +390,8 @@ class GraphConfig(_Checked):
         yield from self._unknown({"impl": ("fastmp", "transformer_engine")})
         if self.impl != "fastmp" and self.verify_every:
             yield f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}"
+        if self.impl != "fastmp" and "full" in (self.scope or ()):
+            yield f"scope 'full' is of impl 'fastmp' only, got impl {self.impl!r}"
         if self.scope == ():
             yield "scope must name a segment or be absent, got ()"
 

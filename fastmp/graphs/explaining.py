@@ -108,7 +108,7 @@ class _Watcher:
     """Runs a model and watches its segments."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(name, module) for name, module in model.named_modules() if isinstance(module, LayerChain)]
+        named = _chains(model)
         self.chains = [
             (chain, {f"{name}.{link.full_name}".lstrip("."): link for link in chain.links()})
             for name, chain in named
@@ -136,7 +136,7 @@ class _Watcher:
     def _instead(self, chain: LayerChain, links: dict[str, Link]) -> Iterator[None]:
         """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
         before = vars(chain).get("forward")
-        chain.forward = lambda x: self.through(links, (x,), chain.call)
+        chain.forward = lambda *tensors: self.through(links, tensors, chain.call)
         try:
             yield
         finally:
@@ -209,6 +209,17 @@ class _Watcher:
                     kept.setdefault((each.kind, each.line.removeprefix("backward of ")), each)
                 reports.append(SegmentReport(name, "", tuple(kept.values())))
         return Report(tuple(reports))
+
+
+def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
+    """With their names; not those that are part of another's layer."""
+    found: list[tuple[str, LayerChain]] = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, LayerChain) and module not in inside:
+            found.append((name, module))
+            inside.update(module.modules())
+    return found
 
 
 def _backward(link: Link, inputs: tuple[Any, ...], outputs: Tensors) -> None:

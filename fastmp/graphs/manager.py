@@ -77,7 +77,7 @@ class GraphManager:
         self.warmup, self.verify_every = max(warmup, 1), verify_every
         self._pieces = [cut(chain, scope) for chain in self.chains]
         self._runs = [[piece for piece in chain if piece.captured] for chain in self._pieces]
-        self._variants: dict[tuple, Variant | None] = {}  # by the first input of a step; None: runs eagerly
+        self._variants: dict[tuple, Variant | None] = {}  # by the first inputs of a step; None: runs eagerly
         self._standing: Standing | None = None  # when variants were made
         self._step = -1
         self._verifier: Verifier | None = None
@@ -86,7 +86,7 @@ class GraphManager:
             chain.forward = functools.partial(self._forward, chunk)
 
     def _begin(self) -> None:
-        self._kind: tuple | None = None  # what the first input of the step is; None: not yet seen
+        self._kind: tuple | None = None  # what the first inputs of the step are; None: not yet seen
         self._seen: dict[tuple[int, int], Shapes] | None = None  # of a step that shows shapes
         self._arrived: dict[tuple[int, int], list[TensorSpec]] = {}  # gradients as they came
         self._even = True
@@ -171,9 +171,9 @@ class GraphManager:
         self._standing = Standing(self.chains)
         self._variants[self._kind] = Variant(plan(self.order, chunks), seen, self._pieces, self._device)
 
-    def _first_seen(self, x: Tensor) -> None:
+    def _first_seen(self, tensors: Tensors) -> None:
         """The first forward of the step says which kind of step it is."""
-        self._kind, self._device = (spec_of(x), x.requires_grad), x.device
+        self._kind, self._device = tuple((spec_of(x), x.requires_grad) for x in tensors), tensors[0].device
         if self._step < self.warmup - 1:
             return
         if self._kind in self._variants:
@@ -183,15 +183,15 @@ class GraphManager:
         elif len(self._variants) < _MOST_VARIANTS:
             self._seen = {}
 
-    def _forward(self, chunk: int, x: Tensor) -> Tensors:
+    def _forward(self, chunk: int, *tensors: Tensor) -> Tensors:
         chain = self.chains[chunk]
         if self._step < 0 or not torch.is_grad_enabled() or not chain.training:
-            return type(chain).forward(chain, x)
+            return type(chain).forward(chain, *tensors)
         if self._kind is None:
-            self._first_seen(x)
+            self._first_seen(tensors)
         if self._variant is None and self._seen is None:
-            return type(chain).forward(chain, x)
-        tensors, others = (x,), ()
+            return type(chain).forward(chain, *tensors)
+        others: Tensors = ()
         shared: set[int] = set()  # where graphs have left what they made
         number = 0
         for piece in self._pieces[chunk]:
@@ -206,7 +206,7 @@ class GraphManager:
                     tensors, more = self._through_graph(chunk, number, piece, tensors, shared)
                 number += 1
             others += more
-        made = (tensors[0], *others)
+        made = (*tensors, *others)
         late = [tensor for tensor in made if tensor.untyped_storage().data_ptr() in shared]
         own = iter(_Own.apply(*late) if late else ())
         return tuple(

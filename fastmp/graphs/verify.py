@@ -54,10 +54,11 @@ class Verifier:
 
         inputs: copies of what it reads; split: the gradients of its weights are put off.
         """
-        before = self._streams()
+        streams, before = self._streams(), _gradients(piece)
         made = work()
-        after = self._streams()
-        self._restore(before)
+        drawn, after = self._streams(), _gradients(piece)  # a fused loss has gradients in its forward
+        self._restore(streams)
+        _put_back(piece, before)
         queue = WeightQueue() if split else None
         with torch.enable_grad(), hooks_aside(piece), putting_off(queue):
             tensors, others = run_links(piece.links, tuple(inputs), piece.call)
@@ -65,7 +66,8 @@ class Verifier:
         for i, pair in enumerate(zip(made, expected, strict=True)):
             _compare(slot, piece, f"output {i}", *pair)
         for name, state in self._streams().items():
-            _compare(slot, piece, f"random stream {name!r}", after[name], state)
+            _compare(slot, piece, f"random stream {name!r}", drawn[name], state)
+        _compare_gradients(slot, piece, after)
         outputs = [output for output in expected if output.requires_grad]
         self._eager[slot.key] = _Eager(inputs, outputs, queue)
         return made
@@ -106,18 +108,10 @@ class Verifier:
         before = _gradients(piece)
         own = work()
         after = _gradients(piece)
-        for param, (grad, main) in zip(piece.parameters, before, strict=True):
-            param.grad = grad
-            if main is not None:
-                param.main_grad.copy_(main)
+        _put_back(piece, before)
         with torch.enable_grad(), hooks_aside(piece):
             eagerly()
-        names = {
-            p: f"{link.name}.{name}" for link in piece.links for name, p in link.layer.named_parameters()
-        }
-        for param, then, now in zip(piece.parameters, after, _gradients(piece), strict=True):
-            for mine, expected in zip(then, now, strict=True):
-                _compare(slot, piece, f"the gradient of parameter {names[param]!r}", mine, expected)
+        _compare_gradients(slot, piece, after)
         return own
 
     def _streams(self) -> dict[str, Tensor]:
@@ -135,11 +129,30 @@ class Verifier:
             torch.cuda.set_rng_state(states["cuda"])
 
 
+_Gradients = list[tuple[Tensor | None, Tensor | None]]
+
+
 @torch.no_grad()
-def _gradients(piece: Piece) -> list[tuple[Tensor | None, Tensor | None]]:
+def _gradients(piece: Piece) -> _Gradients:
     """Copies of each parameter's `grad` and `main_grad`."""
     both = [(param.grad, getattr(param, "main_grad", None)) for param in piece.parameters]
     return [tuple(None if each is None else each.clone() for each in own) for own in both]
+
+
+@torch.no_grad()
+def _put_back(piece: Piece, before: _Gradients) -> None:
+    for param, (grad, main) in zip(piece.parameters, before, strict=True):
+        param.grad = grad
+        if main is not None:
+            param.main_grad.copy_(main)
+
+
+def _compare_gradients(slot: Slot, piece: Piece, graphs: _Gradients) -> None:
+    """Those that graphs have made with those that are there."""
+    names = {p: f"{link.name}.{name}" for link in piece.links for name, p in link.layer.named_parameters()}
+    for param, then, now in zip(piece.parameters, graphs, _gradients(piece), strict=True):
+        for mine, expected in zip(then, now, strict=True):
+            _compare(slot, piece, f"the gradient of parameter {names[param]!r}", mine, expected)
 
 
 def _compare(slot: Slot, piece: Piece, what: str, graph: Tensor | None, eager: Tensor | None) -> None:

@@ -23,6 +23,7 @@ from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
+from fastmp.ops.registry import may_look
 from fastmp.parallel.collectives import group_rank, group_size, reduce_from_group
 from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
@@ -178,7 +179,7 @@ class GPT(nn.Module):
 
         Raises ValueError for a sequence longer than `max_seq_len` (over CP ranks, the whole of it) or a part
         that is not two slices, one that TP does not divide under sequence parallelism, and, on a CPU, an id
-        outside the vocabulary (looking on a GPU would wait for it).
+        outside the vocabulary (looking on a GPU would wait for it, and a captured forward cannot look).
         """
         return self.head(self.hidden(tokens_BS))
 
@@ -305,7 +306,7 @@ class GPT(nn.Module):
                 f"GPT: under sequence parallelism a sequence of {S} tokens{' of a rank' * (cp > 1)} must be "
                 f"divisible by the tensor-parallel size {tp}"
             )
-        if tokens_BS.device.type == "cpu" and tokens_BS.numel() and not torch.compiler.is_compiling():
+        if tokens_BS.numel() and may_look(tokens_BS):
             low, high = (int(id) for id in tokens_BS.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high

@@ -80,7 +80,8 @@ class SingleSegment(SegmentedLayer):
 class LayerChain(nn.ModuleList):
     """Layers one after the other: each takes the first tensor that the one before it returned.
 
-    forward(x) returns (x, *others), with whatever else the layers returned, in order.
+    forward(*tensors), which the first layer takes, returns (x, *others): the first tensor of the last layer,
+    and whatever else the layers returned, in order.
 
     modules: the layers; each that is no `SegmentedLayer` becomes a `SingleSegment`.
     call: how to run a layer, `call(layer, x)` instead of layer(x), as for recomputation. Who runs a chain by
@@ -91,12 +92,12 @@ class LayerChain(nn.ModuleList):
         super().__init__(m if isinstance(m, SegmentedLayer) else SingleSegment(m) for m in modules)
         self.call = call
 
-    def forward(self, x: torch.Tensor) -> Tensors:
+    def forward(self, *tensors: torch.Tensor) -> Tensors:
         others: Tensors = ()
         for layer in self:
-            x, *more = _tuple(layer(x) if self.call is None else self.call(layer, x))
-            others += tuple(more)
-        return x, *others
+            made = _tuple(layer(*tensors) if self.call is None else self.call(layer, *tensors))
+            tensors, others = made[:1], others + made[1:]
+        return *tensors, *others
 
     def links(self) -> list[Link]:
         """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""

@@ -23,7 +23,7 @@ from fastmp.ops.cross_entropy_triton import (
     launch_stats,
     real_columns,
 )
-from fastmp.ops.registry import compute_dtype, register
+from fastmp.ops.registry import compute_dtype, may_look, register
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -251,8 +251,8 @@ class _LossAndGrad(torch.autograd.Function):
 
 
 def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise for ids outside the vocabulary where looking makes no device wait: eager CPU tensors."""
-    if target.device.type != "cpu" or type(target) is not Tensor or torch.compiler.is_compiling():
+    """Raise for ids outside the vocabulary where they may be looked at: eager CPU tensors."""
+    if not may_look(target):
         return
     wrong = target[((target < 0) | (target >= vocab_size)) & (target != ignore_index)]
     if len(wrong):

@@ -71,6 +71,13 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     )
 
 
+def may_look(x: torch.Tensor) -> bool:
+    """Whether values of `x` may be read to check them: no device is waited for, and nobody records ops, as a
+    compiler or the capture of a graph does, which would keep what was read."""
+    recorded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    return x.device.type == "cpu" and type(x) is torch.Tensor and not recorded
+
+
 def _load(library: str, wanted: bool, otherwise: str) -> str:
     """Load a compiled library; "" on success, else the reason why its kernels are absent."""
     path = _PACKAGE / f"{library}.so"

@@ -24,6 +24,7 @@ from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.ops.put_off import later, linear
+from fastmp.ops.registry import may_look
 from fastmp.parallel.collectives import (
     all_gather,
     all_reduce_,
@@ -407,8 +408,8 @@ class VocabParallelEmbedding(ParallelModule):
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if ids.device.type == "cpu" and type(ids) is torch.Tensor and not torch.compiler.is_compiling():
-            self._check(ids)  # where looking makes no device wait
+        if may_look(ids):
+            self._check(ids)
         if self.tp_size == 1:
             return F.embedding(ids, self.weight)
         # The first rank lets ids below 0 through, the last those beyond the table: they fail in the lookup.

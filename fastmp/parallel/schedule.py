@@ -11,7 +11,7 @@ the next. Backwards walk the same table with the chunks reversed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -114,6 +114,20 @@ def table(num_microbatches: int, vpp: int = 1, group_size: int = 1) -> tuple[tup
         for chunk in range(vpp)
         for microbatch in range(first, min(first + group_size, num_microbatches))
     )
+
+
+def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
+    """The steps of the last rank, with the loss function as one more chunk behind chunk `last`, its last one.
+
+    The backward of a loss is not split: what its weights get belongs to the backward of the inputs.
+    """
+    for step in steps:
+        if step.chunk != last or step.kind == BACKWARD_WEIGHT:
+            yield step
+        elif step.kind == FORWARD:
+            yield from (step, Step(FORWARD, step.microbatch, last + 1))
+        else:
+            yield from (Step(BACKWARD, step.microbatch, last + 1), step)
 
 
 def integers(steps: Iterable[Step]) -> list[int]:

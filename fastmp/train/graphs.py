@@ -1,4 +1,4 @@
-"""The graphs of a model in training: a manager over its layers, with what the device captures."""
+"""The graphs of a model in training: a manager over its layers or all of it, on what the device captures."""
 
 from __future__ import annotations
 
@@ -11,47 +11,65 @@ from torch import nn
 from fastmp.config import GraphConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.pieces import cut
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.graphs.transformer_engine import TransformerEngineManager
 from fastmp.nn.segment import LayerChain
-from fastmp.parallel.schedule import Step
 
 if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
+    from fastmp.train.microbatches import Chunks, WholeModel
 
 __all__ = ["make_graphs"]
 
 
 def make_graphs(
-    chunks: Sequence[nn.Module],
-    order: Sequence[Step],
+    runner: WholeModel | Chunks,
+    num_microbatches: int,
     config: GraphConfig,
     *,
     rng: RngTracker | None,
     device: torch.device,
 ) -> GraphManager | None:
-    """A manager for `chunks`, each with one `LayerChain`, that run in `order`; None if `config` wants none.
+    """A manager for what `runner` does with the microbatches of a step; None if `config` wants none.
 
-    ValueError for a chunk with none or several, for a scope that names no segment, and where Transformer
-    Engine is asked for and cannot be had.
+    Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk.
+
+    ValueError for a chunk with none or several, for a scope that names no segment or one that cannot be
+    captured, and where Transformer Engine is asked for and cannot be had.
     """
     if not config.enabled:
         return None
-    chains = [[m for m in chunk.modules() if isinstance(m, LayerChain)] for chunk in chunks]
-    for chunk, own in zip(chunks, chains, strict=True):
-        if len(own) != 1:
-            raise ValueError(
-                f"Trainer: graphs need a model whose layers are one LayerChain; {type(chunk).__name__} has "
-                f"{len(own)}"
-            )
-    layers = [own[0] for own in chains]
+    scope = config.scope
+    if scope is not None and "full" in scope:
+        for chain in (chain for chunk in runner.chunks for chain in _chains(chunk)):
+            cut(chain, scope)
+        chains, order = runner.whole(num_microbatches)
+        scope = None
+    else:
+        chains, order = _layers(runner.chunks), runner.order(num_microbatches)
     if config.impl == "transformer_engine":
-        return TransformerEngineManager(layers, order, rng=rng, scope=config.scope, warmup=config.warmup)
+        return TransformerEngineManager(chains, order, rng=rng, scope=scope, warmup=config.warmup)
     return GraphManager(
-        layers,
+        chains,
         order,
         backend=CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng),
-        scope=config.scope,
+        scope=scope,
         warmup=config.warmup,
         verify_every=config.verify_every,
     )
+
+
+def _chains(chunk: nn.Module) -> list[LayerChain]:
+    return [module for module in chunk.modules() if isinstance(module, LayerChain)]
+
+
+def _layers(chunks: Sequence[nn.Module]) -> list[LayerChain]:
+    """The layers of each chunk."""
+    for chunk in chunks:
+        if len(_chains(chunk)) != 1:
+            raise ValueError(
+                f"Trainer: graphs need a model whose layers are one LayerChain, or scope 'full'; "
+                f"{type(chunk).__name__} has {len(_chains(chunk))}"
+            )
+    return [_chains(chunk)[0] for chunk in chunks]

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from fastmp.nn.segment import LayerChain
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
-from fastmp.parallel.schedule import Step, order, orders
+from fastmp.parallel.schedule import Step, order, orders, with_loss
 from fastmp.profiling import region
+from fastmp.train.whole import Whole
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
@@ -95,10 +97,17 @@ class WholeModel:
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         self.model, self.loss_fn, self.chunks = model, loss_fn, [model]
         self.layout: dict[str, Any] = {}
+        self._microbatch: Callable[[Batch], tuple] = lambda batch: self.loss_fn(self.model, batch)
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """The steps of this rank in training."""
         return order(0, 1, num_microbatches)
+
+    def whole(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
+        """Chains for graphs that hold all of a step's microbatches, which train through them from now on, and
+        the order of their steps."""
+        self._microbatch = Whole("microbatch", self._microbatch, self.model)
+        return [self._microbatch.chain], self.order(num_microbatches)
 
     def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
         """Forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up."""
@@ -109,7 +118,7 @@ class WholeModel:
             with region("fastmp.train.data"):
                 batch = fetch(microbatch)
             with region("fastmp.train.forward"):
-                loss, num_tokens, *more = self.loss_fn(self.model, batch)
+                loss, num_tokens, *more = self._microbatch(batch)
                 aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
             with region("fastmp.train.backward"):
                 (loss if aux_loss is None else loss + aux_loss).backward()
@@ -170,6 +179,27 @@ class Chunks:
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """As in `WholeModel`; for the number it was made for."""
         return self.pipeline.orders[self.pipeline.rank]
+
+    def whole(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
+        """As in `WholeModel`: a chain for each chunk, and on the last rank one more for the loss function,
+        which has the parameters of the last chunk. A stage that has no layers runs as it is."""
+        chains, pipeline, steps = [], self.pipeline, self.order(num_microbatches)
+        for chunk, module in enumerate(self.chunks):
+            if self._hands_on(chunk):
+                chains.append(LayerChain())
+                continue
+            pipeline.chunks[chunk] = Whole("stage", module, module)
+            chains.append(pipeline.chunks[chunk].chain)
+        if group_rank(self.group) == group_size(self.group) - 1:
+            pipeline.loss = Whole("loss", self._loss, self.chunks[-1])
+            chains.append(pipeline.loss.chain)
+            steps = list(with_loss(steps, len(self.chunks) - 1))
+        return chains, steps
+
+    def _hands_on(self, chunk: int) -> bool:
+        """Whether a stage returns what it gets: behind the embedding, without layers."""
+        chains = [module for module in self.chunks[chunk].modules() if isinstance(module, LayerChain)]
+        return bool(chains) and not any(map(len, chains)) and self._stages()[chunk] > 0
 
     @property
     def looks_at_batches(self) -> bool:

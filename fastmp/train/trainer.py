@@ -98,7 +98,8 @@ class Trainer:
     groups: this rank's process groups; None for a process on its own.
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
-    graphs: whether layers are captured as graphs and replayed; None: they are not.
+    graphs: whether layers, or under scope "full" whole microbatches, are captured as graphs and replayed;
+        None: they are not.
 
     `config.dtype` other than "auto" casts the model first. ValueError where microbatches and ranks do not
     divide `config.global_batch_size`, and as `Chunks`.
@@ -166,8 +167,8 @@ class Trainer:
         )
         self._routers = [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))]
         self.graphs = make_graphs(
-            self.runner.chunks,
-            self.runner.order(self.num_microbatches),
+            self.runner,
+            self.num_microbatches,
             GraphConfig() if graphs is None else graphs,
             rng=rng,
             device=self.device,

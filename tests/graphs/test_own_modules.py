@@ -7,13 +7,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from graph_tools import DENSE
 from torch import nn
 
 from fastmp.graphs import explain
 from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.nn import LayerChain, Segment, SingleSegment
+from fastmp.nn import GPT, LayerChain, Segment, SingleSegment
 from fastmp.parallel.schedule import order
 
 
@@ -90,6 +91,72 @@ def test_a_module_that_cannot_be_captured_runs_between_graphs():
     assert [(link.segment.name, link.segment.reason) for link in chain.links()] == [
         *(("Block", ""), ("Thresholded", "reads a value"), ("Block", "")),
     ]
+
+
+class Language(nn.Module):
+    """Tokens and targets in, the loss out, and how many tokens it is of."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.blocks = nn.Embedding(32, 16), nn.Sequential(Block(), Block())
+
+    def forward(self, tokens, targets):
+        logits = self.blocks(self.words(tokens)) @ self.words.weight.t()
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return (losses * (targets >= 3).flatten()).sum(), (targets >= 3).sum()
+
+
+def test_a_whole_model_with_its_loss():
+    torch.manual_seed(0)
+    whole = Language().double()
+    chain = LayerChain([SingleSegment(copy.deepcopy(whole))])
+    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend(), verify_every=4)
+
+    def train(model, before_step=lambda: None):
+        optimizer, data, seen = torch.optim.SGD(model.parameters(), lr=1e-3), torch.Generator(), []
+        torch.manual_seed(1)
+        for step in range(6):
+            optimizer.zero_grad()
+            before_step()
+            for _ in range(2):
+                ids = torch.randint(32, (2, 9 if step == 4 else 5), generator=data)
+                loss, count = model(ids[:, :-1], ids[:, 1:])
+                loss.backward()
+                seen += [loss.detach(), count]
+            optimizer.step()
+        return *seen, *model.parameters()
+
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    assert explain(chain, ids, ids).captured
+    assert_equal(train(chain, manager.begin_step), train(whole))
+    assert manager.plan.num_graphs == 2 and manager.plan.inputs() == 2
+
+
+def test_ids_that_do_not_fit_are_refused_also_in_graphs():
+    model = GPT(DENSE, groups=None)
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens, targets):
+            return self.model.loss(tokens, targets).sum()
+
+    chain, ids = LayerChain([SingleSegment(Loss())]), torch.zeros(1, 8, dtype=torch.int64)
+    manager = GraphManager([chain], order(0, 1, 1), backend=RecordingBackend())
+    assert explain(chain, ids, ids).captured  # the chain of layers is a part of it
+    wrong = torch.full_like(ids, 4096)
+    with pytest.raises(ValueError, match="GPT: token id 4096 is outside the vocabulary of 64"):
+        chain(wrong, ids)
+    for step in range(5):
+        manager.begin_step()
+        if step == 3:
+            with pytest.raises(IndexError, match="index out of range"):
+                chain(wrong, ids)
+        else:
+            chain(ids, ids)[0].backward()
+    assert manager.num_graphs == manager.plan.num_graphs == 2
 
 
 def test_an_error_of_a_capture_names_run_segment_and_line():

@@ -30,6 +30,8 @@ from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order
 from fastmp.train.graphs import make_graphs
+from fastmp.train.language import token_loss
+from fastmp.train.microbatches import WholeModel
 
 GRAPH = "transformer_engine/pytorch/graph.py"
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
@@ -79,8 +81,8 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ValueError, match="impl 'transformer_engine' needs that package, pip install"):
         make_graphs(
-            [GPT(DENSE, groups=None)],
-            order(0, 1, 1),
+            WholeModel(GPT(DENSE, groups=None), token_loss),
+            1,
             GraphConfig(enabled=True, impl="transformer_engine"),
             rng=None,
             device=torch.device("cpu"),

@@ -123,3 +123,16 @@ def test_only_the_first_call_of_a_segment_writes_where_it_may_land():
     (last,), _ = run_links(chain.links(), (x,), chain.call, out)
     assert last is out and out.tolist() == [4.0, 4.0]
     assert [tensor is out for tensor in made] == [False, False, True, False]
+
+
+class Sum(torch.nn.Module):
+    def forward(self, *tensors):
+        return sum(tensors), len(tensors) * torch.ones(())
+
+
+@pytest.mark.parametrize("call", (None, lambda layer, *tensors: layer(*tensors)))
+def test_the_first_layer_of_a_chain_takes_several_tensors(call):
+    chain = LayerChain([Sum(), Sum()], call=call)
+    x, first, second = chain(torch.ones(2), torch.ones(2), torch.ones(2))
+    assert x.tolist() == [3, 3] and (first, second) == (3, 1)
+    assert LayerChain()(x, first) == (x, first)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.ops import backends
-from fastmp.ops.registry import OPS
+from fastmp.ops.registry import OPS, may_look
 from fastmp.testing.ops import check_op, poisoned_memory, relative_error, run, samples
 
 MUTATING = [name for name, op in OPS.items() if op.overload._schema.is_mutable]
@@ -122,3 +122,11 @@ def test_cost_formulas():
         for arguments in samples(name, device="cpu", dtype=torch.float32)[:2]:
             assert op.traffic(*arguments) > 0
             assert op.flops is None or op.flops(*arguments) > 0  # permutation and permute only move
+
+
+def test_values_are_looked_at_where_nobody_records_them():
+    x = torch.zeros(2)
+    assert may_look(x) and not may_look(x.to("meta")) and not may_look(torch.nn.Parameter(x))
+    with FlopCounterMode(display=False):
+        assert not may_look(x)
+    assert torch.compile(lambda x: x + may_look(x), backend="eager")(x).tolist() == [0, 0]

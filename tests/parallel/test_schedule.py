@@ -22,6 +22,7 @@ from fastmp.parallel.schedule import (
     peak_in_flight,
     table,
     warmup,
+    with_loss,
 )
 
 # fmt: off
@@ -216,3 +217,11 @@ def test_a_rank_outside_the_pipeline(function, rank):
 def test_a_group_size_is_no_matter_with_one_chunk():
     assert order(1, 4, 7, group_size=2) == order(1, 4, 7)
     assert order(1, 4, 7, group_size=5, schedule="zero_bubble") == order(1, 4, 7, schedule="zero_bubble")
+
+
+def test_the_loss_is_one_more_chunk_behind_the_last_one():
+    steps = order(1, 2, 2, 2)
+    assert [*integers(with_loss(steps, 1))] == [1, 1, 2, 3, -3, -2, 2, 3, -3, -2, -1, -1]
+    split = [str(step) for step in with_loss(order(1, 2, 1, schedule="zero_bubble"), 0)]
+    kinds = (FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD_INPUT, 0), (BACKWARD_WEIGHT, 0)
+    assert split == [f"{kind} of microbatch 0 chunk {chunk}" for kind, chunk in kinds]

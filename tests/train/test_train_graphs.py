@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,31 +37,33 @@ ONE = ParallelConfig()
 ON = GraphConfig(enabled=True, verify_every=5)
 
 
-def run(graphs, groups=None, layout=ONE):
-    """All numbers of eight steps and of an evaluation among them, and the manager."""
+def run(graphs, groups=None, layout=ONE, config=CONFIG, steps=8):
+    """All numbers of some steps and of an evaluation among them, and the manager."""
     rng = RngTracker(3, tp_rank=0 if groups is None else group_rank(groups.tp))
-    options = {"groups": groups, "rng": rng, "dtype": torch.float64}
+    options = {"groups": groups, "rng": rng, "dtype": torch.float64, "recompute": layout.recompute}
+    options["sequence_parallel"] = layout.sequence_parallel
     if layout.pp * layout.vpp == 1:
-        model, loss = GPT(CONFIG, **options), token_loss
+        model, loss = GPT(config, **options), token_loss
     else:
-        model = gpt_stages(CONFIG, vpp=layout.vpp, **options)
+        model = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
         loss = pipeline_loss(model, groups, layout)
-    config = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
-    trainer = Trainer(model, Samples(4), loss, config, groups=groups, rng=rng, graphs=graphs)
+    recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
+    trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
     seen = []
-    for step in range(8):
+    for step in range(steps):
         result = trainer.train_step()
         seen += [result.loss, result.aux_loss, result.grad_norm, result.expert_counts]
         if step == 4:
             seen.append(torch.tensor(trainer.evaluate().loss))
     seen += [tensor.detach().clone() for tensor in trainer.model.state_dict().values()]
-    return seen, trainer.graphs
+    return [each for each in seen if each is not None], trainer.graphs
 
 
-def compare(groups=None, layout=ONE):
-    (graphed, manager), (eager, none) = run(ON, groups, layout), run(None, groups, layout)
+def compare(groups=None, layout=ONE, graphs=ON, **options):
+    graphed, manager = run(graphs, groups, layout, **options)
+    eager, none = run(None, groups, layout, **options)
     assert none is None and manager.num_graphs == manager.plan.num_graphs
-    assert all(torch.equal(a, b) for a, b in zip(graphed, eager, strict=True))
+    assert len(graphed) == len(eager) and all(map(torch.equal, graphed, eager))
     return manager
 
 
@@ -76,6 +79,60 @@ def pipelines_case(rank, world):
 
 def test_pipelines():
     run_ranks(pipelines_case, 2)
+
+
+DENSE = replace(CONFIG, moe=None, num_layers=2, attention_dropout=0.1)
+EXPERTS = replace(CONFIG, num_layers=2, tie_embeddings=False)
+FULL = GraphConfig(enabled=True, scope=("full",), verify_every=8)
+
+
+def full(*args, **options):
+    """Twenty steps of whole microbatches in graphs; how many graphs there are."""
+    return compare(*args, graphs=FULL, steps=20, **options).num_graphs
+
+
+WHOLE = {
+    "dense, tied": (DENSE, ONE),
+    "dense, recomputed": (DENSE, ParallelConfig(recompute=True)),
+    "experts": (EXPERTS, ONE),
+}
+
+
+@pytest.mark.parametrize(("config", "layout"), WHOLE.values(), ids=WHOLE)
+def test_whole_microbatches(config, layout):
+    assert full(config=config, layout=layout) == 2
+
+
+def full_on_ranks(rank, world, grid, *cases):
+    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    return [full(groups, layout, config=config) for layout, config in cases]
+
+
+def test_whole_microbatches_on_two_ranks():
+    sequence = ParallelConfig(tp=2, sequence_parallel=True)
+    assert run_ranks(full_on_ranks, 2, {"tp": 2}, (sequence, DENSE)) == [[2]] * 2
+    assert run_ranks(full_on_ranks, 2, {}, (ONE, EXPERTS)) == [[2]] * 2
+
+
+def test_whole_chunks_of_pipelines():
+    """In four microbatches that overlap; on the last rank with the loss, whose backward is not split."""
+    interleaved = ParallelConfig(pp=2, vpp=2)
+    split = ParallelConfig(pp=2, schedule="zero_bubble")
+    uneven = ParallelConfig(pp=2, stage_layers=(2, 0))
+    cases = (interleaved, CONFIG), (split, DENSE), (uneven, EXPERTS)
+    first, last = run_ranks(full_on_ranks, 2, {"pp": 2}, *cases)
+    assert first == [2 * 2 * 4, 3 * 4, 2 * 4]
+    assert last == [2 * 3 * 4, 3 * 4 + 2 * 4, 2]
+
+
+def experts_on_ranks_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
+    with pytest.raises(ValueError, match="scope 'full' cannot be captured, because of dispatch, experts, co"):
+        run(FULL, groups)
+
+
+def test_experts_over_ranks_cannot_be_captured_whole():
+    run_ranks(experts_on_ranks_case, 2)
 
 
 def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd, monkeypatch):
@@ -112,7 +169,8 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
 
 
 def test_models_without_a_chain_of_layers():
-    with pytest.raises(ValueError, match="graphs need a model whose layers are one LayerChain; Linear has 0"):
+    message = "graphs need a model whose layers are one LayerChain, or scope 'full'; Linear has 0"
+    with pytest.raises(ValueError, match=message):
         config = TrainConfig(global_batch_size=4)
         Trainer(nn.Linear(4, 4), Samples(4), lambda model, batch: None, config, graphs=ON)
 

@@ -1,0 +1,81 @@
+"""A function of a microbatch as a chain of one segment: for graphs of all of it, embedding and loss included.
+
+Graphs take and return tensors. What a loss function or a stage takes and returns around them, dictionaries,
+`ExpertStats`, None, must be the same for every microbatch, and is put around the tensors of a replay again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer, Tensors
+
+__all__ = ["Whole"]
+
+
+class Whole:
+    """`function(*args)`, which in training goes through `chain`, whose one segment it is.
+
+    name: of the segment.
+    module: has the parameters and the mode of all that the function runs.
+
+    ValueError for arguments or results with more in them than tensors and None, or put together in another
+    way than those before.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
+        self._layer = _Layer(name, function, module)
+        self.chain = LayerChain([self._layer])
+
+    def __call__(self, *args: Any) -> Any:
+        layer = self._layer
+        if not (torch.is_grad_enabled() and layer.module.training):
+            return layer.function(*args)
+        return layer.results.put_together(self.chain(*layer.arguments.take_apart(args)))
+
+
+class _Layer(SegmentedLayer):
+    def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
+        super().__init__()
+        self.name, self.function, self.module = name, function, module
+        self.arguments, self.results = _Form(f"arguments of the {name}"), _Form(f"results of the {name}")
+
+    def segments(self) -> tuple[Segment, ...]:
+        return (Segment(self.name, self._run),)
+
+    def _run(self, *tensors: Tensor) -> Tensors:
+        return self.results.take_apart(self.function(*self.arguments.put_together(tensors)))
+
+
+class _Form:
+    """What is around tensors, as the first time has shown it."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._known: tuple[TreeSpec, tuple[bool, ...]] | None = None  # with which leaves are tensors
+
+    def take_apart(self, value: Any) -> Tensors:
+        leaves, spec = tree_flatten(value)
+        form = spec, tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        others = [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, Tensor)]
+        if others:
+            raise ValueError(
+                f"graphs: under scope 'full' the {self.what} must be tensors, and there is {others[0]!r}"
+            )
+        if self._known not in (None, form):
+            raise ValueError(
+                f"graphs: under scope 'full' the {self.what} must be put together alike in all microbatches; "
+                f"they are {spec} and were {self._known[0]}"
+            )
+        self._known = form
+        return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+    def put_together(self, tensors: Tensors) -> Any:
+        spec, are_tensors = self._known
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if each else None for each in are_tensors], spec)
