@@ -12,24 +12,28 @@ import pytest
 import torch
 
 from fastmp import plan as command
-from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
-from fastmp.graphs import GraphManager, RecordingBackend
+from fastmp.config import DataConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.layout import make_grid, problems
-from fastmp.nn import gpt_stages
+from fastmp.nn import GPT, gpt_stages
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import orders, peak_in_flight
+from fastmp.parallel.schedule import peak_in_flight
 from fastmp.plan.graphs import graph_facts
-from fastmp.plan.segments import runs
+from fastmp.plan.memory import stage_layers
+from fastmp.plan.segments import runs, whole_runs
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing import run_ranks
+from fastmp.train.graphs import make_graphs
+from fastmp.train.language import pipeline_loss, token_loss
+from fastmp.train.microbatches import Chunks, WholeModel
 
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
 MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=8, aux_loss=0.1))
 SHARED = replace(MOE, moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8))
 GATHERED = replace(MOE, moe=replace(MOE.moe, dispatcher="allgather", capacity_factor=1.0))
 FRONT = ["attention", "router", "preprocess"]
+FULL = ["full"]
 
 
 def recipe(model, microbatches=2, dp=1, **layout):
@@ -70,6 +74,16 @@ CASES = {
     "pp, vpp": (recipe(MOE, microbatches=4, pp=2, vpp=2), 1, FRONT),
     "pp, zero bubble": (recipe(DENSE, microbatches=4, pp=2, schedule="zero_bubble"), 1, None),
     "pp, uneven": (recipe(DENSE, microbatches=3, pp=2, stage_layers=(3, 1)), 1, ["mlp"]),
+    "full, experts": (recipe(MOE), 1, FULL),
+    "full, tp, sp": (recipe(DENSE, tp=2, sequence_parallel=True), 1, FULL),
+    "full, cp": (recipe(DENSE, cp=2), 1, FULL),
+    "full, pp, vpp": (recipe(MOE, microbatches=4, pp=2, vpp=2), 1, FULL),
+    "full, pp, cp, zero bubble": (
+        recipe(SHARED, microbatches=4, pp=2, cp=2, recompute=True, schedule="zero_bubble"),
+        1,
+        FULL,
+    ),
+    "full, pp, uneven": (recipe(MOE, microbatches=3, pp=2, stage_layers=(4, 0)), 1, FULL),
 }
 
 
@@ -77,32 +91,35 @@ def seen_case(rank, world, made, scope):
     """What a manager has seen in a step: its runs, and the numbers of its plan."""
     groups = ParallelGroups.create(make_grid(made, world)) if world > 1 else None
     layout, number = made.parallel, shapes_of(made, world).num_microbatches
-    stages = gpt_stages(
-        made.model,
-        groups=groups,
-        vpp=layout.vpp,
-        layers=layout.stage_layers,
-        rng=RngTracker(1),
-        sequence_parallel=layout.sequence_parallel,
-        recompute=layout.recompute,
-    )
-    own = orders(layout.pp, number, layout.vpp, schedule=layout.schedule)
-    pp_rank = 0 if groups is None or groups.pp is None else groups.pp.rank()
-    chains = [stage.layers for stage in stages]
-    manager = GraphManager(chains, own[pp_rank], backend=RecordingBackend(), scope=scope, warmup=1)
-    pipeline = Pipeline(
-        stages,
-        own,
-        group=None if groups is None else groups.pp,
-        inputs=lambda item: item,
-        loss=lambda hidden, item: stages[-1].token_losses(hidden, item).sum(),
-    )
+    rng = RngTracker(1)
+    options = {"sequence_parallel": layout.sequence_parallel, "recompute": layout.recompute}
+    options |= {"groups": groups, "rng": rng}
+    if layout.pp * layout.vpp == 1:
+        runner = WholeModel(GPT(made.model, **options), token_loss)
+    else:
+        stages = gpt_stages(made.model, vpp=layout.vpp, layers=layout.stage_layers, **options)
+        loss = pipeline_loss(stages, groups, layout)
+        runner = Chunks(stages, loss, groups=groups, num_microbatches=number)
+    config = GraphConfig(enabled=True, scope=scope, warmup=1)
+    manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"))
     manager.begin_step()
-    tokens = torch.zeros(2, made.data.seq_len // layout.cp, dtype=torch.int64)
-    pipeline.train([tokens] * number)
+    tokens = torch.zeros(2, made.data.seq_len, dtype=torch.int64)
+    runner.train(lambda microbatch: {"tokens": tokens, "targets": tokens}, number)
     manager.begin_step()
-    planned = manager.plan
+    planned, pp_rank = manager.plan, group_rank(groups and groups.pp)
     return pp_rank, (planned.chunks, planned.num_graphs, planned.inputs(), planned.nbytes)
+
+
+def runs_of(made, size, rank, scope):
+    """By formula, of the chunks of a pipeline rank."""
+    shapes, layers = shapes_of(made, size), stage_layers(made)
+    found = []
+    for stage in range(rank, len(layers), made.parallel.pp):
+        if scope == ["full"]:
+            found += whole_runs(shapes, stage, len(layers), layers[stage])
+        else:
+            found.append(runs(shapes, range(sum(layers[:stage]), sum(layers[: stage + 1])), scope))
+    return found
 
 
 @pytest.mark.parametrize(("made", "dp", "scope"), CASES.values(), ids=CASES)
@@ -110,19 +127,12 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
     size = size_of(made, dp)
     facts = graph_facts(made, size, scope)
     seen = [seen_case(0, 1, made, scope)] if size == 1 else run_ranks(seen_case, size, made, scope)
-    layers = [0, *torch.tensor(made.parallel.stage_layers or ()).cumsum(0).tolist()]
     for rank, planned in seen:
         own = facts["ranks"][rank]
         chunks, graphs, inputs, nbytes = planned
-        stages = [rank + chunk * made.parallel.pp for chunk in range(made.parallel.vpp)]
-        each = DENSE.num_layers // (made.parallel.pp * made.parallel.vpp)
-        for chunk, stage in enumerate(stages):
-            first, last = stage * each, (stage + 1) * each
-            if len(layers) > 1:
-                first, last = layers[stage], layers[stage + 1]
-            formula = runs(shapes_of(made, size), range(first, last), scope)
-            assert list(chunks[chunk]) == formula
-            assert [run.name for run in formula] == own["runs"][chunk]
+        formula = runs_of(made, size, rank, scope)
+        assert [list(chunk) for chunk in chunks] == formula
+        assert [[run.name for run in chunk] for chunk in formula] == own["runs"]
         assert (graphs, inputs) == (own["graphs"], own["inputs"])
         assert nbytes == own["input_bytes"] + own["gradient_bytes"]
         assert own["graphs"] == own["graphs_by_formula"]
@@ -154,6 +164,8 @@ def test_people_and_programs_read_it(capsys, tmp_path):
     assert "captured  attention, router, preprocess\n" in text.out
     why = "sizes of what other ranks send are known at run time"
     assert f"eager     dispatch, experts, combine: {why}\n" in text.out
+    text = run(capsys, tmp_path, "--scope", "full", text=TRAIN)[1]
+    assert text.err == "" and "captured  embedding, attention, mlp, loss\n" in text.out
     facts = json.loads(run(capsys, tmp_path, "--json", "--scope", "attention")[1].out)
     assert facts["captured"] == ["attention"]
     (rank,) = facts["ranks"]
@@ -192,6 +204,11 @@ def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
             ("--scope", "moe"),
             TRAIN,
             "graphs: scope ['moe'] names no segment; there are ['attention', 'mlp']",
+        ),
+        (
+            ("--scope", "full"),
+            f"[parallel]\nep = 2\n[model.moe]\n{TRAIN}",
+            "graphs: scope 'full' cannot be captured, because of dispatch, experts, combine",
         ),
         ((), "[parallel]\ntp = 4\n", "world_size 2 is not a multiple of tp 4"),
     ],

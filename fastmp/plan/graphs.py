@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.graphs.plan import RunSpec, captured_segments, plan
-from fastmp.parallel.schedule import order, peak_in_flight
+from fastmp.graphs.plan import RunSpec, TensorSpec, captured_segments, plan
+from fastmp.parallel.schedule import (
+    BACKWARD,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Step,
+    order,
+    peak_in_flight,
+    with_loss,
+)
 from fastmp.plan.memory import stage_layers
 from fastmp.plan.parser import Parser
 from fastmp.plan.recipe import fitting_recipe, table
-from fastmp.plan.segments import runs, segments
+from fastmp.plan.segments import runs, segments, whole_runs
 from fastmp.plan.shapes import shapes_of
 
 
@@ -29,7 +39,7 @@ def main(arguments: list[str]) -> int:
         "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
     )
     parser.add_argument(
-        "--scope", nargs="+", metavar="PART", help="capture these segments (default: all that can be)"
+        "--scope", nargs="+", metavar="PART", help="capture these (default: all that can be of the layers)"
     )
     parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw two layers and their graphs: png, svg or pdf")
@@ -67,9 +77,13 @@ def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = N
     layout, shapes = recipe.parallel, shapes_of(recipe, world_size)
     layers = stage_layers(recipe)
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
-    of_stages = [runs(shapes, own, scope) for own in stages]
+    whole = "full" in (scope or ())
+    of_stages = [
+        whole_runs(shapes, stage, len(stages), len(own)) if whole else [runs(shapes, own, scope)]
+        for stage, own in enumerate(stages)
+    ]
     ranks = [
-        _rank_facts(recipe, shapes.num_microbatches, rank, of_stages[rank :: layout.pp])
+        _rank_facts(recipe, shapes.num_microbatches, rank, [*chain(*of_stages[rank :: layout.pp])])
         for rank in range(layout.pp)
     ]
     able = {segment.name: segment.capturable for segment in segments(shapes)}
@@ -80,7 +94,7 @@ def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = N
         "schedule": layout.schedule,
         "microbatches": shapes.num_microbatches,
         "segments": list(able),
-        "captured": [name for name in able if name in captured],
+        "captured": ["embedding"] * whole + [name for name in able if name in captured] + ["loss"] * whole,
         "eager": [name for name, can in able.items() if not can],
         "ranks": ranks,
     }
@@ -91,24 +105,42 @@ def _rank_facts(
 ) -> dict[str, Any]:
     layout = recipe.parallel
     sizes = (rank, layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
-    steps = order(*sizes)
+    steps: Sequence[Step] = order(*sizes)
+    if len(chunks) > layout.vpp:
+        steps = [*with_loss(steps, layout.vpp - 1)]
     planned, peak = plan(steps, chunks), peak_in_flight(*sizes)
-    count, kinds = sum(map(len, chunks)), len({step.kind for step in steps})
+    kinds = [len({step.kind for step in steps if step.chunk == chunk}) for chunk in range(len(chunks))]
+    graphs = sum(len(runs) * own for runs, own in zip(chunks, kinds, strict=True))
     inputs = {
         buffer for replay in planned.replays if replay.step.kind == "forward" for buffer in replay.buffers
     }
     return {
         "runs": [[run.name for run in chunk] for chunk in chunks],
         "graphs": planned.num_graphs,
-        "graphs_by_formula": count * kinds * (1 if peak == 1 else num_microbatches),
+        "graphs_by_formula": graphs * (1 if peak == 1 else num_microbatches),
         "inputs": len(inputs),
-        "inputs_by_formula": peak * max(sum(len(run.inputs) for run in chunk) for chunk in chunks),
+        "inputs_by_formula": _most_at_once(steps, chunks),
         "input_bytes": sum(planned.buffers[buffer].nbytes for buffer in inputs),
         "gradients": len(planned.buffers) - len(inputs),
         "gradient_bytes": sum(
             spec.nbytes for buffer, spec in enumerate(planned.buffers) if buffer not in inputs
         ),
     }
+
+
+def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> int:
+    """Of the inputs of each shape, the most that are in flight: of chunks that are alike, those of one for
+    each microbatch in flight."""
+    now: Counter[TensorSpec] = Counter()
+    most: Counter[TensorSpec] = Counter()
+    for step in steps:
+        own = Counter(spec for run in chunks[step.chunk] for spec in run.inputs)
+        if step.kind == FORWARD:
+            now += own
+            most |= now
+        elif step.kind in (BACKWARD, BACKWARD_WEIGHT):
+            now -= own
+    return most.total()
 
 
 def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:

@@ -83,6 +83,27 @@ def runs(shapes: Shapes, layers: range, scope: Sequence[str] | None = None) -> l
     return found
 
 
+def whole_runs(shapes: Shapes, stage: int, num_stages: int, num_layers: int) -> list[list[RunSpec]]:
+    """Under scope "full" the runs of a stage with so many layers, and of the loss function if it is the last.
+
+    ValueError as `captured_segments`.
+    """
+    captured_segments(("full",), {segment.name: segment.capturable for segment in segments(shapes)})
+    parts, moe = _Parts(shapes), shapes.model.moe
+    batch = (shapes.tokens // shapes.length, shapes.length * shapes.grid.cp)
+    ids, hidden = TensorSpec(batch, "int64"), parts.hidden().spec
+    aux = (TensorSpec((), "float32"),) if moe is not None and num_layers and parts.balanced else ()
+    if num_stages == 1:
+        return [[RunSpec("0.microbatch", (ids, ids), (TensorSpec((), "float32"), *aux))]]
+    own = ids._replace(shape=(batch[0], shapes.length))
+    found = [[RunSpec("0.stage", (hidden if stage else own,), (hidden, *aux))]]
+    if stage and not num_layers:
+        found = [[]]  # it returns what it gets
+    if stage == num_stages - 1:
+        found.append([RunSpec("0.loss", (hidden, ids, ids), (TensorSpec((), "float64"),))])
+    return found
+
+
 def _eager(shapes: Shapes) -> tuple[str, ...]:
     """What depends on what other ranks send."""
     if shapes.dispatcher == "local" or (shapes.dispatcher == "sharing" and _one_sequence(shapes)):
@@ -107,6 +128,11 @@ class _Parts:
         assert self.shapes.model.moe is not None
         return self.shapes.model.moe
 
+    @property
+    def balanced(self) -> bool:
+        """Whether experts have losses of their own."""
+        return bool(self.moe.aux_loss or self.moe.sequence_aux_loss or self.moe.z_loss)
+
     def hidden(self) -> Tensor:
         batch = self.shapes.tokens // self.shapes.length
         return Tensor(
@@ -119,10 +145,9 @@ class _Parts:
     def router(self, hidden: Tensor) -> Tensors:
         shapes, moe = self.shapes, self.moe
         choices = (shapes.own, moe.top_k)
-        balanced = bool(moe.aux_loss or moe.sequence_aux_loss or moe.z_loss)
         tokens = Tensor((shapes.own, shapes.model.hidden_size), self.dtype, grad=True)
         indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
-        aux, counts = Tensor((), "float32", grad=balanced), Tensor((moe.num_experts,), "int32")
+        aux, counts = Tensor((), "float32", grad=self.balanced), Tensor((moe.num_experts,), "int32")
         return tokens, indices, probs, aux, counts, self.hidden(), hidden
 
     def preprocess(self, tokens: Tensor, indices: Tensor, probs: Tensor, *rest: Tensor) -> Tensors:

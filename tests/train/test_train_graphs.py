@@ -125,6 +125,45 @@ def test_whole_chunks_of_pipelines():
     assert last == [2 * 3 * 4, 3 * 4 + 2 * 4, 2]
 
 
+class Odd:
+    """Batches of whatever, and a loss of whatever, for a model without a chain of layers."""
+
+    micro_batch_size = 4
+
+    def __init__(self, extra, third):
+        self.extra, self.third, self.calls = extra, third, 0
+
+    def batch(self, step, microbatch, num_microbatches, dp_rank, dp_size):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(9 * step + microbatch))
+        return {"x": x.double(), **self.extra(step)}
+
+    def loss(self, model, batch):
+        self.calls += 1
+        return model(batch["x"]).square().sum(), torch.tensor(4) * 1, *self.third(self.calls)
+
+
+def train_odd(graphs, extra=lambda step: {}, third=lambda calls: ()):
+    torch.manual_seed(0)
+    data = Odd(extra, third)
+    trainer = Trainer(
+        nn.Linear(3, 3).double(), data, data.loss, TrainConfig(global_batch_size=8), graphs=graphs
+    )
+    return [trainer.train_step().grad_norm for _ in range(5)]
+
+
+def test_any_model_and_what_its_loss_may_take_and_return():
+    def extra(step):
+        return {"y": torch.zeros(1)} if step == 3 else {}
+
+    assert torch.equal(*(torch.stack(train_odd(graphs, third=lambda _: (None,))) for graphs in (FULL, None)))
+    with pytest.raises(ValueError, match="results of the microbatch must be tensors, and there is 'here'"):
+        train_odd(FULL, third=lambda _: ("here",))
+    with pytest.raises(ValueError, match="arguments of the microbatch must be put together alike in all mic"):
+        train_odd(FULL, extra)
+    with pytest.raises(ValueError, match="results of the microbatch must be put together alike in all micro"):
+        train_odd(FULL, third=lambda calls: (None,) * (calls % 2))
+
+
 def experts_on_ranks_case(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
     with pytest.raises(ValueError, match="scope 'full' cannot be captured, because of dispatch, experts, co"):
@@ -180,5 +219,7 @@ def test_values_that_make_no_sense():
         ValueError, match=r"warmup must be positive, got 0\n.*verify_every must not be neg.*-1"
     ):
         GraphConfig(warmup=0, verify_every=-1)
+    with pytest.raises(ValueError, match="scope 'full' is of impl 'fastmp' only, got impl 'transformer_eng"):
+        GraphConfig(scope=("full",), impl="transformer_engine")
     with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; there are \['attention'"):
         run(GraphConfig(enabled=True, scope=("mlp",)))
