@@ -54,20 +54,20 @@ class Verifier:
 
         inputs: copies of what it reads; split: the gradients of its weights are put off.
         """
-        streams, before = self._streams(), _gradients(piece)
+        streams, before = self._streams(), _State(piece)
         made = work()
-        drawn, after = self._streams(), _gradients(piece)  # a fused loss has gradients in its forward
+        drawn, after = self._streams(), _State(piece)  # a fused loss has gradients in its forward
         self._restore(streams)
-        _put_back(piece, before)
+        before.put_back()
         queue = WeightQueue() if split else None
         with torch.enable_grad(), hooks_aside(piece), putting_off(queue):
             tensors, others = run_links(piece.links, tuple(inputs), piece.call)
         expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
         for i, pair in enumerate(zip(made, expected, strict=True)):
-            _compare(slot, piece, f"output {i}", *pair)
+            _compare(slot, f"output {i}", *pair)
         for name, state in self._streams().items():
-            _compare(slot, piece, f"random stream {name!r}", drawn[name], state)
-        _compare_gradients(slot, piece, after)
+            _compare(slot, f"random stream {name!r}", drawn[name], state)
+        after.compare(slot)
         outputs = [output for output in expected if output.requires_grad]
         self._eager[slot.key] = _Eager(inputs, outputs, queue)
         return made
@@ -89,13 +89,15 @@ class Verifier:
                 WeightQueue.run(eager.queue.take())
 
         own = self._both(slot, piece, work, eagerly)
+        if slot.kind == BACKWARD or eager.queue is None:
+            del self._eager[slot.key]
         for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
-            _compare(slot, piece, f"the gradient of input {i}", grad, given.grad)
+            _compare(slot, f"the gradient of input {i}", grad, given.grad)
         return own
 
     def weights(self, slot: Slot, piece: Piece, work: Callable[[], list[Tensor | None]]) -> None:
         """The same for the weights whose gradients the backward had put off."""
-        eager = self._eager[slot.key]
+        eager = self._eager.pop(slot.key)
         self._both(slot, piece, work, lambda: WeightQueue.run(eager.queue.take()))
 
     def _both(
@@ -105,13 +107,13 @@ class Verifier:
         work: Callable[[], list[Tensor | None]],
         eagerly: Callable[[], None],
     ) -> list[Tensor | None]:
-        before = _gradients(piece)
+        before = _State(piece)
         own = work()
-        after = _gradients(piece)
-        _put_back(piece, before)
+        after = _State(piece)
+        before.put_back()
         with torch.enable_grad(), hooks_aside(piece):
             eagerly()
-        _compare_gradients(slot, piece, after)
+        after.compare(slot)
         return own
 
     def _streams(self) -> dict[str, Tensor]:
@@ -129,33 +131,47 @@ class Verifier:
             torch.cuda.set_rng_state(states["cuda"])
 
 
-_Gradients = list[tuple[Tensor | None, Tensor | None]]
+class _State:
+    """What a run may change of its layers: buffers, and for each parameter its `grad` and `main_grad`."""
+
+    @torch.no_grad()
+    def __init__(self, piece: Piece) -> None:
+        self._piece = piece
+        self._grads = [param.grad for param in piece.parameters]
+        self._held = _held(piece)
+        self._values = [None if each is None else each.clone() for _, each in self._held]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """As it was, in the tensors that were there: they may be views of one that is reduced."""
+        for param, grad in zip(self._piece.parameters, self._grads, strict=True):
+            param.grad = grad
+        for (_, tensor), value in zip(self._held, self._values, strict=True):
+            if tensor is not None:
+                tensor.data.copy_(value)  # autograd does not mind: other microbatches have saved it
+
+    def compare(self, slot: Slot) -> None:
+        """With what there is now, then put it back."""
+        for (name, now), value in zip(_held(self._piece), self._values, strict=True):
+            _compare(slot, name, value, now)
+        self.put_back()
 
 
-@torch.no_grad()
-def _gradients(piece: Piece) -> _Gradients:
-    """Copies of each parameter's `grad` and `main_grad`."""
-    both = [(param.grad, getattr(param, "main_grad", None)) for param in piece.parameters]
-    return [tuple(None if each is None else each.clone() for each in own) for own in both]
+def _held(piece: Piece) -> list[tuple[str, Tensor | None]]:
+    layers = {link.layer: link.name for link in piece.links}
+    held = [
+        (f"buffer '{at}.{name}'", buffer)
+        for layer, at in layers.items()
+        for name, buffer in layer.named_buffers()
+    ]
+    names = {p: f"{at}.{name}" for layer, at in layers.items() for name, p in layer.named_parameters()}
+    for param in piece.parameters:
+        for grad in (param.grad, getattr(param, "main_grad", None)):
+            held.append((f"the gradient of parameter {names[param]!r}", grad))
+    return held
 
 
-@torch.no_grad()
-def _put_back(piece: Piece, before: _Gradients) -> None:
-    for param, (grad, main) in zip(piece.parameters, before, strict=True):
-        param.grad = grad
-        if main is not None:
-            param.main_grad.copy_(main)
-
-
-def _compare_gradients(slot: Slot, piece: Piece, graphs: _Gradients) -> None:
-    """Those that graphs have made with those that are there."""
-    names = {p: f"{link.name}.{name}" for link in piece.links for name, p in link.layer.named_parameters()}
-    for param, then, now in zip(piece.parameters, graphs, _gradients(piece), strict=True):
-        for mine, expected in zip(then, now, strict=True):
-            _compare(slot, piece, f"the gradient of parameter {names[param]!r}", mine, expected)
-
-
-def _compare(slot: Slot, piece: Piece, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
+def _compare(slot: Slot, what: str, graph: Tensor | None, eager: Tensor | None) -> None:
     if graph is None and eager is None:
         return
     if graph is None or eager is None:

@@ -8,7 +8,7 @@ from torch import nn
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.nn import LayerChain, Segment, SingleSegment
+from fastmp.nn import Segment, SingleSegment
 from fastmp.nn.segment import SegmentedLayer
 from fastmp.parallel.schedule import order
 
