@@ -75,20 +75,25 @@ class GraphManager:
     ) -> None:
         self.chains, self.order, self.backend = list(chains), tuple(order), backend
         self.warmup, self.verify_every = max(warmup, 1), verify_every
-        self._pieces = [cut(chain, scope) for chain in self.chains]
-        self._runs = [[piece for piece in chain if piece.captured] for chain in self._pieces]
+        self.scope = scope
+        self._cut()
         self._variants: dict[tuple, Variant | None] = {}  # by the first inputs of a step; None: runs eagerly
-        self._standing: Standing | None = None  # when variants were made
+        self._standing: Standing | None = None  # since a step has shown shapes
         self._step = -1
         self._verifier: Verifier | None = None
         self._begin()
         for chunk, chain in enumerate(self.chains):
             chain.forward = functools.partial(self._forward, chunk)
 
+    def _cut(self) -> None:
+        self._pieces = [cut(chain, self.scope) for chain in self.chains]
+        self._runs = [[piece for piece in chain if piece.captured] for chain in self._pieces]
+
     def _begin(self) -> None:
         self._kind: tuple | None = None  # what the first inputs of the step are; None: not yet seen
         self._seen: dict[tuple[int, int], Shapes] | None = None  # of a step that shows shapes
         self._arrived: dict[tuple[int, int], list[TensorSpec]] = {}  # gradients as they came
+        self._reached: set[tuple[int, int]] = set()  # the runs to which any came
         self._even = True
         self._variant: Variant | None = None
         self._graphed: GraphedStep | None = None
@@ -124,10 +129,11 @@ class GraphManager:
         self._forget()
 
     def _forget(self) -> None:
-        """All graphs; nothing is in flight."""
-        self._variant = None
-        self._variants.clear()
-        self.backend.reset()
+        """All graphs, and shapes that were shown; nothing is in flight."""
+        self._variant = self._standing = self._seen = None
+        if self._variants:
+            self._variants.clear()
+            self.backend.reset()
 
     def begin_step(self) -> None:
         """A training step begins, also where the last one stopped on the way.
@@ -138,20 +144,26 @@ class GraphManager:
             self._graphed.end()
             if self._variant.drops > _MOST_DROPS:
                 self._variants[self._kind] = None
+        if self._standing is not None:
+            self._check_standing()
         if self._seen is not None:
             self._make_variant()
         self._begin()
         self._step += 1
-        if self._variants:
-            if self._standing.other_modes():
-                self._forget()
-            elif moved := self._standing.moved():
-                raise GraphError(
-                    f"graphs: {moved} or its main gradient has moved since graphs were captured, which go by "
-                    "address; change its values in place, or make the manager afterwards"
-                )
+        if not self._variants:
+            self._cut()
         due = self.verify_every > 0 and self._step % self.verify_every == 0
         self._verifier = Verifier(self.backend.rng) if due else None
+
+    def _check_standing(self) -> None:
+        moved = self._standing.moved()
+        if moved and self._variants:
+            raise GraphError(
+                f"graphs: {moved} or its main gradient has moved since graphs were captured, which go by "
+                "address; change its values in place, or make the manager afterwards"
+            )
+        if moved or self._standing.other_modes():
+            self._forget()
 
     def _make_variant(self) -> None:
         """Of the step that has shown its shapes, if it came to its end and was even."""
@@ -161,15 +173,13 @@ class GraphManager:
         if not self._even:
             self._variants[self._kind] = None
             return
-        chunks = [
-            [
-                RunSpec(run.name, tuple(spec for spec, _ in seen[c, i].inputs), tuple(self._arrived[c, i]))
-                for i, run in enumerate(runs)
-            ]
-            for c, runs in enumerate(self._runs)
-        ]
-        self._standing = Standing(self.chains)
-        self._variants[self._kind] = Variant(plan(self.order, chunks), seen, self._pieces, self._device)
+        chunks = [[self._spec(c, i, run) for i, run in enumerate(runs)] for c, runs in enumerate(self._runs)]
+        self._variants[self._kind] = Variant(plan(self.order, chunks), seen, self._device)
+
+    def _spec(self, chunk: int, number: int, run: Piece) -> RunSpec:
+        place = chunk, number
+        gradients = tuple(self._arrived[place]) if place in self._reached else None
+        return RunSpec(run.name, tuple(spec for spec, _ in self._seen[place].inputs), gradients)
 
     def _first_seen(self, tensors: Tensors) -> None:
         """The first forward of the step says which kind of step it is."""
@@ -182,6 +192,8 @@ class GraphManager:
                 self._graphed = GraphedStep(self._variant, self._runs, self.backend, self._verifier)
         elif len(self._variants) < _MOST_VARIANTS:
             self._seen = {}
+            if self._standing is None:
+                self._standing = Standing(self.chains)
 
     def _forward(self, chunk: int, *tensors: Tensor) -> Tensors:
         chain = self.chains[chunk]
@@ -191,17 +203,21 @@ class GraphManager:
             self._first_seen(tensors)
         if self._variant is None and self._seen is None:
             return type(chain).forward(chain, *tensors)
+        if self._graphed is not None and self._standing.switched():
+            self._graphed.skip(chunk)
+            return type(chain).forward(chain, *tensors)
         others: Tensors = ()
         shared: set[int] = set()  # where graphs have left what they made
-        number = 0
+        number, keeps = 0, True  # what comes before a chain is not known
         for piece in self._pieces[chunk]:
             if not piece.captured:
-                pieces.call_pre_hooks(piece.begins)
-                out = self._landing(chunk, number)
-                tensors, more = run_links(piece.links, tensors, piece.call, out)
+                given = tensors
+                tensors, more = self._between(chunk, number, piece, tensors)
+                if self._variant is None:
+                    keeps = number == 0 or pieces.keeps_gradients(given, tensors)
             else:
                 if self._variant is None:
-                    tensors, more = self._observe(chunk, number, piece, tensors)
+                    tensors, more = self._observe(chunk, number, piece, tensors, keeps)
                 else:
                     tensors, more = self._through_graph(chunk, number, piece, tensors, shared)
                 number += 1
@@ -213,7 +229,9 @@ class GraphManager:
             [next(own) if tensor.untyped_storage().data_ptr() in shared else tensor for tensor in made]
         )
 
-    def _observe(self, chunk: int, number: int, run: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def _observe(
+        self, chunk: int, number: int, run: Piece, tensors: Tensors, keeps: bool
+    ) -> tuple[Tensors, Tensors]:
         pieces.call_pre_hooks(run.begins)
         with pieces.calls() as called, self.backend.watch() as watched:
             handed_on, others = run_links(run.links, tensors, run.call)
@@ -221,16 +239,24 @@ class GraphManager:
         made = [t for t in made if t.requires_grad]
         outputs = [spec_of(t) for t in made]
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
-        shapes = Shapes(inputs, outputs, [*run.begins, *called], watched)
-        self._even &= self._seen.setdefault((chunk, number), shapes)[:3] == shapes[:3]
-        arrived = self._arrived.setdefault((chunk, number), list(outputs))
+        shapes = Shapes(inputs, outputs, [*run.begins, *called], watched, keeps)
+        place = chunk, number
+        self._even &= self._seen.setdefault(place, shapes)[:3] == shapes[:3]
+        self._arrived.setdefault(place, list(outputs))
         for i, output in enumerate(made):
-            output.register_hook(functools.partial(pieces.note_spec, arrived, i))
+            output.register_hook(functools.partial(self._note_gradient, place, i))
         return handed_on, others
 
-    def _landing(self, chunk: int, number: int) -> Tensor | None:
-        """Where the eager segments before a run may leave its first input; None if that is not known."""
-        return None if self._graphed is None else self._graphed.landing(chunk, number)
+    def _note_gradient(self, place: tuple[int, int], i: int, grad: Tensor) -> None:
+        self._reached.add(place)
+        self._arrived[place][i] = spec_of(grad)
+
+    def _between(self, chunk: int, number: int, piece: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """What runs eagerly before run `number`."""
+        pieces.call_pre_hooks(piece.begins)
+        if self._graphed is None:
+            return run_links(piece.links, tensors, piece.call)
+        return self._graphed.between(chunk, number, piece, tensors)
 
     def _through_graph(
         self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]

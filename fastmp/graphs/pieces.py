@@ -21,23 +21,23 @@ __all__ = ["Piece", "Shapes", "cut", "hooks_aside", "spec_of"]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Segments that follow each other, with the parameters of their layers.
+    """Segments that follow each other.
 
     begins: layers that start here: nobody calls them, and hooks before their forward run by hand.
     call: how its chain runs what belongs to one layer.
-    shares: whether parameters may keep gradients that pass through here: there is no `main_grad`.
     """
 
     name: str
     links: list[Link]
     captured: bool
     begins: list[nn.Module]
-    parameters: list[nn.Parameter]
     call: Call | None
 
     @property
-    def shares(self) -> bool:
-        return not all(hasattr(param, "main_grad") for param in self.parameters)
+    def parameters(self) -> list[nn.Parameter]:
+        """Of its layers, those that are trained now."""
+        layers = dict.fromkeys(link.layer for link in self.links)
+        return list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad))
 
 
 class Shapes(NamedTuple):
@@ -45,12 +45,14 @@ class Shapes(NamedTuple):
 
     inputs: with whether each requires a gradient; outputs: those that have a gradient.
     calls: the modules that it calls, in order; watched: what the backend has seen.
+    keeps: whether something before it may keep the gradients of its inputs as they are.
     """
 
     inputs: list[tuple[TensorSpec, bool]]
     outputs: list[TensorSpec]
     calls: list[nn.Module]
     watched: Any
+    keeps: bool
 
 
 def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
@@ -73,7 +75,6 @@ def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
                 piece,
                 captured,
                 [layer for layer in layers if layer not in begun],
-                list(dict.fromkeys(p for layer in layers for p in layer.parameters() if p.requires_grad)),
                 chain.call,
             )
         )
@@ -93,10 +94,6 @@ def spec_of(tensor: Tensor) -> TensorSpec:
         str(tensor.dtype).removeprefix("torch."),
         None if tensor.is_contiguous() or not _dense(tensor) else tensor.stride(),
     )
-
-
-def note_spec(specs: list[TensorSpec], i: int, tensor: Tensor) -> None:
-    specs[i] = spec_of(tensor)
 
 
 def _dense(tensor: Tensor) -> bool:
@@ -173,3 +170,18 @@ def renew_accumulators(params: Sequence[nn.Parameter]) -> None:
         other = torch.float32 if data.dtype != torch.float32 else torch.float64
         param.data = torch.empty(0, dtype=other, device=data.device)
         param.data = data
+
+
+def keeps_gradients(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
+    """Whether a leaf between the two takes a gradient that reaches it for its own: it has no `main_grad`."""
+    seen = {tensor.grad_fn for tensor in inputs}
+    nodes = [tensor.grad_fn for tensor in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and not hasattr(node.variable, "main_grad"):
+            return True
+        nodes += [before for before, _ in node.next_functions]
+    return False

@@ -77,11 +77,14 @@ class TensorSpec(NamedTuple):
 
 
 class RunSpec(NamedTuple):
-    """A captured run: what it takes, and the outputs that receive gradients, which have their specs."""
+    """A captured run: what it takes, and the outputs that receive gradients, which have their specs.
+
+    gradients: None where it has no backward, as layers that are frozen.
+    """
 
     name: str
     inputs: tuple[TensorSpec, ...]
-    gradients: tuple[TensorSpec, ...] = ()
+    gradients: tuple[TensorSpec, ...] | None = ()
 
 
 class Replay(NamedTuple):
@@ -126,7 +129,8 @@ class GraphPlan:
         """The replays, cut wherever nothing is in flight. Two rounds have all graphs in common, or none."""
         start, in_flight = 0, 0
         for i, replay in enumerate(self.replays):
-            in_flight += (replay.step.kind == FORWARD) - (replay.step.kind in (BACKWARD, BACKWARD_WEIGHT))
+            if self.chunks[replay.step.chunk][replay.run].gradients is not None:
+                in_flight += (replay.step.kind == FORWARD) - (replay.step.kind in (BACKWARD, BACKWARD_WEIGHT))
             if not in_flight:
                 yield range(start, i + 1)
                 start = i + 1
@@ -158,13 +162,17 @@ def plan(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> GraphPla
             forward, runs = step.kind == FORWARD, chunks[step.chunk]
             for run in range(len(runs)) if forward else reversed(range(len(runs))):
                 specs = runs[run].inputs if forward else runs[run].gradients
-                if step.kind == BACKWARD_WEIGHT:
-                    specs = ()  # what the backward of the inputs got
-                own, now = tuple(pool.take(spec, forward) for spec in specs), len(replays)
                 leases_of = held[step.microbatch, step.chunk, run]
-                leases_of += [Lease(buffer, now, now) for buffer in own]
-                replays.append(Replay(step, run, own, graph))
-                graph += 1
+                now = len(replays)
+                if specs is None:  # outputs may be views of inputs: they are held for what has a backward
+                    now -= 1
+                else:
+                    if step.kind == BACKWARD_WEIGHT:
+                        specs = ()  # what the backward of the inputs got
+                    own = tuple(pool.take(spec, forward) for spec in specs)
+                    leases_of += [Lease(buffer, now, now) for buffer in own]
+                    replays.append(Replay(step, run, own, graph))
+                    graph += 1
                 if step.kind in (BACKWARD, BACKWARD_WEIGHT):
                     for lease in leases_of:
                         leases.append(lease._replace(last=now))

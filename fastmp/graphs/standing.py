@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
 __all__ = ["Standing"]
+
+_training = attrgetter("training")
 
 
 class Standing:
@@ -24,15 +27,18 @@ class Standing:
             for own in (module._parameters, module._buffers):
                 tensors = [(key, tensor) for key, tensor in own.items() if tensor is not None]
                 self._held += [(own, key, tensor.data_ptr(), _main(tensor)) for key, tensor in tensors]
-        self._modes = self._now()
+        self._training, self._trained = self._now()
 
-    def _now(self) -> list[bool]:
-        training = [module.training for module in self._modules]
-        return training + [param.requires_grad for param in self._parameters]
+    def _now(self) -> tuple[list[bool], list[bool]]:
+        return list(map(_training, self._modules)), [param.requires_grad for param in self._parameters]
 
     def other_modes(self) -> bool:
         """Whether another module is in training mode than at first, or another parameter is trained."""
-        return self._now() != self._modes
+        return self._now() != (self._training, self._trained)
+
+    def switched(self) -> bool:
+        """Whether another module is in training mode."""
+        return list(map(_training, self._modules)) != self._training
 
     def moved(self) -> str | None:
         """The name of something that is not where it was."""

@@ -44,9 +44,11 @@ class GraphedStep:
     ) -> None:
         self._variant, self._runs, self._backend, self._verifier = variant, runs, backend, verifier
         self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
-        self._cursor, self._round, self._in_capture = 0, -1, False
+        self._accumulates = self._anchor.expand(()).grad_fn.next_functions[0][0]  # as those of parameters do
+        self._cursor, self._round, self._in_capture, self._ended = 0, -1, False, False
         self._in_flight: set[Key] = set()  # forwards whose backward has not been
         self._eagerly: set[Key] = set()
+        self._aliased = False  # outputs of the last run
         self._left: set[int] = set()  # addresses of gradients that backwards of this round left at capture
         # By run and by graph: modules, and parameters, with hooks that run by hand.
         self._hooked: dict[tuple[int, int], list[nn.Module]] = {}
@@ -54,6 +56,7 @@ class GraphedStep:
 
     def end(self) -> None:
         """The step is over, perhaps in the middle."""
+        self._ended = True
         if self._round >= 0:
             self._variant.drop(self._round)
 
@@ -70,20 +73,35 @@ class GraphedStep:
             tensors = tuple([t.clone() if has else t for t, has in zip(tensors, landed)])
             return run_links(run.links, tensors, run.call)
         self.call_pre_hooks(chunk, number)
-        made = _Through.apply(self, slot, variant.copies[chunk][number], self._anchor, *tensors)
+        made = _Through.apply(self, slot, variant.shapes[chunk, number].keeps, self._anchor, *tensors)
         captured = variant.captured[slot.graph]
         shared |= captured.places
+        self._aliased = captured.aliased
         if len(made) < len(captured.outputs):
             own = iter(made)
             made = tuple(tensors[o] if isinstance(o, int) else next(own) for o in captured.outputs)
         return made[: captured.num_tensors], made[captured.num_tensors :]
 
-    def landing(self, chunk: int, number: int) -> Tensor | None:
-        """The first static input of a run, if its forward is what comes next: then nobody holds it."""
+    def skip(self, chunk: int) -> None:
+        """All of the next forward of a chunk, and what belongs to it, runs eagerly."""
         slot = self._next()
-        if slot is None or slot.kind != FORWARD or (slot.step.chunk, slot.run) != (chunk, number):
-            return None
-        return slot.static[0].detach()
+        if slot is not None and slot.kind == FORWARD and slot.step.chunk == chunk:
+            runs = range(len(self._runs[chunk]))
+            self._eagerly |= {(slot.step.microbatch, chunk, run) for run in runs}
+
+    def between(self, chunk: int, number: int, piece: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        """What runs eagerly before run `number`. It may leave its first tensor in the static input of the
+        run, if the forward of that is what comes next: then nobody holds it."""
+        slot = self._next()
+        lands = slot is not None and slot.kind == FORWARD and (slot.step.chunk, slot.run) == (chunk, number)
+        versions = [tensor._version for tensor in tensors] if self._aliased else []
+        made = run_links(piece.links, tensors, piece.call, slot.static[0].detach() if lands else None)
+        if versions and versions != [tensor._version for tensor in tensors]:
+            raise GraphError(
+                f"graphs: {piece.name!r} writes to a tensor in place that the graph before it has returned "
+                "twice, or has not copied from its input; write to a copy"
+            )
+        return made
 
     def call_pre_hooks(self, chunk: int, number: int) -> None:
         hooked = self._hooked.get((chunk, number))
@@ -132,12 +150,15 @@ class GraphedStep:
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
         queue = None if putting_off_to() is None else WeightQueue()
         graph = self._backend.graph(watched=shapes.watched)
+        versions = [buffer._version for buffer in static]
         pieces.renew_accumulators(run.parameters)
         begun: list[Link] = []
         aside = hooks_aside(run)
         with self._capturing(slot, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
             links = (begun.append(link) or link for link in run.links)
             tensors, others = run_links(links, tuple(inputs), run.call)
+            if versions != [buffer._version for buffer in static]:
+                raise CaptureError("it writes to an input, of which a replay has a copy; write to a copy")
         if not self._backend.runs_at_capture:
             graph.replay()
         outputs: list[Weak | int] = []
@@ -148,16 +169,30 @@ class GraphedStep:
             made += [] if given else [output]
         differentiable = [output.requires_grad for output in made]
         live = [output for output in made if output.requires_grad]
-        places = {output.untyped_storage().data_ptr() for output in made}
-        captured = Captured(graph, outputs, len(tensors), differentiable, live, inputs, queue, places)
+        places = [output.untyped_storage().data_ptr() for output in made]
+        storages = {buffer.untyped_storage().data_ptr() for buffer in static}
+        captured = Captured(
+            *(graph, outputs, len(tensors), differentiable, live, made, inputs, queue, set(places)),
+            aliased=len({*places, *storages}) < len(places) + len(storages),
+            trained=bool(run.parameters),
+        )
+        if self._variant.plan.chunks[chunk][number].gradients is None:
+            captured.live, captured.kept = [], []
         return captured, tuple(output.detach() for output in made)
 
     def backward_graph(self, forward: Slot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
+        if self._ended:
+            raise GraphError(f"graphs: the backward of the {forward.name} comes after its step is over")
         if forward.key not in self._in_flight:
             raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
-        self._in_flight.remove(forward.key)
         captured = self._variant.captured[forward.graph]
+        if captured.trained and not torch._C._will_engine_execute_node(self._accumulates):
+            raise GraphError(
+                f"graphs: gradients of some tensors alone are asked for behind the {forward.name}, whose graph "
+                "makes those of all parameters; use backward() without inputs="
+            )
+        self._in_flight.remove(forward.key)
         slot = self._expect(forward.step.chunk, forward.run, _BACKWARDS, forward.step.microbatch)
         grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
         in_place = self._left_by_graphs(slot, grads) if captured.backward is None else []
@@ -172,15 +207,23 @@ class GraphedStep:
                 self._variant.done.add(slot.graph)
                 for place in in_place:  # whose memory was kept so far
                     self._variant.read_in_place(slot.graph, place, self._backend.weak(grads[place])())
-            elif given != captured.given and any(map(gt, given, captured.given)):
+            elif given != captured.given and (
+                captured.backward.parameters or any(map(gt, given, captured.given))
+            ):
                 raise GraphError(
-                    f"graphs: an output gets a gradient in the {slot.name} that had none when it was "
-                    "captured; use every output alike in all steps"
+                    f"graphs: other outputs get a gradient in the {slot.name} than when it was captured; use "
+                    "every output alike in all steps"
                 )
             else:
                 own = self._replay_backward(slot, captured, static)
         if slot.kind == BACKWARD_INPUT:
-            putting_off_to().put_off(self._anchor, functools.partial(self._weight_graph, slot, captured))
+            queue = putting_off_to()
+            if queue is None:
+                raise GraphError(
+                    f"graphs: the {slot.name} is to put off gradients; run it inside "
+                    "fastmp.ops.put_off.putting_off(queue)"
+                )
+            queue.put_off(self._anchor, functools.partial(self._weight_graph, slot, captured))
         return own
 
     def _left_by_graphs(self, slot: Slot, grads: Sequence[Tensor | None]) -> list[int]:
@@ -223,7 +266,7 @@ class GraphedStep:
         captured.backward.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]
         for each in captured.static:
             each.grad = None  # a graph may hold on to what it reads
-        captured.live, captured.static = [], []
+        captured.live, captured.kept, captured.static = [], [], []
         return own
 
     def _weight_graph(self, forward: Slot, captured: Captured) -> None:
@@ -250,13 +293,15 @@ class GraphedStep:
         for param in run.parameters:
             param.grad = None
         graph = self._backend.graph(forward)
-        with self._capturing(slot), torch.enable_grad(), hooks_aside(run) as reached, graph.capture():
-            work()
-        if not self._backend.runs_at_capture:
-            graph.replay()
-        made = [(param, param.grad) for param in run.parameters if param.grad is not None]
-        for param, grad in before:
-            param.grad = grad
+        try:
+            with self._capturing(slot), torch.enable_grad(), hooks_aside(run) as reached, graph.capture():
+                work()
+            if not self._backend.runs_at_capture:
+                graph.replay()
+            made = [(param, param.grad) for param, _ in before if param.grad is not None]
+        finally:
+            for param, grad in before:
+                param.grad = grad
         weak = [(param, self._backend.weak(grad)) for param, grad in made]
         gradients = Gradients(graph, [], weak, reached)
         self._add_gradients(gradients)

@@ -135,8 +135,9 @@ class TransformerEngineManager(GraphManager):
             for place, each in zip(wanted.samples, made, strict=True)
         }
 
-    def _landing(self, chunk: int, number: int) -> None:
-        """Whose buffer is free when is theirs to know."""
+    def _between(self, chunk: int, number: int, piece: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+        pieces.call_pre_hooks(piece.begins)
+        return run_links(piece.links, tensors, piece.call)
 
     def _through_graph(
         self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
@@ -147,7 +148,7 @@ class TransformerEngineManager(GraphManager):
             pieces.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
         self._graphed.call_pre_hooks(chunk, number)
-        copies = variant.copies[chunk][number]
+        copies = variant.shapes[chunk, number].keeps
         inputs = [_OwnGradient.apply(t) if t.requires_grad and (copies or t.is_leaf) else t for t in tensors]
         module, call = self.backend.made[self._kind][chunk, microbatch, number]
         made = call(*inputs)

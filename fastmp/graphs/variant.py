@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from fastmp.graphs.pieces import Piece, Shapes, spec_of
+from fastmp.graphs.pieces import Shapes, spec_of
 from fastmp.graphs.plan import GraphPlan, Replay, TensorSpec
 from fastmp.ops.put_off import WeightQueue
 
@@ -60,10 +60,13 @@ class Captured:
     outputs: list[Weak | int]  # a number: the input that is handed on
     num_tensors: int  # of the outputs, those for the next segment; the others are what layers return beside
     differentiable: list[bool]  # of the outputs that are made here
-    live: list[Tensor]  # outputs with their autograd graph, and inputs, until the backward is captured
-    static: list[Tensor]
+    live: list[Tensor]  # outputs with their autograd graph, until the backward is captured
+    kept: list[Tensor]  # the same of all outputs: eager code may use any
+    static: list[Tensor]  # and of inputs
     queue: WeightQueue | None  # what the backward puts off
     places: set[int]  # addresses of the storages of outputs that are made here
+    aliased: bool  # two outputs, or an output and an input, are views of one storage
+    trained: bool  # it has parameters that are
     given: list[bool] = field(default_factory=list)  # which gradients were there at capture
     backward: Gradients | None = None
     weight: Gradients | None = None
@@ -145,16 +148,9 @@ class Variant:
         self,
         plan: GraphPlan,
         shapes: dict[tuple[int, int], Shapes],
-        pieces: Sequence[Sequence[Piece]],
         device: torch.device,
     ) -> None:
         self.plan, self.shapes = plan, shapes
-        # Whether the gradients of inputs leave as copies: for each run whether what comes before it may keep
-        # them. What comes before a chain is not known.
-        self.copies = [
-            [before is None or before.shares for before, own in zip([None, *chain], chain) if own.captured]
-            for chain in pieces
-        ]
         self.buffers = [
             torch.empty_strided(
                 spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device=device

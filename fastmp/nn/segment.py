@@ -102,7 +102,7 @@ class LayerChain(nn.ModuleList):
     def links(self) -> list[Link]:
         """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""
         links = []
-        for name, layer in self.named_children():
+        for name, layer in self._modules.items():  # a layer may be there twice
             *others, last = layer.segments()
             links += [Link(name, layer, segment, False) for segment in others]
             links += [Link(name, layer, last, True)]
@@ -134,7 +134,7 @@ def run_links(
     """
     others: Tensors = ()
     place = (links[-1], out) if out is not None and links[-1].segment.lands else None
-    for _, own in groupby(links, attrgetter("layer")):
+    for _, own in groupby(links, attrgetter("name")):
         part = _Part(own, place)
         tensors = part(*tensors) if call is None else _tuple(call(part, *tensors))
         if part.ends:

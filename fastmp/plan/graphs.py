@@ -110,7 +110,9 @@ def _rank_facts(
         steps = [*with_loss(steps, layout.vpp - 1)]
     planned, peak = plan(steps, chunks), peak_in_flight(*sizes)
     kinds = [len({step.kind for step in steps if step.chunk == chunk}) for chunk in range(len(chunks))]
-    graphs = sum(len(runs) * own for runs, own in zip(chunks, kinds, strict=True))
+    graphs = sum(
+        1 if run.gradients is None else own for runs, own in zip(chunks, kinds, strict=True) for run in runs
+    )
     inputs = {
         buffer for replay in planned.replays if replay.step.kind == "forward" for buffer in replay.buffers
     }

@@ -77,7 +77,7 @@ def runs(shapes: Shapes, layers: range, scope: Sequence[str] | None = None) -> l
                 RunSpec(
                     first if first == last else f"{first} to {last}",
                     tuple(each.spec for each in given),
-                    tuple(each.spec for each in made if each.grad),
+                    tuple(each.spec for each in made if each.grad) or None,
                 )
             )
     return found
