@@ -189,8 +189,8 @@ class GraphedStep:
         captured = self._variant.captured[forward.graph]
         if captured.trained and not torch._C._will_engine_execute_node(self._accumulates):
             raise GraphError(
-                f"graphs: gradients of some tensors alone are asked for behind the {forward.name}, whose graph "
-                "makes those of all parameters; use backward() without inputs="
+                f"graphs: gradients of some tensors alone are asked for behind the {forward.name}, whose "
+                "graph makes those of all parameters; use backward() without inputs="
             )
         self._in_flight.remove(forward.key)
         slot = self._expect(forward.step.chunk, forward.run, _BACKWARDS, forward.step.microbatch)
