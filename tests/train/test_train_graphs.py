@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
@@ -37,11 +38,11 @@ ONE = ParallelConfig()
 ON = GraphConfig(enabled=True, verify_every=5)
 
 
-def run(graphs, groups=None, layout=ONE, config=CONFIG, steps=8):
+def run(graphs, groups=None, layout=ONE, config=CONFIG, steps=8, device="cpu"):
     """All numbers of some steps and of an evaluation among them, and the manager."""
-    rng = RngTracker(3, tp_rank=0 if groups is None else group_rank(groups.tp))
-    options = {"groups": groups, "rng": rng, "dtype": torch.float64, "recompute": layout.recompute}
-    options["sequence_parallel"] = layout.sequence_parallel
+    rng = RngTracker(3, tp_rank=0 if groups is None else group_rank(groups.tp), device=device)
+    options = {"groups": groups, "rng": rng, "dtype": torch.float64, "device": device}
+    options |= {"recompute": layout.recompute, "sequence_parallel": layout.sequence_parallel}
     if layout.pp * layout.vpp == 1:
         model, loss = GPT(config, **options), token_loss
     else:
@@ -101,6 +102,13 @@ WHOLE = {
 @pytest.mark.parametrize(("config", "layout"), WHOLE.values(), ids=WHOLE)
 def test_whole_microbatches(config, layout):
     assert full(config=config, layout=layout) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("config", "layout"), WHOLE.values(), ids=WHOLE)
+def test_whole_microbatches_on_a_gpu(config, layout):
+    with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
+        assert full(config=config, layout=layout, device="cuda") == 2
 
 
 def full_on_ranks(rank, world, grid, *cases):
