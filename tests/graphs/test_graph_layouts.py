@@ -23,10 +23,15 @@ ZERO_BUBBLE = "zero_bubble"
 ATTENTION = ("attention",)
 
 
+def whole(scope, groups):
+    """Whether layers are captured whole."""
+    return scope is None and (groups is None or group_size(groups.ep) == 1)
+
+
 def num_runs(layout, scope, groups):
     """Of a chunk: one where all can be captured, else one a layer."""
-    pp, ep = (1, 1) if groups is None else (group_size(groups.pp), group_size(groups.ep))
-    return 1 if ep == 1 and scope is None else layout.config.num_layers // (pp * layout.vpp)
+    pp = 1 if groups is None else group_size(groups.pp)
+    return 1 if whole(scope, groups) else layout.config.num_layers // (pp * layout.vpp)
 
 
 def check_counts(layout, scope, groups, manager):
@@ -47,9 +52,8 @@ def ranks_case(rank, world, grid, cases):
         eager = train(layout, groups, graphs=False)
         for scope in scopes:
             graphed = train(layout, groups, graphs=True, scope=scope)
-            whole = num_runs(layout, scope, groups) == 1
-            in_order = whole or "recompute" not in layout.options  # parts of a layer are recomputed in turn
-            assert_same(graphed, eager, in_order=in_order)
+            in_turn = "recompute" in layout.options and not whole(scope, groups)  # part by part of a layer
+            assert_same(graphed, eager, in_order=not in_turn)
             check_counts(layout, scope, groups, graphed.manager)
             collectives.append([each.split()[0] for each in graphed.collectives])
     return (0 if groups is None else group_rank(groups.pp)), collectives
