@@ -13,8 +13,9 @@ not captured again.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -157,7 +158,6 @@ def plan(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> GraphPla
     for steps in _rounds([Step(*step) for step in order], len(chunks)):
         graph = captured.setdefault(_renumbered(steps), 1 + max((r.graph for r in replays), default=-1))
         held: dict[tuple[int, int, int], list[Lease]] = defaultdict(list)  # until now
-        pool.sort()
         for step in steps:
             forward, runs = step.kind == FORWARD, chunks[step.chunk]
             for run in range(len(runs)) if forward else reversed(range(len(runs))):
@@ -253,25 +253,23 @@ def _renumbered(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 class _Pool:
-    """Buffers by number. Those of inputs and of gradients are apart: few are needed of the latter."""
+    """Buffers by number. Those of inputs and of gradients are apart: few are needed of the latter.
+
+    Who asks gets the first that is free, so that equal rounds get equal buffers.
+    """
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
         self._kinds: list[tuple[TensorSpec, bool]] = []
-        self._free: dict[tuple[TensorSpec, bool], deque[int]] = defaultdict(deque)
+        self._free: dict[tuple[TensorSpec, bool], list[int]] = defaultdict(list)  # heaps
 
     def take(self, spec: TensorSpec, forward: bool) -> int:
         free = self._free[spec, forward]
         if free:
-            return free.popleft()
+            return heapq.heappop(free)
         self.specs.append(spec)
         self._kinds.append((spec, forward))
         return len(self.specs) - 1
 
     def give_back(self, buffer: int) -> None:
-        self._free[self._kinds[buffer]].append(buffer)
-
-    def sort(self) -> None:
-        """So that equal rounds get equal buffers; nobody holds one."""
-        for kind, free in self._free.items():
-            self._free[kind] = deque(sorted(free))
+        heapq.heappush(self._free[self._kinds[buffer]], buffer)

@@ -35,6 +35,13 @@ def test_training_is_that_of_the_layers_themselves(config, scope, runs, own_buff
     assert manager.plan.num_graphs == 2 * runs and manager.plan.inputs() == runs
 
 
+def test_two_runs_in_a_layer_of_which_one_needs_more_buffers():
+    scope = ["attn", "moe_router", "shared_experts"]
+    graphed = train(MOE, graphs=True, scope=scope, steps=4)
+    assert_same(graphed, train(MOE, graphs=False, steps=4))
+    assert graphed[2].plan.num_graphs == 2 * 2 * MOE.num_layers
+
+
 @pytest.mark.parametrize(("config", "scope", "runs"), SCOPES)
 def test_recomputation_happens_inside_graphs(config, scope, runs):
     """And between them: eagerly, with the layers whole, it gives the same."""

@@ -15,6 +15,7 @@ HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 INDICES = TensorSpec((8, 2), "int32")
 FRONT = RunSpec("attention to preprocess", (HIDDEN,), (HIDDEN,))
 BACK = RunSpec("mlp", (HIDDEN, INDICES), (HIDDEN,))
+ROUTER = RunSpec("attention to router", (HIDDEN,), (HIDDEN, HIDDEN))
 
 
 def chunks(vpp, *runs):
@@ -58,12 +59,18 @@ def test_rounds_that_differ_do_not_share_graphs():
     assert [replay.buffers for replay in own.replays[:6]] == [replay.buffers for replay in own.replays[6:]]
 
 
+def test_rounds_share_buffers_where_runs_need_different_numbers_of_them():
+    own = plan(order(0, 1, 3), chunks(1, ROUTER, FRONT)).replays
+    buffers = [replay.buffers for replay in own]
+    assert [replay.graph for replay in own] == [0, 1, 2, 3] * 3 and buffers == buffers[:4] * 3
+
+
 @given(
     pp=st.integers(1, 5),
     vpp=st.integers(1, 3),
     groups=st.integers(1, 3),
     schedule=st.sampled_from(("1f1b", "zero_bubble")),
-    runs=st.lists(st.lists(st.sampled_from((FRONT, BACK)), max_size=3), min_size=3, max_size=3),
+    runs=st.lists(st.lists(st.sampled_from((FRONT, BACK, ROUTER)), max_size=3), min_size=3, max_size=3),
 )
 def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
     for rank in range(pp):
