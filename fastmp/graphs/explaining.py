@@ -14,7 +14,6 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import groupby, zip_longest
@@ -23,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.random import fork_rng
 
+from fastmp.graphs.hooks import Skipped, called_whole
 from fastmp.graphs.tracing import Event, Problem, Trace, key, line_of
 from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
 
@@ -109,18 +108,21 @@ class _Watcher:
 
     def __init__(self, model: nn.Module) -> None:
         named = _chains(model)
-        self.chains = [
-            (chain, {f"{name}.{link.full_name}".lstrip("."): link for link in chain.links()})
-            for name, chain in named
-        ]
+        self.hooks: dict[nn.Module, Skipped] = {}
+        self.chains = [(chain, self._links(chain, name)) for name, chain in named]
         self.links = {name: link for _, links in self.chains for name, link in links.items()}
         self.call: Callable[..., Any] = model
         if not named:
             layers = list(model) if isinstance(model, nn.Sequential) else [model]
-            self.links = {link.full_name: link for link in LayerChain(layers).links()}
+            self.links = self._links(LayerChain(layers))
             self.call = lambda *inputs: self.through(self.links, inputs)
         self.traces: dict[str, list[Trace]] = {name: [] for name in self.links}
         self.error = ""
+
+    def _links(self, chain: LayerChain, name: str = "") -> dict[str, Link]:
+        links, hooks = called_whole(chain.links())
+        self.hooks |= hooks
+        return {f"{name}.{link.full_name}".lstrip("."): link for link in links}
 
     def run(self, inputs: tuple[Any, ...]) -> None:
         with ExitStack() as stack:
@@ -171,22 +173,17 @@ class _Watcher:
                 message = f"input {i} is {x!r}, no tensor: a graph keeps the value that it had at capture"
                 trace.problem("argument", message, line_of(type(layer).forward))
         self.traces[name].append(trace)
-        modules: dict[nn.Module, None] = {}
         state = _state(layer)
-        counted = register_module_forward_pre_hook(lambda module, _: modules.setdefault(module))
         try:
             anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
-            with _noting_pre_hooks(trace, layer), anomaly, trace.running():
+            with anomaly, trace.running():
                 tensors, others = run_links([link], inputs, call)
                 _backward(link, inputs, (*tensors, *others))
         except Exception as error:
             if not trace.problems:
                 raise
             raise _Stopped(f"{type(error).__name__} in {name}: {error}") from error
-        finally:
-            counted.remove()
         _compare_state(trace, layer, state, _state(layer))
-        _note_hooks(trace, list(modules))
         onwards = tuple(t.detach().requires_grad_(t.requires_grad) for t in tensors)
         return onwards, tuple(t.detach().requires_grad_(t.requires_grad) for t in others)
 
@@ -194,7 +191,11 @@ class _Watcher:
         reports = []
         for name, link in self.links.items():
             traces, reason = self.traces[name][-2:], link.segment.reason
-            if not link.segment.capturable:
+            if link.layer in self.hooks:
+                owner, hook = self.hooks[link.layer]
+                message = f"a hook of {owner}: replay would skip it, so the layer runs eagerly, as a whole"
+                reports.append(SegmentReport(name, "", (Problem("hook", message, line_of(hook)),)))
+            elif not link.segment.capturable:
                 reports.append(SegmentReport(name, reason or "the layer says so", ()))
             elif not traces and not self.error:
                 raise ValueError(f"explain: segment {name!r} did not run")
@@ -339,47 +340,6 @@ def _writes(function: ast.FunctionDef, attribute: ast.Attribute) -> bool:
         ):
             return True
     return False
-
-
-def _note_hooks(trace: Trace, modules: list[nn.Module]) -> None:
-    """Hooks that a manager does not run by hand, of the modules that ran."""
-    for module in modules:
-        hooks = [*module._forward_hooks.values(), *module._backward_hooks.values()]
-        hooks += module._backward_pre_hooks.values()
-        for param in module.parameters(recurse=False):
-            hooks += (param._backward_hooks or {}).values()
-        for hook in hooks:
-            name = type(module).__name__
-            message = f"a hook of {name}: its Python runs at capture, not at replay"
-            trace.problem("hook", message, line_of(hook))
-
-
-@contextmanager
-def _noting_pre_hooks(trace: Trace, layer: nn.Module) -> Iterator[None]:
-    """A manager calls hooks before a forward by hand, and takes nothing from them."""
-
-    def noting(module: nn.Module, hook: Callable) -> Callable:
-        def noted(*args, **kwargs):
-            changed = hook(*args, **kwargs)
-            if changed is not None:
-                name = type(module).__name__
-                message = (
-                    f"a hook changes the input of {name}: it is called by hand, and changes nothing then"
-                )
-                trace.problem("hook", message, line_of(hook))
-            return changed
-
-        return noted
-
-    modules = [(module, module._forward_pre_hooks) for module in layer.modules() if module._forward_pre_hooks]
-    try:
-        for module, hooks in modules:
-            noted = {number: noting(module, hook) for number, hook in hooks.items()}
-            module._forward_pre_hooks = OrderedDict(noted)
-        yield
-    finally:
-        for module, hooks in modules:
-            module._forward_pre_hooks = hooks
 
 
 @contextmanager

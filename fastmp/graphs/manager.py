@@ -54,9 +54,11 @@ class GraphManager:
     kinds do); a microbatch of other shapes than those of its step runs eagerly. Where the mode of a module or
     what is trained has changed, graphs are captured anew.
 
-    Hooks of modules before their forward, and of parameters after their gradient has been accumulated, run by
-    hand at every replay; those of a `GradBuffer` are in the graph. A parameter of two runs gets two
-    gradients, where eager autograd adds them up first: the last bits of the sum may differ.
+    Hooks of parameters behind their gradient run by hand at every replay, but those of a `GradBuffer`, which
+    are in the graph; so do hooks of modules before their forward that have an attribute `by_hand = True`, as
+    hook(module, ()). A layer with any other hook, of its own or of a module in it, runs eagerly as a whole.
+    Hooks may come and go between steps. A parameter of two runs gets two gradients, where eager autograd adds
+    them up first: the last bits of the sum may differ.
 
     ValueError for a scope that names no segment. GraphError where forwards and backwards come in another
     order than planned, where a parameter has moved, and where a run is not what its segments are;
@@ -162,7 +164,7 @@ class GraphManager:
                 f"graphs: {moved} or its main gradient has moved since graphs were captured, which go by "
                 "address; change its values in place, or make the manager afterwards"
             )
-        if moved or self._standing.other_modes():
+        if moved or self._standing.other_modes() or self._standing.hooks.changed():
             self._forget()
 
     def _make_variant(self) -> None:

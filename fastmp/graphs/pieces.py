@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from fastmp.graphs.hooks import called_whole
 from fastmp.graphs.plan import TensorSpec, captured_segments
 from fastmp.nn.segment import Call, LayerChain, Link
 
@@ -23,7 +24,7 @@ __all__ = ["Piece", "Shapes", "cut", "hooks_aside", "spec_of"]
 class Piece:
     """Segments that follow each other.
 
-    begins: layers that start here: nobody calls them, and hooks before their forward run by hand.
+    begins: layers that start here and that nobody calls: hooks before their forward run by hand.
     call: how its chain runs what belongs to one layer.
     """
 
@@ -56,14 +57,16 @@ class Shapes(NamedTuple):
 
 
 def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Piece]:
-    """Maximal runs of what can be captured and is in `scope`, and what lies between them.
+    """Maximal runs of what can be captured and is in `scope`, and what lies between them, as a layer with
+    hooks that a replay would skip.
 
     ValueError as `captured_segments`.
     """
     links = chain.links()
     eager = {link.segment.name for link in links if not link.segment.capturable}
     chosen = captured_segments(scope, {link.segment.name: link.segment.name not in eager for link in links})
-    begun: list[nn.Module] = []
+    links, called = called_whole(links)
+    begun: list[nn.Module] = [*called]
     pieces: list[Piece] = []
     for captured, own in groupby(links, lambda link: _captures(link, scope, chosen)):
         piece = list(own)
@@ -118,7 +121,7 @@ def calls() -> Iterator[list[nn.Module]]:
 
 
 def call_pre_hooks(modules: Iterable[nn.Module]) -> None:
-    """Hooks before forward, as (module, ()): a replay calls no module."""
+    """Hooks before forward that are marked, as (module, ()): a replay calls no module."""
     for module in modules:
         for hook in module._forward_pre_hooks.values():
             hook(module, ())

@@ -1,4 +1,5 @@
-"""What graphs rely on in a model from step to step: where its tensors are, what is trained, in which mode."""
+"""What graphs rely on in a model from step to step: where its tensors are, what is trained, in which mode,
+with which hooks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+
+from fastmp.graphs.hooks import HookWatch
 
 __all__ = ["Standing"]
 
@@ -17,7 +20,7 @@ class Standing:
     """Of all modules, parameters and buffers of some chains. Asked before every step, so it is kept flat."""
 
     def __init__(self, chains: Sequence[nn.Module]) -> None:
-        self._chains = chains
+        self._chains, self.hooks = chains, HookWatch(chains)
         self._modules = [module for chain in chains for module in chain.modules()]
         self._parameters = [param for chain in chains for param in chain.parameters()]
         # (what holds it, its key there, itself or its address, address of its main gradient)

@@ -315,7 +315,7 @@ class ForwardHook(Base):
         return self.linear(x)
 
 
-@unsafe("hook", "a hook changes the input of Linear")
+@unsafe("hook", "a hook of Linear")
 class PreHook(Base):
     def __init__(self):
         super().__init__()
@@ -453,7 +453,12 @@ def test_what_is_joined_registered_or_run_by_hand_is_not_blamed():
             return torch.where(y > 0, y, -y)
 
     model = Joined()
-    model.linear.register_forward_pre_hook(lambda module, args: SETTINGS.update(scale=1.0))
+
+    def gather(module, args):
+        SETTINGS.update(scale=1.0)
+
+    gather.by_hand = True
+    model.linear.register_forward_pre_hook(gather)
     model.linear.weight.register_post_accumulate_grad_hook(lambda param: SETTINGS.update(scale=1.0))
     assert explain(model, torch.randn(3, 4)).captured
 

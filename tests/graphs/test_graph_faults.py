@@ -151,12 +151,17 @@ def test_a_gradient_that_is_handed_out_without_a_copy(monkeypatch):
     assert two_microbatches() == (11, 20)
 
 
+def by_hand(hook):
+    hook.by_hand = True
+    return hook
+
+
 def hooked(graphs, steps=4):
     """What hooks before forward and behind gradients see, in each of some steps."""
     chain, seen = LayerChain([Scale(), Scale()]), []
     x = torch.ones(3, dtype=torch.float64)
     for i, layer in enumerate(chain):
-        layer.register_forward_pre_hook(lambda module, args, i=i: seen.append(("forward", i)))
+        layer.register_forward_pre_hook(by_hand(lambda module, args, i=i: seen.append(("forward", i))))
         layer.weight.register_post_accumulate_grad_hook(
             lambda param, i=i: seen.append(("gradient", i, param.grad.tolist()))
         )
@@ -185,7 +190,7 @@ def test_hooks_before_the_forward_of_layers_that_are_recomputed():
     training, seen = trained(RECOMPUTED, scope=("attention",)), Counter()
     layer = training.stages[0].layers[0]
     for name, module in (("layer", layer), ("attention", layer.attention), ("mlp", layer.mlp)):
-        module.register_forward_pre_hook(lambda *_, name=name: seen.update([name]))
+        module.register_forward_pre_hook(by_hand(lambda *_, name=name: seen.update([name])))
     training.gradients()
     assert seen == {"layer": 2, "attention": 2, "mlp": 4}
 

@@ -1,0 +1,171 @@
+"""Hooks do with graphs what they do without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_tools import Parts, assert_same, eager, linear, managed, train
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import prune
+
+from fastmp.graphs import explain
+from fastmp.nn import LayerChain, SingleSegment
+
+
+def doubles_inputs(module):
+    return module.register_forward_pre_hook(lambda module, args: tuple(2 * each for each in args))
+
+
+def doubles_inputs_by_name(module):
+    return module.register_forward_pre_hook(
+        lambda module, args, kwargs: (tuple(2 * each for each in args), kwargs), with_kwargs=True
+    )
+
+
+def doubles_output(module):
+    return module.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def doubles_gradient(module):
+    return module.register_full_backward_pre_hook(lambda module, grads: tuple(2 * each for each in grads))
+
+
+def doubles_gradient_of_weight(module):
+    return next(module.parameters()).register_hook(lambda grad: 2 * grad)
+
+
+CHANGES = (
+    doubles_inputs,
+    doubles_inputs_by_name,
+    doubles_output,
+    doubles_gradient,
+    doubles_gradient_of_weight,
+)
+
+
+def inside(chain):
+    return chain[0].module
+
+
+def layer(chain):
+    return chain[0]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("segment", (SingleSegment, eager), ids=("captured", "eager"))
+@pytest.mark.parametrize("of", (layer, inside))
+@pytest.mark.parametrize("hook", CHANGES)
+def test_a_hook_that_changes_tensors(hook, of, segment):
+    def run(graphs):
+        chain = LayerChain([segment(linear()), linear()])
+        hook(of(chain))
+        return train(chain, graphs)
+
+    assert_same(run)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.parametrize("hook", CHANGES)
+def test_a_hook_that_comes_and_goes(hook):
+    """Before shapes are known, with graphs, and behind a step that shows other shapes."""
+
+    def run(graphs):
+        chain, handles = LayerChain([linear(), nn.Tanh(), linear()]), []
+
+        def before(step):
+            if step in (1, 4, 8):
+                handles.append(hook(inside(chain)))
+            if step in (2, 6):
+                handles.pop().remove()
+
+        return train(chain, graphs, 10, before, sizes=[3] * 7 + [2] * 3)
+
+    assert_same(run)
+
+
+def test_a_hook_of_all_modules():
+    def run(graphs):
+        chain = LayerChain([linear(), linear()])
+        handle = register_module_forward_hook(
+            lambda module, args, output: 2 * output if type(module) is nn.Linear else None
+        )
+        try:
+            return train(chain, graphs)
+        finally:
+            handle.remove()
+
+    assert_same(run)
+
+
+def test_what_comes_between_the_segments_of_a_layer_with_a_hook():
+    """The layer is called: its tensors come from the run before it, and what it returns beside is kept."""
+
+    def run(graphs):
+        parts = Parts(
+            ("first", True, lambda layer, x: (torch.tanh(layer.weight(x)), x)),
+            ("second", True, lambda layer, y, x: (y + x, y.square())),
+            weight=linear(),
+        )
+        parts.register_forward_hook(lambda module, args, output: (output[0] * 3, *output[1:]))
+        return train(LayerChain([linear(), parts, linear()]), graphs)
+
+    assert_same(run)
+
+
+@pytest.mark.parametrize("with_kwargs", (False, True))
+def test_a_hook_before_forward_gets_its_arguments(with_kwargs):
+    def run(graphs):
+        chain, seen = LayerChain([linear()]), []
+        chain[0].module.register_forward_pre_hook(
+            lambda module, args, *kwargs: seen.append(args[0].shape), with_kwargs=with_kwargs
+        )
+        train(chain, graphs)
+        return seen
+
+    assert_same(run)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "wrapped",
+    (
+        lambda: nn.utils.weight_norm(linear()),
+        lambda: nn.utils.spectral_norm(linear()),
+        lambda: prune.l1_unstructured(linear(), "weight", 0.5),
+    ),
+    ids=("weight_norm", "spectral_norm", "prune"),
+)
+def test_a_weight_that_a_hook_makes_before_forward(wrapped):
+    def run(graphs):
+        chain = LayerChain([wrapped(), linear()])
+
+        def before(step):
+            with torch.no_grad():
+                for param in chain.parameters():
+                    param.mul_(0.9)
+
+        return train(chain, graphs, before=before)
+
+    assert_same(run)
+
+
+@pytest.mark.parametrize("of", (layer, inside))
+def test_other_layers_are_captured_and_explain_says_why_this_one_is_not(of):
+    chain = LayerChain([linear(), linear()])
+    doubles_output(of(chain))
+    report = explain(chain, torch.ones(3, 4, dtype=torch.float64))
+    assert [segment.captured for segment in report.segments] == [False, True]
+    (problem,) = report.segments[0].problems
+    assert problem.kind == "hook" and "module.register_forward_hook(" in problem.line
+    assert f"a hook of {type(of(chain)).__name__}: replay would skip it" in problem.message
+    manager = managed(chain, True)
+    train_with(manager, chain)
+    assert [run.name for run in manager.plan.chunks[0]] == ["1.Linear"]
+
+
+def train_with(manager, chain):
+    for _ in range(3):
+        manager.begin_step()
+        for _ in range(2):
+            chain(torch.ones(3, 4, dtype=torch.float64))[0].sum().backward()
