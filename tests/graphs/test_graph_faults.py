@@ -18,6 +18,7 @@ from fastmp.graphs.recording import Pool, RecordingBackend
 from fastmp.graphs.step import GraphedStep
 from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
+from fastmp.ops.put_off import WeightQueue
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
 
@@ -332,22 +333,39 @@ def test_a_microbatch_of_another_shape_while_others_are_captured():
     assert manager.num_graphs == 4
 
 
-def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
-    def run(graphs):
-        training = Training(LAYOUT, None, graphs=graphs)
-        seen = []
-        for step in range(8):
-            if step in (2, 5):  # while graphs are captured, and when they are replayed
-                with monkeypatch.context() as patch, pytest.raises(PipelineError, match="on the way"):
-                    patch.setattr(training.stages[-1], "token_losses", fail)
-                    training.gradients()
-            seen += training.step()
-        return seen
+def failing(graphs, monkeypatch):
+    """Steps, two of which fail on the way: while graphs are captured, and when they are replayed."""
 
     def fail(*arguments):
         raise RuntimeError("on the way")
 
-    assert not differs(run(True), run(False))
+    training, seen = Training(LAYOUT, None, graphs=graphs), []
+    for step in range(8):
+        if step in (2, 5):
+            with monkeypatch.context() as patch, pytest.raises(PipelineError, match="on the way"):
+                patch.setattr(training.stages[-1], "token_losses", fail)
+                training.gradients()
+        seen += training.step()
+    return seen
+
+
+def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
+    assert not differs(failing(True, monkeypatch), failing(False, monkeypatch))
+
+
+def test_a_store_that_is_not_cleared(monkeypatch):
+    """What a backward has put off stays in its queue, and is made once more."""
+    layout = Layout(DENSE, microbatches=2, schedule="zero_bubble")
+
+    def run(graphs):
+        training = Training(layout, None, graphs=graphs)
+        return [number for _ in range(4) for number in training.step()]
+
+    eager = run(False)
+    assert not differs(run(True), eager)
+    monkeypatch.setattr(WeightQueue, "take", lambda self: list(self._tasks))
+    with pytest.raises(PipelineError, match="graph"):
+        run(True)
 
 
 class Turned(SegmentedLayer):
