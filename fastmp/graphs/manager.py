@@ -26,7 +26,7 @@ from fastmp.graphs.pieces import Piece, Shapes, cut, spec_of
 from fastmp.graphs.plan import GraphPlan, RunSpec, TensorSpec, plan
 from fastmp.graphs.standing import Standing
 from fastmp.graphs.step import GraphedStep
-from fastmp.graphs.variant import Backend, Graph, Variant, copy_together
+from fastmp.graphs.variant import Backend, Graph, Variant, copies_of
 from fastmp.graphs.verify import Verifier
 from fastmp.nn.segment import LayerChain, Tensors, run_links
 from fastmp.parallel.schedule import Step
@@ -225,11 +225,10 @@ class GraphManager:
                 number += 1
             others += more
         made = (*tensors, *others)
-        late = [tensor for tensor in made if tensor.untyped_storage().data_ptr() in shared]
+        theirs = [tensor.untyped_storage().data_ptr() in shared for tensor in made]
+        late = [tensor for tensor, is_theirs in zip(made, theirs) if is_theirs]
         own = iter(_Own.apply(*late) if late else ())
-        return tuple(
-            [next(own) if tensor.untyped_storage().data_ptr() in shared else tensor for tensor in made]
-        )
+        return tuple([next(own) if is_theirs else tensor for tensor, is_theirs in zip(made, theirs)])
 
     def _observe(
         self, chunk: int, number: int, run: Piece, tensors: Tensors, keeps: bool
@@ -271,8 +270,7 @@ class _Own(Function):
 
     @staticmethod
     def forward(ctx, *tensors):
-        own = [torch.empty_like(tensor) for tensor in tensors]
-        copy_together(own, tensors)
+        own = copies_of(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[mine for mine, has in zip(own, ctx.needs_input_grad) if not has])
         return tuple(own)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 from fastmp.graphs import pieces
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.pieces import Piece, hooks_aside, spec_of
-from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Slot, Variant, Weak
+from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Slot, Variant, Weak, copies_of
 from fastmp.graphs.verify import Verifier
 from fastmp.nn.segment import Link, Tensors, run_links
 from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
@@ -95,7 +95,8 @@ class GraphedStep:
         slot = self._next()
         lands = slot is not None and slot.kind == FORWARD and (slot.step.chunk, slot.run) == (chunk, number)
         versions = [tensor._version for tensor in tensors] if self._aliased else []
-        made = run_links(piece.links, tensors, piece.call, slot.static[0].detach() if lands else None)
+        out = slot.static[0].detach() if lands else None
+        made = run_links(piece.links, tensors, piece.call, out=out)
         if versions and versions != [tensor._version for tensor in tensors]:
             raise GraphError(
                 f"graphs: {piece.name!r} writes to a tensor in place that the graph before it has returned "
@@ -155,8 +156,7 @@ class GraphedStep:
         begun: list[Link] = []
         aside = hooks_aside(run)
         with self._capturing(slot, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
-            links = (begun.append(link) or link for link in run.links)
-            tensors, others = run_links(links, tuple(inputs), run.call)
+            tensors, others = run_links(run.links, tuple(inputs), run.call, begun=begun)
             if versions != [buffer._version for buffer in static]:
                 raise CaptureError("it writes to an input, of which a replay has a copy; write to a copy")
         if not self._backend.runs_at_capture:
@@ -373,7 +373,7 @@ class _Through(Function):
         ctx.step, ctx.slot = step, slot
         ctx.set_materialize_grads(False)
         # A leaf, or a parameter behind a view, would keep the gradient as its own.
-        ctx.copies = [copies or each.is_leaf for each in inputs]
+        ctx.copied = range(len(inputs)) if copies else [i for i, each in enumerate(inputs) if each.is_leaf]
         if not all(captured.differentiable):
             ctx.mark_non_differentiable(*[t for t, has in zip(made, captured.differentiable) if not has])
         return made
@@ -383,5 +383,7 @@ class _Through(Function):
         if torch.is_grad_enabled():
             raise GraphError(f"graphs: the backward of the {ctx.slot.name} cannot be differentiated again")
         own = ctx.step.backward_graph(ctx.slot, grads)
-        own = [g.clone() if copies and g is not None else g for g, copies in zip(own, ctx.copies)]
+        copied = [i for i in ctx.copied if own[i] is not None]
+        for i, copy in zip(copied, copies_of([own[i] for i in copied])):
+            own[i] = copy
         return None, None, None, None, *own

@@ -137,6 +137,15 @@ def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         torch._foreach_copy_(buffers, own)
 
 
+def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copied together."""
+    if len(tensors) < 2:
+        return [tensor.clone() for tensor in tensors]
+    own = [torch.empty_like(tensor) for tensor in tensors]
+    copy_together(own, tensors)
+    return own
+
+
 def _is_words(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.nbytes % 4 and not tensor.data_ptr() % 4
 

@@ -10,10 +10,9 @@ experts, combine, where the last three are not capturable if experts are divided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from copy import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, tee
+from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -103,19 +102,24 @@ class LayerChain(nn.ModuleList):
         """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""
         links = []
         for name, layer in self._modules.items():  # a layer may be there twice
-            *others, last = layer.segments()
-            links += [Link(name, layer, segment, False) for segment in others]
-            links += [Link(name, layer, last, True)]
+            *_, last = segments = layer.segments()
+            for each in segments:
+                title = f"fastmp.segment.{type(layer).__name__}.{each.name}"
+                links.append(Link(name, layer, each, each is last, title))
         return links
 
 
 class Link(NamedTuple):
-    """A segment of a layer of a chain. The next layer takes the first tensor that the `last` one returns."""
+    """A segment of a layer of a chain. The next layer takes the first tensor that the `last` one returns.
+
+    region: its name for profilers.
+    """
 
     name: str
     layer: SegmentedLayer
     segment: Segment
     last: bool
+    region: str
 
     @property
     def full_name(self) -> str:
@@ -123,43 +127,54 @@ class Link(NamedTuple):
 
 
 def run_links(
-    links: Iterable[Link], tensors: Tensors, call: Call | None = None, out: torch.Tensor | None = None
+    links: Sequence[Link],
+    tensors: Tensors,
+    call: Call | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
     """What the last segment hands on, and what layers that ended on the way returned beside.
 
-    Links are asked for one by one, each when it is to run.
-
     call: that of the chain.
-    out: where the last segment may leave its first tensor, see `Segment.lands`; `links` is then a sequence.
+    out: where the last segment may leave its first tensor, see `Segment.lands`.
+    begun: gets every link before it runs.
     """
     others: Tensors = ()
-    place = (links[-1], out) if out is not None and links[-1].segment.lands else None
-    for _, own in groupby(links, attrgetter("name")):
-        part = _Part(own, place)
+    for _, own in groupby(links, _name):
+        part = _Part(list(own), begun)
+        last = part.links[-1]
+        if out is not None and last is links[-1] and last.segment.lands:
+            part.place = out
         tensors = part(*tensors) if call is None else _tuple(call(part, *tensors))
-        if part.ends:
+        if last.last:
             tensors, others = tensors[:1], others + tuple(tensors[1:])
     return tensors, others
+
+
+_name = attrgetter("name")
 
 
 class _Part:
     """Segments of a layer as a function. Called again, as to recompute, it makes all tensors anew.
 
-    place: (a link, where it may leave its first tensor the first time).
+    place: where the last of them may leave its first tensor the first time.
     """
 
-    def __init__(self, links: Iterable[Link], place: tuple[Link, torch.Tensor] | None) -> None:
-        (self._links,) = tee(links, 1)
-        self._place = place
-        self.ends = False  # whether the layer does, once it has been called
+    def __init__(self, links: list[Link], begun: list[Link] | None) -> None:
+        self.links, self.begun = links, begun
+        self.place: torch.Tensor | None = None
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        (lands, out), self._place = self._place or (None, None), None
-        for link in copy(self._links):
-            options = {"out": out} if link is lands else {}
-            with region(f"fastmp.segment.{type(link.layer).__name__}.{link.segment.name}"):
-                tensors = link.segment.run(*tensors, **options)
-            self.ends = link.last
+        place, self.place = self.place, None
+        for link in self.links:
+            if self.begun is not None:
+                self.begun.append(link)
+            with region(link.region):
+                if place is not None and link is self.links[-1]:
+                    tensors = link.segment.run(*tensors, out=place)
+                else:
+                    tensors = link.segment.run(*tensors)
         return tensors
 
 

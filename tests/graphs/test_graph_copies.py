@@ -8,7 +8,7 @@ from graph_tools import DENSE, MOE, train
 
 from fastmp.graphs import manager, step, variant
 from fastmp.graphs.step import GraphedStep
-from fastmp.graphs.variant import copy_together
+from fastmp.graphs.variant import copies_of, copy_together
 from fastmp.nn.segment import run_links
 
 SOME = ("attn", "moe_router", "moe_preprocess")
@@ -17,15 +17,26 @@ HIDDEN = (8, 2, 32)
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Shapes of what was copied together, in order, and by whom."""
-    seen = {"into graphs": [], "out of chains": []}
-    for name, module in (("into graphs", variant), ("out of chains", manager)):
+    """Shapes of what was copied together, in order, and where it went."""
+    seen = {"into graphs": [], "out of chains": [], "to what keeps gradients": []}
+    names = ["into graphs"]
 
-        def note(into, tensors, name=name):
-            seen[name].append([tuple(tensor.shape) for tensor in tensors])
-            copy_together(into, tensors)
+    def note(into, tensors):
+        seen[names[-1]].append([tuple(tensor.shape) for tensor in tensors])
+        copy_together(into, tensors)
 
-        monkeypatch.setattr(module, "copy_together", note)
+    monkeypatch.setattr(variant, "copy_together", note)
+    for name, module in (("out of chains", manager), ("to what keeps gradients", step)):
+
+        def named(tensors, name=name):
+            if len(tensors) == 1:  # a clone
+                seen[name].append([tuple(tensors[0].shape)])
+            names.append(name)
+            own = copies_of(tensors)
+            names.pop()
+            return own
+
+        monkeypatch.setattr(module, "copies_of", named)
     return seen
 
 
@@ -38,7 +49,7 @@ def of_last_microbatch(copies, config, **options):
 
 def test_one_run_takes_its_input_and_the_gradient_of_its_output(copies):
     assert of_last_microbatch(copies, DENSE) == [[HIDDEN], [HIDDEN]]
-    assert copies["out of chains"][-1] == [HIDDEN]
+    assert copies["out of chains"][-1] == copies["to what keeps gradients"][-1] == [HIDDEN]
 
 
 def test_between_runs_hidden_states_and_their_gradients_are_where_the_next_graph_reads(copies):
@@ -57,9 +68,11 @@ def test_between_runs_hidden_states_and_their_gradients_are_where_the_next_graph
 def test_without_landing_and_in_place_reading_there_are_more(copies, monkeypatch):
     few = sum(map(len, of_last_microbatch(copies, MOE, scope=SOME)))
     copies["into graphs"].clear()
-    monkeypatch.setattr(
-        step, "run_links", lambda links, tensors, call, out=None: run_links(links, tensors, call)
-    )
+
+    def nowhere(links, tensors, call, out=None, **options):
+        return run_links(links, tensors, call, **options)
+
+    monkeypatch.setattr(step, "run_links", nowhere)
     monkeypatch.setattr(GraphedStep, "_left_by_graphs", lambda self, slot, grads: [])
     many = sum(map(len, of_last_microbatch(copies, MOE, scope=SOME)))
     assert many == few + 2 * (MOE.num_layers - 1)
