@@ -44,7 +44,8 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     scope: attn, mlp, moe_router, moe_preprocess (with shared experts), moe (all in place of an MLP), full
     (everything), or segments by name; None: whatever can be captured.
 
-    ValueError for a scope of which no name is known here, and for a part that cannot be captured whole.
+    ValueError for a scope of which no name is known here, for a part that cannot be captured whole, and for
+    one behind eager shared experts: on a GPU these run beside what follows, until `combine` waits for them.
     """
     if scope is None:
         return {name for name, capturable in segments.items() if capturable}
@@ -56,7 +57,11 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
         eager = [part for part in own if not segments[part]]
         if eager:
             raise ValueError(f"graphs: scope {name!r} cannot be captured, because of {', '.join(eager)}")
-    return {part for own in found.values() for part in own}
+    chosen = {part for own in found.values() for part in own}
+    behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]
+    if behind and "shared_experts" in segments and "shared_experts" not in chosen:
+        raise ValueError(f"graphs: a scope with {', '.join(behind)} needs 'shared_experts' as well")
+    return chosen
 
 
 class TensorSpec(NamedTuple):

@@ -147,10 +147,12 @@ def test_scopes():
     assert captured_segments(["attn", "mlp"], alone) == {"attention"}
     assert captured_segments(["moe"], alone) == set(alone) - {"attention"}
     assert captured_segments(["moe_router", "moe_preprocess"], divided) == set(front) - {"attention"}
-    assert captured_segments(["experts"], alone) == {"experts"}
+    assert captured_segments(["experts", "shared_experts"], alone) == {"experts", "shared_experts"}
     for scope in ("moe", "full"):
         message = f"scope '{scope}' cannot be captured, because of dispatch, experts, combine"
         with pytest.raises(ValueError, match=message):
             captured_segments(["attn", scope], divided)
+    with pytest.raises(ValueError, match="a scope with experts, combine needs 'shared_experts' as well"):
+        captured_segments(["experts", "combine"], alone)
     with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; there are \['attention'"):
         captured_segments(["mlp"], divided)
