@@ -50,15 +50,16 @@ class GraphManager:
         and random numbers, bit for bit; 0: never. All ranks alike, for collectives run twice.
 
     `begin_step()` before each training step. Forwards without gradients or in evaluation mode run eagerly. A
-    step whose first shapes are new shows them, and has graphs of its own from the next time on (at most four
-    kinds do); a microbatch of other shapes than those of its step runs eagerly. Where the mode of a module or
-    what is trained has changed, graphs are captured anew.
+    step whose first shapes, or autocast, are new shows them, and has graphs of its own from the next time on
+    (at most four kinds do); a microbatch of other shapes or autocast than those of its step runs eagerly.
+    Where the mode of a module or what is trained has changed, graphs are captured anew.
 
     Hooks of parameters behind their gradient run by hand at every replay, but those of a `GradBuffer`, which
     are in the graph; so do hooks of modules before their forward that have an attribute `by_hand = True`, as
     hook(module, ()). A layer with any other hook, of its own or of a module in it, runs eagerly as a whole.
-    Hooks may come and go between steps. A parameter of two runs gets two gradients, where eager autograd adds
-    them up first: the last bits of the sum may differ.
+    Hooks may come and go between steps. A parameter of two runs, or of one and eager segments, gets two
+    gradients, where eager autograd adds them up first: the last bits of the sum may differ, under autocast
+    those of the dtype that it casts to.
 
     ValueError for a scope that names no segment. GraphError where forwards and backwards come in another
     order than planned, where a parameter has moved, and where a run is not what its segments are;
@@ -185,7 +186,7 @@ class GraphManager:
 
     def _first_seen(self, tensors: Tensors) -> None:
         """The first forward of the step says which kind of step it is."""
-        self._kind, self._device = tuple((spec_of(x), x.requires_grad) for x in tensors), tensors[0].device
+        self._kind, self._device = (_autocast(tensors), *map(_given, tensors)), tensors[0].device
         if self._step < self.warmup - 1:
             return
         if self._kind in self._variants:
@@ -205,7 +206,7 @@ class GraphManager:
             self._first_seen(tensors)
         if self._variant is None and self._seen is None:
             return type(chain).forward(chain, *tensors)
-        if self._graphed is not None and self._standing.switched():
+        if self._graphed is not None and (self._standing.switched() or _autocast(tensors) != self._kind[0]):
             self._graphed.skip(chunk)
             return type(chain).forward(chain, *tensors)
         others: Tensors = ()
@@ -263,6 +264,16 @@ class GraphManager:
         self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
     ) -> tuple[Tensors, Tensors]:
         return self._graphed.run(chunk, number, run, tensors, shared)
+
+
+def _given(tensor: Tensor) -> tuple[TensorSpec, bool]:
+    return spec_of(tensor), tensor.requires_grad
+
+
+def _autocast(tensors: Tensors) -> torch.dtype | bool:
+    """What it casts to now, where these are; False: it does not."""
+    device = tensors[0].device.type
+    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
 class _Own(Function):

@@ -310,7 +310,9 @@ class GraphedStep:
 
     @contextmanager
     def _capturing(self, slot: Slot, begun: Sequence[Link] = ()) -> Iterator[None]:
-        """Whatever a capture raises becomes a CaptureError that says where; `begun`: segments until then."""
+        """Whatever a capture raises becomes a CaptureError that says where; `begun`: segments until then.
+        Weights that autocast keeps in another dtype are of the graph, or of what is outside."""
+        torch.clear_autocast_cache()
         try:
             yield
         except Exception as error:
@@ -319,6 +321,8 @@ class GraphedStep:
                 f"graphs: capture of the {slot.name}{segment}: {error}; "
                 "fastmp.graphs.explain(model, *inputs) lists all that cannot be captured"
             ) from error
+        finally:
+            torch.clear_autocast_cache()
 
     @staticmethod
     @torch.no_grad()

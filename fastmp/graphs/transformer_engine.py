@@ -119,7 +119,9 @@ class TransformerEngineManager(GraphManager):
             )
             for (chunk, _, number), buffers in wanted.samples.items()
         )
-        with _bare([run for runs in self._runs for run in runs]), self.backend.streams():
+        to = self._kind[0]
+        cast = torch.autocast(self._device.type, to or None, enabled=bool(to), cache_enabled=False)
+        with _bare([run for runs in self._runs for run in runs]), self.backend.streams(), cast:
             made = self._make(
                 tuple(modules.values()),
                 samples,
