@@ -35,14 +35,16 @@ def called_whole(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, Ski
     these layers, with the hook."""
     every: list[Link] = []
     called: dict[nn.Module, Skipped] = {}
-    for layer, own in groupby(links, attrgetter("layer")):
+    for _, own in groupby(links, attrgetter("name")):
         own = list(own)
-        skipped = _skipped(layer)
+        layer = own[0].layer
+        skipped = called.get(layer) or _skipped(layer)
         if skipped is not None:
             called[layer] = skipped
             name = own[0].segment.name if len(own) == 1 else "layer"
             segment = Segment(name, _call(layer), False, f"a hook of {skipped.owner}")
-            own = [Link(own[0].name, layer, segment, True)]
+            title = f"fastmp.layer.{type(layer).__name__}"
+            own = [own[0]._replace(segment=segment, last=True, region=title)]
         every += own
     return every, called
 

@@ -113,6 +113,15 @@ def test_what_comes_between_the_segments_of_a_layer_with_a_hook():
     assert_same(run)
 
 
+def test_a_layer_with_a_hook_that_is_there_twice():
+    def run(graphs):
+        layer = SingleSegment(linear())
+        doubles_output(layer)
+        return train(LayerChain([layer, layer, linear()]), graphs)
+
+    assert_same(run)
+
+
 @pytest.mark.parametrize("with_kwargs", (False, True))
 def test_a_hook_before_forward_gets_its_arguments(with_kwargs):
     def run(graphs):
