@@ -66,7 +66,7 @@ CASES = {
     "ep, recomputed": (recipe(SHARED, ep=2, dp=2, recompute=True), 2, None),
     "recomputed, front": (recipe(MOE, microbatches=4, pp=2, recompute=True), 1, FRONT),
     "tp, sp": (recipe(DENSE, tp=2, sequence_parallel=True), 1, ["attention"]),
-    "tp, etp": (recipe(SHARED, tp=2), 1, [*FRONT, "experts"]),
+    "tp, etp": (recipe(SHARED, tp=2), 1, [*FRONT, "shared_experts", "experts"]),
     "etp beyond tp": (recipe(SHARED, etp=2, dp=2), 2, None),
     "tp, ep": (recipe(MOE, tp=2, ep=2, etp=1), 1, None),
     "cp": (recipe(DENSE, cp=2), 1, None),
