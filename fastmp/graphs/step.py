@@ -11,7 +11,7 @@ from operator import gt
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
+from torch.autograd import Function, Variable
 
 from fastmp.graphs import pieces
 from fastmp.graphs.errors import CaptureError, GraphError
@@ -52,7 +52,8 @@ class GraphedStep:
         self._left: set[int] = set()  # addresses of gradients that backwards of this round left at capture
         # By run and by graph: modules, and parameters, with hooks that run by hand.
         self._hooked: dict[tuple[int, int], list[nn.Module]] = {}
-        self._by_hand: dict[int, list[pieces.Hooked]] = {}
+        self._by_hand: dict[int, tuple[list[pieces.Hooked], list[pieces.Hooked]]] = {}  # at once, late
+        self._late: dict[pieces.Hooked, None] = {}
 
     def end(self) -> None:
         """The step is over, perhaps in the middle."""
@@ -114,8 +115,23 @@ class GraphedStep:
     def _call_grad_hooks(self, slot: Slot, gradients: Gradients) -> None:
         by_hand = self._by_hand.get(slot.graph)
         if by_hand is None:
-            by_hand = self._by_hand[slot.graph] = pieces.hooks_by_hand(gradients.reached)
-        pieces.call_grad_hooks(by_hand)
+            hooked = pieces.hooks_by_hand(gradients.reached)
+            runs = self._runs[slot.step.chunk] if hooked else ()
+            others = {p for i, run in enumerate(runs) if i != slot.run for p in run.parameters}
+            late = [each for each in hooked if each[1] in others]
+            by_hand = self._by_hand[slot.graph] = [each for each in hooked if each not in late], late
+        now, late = by_hand
+        pieces.call_grad_hooks(now)
+        if late:
+            if not self._late:
+                Variable._execution_engine.queue_callback(self._call_late_hooks)
+            self._late.update(dict.fromkeys(late))
+
+    def _call_late_hooks(self) -> None:
+        """Of parameters that another run may add to in this backward, which is over now."""
+        late = list(self._late)
+        self._late.clear()
+        pieces.call_grad_hooks(late)
 
     def forward_graph(self, slot: Slot, inputs: Tensors) -> tuple[Tensors, Captured]:
         """What the run of `slot` makes of `inputs`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
-from small_tools import Parts, assert_same, eager, linear, managed, train
+from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, train
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
@@ -133,6 +135,37 @@ def test_a_hook_before_forward_gets_its_arguments(with_kwargs):
         return seen
 
     assert_same(run)
+
+
+def marked(order):
+    """Layers of which some are there twice, in runs of their own, with what hooks behind gradients see."""
+
+    def run(graphs):
+        first, second = linear(), linear()
+        layers = {"a": first, "b": second, "|": eager()}
+        chain, seen = LayerChain([layers[name] for name in order]), []
+        for name in "ab":
+            for param in layers[name].parameters():
+                nn.init.ones_(param)  # so that sums have no last bits
+                param.register_post_accumulate_grad_hook(
+                    lambda param, name=name: seen.append((name, param.shape, param.grad.tolist()))
+                )
+        manager, x = managed(chain, graphs), torch.ones(SHAPE, dtype=torch.float64)
+        for _ in range(5):
+            chain.zero_grad()
+            if graphs:
+                manager.begin_step()
+            for weight in (1, 10):
+                (chain(x)[0].sum() * weight).backward()
+            seen.append("step")
+        return [sorted(own) for end, own in groupby(seen, lambda each: each == "step") if not end]
+
+    return run
+
+
+@pytest.mark.parametrize("order", ("a|a", "ab|ba|b", "ab|a"))
+def test_a_hook_behind_a_gradient_that_several_runs_make_runs_once(order):
+    assert_same(marked(order))
 
 
 @pytest.mark.filterwarnings("ignore")
