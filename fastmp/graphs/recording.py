@@ -77,14 +77,13 @@ class Pool:
         storage = tensor.untyped_storage()
         kept = self._take(storage.nbytes())
         _bytes(kept)[: storage.nbytes()].copy_(_bytes(storage))
-        return _on(kept, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return _on(kept, _view(tensor))
 
     def place(self, tensor: Tensor) -> _InPool | _Outside:
         block = self.block_of(tensor)
         if block is None:
             return _Outside(tensor, tensor.data_ptr())
-        place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-        return _InPool(block.memory, tensor.dtype, *place)
+        return _InPool(block.memory, _view(tensor))
 
     def block_of(self, tensor: Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
@@ -101,17 +100,25 @@ class Pool:
         return block.lend(lambda: free.append(block))
 
 
-class _InPool(NamedTuple):
-    """A tensor by where it lies; nothing of it is held."""
+class _View(NamedTuple):
+    """What a tensor is besides its storage. conj, neg: whether it is to be read as conjugate, as negative."""
 
-    memory: Tensor
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+
+class _InPool(NamedTuple):
+    """A tensor by where it lies; nothing of it is held."""
+
+    memory: Tensor
+    view: _View
 
     def tensor(self) -> Tensor:
-        return _on(self.memory.untyped_storage(), *self[1:])
+        return _on(self.memory.untyped_storage(), self.view)
 
 
 class _Outside(NamedTuple):
@@ -175,13 +182,14 @@ class RecordedGraph:
     def replay(self) -> None:
         if len(self._ready) != len(self._ops):
             self._ready = [(op, *_arguments(op)) for op in self._ops]
-        for op, args, kwargs in self._ready:
-            outputs = op.func(*args, **kwargs) if op.draw is None else self._drawn(op, args, kwargs)
-            flat = tree_flatten(outputs)[0]
-            for i, memory in op.made:
-                made = _bytes(flat[i].untyped_storage())
-                memory[: len(made)].copy_(made)
-            _finished(flat)
+        with torch._C._DisableAutocast():  # what it has cast is among the ops
+            for op, args, kwargs in self._ready:
+                outputs = op.func(*args, **kwargs) if op.draw is None else self._drawn(op, args, kwargs)
+                flat = tree_flatten(outputs)[0]
+                for i, memory in op.made:
+                    made = _bytes(flat[i].untyped_storage())
+                    memory[: len(made)].copy_(made)
+                _finished(flat)
 
     def moved(self) -> list[Tensor]:
         """Tensors from outside that are not where they were at capture, where a GPU would still read."""
@@ -218,6 +226,9 @@ class RecordingBackend:
 
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def prepare(self) -> None:
+        """Nothing: memory of a pool is the process's own."""
 
     def graph(self, forward: RecordedGraph | None = None, watched: None = None) -> RecordedGraph:
         return RecordedGraph(self.pool, self.rng, forward)
@@ -256,8 +267,7 @@ class _Recorder(TorchDispatchMode):
             if address in there or pool.block_of(output) is not None:
                 continue
             if address in moved:
-                place = (output.dtype, output.storage_offset(), output.shape, output.stride())
-                outputs[i] = _on(moved[address], *place)
+                outputs[i] = _on(moved[address], _view(output))
                 continue
             outputs[i] = pool.keep(output)
             moved[address] = outputs[i].untyped_storage()
@@ -304,14 +314,15 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _on(
-    storage: torch.UntypedStorage,
-    dtype: torch.dtype,
-    offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-) -> Tensor:
-    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+def _view(tensor: Tensor) -> _View:
+    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
+    return _View(tensor.dtype, *place, tensor.is_conj(), tensor.is_neg())
+
+
+def _on(storage: torch.UntypedStorage, view: _View) -> Tensor:
+    tensor = torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)
+    tensor = torch._conj(tensor) if view.conj else tensor
+    return torch._neg_view(tensor) if view.neg else tensor
 
 
 def is_static(func: Any, args: Any, kwargs: Any) -> bool:

@@ -181,3 +181,45 @@ def test_parameters_that_moved():
     weight = linear.weight
     linear.weight.data = linear.weight.data.clone()
     assert [moved is weight for moved in graph.moved()] == [True]
+
+
+class Mixed(nn.Module):
+    """Autocast casts the first product, and not the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.narrow(x)
+        with torch.autocast("cpu", enabled=False):
+            return self.wide(x.float())
+
+
+@pytest.mark.parametrize("ambient", (True, False))
+def test_a_replay_casts_as_its_capture_did(ambient):
+    layer, x, graph = Mixed(), torch.randn(4, 8), RecordedGraph(Pool())
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.no_grad():
+        with graph.capture():
+            output = layer(x)
+        x.copy_(torch.randn(4, 8))
+        expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=ambient):
+        graph.replay()
+    assert torch.equal(output, expected) and not torch.equal(expected, layer(x))
+
+
+def test_what_is_conjugate_or_negative_when_it_is_read():
+    def work(z, weight):
+        product = (z @ weight) @ weight.conj().t()
+        return product.conj(), product.conj().imag, (product * 2).conj().t()[1:], product.imag + 1
+
+    z, weight = (torch.randn(4, 4, dtype=torch.complex128) for _ in range(2))
+    graph = RecordedGraph(Pool())
+    with graph.capture():
+        outputs = work(z, weight)
+    z.copy_(torch.randn(4, 4, dtype=torch.complex128))
+    graph.replay()
+    for output, expected in zip(outputs, work(z, weight), strict=True):
+        assert torch.equal(output, expected)
+        assert (output.is_conj(), output.is_neg()) == (expected.is_conj(), expected.is_neg())
