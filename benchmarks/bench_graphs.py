@@ -71,6 +71,9 @@ class NoBackend:
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def prepare(self) -> None:
+        pass
+
     def graph(self, forward: Any = None, watched: Any = None) -> _Nothing:
         return _Nothing()
 

@@ -53,6 +53,7 @@ class Environment:
     `rank` is None outside torchrun. `agent_store` says that torchrun's agent already serves a store at
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
     `debug` is FASTMP_DEBUG (full tracebacks), `profiled` FASTMP_PROFILED (this process runs under Nsight).
+    `registers_segments`: NCCL registers the memory of graphs, and torch's allocator moves borders in it.
     """
 
     rank: int | None = None
@@ -66,6 +67,7 @@ class Environment:
     ops: str = ""
     debug: bool = False
     profiled: bool = False
+    registers_segments: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
@@ -79,6 +81,7 @@ class Environment:
             except ValueError:
                 raise ValueError(f"environment: {name} must be an integer, got {text!r}") from None
 
+        allocator = variables.get("PYTORCH_CUDA_ALLOC_CONF", "") + variables.get("PYTORCH_ALLOC_CONF", "")
         return cls(
             rank=integer("RANK", 0) if "RANK" in variables else None,
             world_size=integer("WORLD_SIZE", 1),
@@ -91,6 +94,8 @@ class Environment:
             ops=variables.get("FASTMP_OPS", ""),
             debug=variables.get("FASTMP_DEBUG", "0") not in ("", "0"),
             profiled=variables.get("FASTMP_PROFILED", "0") not in ("", "0"),
+            registers_segments="expandable_segments:True" in allocator
+            and variables.get("NCCL_GRAPH_REGISTER") != "0",
         )
 
 

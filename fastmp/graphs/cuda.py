@@ -1,9 +1,13 @@
 """Graphs of CUDA: what a `GraphManager` needs on a GPU, over one memory pool and one stream of captures.
 
-Captures happen in the middle of training, so nothing here waits for the device. The stream of captures is
-the same for all graphs of a device: what autograd remembers of a forward is where its backward has to be
-captured, and a library that keeps a workspace for each stream keeps one. Other threads may go on as they
-like; that of autograd is part of a capture, for it runs backwards on the stream of their forwards.
+Captures happen in the middle of training, where a wait for the device may be one for ranks that wait for
+this one: nothing here waits, but for `prepare`. The stream of captures is the same for all graphs of a
+device: what autograd remembers of a forward is where its backward has to be captured, and a library that
+keeps a workspace for each stream keeps one. Other threads may go on as they like; that of autograd is part
+of a capture, for it runs backwards on the stream of their forwards.
+
+Kernels know addresses only. What they read and no capture has made, a parameter or a tensor of Python's, is
+held as long as its graph: what lies there later would be another's.
 
 Random numbers. A replay starts every stream of random numbers where the stream stands, and moves it on. A
 recomputation must start where its forward started, and states cannot be read or set inside a capture. So each
@@ -16,12 +20,14 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastmp.graphs.errors import CaptureError
 
@@ -29,6 +35,8 @@ __all__ = ["CudaBackend", "CudaGraph", "Streams"]
 
 Generators = Mapping[str, torch.Generator]
 Offsets = dict[str, int]
+
+_NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory goes on asking them
 
 
 class Streams(Protocol):
@@ -44,7 +52,7 @@ class CudaBackend:
     rng: the streams that the work draws from; None: torch's default generator only, and no recomputation.
 
     A capture adds to the pool what is not free in it. A graph that nobody holds is gone; what it had in the
-    pool is free for others, and after `reset` for all.
+    pool is free for others, and after `reset` for all. After a capture that failed, others have a new pool.
     """
 
     runs_at_capture = False
@@ -53,16 +61,44 @@ class CudaBackend:
         self.rng = rng
         self.stream = _stream_of_captures(torch.cuda.current_device())
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()
-        self._begin()
+        self._leave()
 
-    def _begin(self) -> None:
+    def _leave(self) -> None:
+        self.pool: Any = None
+        self.made: set[int] = set()  # where storages lie that captures have made: in the pool
+        self._first: CudaGraph | None = None  # a pool without a graph would be let go, and never come back
+
+    def _begin(self, generators: Sequence[torch.Generator] = ()) -> None:
+        """A new pool, whose first capture knows of `generators`."""
         self.pool = torch.cuda.graph_pool_handle()
-        self._first = CudaGraph(self, None, [])  # a pool without a graph would be let go, and never come back
-        with self._first.capture():
+        first = CudaGraph(self, generators)
+        torch.zeros(1, device=self.stream.device)  # the first time loads the kernel
+        with first.capture():
             torch.zeros(1, device=self.stream.device)
+        self._first = first
+
+    def prepare(self) -> None:
+        """Before a step that captures. Eager steps have left memory that is free; inside a capture none of it
+        is given back, so a pool could not have it."""
+        torch.cuda.empty_cache()
+
+    def mend(self, failed: CudaGraph) -> None:
+        """After a capture that did not come to its end: its pool is still written to then, and generators
+        take it that a capture goes on, until one has ended that knows of them."""
+        _NOT_ENDED.append(failed.graph)
+        failed.reset()
+        place, begun = (self.stream.device.index, self.pool), self._first is not None
+        with suppress(RuntimeError):  # it came that far
+            torch._C._cuda_endAllocateToPool(*place)
+            torch._C._cuda_releasePool(*place)
+        self._leave()
+        if begun:
+            self._begin(failed.generators)
 
     @property
     def nbytes(self) -> int:
+        if self.pool is None:
+            return 0
         return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
 
     @contextmanager
@@ -82,7 +118,15 @@ class CudaBackend:
             yield parts
 
     def graph(self, forward: CudaGraph | None = None, watched: list[Offsets] | None = None) -> CudaGraph:
-        graph = CudaGraph(self, forward, watched or [])
+        if self.pool is None:
+            self._begin()
+        streams = {} if self.rng is None else self.rng.generators()
+        repeated = [] if forward is None else [own for _, part in forward.parts for own in part.values()]
+        graph = CudaGraph(self, [*streams.values(), *repeated], forward)
+        graph.parts = [
+            (offsets, {name: torch.Generator(stream.device) for name, stream in streams.items()})
+            for offsets in watched or []
+        ]
         self._graphs.add(graph)
         return graph
 
@@ -90,32 +134,35 @@ class CudaBackend:
         return _without_memory(tensor).detach
 
     def reset(self) -> None:
-        """Let go of all graphs; none may be replayed after that."""
-        torch.cuda.synchronize()
+        """Let go of all graphs; none may be replayed after that. Those that run come to their end."""
         for graph in (self._first, *self._graphs):
-            graph.reset()
-        self._begin()
+            if graph is not None:
+                graph.reset()
+        self._leave()
+        with suppress(RuntimeError):  # of a device that is lost
+            self.stream.wait_stream(torch.cuda.current_stream())  # to give back what replays may still read
 
 
 class CudaGraph:
     """`with graph.capture(): ...` notes work and does none of it; `replay()` does it on the current stream.
 
+    generators: whose random numbers the work may draw, besides torch's default one.
+    forward: the graph whose backward this is. `parts`: what is recomputed, see `CudaBackend.watch`, and the
+        generators of each.
+
     RuntimeError of CUDA for work that it cannot capture: a value read on the host, a wait for the device.
     """
 
-    def __init__(self, backend: CudaBackend, forward: CudaGraph | None, watched: list[Offsets]) -> None:
-        self.backend, self.forward, rng = backend, forward, backend.rng
-        self._graph = torch.cuda.CUDAGraph()
-        self._starts: dict[str, tuple[int, int]] = {}  # seeds and offsets at the last replay
+    def __init__(
+        self, backend: CudaBackend, generators: Sequence[torch.Generator], forward: CudaGraph | None = None
+    ) -> None:
+        self.backend, self.generators, self.forward = backend, list(generators), forward
+        self.graph = torch.cuda.CUDAGraph()
         self.parts: list[tuple[Offsets, Generators]] = []
-        if rng is None:
-            return
-        streams = rng.generators()
-        for offsets in watched:
-            self.parts.append((offsets, {name: torch.Generator(g.device) for name, g in streams.items()}))
-        repeated = [] if forward is None else [own for _, part in forward.parts for own in part.values()]
-        for generator in (*streams.values(), *repeated):
-            self._graph.register_generator_state(generator)
+        self._starts: dict[str, tuple[int, int]] = {}  # seeds and offsets at the last replay
+        self._held: list[torch.UntypedStorage] = []
+        for generator in self.generators:
+            self.graph.register_generator_state(generator)
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -124,14 +171,35 @@ class CudaGraph:
         collects = gc.isenabled()
         gc.disable()  # a graph that is collected while another is captured would end the capture
         try:
-            with torch.cuda.stream(stream), self._kept(), _no_error_hides_another(self._graph):
+            with torch.cuda.stream(stream), self._kept():
                 torch.cuda.current_blas_handle()  # its workspace is not to be in the pool
-                self._graph.capture_begin(pool=self.backend.pool, capture_error_mode="thread_local")
-                yield
+                reads = _Reads(self.backend.made, stream.device)
+                with self._recorded(), reads:
+                    yield
+                self._held = list(reads.outside.values())
         finally:
             if collects:
                 gc.enable()
         current.wait_stream(stream)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """After an error inside, ending the capture fails as well: that error says less."""
+        try:
+            self.graph.capture_begin(pool=self.backend.pool, capture_error_mode="thread_local")
+            yield
+        except BaseException:
+            with suppress(RuntimeError):
+                self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self.graph.capture_end()
+        except RuntimeError:
+            self.backend.mend(self)
+            raise
 
     def _kept(self) -> AbstractContextManager[None]:
         """What a recomputation gets for states: the generators of its part, or in backward those in use."""
@@ -158,7 +226,7 @@ class CudaGraph:
             self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
         if self.forward is not None:
             self.forward._set_parts()
-        self._graph.replay()
+        self.graph.replay()
 
     def _set_parts(self) -> None:
         for offsets, generators in self.parts:
@@ -168,19 +236,43 @@ class CudaGraph:
                 generator.set_offset(offset + offsets[name])
 
     def reset(self) -> None:
-        self._graph.reset()
+        self.graph.reset()
+        self._held = []
 
 
-@contextmanager
-def _no_error_hides_another(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Ends the capture. After an error inside, ending fails as well: that error says less."""
-    try:
-        yield
-    except BaseException:
-        with suppress(RuntimeError):
-            graph.capture_end()
-        raise
-    graph.capture_end()
+class _Reads(TorchDispatchMode):
+    """Inside, `outside` collects the storages that ops read or write and that no op of a capture has made.
+
+    made: where those lie that were made on `device`, in this capture and in others: the memory of a pool is
+        nobody else's.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code runs as it is, where torch would else run what it was compiled from."""
+        return True
+
+    def __init__(self, made: set[int], device: torch.device) -> None:
+        super().__init__()
+        self.made, self.device = made, device
+        self.outside: dict[int, torch.UntypedStorage] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for storage in _storages((args, kwargs)):
+            if storage.data_ptr() not in self.made:
+                self.outside[storage.data_ptr()] = storage
+        outputs = func(*args, **kwargs)
+        for storage in _storages(outputs):
+            if storage.device == self.device and storage.data_ptr() not in self.outside:
+                self.made.add(storage.data_ptr())
+        return outputs
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
 @functools.cache
@@ -197,4 +289,6 @@ def _without_memory(tensor: Tensor) -> Tensor:
         "storage_offset": tensor.storage_offset(),
     }
     bare = torch._C._construct_storage_from_data_pointer(place["data_ptr"], tensor.device, place["nbytes"])
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(place, bare)
+    made = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(place, bare)
+    made = torch._conj(made) if tensor.is_conj() else made
+    return torch._neg_view(made) if tensor.is_neg() else made

@@ -14,6 +14,7 @@ pass, so that what one of them holds is never taken by another.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -35,15 +36,17 @@ __all__ = ["Backend", "Graph", "GraphError", "GraphManager"]
 
 _MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
 _MOST_VARIANTS = 4  # shapes of a step that have graphs; each has static buffers of its own
+_OWNERS: weakref.WeakValueDictionary[int, GraphManager] = weakref.WeakValueDictionary()  # of backends, by id
 
 
 class GraphManager:
     """Runs the chains of a rank's chunks through graphs, once it has seen them run.
 
-    chains: a `LayerChain` for each chunk; its forward is replaced until `remove`.
+    chains: a `LayerChain` for each chunk; its forward is replaced until `remove`, or until nobody holds the
+        manager. Copies of a chain run by themselves.
     order: the steps of this rank (see `fastmp.parallel.schedule.order`), for the number of microbatches that
         every training step has.
-    backend: `RecordingBackend` on a CPU.
+    backend: `RecordingBackend` on a CPU; one of its own, for graphs share memory in the order of a step.
     scope: what to capture, see `fastmp.graphs.plan.captured_segments`; None: all that can be.
     warmup: training steps that run eagerly first, one or more; the last of them shows shapes.
     verify_every: every so many steps each run is held against its segments, run eagerly on the same inputs
@@ -63,9 +66,9 @@ class GraphManager:
     A parameter of two runs, or of one and eager segments, gets two gradients, where eager autograd adds them up
     first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
 
-    ValueError for a scope that names no segment. GraphError where forwards and backwards come in another
-    order than planned, where a parameter has moved, and where a run is not what its segments are;
-    CaptureError where a segment cannot be captured.
+    ValueError for a scope that names no segment, and for the backend of another manager. GraphError where
+    forwards and backwards come in another order than planned, where a parameter has moved, and where a run is
+    not what its segments are; CaptureError where a segment cannot be captured.
     """
 
     def __init__(
@@ -87,8 +90,17 @@ class GraphManager:
         self._step = -1
         self._verifier: Verifier | None = None
         self._begin()
-        for chunk, chain in enumerate(self.chains):
-            chain.forward = functools.partial(self._forward, chunk)
+        if _OWNERS.setdefault(id(backend), self) is not self:
+            raise ValueError(
+                "graphs: the backend is that of another manager, whose graphs it holds; make a backend for "
+                "each manager, or call remove() of the other one first"
+            )
+        self._forwards = [
+            functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain))
+            for chunk, chain in enumerate(self.chains)
+        ]
+        for chain, forward in zip(self.chains, self._forwards):
+            chain.forward = forward
 
     def _cut(self) -> None:
         self._pieces = [cut(chain, self.scope) for chain in self.chains]
@@ -128,10 +140,17 @@ class GraphManager:
         )
 
     def remove(self) -> None:
-        """Let the chains run by themselves again, and the graphs go."""
-        for chain in self.chains:
-            del chain.forward
+        """Let the chains run by themselves again, and the graphs go: before process groups are destroyed, for
+        graphs hold on to communicators. Calling it twice is harmless."""
+        if self._graphed is not None:
+            self._graphed.end()
+        for chain, forward in zip(self.chains, self._forwards):
+            if vars(chain).get("forward") is forward:
+                del chain.forward
         self._forget()
+        self._begin()
+        if _OWNERS.get(id(self.backend)) is self:
+            del _OWNERS[id(self.backend)]
 
     def _forget(self) -> None:
         """All graphs, and shapes that were shown; nothing is in flight."""
@@ -276,6 +295,14 @@ def _autocast(tensors: Tensors) -> torch.dtype | bool:
     """What it casts to now, where these are; False: it does not."""
     device = tensors[0].device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _managed(
+    manager: weakref.ref[GraphManager], chunk: int, chain: weakref.ref[LayerChain], *tensors: Tensor
+) -> Tensors:
+    """In place of the forward of a chain, which is not to keep the manager and its graphs."""
+    own = manager()
+    return type(chain()).forward(chain(), *tensors) if own is None else own._forward(chunk, *tensors)
 
 
 class _Own(Function):

@@ -175,6 +175,9 @@ class _Theirs:
     def watch(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def prepare(self) -> None:
+        """Theirs is made by then."""
+
     @contextmanager
     def streams(self) -> Iterator[None]:
         """Inside, they know of the streams of random numbers, and leave them where they were."""

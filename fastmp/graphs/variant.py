@@ -42,6 +42,9 @@ class Backend(Protocol):
     def watch(self) -> AbstractContextManager[Any]:
         """Around an eager forward whose like will be captured; what it yields goes to `graph`."""
 
+    def prepare(self) -> None:
+        """Before a step in which graphs are captured; nothing is on its way between ranks."""
+
     def graph(self, forward: Graph | None = None, watched: Any = None) -> Graph:
         """A new graph; the backward of `forward` where that is given."""
 
@@ -147,7 +150,8 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_words(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and not tensor.nbytes % 4 and not tensor.data_ptr() % 4
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_contiguous() and not lazy and not tensor.nbytes % 4 and not tensor.data_ptr() % 4
 
 
 class Variant:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -97,6 +97,10 @@ class LayerChain(nn.ModuleList):
             made = _tuple(layer(*tensors) if self.call is None else self.call(layer, *tensors))
             tensors, others = made[:1], others + made[1:]
         return *tensors, *others
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies run by themselves: a forward in place of this one, of whoever runs the chain, stays here."""
+        return {name: value for name, value in vars(self).items() if name != "forward"}
 
     def links(self) -> list[Link]:
         """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""

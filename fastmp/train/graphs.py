@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fastmp.config import GraphConfig
+from fastmp.config import Environment, GraphConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.pieces import cut
@@ -36,10 +36,17 @@ def make_graphs(
     Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk.
 
     ValueError for a chunk with none or several, for a scope that names no segment or one that cannot be
-    captured, and where Transformer Engine is asked for and cannot be had.
+    captured, where Transformer Engine is asked for and cannot be had, and where NCCL would read memory that
+    torch's allocator has given back.
     """
     if not config.enabled:
         return None
+    environment = Environment.read()
+    if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
+        raise ValueError(
+            "Trainer: graphs of collectives and expandable_segments:True for torch's allocator need "
+            "NCCL_GRAPH_REGISTER=0 in the environment: NCCL would read memory that is gone"
+        )
     scope = config.scope
     if scope is not None and "full" in scope:
         for chain in (chain for chunk in runner.chunks for chain in _chains(chunk)):

@@ -86,6 +86,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     )
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:
+        held.callback(trainer.close)
         notes = [_describe(recipe, groups, runtime, trainer)]
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:

@@ -209,6 +209,12 @@ class Trainer:
             self._save(log)
         return evaluation
 
+    def close(self) -> None:
+        """Let the graphs go, before the process groups do: graphs of collectives hold on to communicators,
+        and `Runtime.close` would wait for them. What is trained after that runs eagerly."""
+        if self.graphs is not None:
+            self.graphs.remove()
+
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch. Queues work on the device and does not wait for it.
 

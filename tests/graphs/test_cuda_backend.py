@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastmp.graphs import cuda
 from fastmp.graphs.cuda import CudaBackend
@@ -92,25 +94,42 @@ class FakeGraph:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """`torch.cuda` and all that was asked of it."""
+    """`torch.cuda` and all that was asked of it; its memory is that of the CPU."""
     fake = mock.MagicMock()
     fake.graph_pool_handle.side_effect = ["a pool", "another pool"]
-    names = SimpleNamespace(cuda=fake, Tensor=torch.Tensor, Generator=torch.Generator, zeros=fake.zeros)
-    monkeypatch.setattr(cuda, "torch", names)
+    fake.side.device = torch.device("cpu")
+    fake._C._construct_storage_from_data_pointer = _storage_at
+    fake._C._construct_CUDA_Tensor_From_Storage_And_Metadata = _tensor_on
+    names = {name: getattr(torch, name) for name in ("Tensor", "Generator", "_conj", "_neg_view")}
+    monkeypatch.setattr(cuda, "torch", SimpleNamespace(cuda=fake, zeros=fake.zeros, _C=fake._C, **names))
     monkeypatch.setattr(cuda, "_stream_of_captures", lambda device: fake.side)
+    monkeypatch.setattr(cuda, "_NOT_ENDED", [])
     return fake
+
+
+def _storage_at(address, device, nbytes):
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _tensor_on(place, storage):
+    empty = torch.empty(0, dtype=place["dtype"])
+    return empty.set_(storage, place["storage_offset"], place["size"], place["stride"])
 
 
 def test_the_order_of_a_capture_and_a_replay(calls):
     rng = mock.MagicMock()
     rng.generators.return_value = {"default": mock.Mock(), "tensor-parallel": mock.Mock()}
     backend = CudaBackend(rng)
+    assert not calls.CUDAGraph.mock_calls and backend.nbytes == 0
+    backend.graph()  # the first one makes the pool
     calls.reset_mock()
     graph = backend.graph()
     with graph.capture():
         calls.work()
     graph.replay()
     backend.reset()
+    backend.graph()
     current, own = calls.current_stream(), mock.call.CUDAGraph()
     registered = [own.register_generator_state(each) for each in rng.generators().values()]
     wanted = [
@@ -127,24 +146,94 @@ def test_the_order_of_a_capture_and_a_replay(calls):
         mock.call.stream().__exit__(None, None, None),
         mock.call.current_stream().wait_stream(calls.side),
         own.replay(),
-        mock.call.synchronize(),
         own.reset(),
         own.reset(),
+        mock.call.current_stream(),
+        mock.call.side.wait_stream(current),
         mock.call.graph_pool_handle(),
         own,
     ]
     assert calls.mock_calls[: len(wanted)] == wanted and backend.pool == "another pool"
+    assert not calls.synchronize.called and not calls.empty_cache.called  # others may wait for this rank
+    backend.prepare()
+    assert calls.empty_cache.called
 
 
 def test_an_error_ends_the_capture_and_says_what_it_was(calls):
-    graph = CudaBackend().graph()
+    backend = CudaBackend()
+    graph = backend.graph()
     calls.reset_mock()
-    calls.CUDAGraph().capture_end.side_effect = RuntimeError("the capture failed before")
-    with pytest.raises(RuntimeError, match="operation not permitted"), graph.capture():
-        raise RuntimeError("operation not permitted when stream is capturing")
     with pytest.raises(ValueError, match="a user's own"), graph.capture():
         raise ValueError("a user's own")
-    assert calls.CUDAGraph().capture_end.call_count == 2
+    assert calls.CUDAGraph().capture_end.call_count == 1 and backend.pool == "a pool"
+
+
+@pytest.mark.parametrize("said", (True, False), ids=("raised", "found at the end"))
+def test_after_a_capture_that_does_not_end_others_have_a_new_pool(calls, said):
+    rng, made = mock.MagicMock(), [mock.Mock(name=name) for name in ("first", "failed", "mends", "next")]
+    rng.generators.return_value = {"default": mock.Mock(), "tensor-parallel": mock.Mock()}
+    calls.CUDAGraph.side_effect = made
+    backend = CudaBackend(rng)
+    graph = backend.graph()
+    made[1].capture_end.side_effect = RuntimeError("the capture failed before")
+    reason = "operation not permitted" if said else "failed before"
+    with pytest.raises(RuntimeError, match=reason), graph.capture():
+        if said:
+            raise RuntimeError("operation not permitted when stream is capturing")
+    place = calls.side.device.index, "a pool"
+    assert calls._C.mock_calls == [
+        mock.call._cuda_endAllocateToPool(*place),
+        mock.call._cuda_releasePool(*place),
+    ]
+    assert cuda._NOT_ENDED == [made[1]] and made[1].reset.called
+    registered = [mock.call(each) for each in rng.generators().values()]
+    assert made[2].register_generator_state.mock_calls == registered and made[2].capture_end.called
+    with backend.graph().capture():
+        pass
+    assert made[3].capture_begin.mock_calls == [
+        mock.call(pool="another pool", capture_error_mode="thread_local")
+    ]
+    assert not calls.empty_cache.called
+
+
+def test_a_device_that_is_lost_is_not_mended_for_ever(calls):
+    calls.CUDAGraph().capture_end.side_effect = RuntimeError("an illegal memory access")
+    backend = CudaBackend()
+    for _ in range(2):
+        calls.graph_pool_handle.side_effect = ["a pool"]
+        with pytest.raises(RuntimeError, match="illegal"):
+            backend.graph()
+    calls.side.wait_stream.side_effect = RuntimeError("an illegal memory access")
+    backend.reset()
+
+
+def test_a_graph_holds_what_no_capture_has_made(calls):
+    backend = CudaBackend()
+    first, second = backend.graph(), backend.graph()
+    given, other = torch.ones(3), torch.ones(3)
+    with first.capture():
+        made = given.view(3) + 1
+        result = made * 2
+    with second.capture():
+        torch.add(result, other, out=result)
+    storages = [StorageWeakRef(each.untyped_storage()) for each in (given, other, made, result)]
+    del given, other, made, result
+    assert [each.expired() for each in storages] == [False, False, True, True]
+    backend.reset()
+    assert all(each.expired() for each in storages)
+
+
+@pytest.mark.parametrize("change", (torch.conj, torch.real, torch.imag, lambda z: z.conj().imag))
+def test_a_weak_tensor_has_what_is_computed_when_it_is_read(calls, change):
+    numbers = torch.randn(4, 6, dtype=torch.complex64)
+    tensor = change(numbers.t()[1:])
+    weak = CudaBackend().weak(tensor)
+    assert torch.equal(weak(), tensor) and (weak().is_conj(), weak().is_neg()) == (
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+    numbers.zero_()
+    assert not weak().any()
 
 
 class Layers:
@@ -214,11 +303,11 @@ def test_recomputed_parts_of_graphs_draw_what_their_forwards_drew(calls, monkeyp
     for graph in forwards:
         with graph.capture():
             outputs.append(layers.forward(x))
-        graph._graph.kernels = layers.taken()
+        graph.graph.kernels = layers.taken()
     for graph, output in zip(backwards, outputs):
         with graph.capture():
             output.sum().backward()
-        graph._graph.kernels = layers.taken()
+        graph.graph.kernels = layers.taken()
     for _ in range(3):
         FakeGraph.drawn = []
         for graph in (*forwards, *backwards):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.corpus import build
+from fastmp.train.graphs import make_graphs
 from fastmp.train.language import pipeline_loss, token_loss
 from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
@@ -182,7 +184,9 @@ def test_experts_over_ranks_cannot_be_captured_whole():
     run_ranks(experts_on_ranks_case, 2)
 
 
-def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd, monkeypatch):
+@pytest.fixture
+def train_recipe(tmp_path, monkeypatch):
+    """Five steps of the recipe with experts, as a rank of them."""
     monkeypatch.setattr("fastmp.train.main.SAMPLE_TOKENS", 4)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
@@ -192,7 +196,7 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
         recipe = parse_arguments(
             [
                 *("--recipe", str(Path(__file__).parents[2] / "configs" / "moe-small.toml")),
-                *("--tp", "2", "--ep", "2", "--steps", "5", "--name", name),
+                *("--tp", str(world_size), "--ep", str(world_size), "--steps", "5", "--name", name),
                 *("--train.log-interval", "1", "--train.eval-interval", "0", "--train.save-interval", "0"),
                 *("--train.run-dir", str(tmp_path), "--data.path", str(tokens), *more),
             ]
@@ -200,9 +204,13 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
         device = torch.device("cpu")
         train(recipe, Runtime(rank=rank, world_size=world_size, local_rank=rank, device=device))
 
-    run_ranks(rank_main, 2, "eager")
+    return rank_main
+
+
+def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd, train_recipe):
+    run_ranks(train_recipe, 2, "eager")
     assert "graphs of" not in capfd.readouterr().out
-    run_ranks(rank_main, 2, "graphs", "--graphs", "--graphs.verify-every", "4")
+    run_ranks(train_recipe, 2, "graphs", "--graphs", "--graphs.verify-every", "4")
     assert "step 3: 8 graphs of 4 runs of segments" in capfd.readouterr().out
     eager, graphs = (
         [
@@ -213,6 +221,36 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
         for name in ("eager", "graphs")
     )
     assert len(eager) == 5 and graphs == eager
+
+
+@pytest.mark.parametrize("fails", (False, True), ids=("well", "in an error"))
+def test_graphs_go_where_training_ends(train_recipe, monkeypatch, fails):
+    trainers, steps = [], Trainer.train
+
+    def watched(trainer, *args, **options):
+        trainers.append(trainer)
+        steps(trainer, *args, **options)
+        assert trainer.graphs.num_graphs == 2
+        if fails:
+            raise ArithmeticError("on purpose")
+
+    monkeypatch.setattr(Trainer, "train", watched)
+    with pytest.raises(ArithmeticError, match="on purpose") if fails else nullcontext():
+        train_recipe(0, 1, "one", "--graphs")
+    (trainer,) = trainers
+    assert trainer.graphs.num_graphs == 0
+    trainer.train_step()
+    trainer.close()
+
+
+def test_an_allocator_that_nccl_cannot_follow(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
+    with pytest.raises(ValueError, match=r"expandable_segments:True .* need NCCL_GRAPH_REGISTER=0"):
+        make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    with pytest.raises(AttributeError, match="chunks"):  # it goes on to the model, of which there is none
+        make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
 
 
 def test_models_without_a_chain_of_layers():
