@@ -59,12 +59,12 @@ class GraphManager:
 
     Hooks of parameters behind their gradient run by hand at every replay, but those of a `GradBuffer`, which
     are in the graph: once in a backward, at its end where layers of several runs have the parameter, and once
-    more where an eager segment uses it too. So do hooks of modules before their forward that have an attribute
-    `by_hand = True`, as hook(module, ()). A layer with any other hook, of its own or of a module in it, runs
-    eagerly as a whole. Hooks may come and go between steps.
+    more where an eager segment uses it too. So do hooks of modules before their forward that have an
+    attribute `by_hand = True`, as hook(module, ()). A layer with any other hook, of its own or of a module in
+    it, runs eagerly as a whole. Hooks may come and go between steps.
 
-    A parameter of two runs, or of one and eager segments, gets two gradients, where eager autograd adds them up
-    first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
+    A parameter of two runs, or of one and eager segments, gets two gradients, where eager autograd adds them
+    up first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
 
     ValueError for a scope that names no segment, and for the backend of another manager. GraphError where
     forwards and backwards come in another order than planned, where a parameter has moved, and where a run is

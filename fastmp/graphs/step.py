@@ -57,7 +57,7 @@ class GraphedStep:
 
     def end(self) -> None:
         """The step is over, perhaps in the middle."""
-        self._ended = True
+        self._ended, self._cursor = True, len(self._variant.slots)
         if self._round >= 0:
             self._variant.drop(self._round)
 

@@ -16,6 +16,7 @@ from fastmp.graphs.errors import GraphError
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import LayerChain
+from fastmp.ops.put_off import WeightQueue, putting_off
 from fastmp.parallel.schedule import order
 
 
@@ -73,6 +74,24 @@ def test_removed_twice_and_on_the_way():
     assert "forward" not in vars(chain) and manager.num_graphs == 0
     eager = step(chain)
     assert torch.equal(step(chain, manager), eager)
+
+
+def test_removed_before_the_gradients_of_weights_are_made():
+    chain, queue = LayerChain([linear()]), WeightQueue()
+    manager = GraphManager(
+        [chain], order(0, 1, 1, schedule="zero_bubble"), backend=RecordingBackend(), warmup=1
+    )
+    for number in range(4):
+        manager.begin_step()
+        with putting_off(queue):
+            total(chain(torch.ones(SHAPE, dtype=torch.float64))).backward()
+        if number < 3:
+            queue.run(queue.take())
+    manager.remove()
+    with pytest.raises(
+        GraphError, match=r"backward_weight.*is about to run, but the end of the step was pla"
+    ):
+        queue.run(queue.take())
 
 
 def test_removed_before_the_last_one_of_the_same_chain():
