@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
@@ -51,6 +52,8 @@ class GraphManager:
     warmup: training steps that run eagerly first, one or more; the last of them shows shapes.
     verify_every: every so many steps each run is held against its segments, run eagerly on the same inputs
         and random numbers, bit for bit; 0: never. All ranks alike, for collectives run twice.
+    group: the ranks that segments have collectives with. In a step that is verified they agree before every
+        forward, and run it twice if all of them replay it: one may have other shapes than others.
 
     `begin_step()` before each training step. Forwards without gradients or in evaluation mode run eagerly. A
     step whose first shapes, or autocast, are new shows them, and has graphs of its own from the next time on
@@ -80,8 +83,9 @@ class GraphManager:
         scope: Sequence[str] | None = None,
         warmup: int = 2,
         verify_every: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.chains, self.order, self.backend = list(chains), tuple(order), backend
+        self.chains, self.order, self.backend, self.group = list(chains), tuple(order), backend, group
         self.warmup, self.verify_every = max(warmup, 1), verify_every
         self.scope = scope
         self._cut()
@@ -225,9 +229,14 @@ class GraphManager:
             return type(chain).forward(chain, *tensors)
         if self._kind is None:
             self._first_seen(tensors)
+        graphed = self._graphed is not None and not (
+            self._standing.switched() or _autocast(tensors) != self._kind[0]
+        )
+        if self._verifier is not None and self.group is not None:
+            self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors))
         if self._variant is None and self._seen is None:
             return type(chain).forward(chain, *tensors)
-        if self._graphed is not None and (self._standing.switched() or _autocast(tensors) != self._kind[0]):
+        if self._graphed is not None and not graphed:
             self._graphed.skip(chunk)
             return type(chain).forward(chain, *tensors)
         others: Tensors = ()
@@ -251,6 +260,16 @@ class GraphManager:
         late = [tensor for tensor, is_theirs in zip(made, theirs) if is_theirs]
         own = iter(_Own.apply(*late) if late else ())
         return tuple([next(own) if is_theirs else tensor for tensor, is_theirs in zip(made, theirs)])
+
+    def _replays(self, chunk: int, tensors: Tensors) -> bool:
+        begins = self._pieces[chunk][0].captured
+        return self._graphed.replays(chunk) and (not begins or self._variant.takes(chunk, 0, tensors))
+
+    def _all_replay(self, own: bool) -> bool:
+        """Whether all ranks of the group do as this one."""
+        replay = torch.tensor(own, dtype=torch.int32, device=self._device)
+        dist.all_reduce(replay, dist.ReduceOp.MIN, group=self.group)
+        return bool(replay)
 
     def _observe(
         self, chunk: int, number: int, run: Piece, tensors: Tensors, keeps: bool

@@ -83,6 +83,13 @@ class GraphedStep:
             made = tuple(tensors[o] if isinstance(o, int) else next(own) for o in captured.outputs)
         return made[: captured.num_tensors], made[captured.num_tensors :]
 
+    def replays(self, chunk: int) -> bool:
+        """Whether the next forward of a chunk is one of graphs that are there."""
+        slot = self._next()
+        if slot is None or slot.kind != FORWARD or slot.step.chunk != chunk:
+            return False
+        return self._variant.graphs_of[slot.round] <= self._variant.done
+
     def skip(self, chunk: int) -> None:
         """All of the next forward of a chunk, and what belongs to it, runs eagerly."""
         slot = self._next()
@@ -144,7 +151,7 @@ class GraphedStep:
                 self._variant.done.add(slot.graph)
                 return made, captured
             captured = self._variant.captured[slot.graph]
-            if self._verifier is None:
+            if self._verifier is None or not self._verifier.wanted:
                 return self._replayed(captured), captured
             needs = [needs for _, needs in self._variant.shapes[slot.step.chunk, slot.run].inputs]
             made = self._verifier.forward(
@@ -253,7 +260,7 @@ class GraphedStep:
 
     def _replay_backward(self, slot: Slot, captured: Captured, static: list[Tensor]) -> list[Tensor | None]:
         gradients = captured.backward
-        if self._verifier is None:
+        if self._verifier is None or slot.key not in self._verifier:
             own = self._replay_gradients(gradients)
         else:
             given = [grad if there else None for grad, there in zip(static, captured.given)]
@@ -296,7 +303,7 @@ class GraphedStep:
                 self._variant.done.add(slot.graph)
                 return
             work = functools.partial(self._replay_gradients, captured.weight)
-            if self._verifier is None:
+            if self._verifier is None or slot.key not in self._verifier:
                 work()
             else:
                 self._verifier.weights(slot, self._runs[slot.step.chunk][slot.run], work)

@@ -34,13 +34,19 @@ class Verifier:
 
     rng: the streams that segments draw from; None: torch's default generators.
 
+    `wanted`: whether the forward that is under way is to be compared; its backward is if it was.
+
     GraphError naming the run, the microbatch and the first tensor that differs. Hooks that run by hand do so
     once, after the comparison.
     """
 
     def __init__(self, rng: RandomStreams | None) -> None:
-        self.rng = rng
+        self.rng, self.wanted = rng, True
         self._eager: dict[tuple[int, int, int], _Eager] = {}
+
+    def __contains__(self, key: tuple[int, int, int]) -> bool:
+        """Whether the backward of this microbatch, chunk and run is to be compared."""
+        return key in self._eager
 
     def forward(
         self,

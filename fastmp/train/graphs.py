@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fastmp.config import Environment, GraphConfig
 from fastmp.graphs.cuda import CudaBackend
@@ -30,8 +31,11 @@ def make_graphs(
     *,
     rng: RngTracker | None,
     device: torch.device,
+    group: ProcessGroup | None = None,
 ) -> GraphManager | None:
     """A manager for what `runner` does with the microbatches of a step; None if `config` wants none.
+
+    group: the ranks of a pipeline stage, which verify steps together.
 
     Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk.
 
@@ -64,6 +68,7 @@ def make_graphs(
         scope=scope,
         warmup=config.warmup,
         verify_every=config.verify_every,
+        group=group,
     )
 
 

@@ -172,6 +172,7 @@ class Trainer:
             GraphConfig() if graphs is None else graphs,
             rng=rng,
             device=self.device,
+            group=self._sharing,
         )
         self._window: _Window | None = None  # what experts did since the last line of the log
         self.step = 0

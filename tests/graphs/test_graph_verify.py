@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from layout_tools import MOE_4, Layout, Training
 from small_tools import SHAPE, assert_same, linear, managed, total, train
 from torch import nn
 
@@ -11,7 +14,10 @@ from fastmp.graphs.errors import GraphError
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import LayerChain
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
+from fastmp.testing import run_ranks
 
 
 def test_buffers_are_as_after_one_forward():
@@ -96,3 +102,33 @@ def test_a_buffer_that_a_graph_leaves_otherwise():
     manager.begin_step()
     with pytest.raises(GraphError, match=r"buffer '1.module.running_mean' is up to 1 from"):
         chain(x)
+
+
+TWO = replace(MOE_4, num_layers=2)  # its auxiliary loss is summed over data-parallel ranks, inside a run
+
+
+def unequal(rank, world, graphs):
+    """In a step, and in a microbatch of another, a rank has fewer rows. With which forwards were verified."""
+    groups = ParallelGroups.create(RankGrid(world_size=world))
+    options = {"verify_every": 1, "group": groups.tp_cp_dp} if graphs else {}
+    training, seen, verified = Training(Layout(TWO, microbatches=2), groups, graphs=graphs, **options), [], []
+    if graphs:
+        agree = training.manager._all_replay
+        training.manager._all_replay = lambda own: verified.append(agree(own)) or verified[-1]
+    for step in range(8):
+        training.pipeline.forget_shapes()
+        rows = {(1, 5): (2, 2), (0, 6): (3, 2)}.get((rank, step), (3, 3))
+        cut = [(a[:n], b[:n], c) for n, (a, b, c) in zip(rows, training.batches(2, sequences=3))]
+        draw, training.batches = training.batches, lambda number, cut=cut: cut
+        seen += training.gradients()
+        training.batches = draw
+        training.optimizer.step()
+    return seen, verified
+
+
+def test_ranks_of_which_one_has_another_shape():
+    """What one did twice alone would meet the other's next collective."""
+    eager, graphed = (run_ranks(unequal, 2, graphs, timeout=60) for graphs in (False, True))
+    for (seen, verified), (expected, _) in zip(graphed, eager):
+        assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+        assert verified == [False] * 5 + [True] * 5 + [False] * 2 + [True, False] + [True] * 2
