@@ -37,7 +37,6 @@ __all__ = ["Backend", "Graph", "GraphError", "GraphManager"]
 
 _MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
 _MOST_VARIANTS = 4  # shapes of a step that have graphs; each has static buffers of its own
-_OWNERS: weakref.WeakValueDictionary[int, GraphManager] = weakref.WeakValueDictionary()  # of backends, by id
 
 
 class GraphManager:
@@ -94,11 +93,13 @@ class GraphManager:
         self._step = -1
         self._verifier: Verifier | None = None
         self._begin()
-        if _OWNERS.setdefault(id(backend), self) is not self:
+        owner = getattr(backend, "owner", None)
+        if owner is not None and owner() is not None:
             raise ValueError(
                 "graphs: the backend is that of another manager, whose graphs it holds; make a backend for "
                 "each manager, or call remove() of the other one first"
             )
+        backend.owner = weakref.ref(self)
         self._forwards = [
             functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain))
             for chunk, chain in enumerate(self.chains)
@@ -153,8 +154,9 @@ class GraphManager:
                 del chain.forward
         self._forget()
         self._begin()
-        if _OWNERS.get(id(self.backend)) is self:
-            del _OWNERS[id(self.backend)]
+        owner = self.backend.owner
+        if owner is not None and owner() is self:
+            self.backend.owner = None
 
     def _forget(self) -> None:
         """All graphs, and shapes that were shown; nothing is in flight."""
@@ -258,7 +260,7 @@ class GraphManager:
         made = (*tensors, *others)
         theirs = [tensor.untyped_storage().data_ptr() in shared for tensor in made]
         late = [tensor for tensor, is_theirs in zip(made, theirs) if is_theirs]
-        own = iter(_Own.apply(*late) if late else ())
+        own = iter(_own(late))
         return tuple([next(own) if is_theirs else tensor for tensor, is_theirs in zip(made, theirs)])
 
     def _replays(self, chunk: int, tensors: Tensors) -> bool:
@@ -322,6 +324,12 @@ def _managed(
     """In place of the forward of a chain, which is not to keep the manager and its graphs."""
     own = manager()
     return type(chain()).forward(chain(), *tensors) if own is None else own._forward(chunk, *tensors)
+
+
+def _own(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if len(tensors) < 2:
+        return [tensor.clone() for tensor in tensors]
+    return _Own.apply(*tensors)
 
 
 class _Own(Function):

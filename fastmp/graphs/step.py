@@ -74,7 +74,7 @@ class GraphedStep:
             tensors = tuple([t.clone() if has else t for t, has in zip(tensors, landed)])
             return run_links(run.links, tensors, run.call)
         self.call_pre_hooks(chunk, number)
-        made = _Through.apply(self, slot, variant.shapes[chunk, number].keeps, self._anchor, *tensors)
+        made = _through(self, slot, variant.shapes[chunk, number].keeps, self._anchor, *tensors)
         captured = variant.captured[slot.graph]
         shared |= captured.places
         self._aliased = captured.aliased
@@ -414,3 +414,7 @@ class _Through(Function):
         for i, copy in zip(copied, copies_of([own[i] for i in copied])):
             own[i] = copy
         return None, None, None, None, *own
+
+
+# As `_Through.apply`, but for its looking through all arguments for what torch.func has wrapped.
+_through = super(Function, _Through).apply

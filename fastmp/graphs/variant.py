@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -28,9 +29,13 @@ class Graph(Protocol):
 
 
 class Backend(Protocol):
-    """What captures and replays. `runs_at_capture`: the work of a capture is done as well as noted."""
+    """What captures and replays.
+
+    runs_at_capture: the work of a capture is done as well as noted. owner: its manager, which sets it.
+    """
 
     runs_at_capture: bool
+    owner: weakref.ref[Any] | None
 
     @property
     def rng(self) -> RandomStreams | None: ...
@@ -128,10 +133,12 @@ def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     if len(into) == 1:
         into[0].copy_(tensors[0])
         return
+    if len({buffer.dtype for buffer in into}) == 1:
+        torch._foreach_copy_(into, tensors)
+        return
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    mixed = any(buffer.dtype is not into[0].dtype for buffer in into)
     for pair in zip(into, tensors):
-        if mixed and all(map(_is_words, pair)):
+        if all(map(_is_words, pair)):
             pair = tuple([each.view(-1).view(torch.int32) for each in pair])
         own = groups.setdefault(pair[0].dtype, ([], []))
         own[0].append(pair[0])

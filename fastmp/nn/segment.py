@@ -144,42 +144,46 @@ def run_links(
     out: where the last segment may leave its first tensor, see `Segment.lands`.
     begun: gets every link before it runs.
     """
+    lands = links[-1] if out is not None and links[-1].segment.lands else None
+    if call is None:
+        return _run_links(links, tensors, lands, out, begun)
     others: Tensors = ()
-    for _, own in groupby(links, _name):
-        part = _Part(list(own), begun)
-        last = part.links[-1]
-        if out is not None and last is links[-1] and last.segment.lands:
-            part.place = out
-        tensors = part(*tensors) if call is None else _tuple(call(part, *tensors))
-        if last.last:
+    for _, own in groupby(links, attrgetter("name")):
+        part = _Part(list(own), lands, out, begun)
+        tensors = _tuple(call(part, *tensors))
+        if part.links[-1].last:
+            tensors, others = tensors[:1], others + tensors[1:]
+    return tensors, others
+
+
+def _run_links(
+    links: Sequence[Link],
+    tensors: Tensors,
+    lands: Link | None,
+    out: torch.Tensor | None,
+    begun: list[Link] | None,
+) -> tuple[Tensors, Tensors]:
+    others: Tensors = ()
+    for link in links:
+        if begun is not None:
+            begun.append(link)
+        with region(link.region):
+            tensors = link.segment.run(*tensors) if link is not lands else link.segment.run(*tensors, out=out)
+        if link.last:
             tensors, others = tensors[:1], others + tuple(tensors[1:])
     return tensors, others
 
 
-_name = attrgetter("name")
-
-
 class _Part:
-    """Segments of a layer as a function. Called again, as to recompute, it makes all tensors anew.
+    """Segments of a layer as a function. Called again, as to recompute, it makes all tensors anew."""
 
-    place: where the last of them may leave its first tensor the first time.
-    """
-
-    def __init__(self, links: list[Link], begun: list[Link] | None) -> None:
-        self.links, self.begun = links, begun
-        self.place: torch.Tensor | None = None
+    def __init__(self, links: list[Link], *options: Any) -> None:
+        self.links, self.options = links, options
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        place, self.place = self.place, None
-        for link in self.links:
-            if self.begun is not None:
-                self.begun.append(link)
-            with region(link.region):
-                if place is not None and link is self.links[-1]:
-                    tensors = link.segment.run(*tensors, out=place)
-                else:
-                    tensors = link.segment.run(*tensors)
-        return tensors
+        options, self.options = self.options, (None, None, None)
+        tensors, others = _run_links(self.links, tensors, *options)
+        return *tensors, *others
 
 
 def _tuple(output: torch.Tensor | Tensors) -> Tensors:

@@ -8,7 +8,7 @@ from graph_tools import DENSE, MOE, train
 
 from fastmp.graphs import manager, step, variant
 from fastmp.graphs.step import GraphedStep
-from fastmp.graphs.variant import copies_of, copy_together
+from fastmp.graphs.variant import copy_together
 from fastmp.nn.segment import run_links
 
 SOME = ("attn", "moe_router", "moe_preprocess")
@@ -19,24 +19,27 @@ HIDDEN = (8, 2, 32)
 def copies(monkeypatch):
     """Shapes of what was copied together, in order, and where it went."""
     seen = {"into graphs": [], "out of chains": [], "to what keeps gradients": []}
-    names = ["into graphs"]
+    others = []  # copies under way that are not into graphs
 
     def note(into, tensors):
-        seen[names[-1]].append([tuple(tensor.shape) for tensor in tensors])
+        if not others:
+            seen["into graphs"].append([tuple(tensor.shape) for tensor in tensors])
         copy_together(into, tensors)
 
     monkeypatch.setattr(variant, "copy_together", note)
-    for name, module in (("out of chains", manager), ("to what keeps gradients", step)):
+    for name, module, function, copy in (
+        ("out of chains", manager, "_own", manager._own),
+        ("to what keeps gradients", step, "copies_of", step.copies_of),
+    ):
 
-        def named(tensors, name=name):
-            if len(tensors) == 1:  # a clone
-                seen[name].append([tuple(tensors[0].shape)])
-            names.append(name)
-            own = copies_of(tensors)
-            names.pop()
+        def named(tensors, name=name, copy=copy):
+            seen[name].append([tuple(tensor.shape) for tensor in tensors])
+            others.append(name)
+            own = copy(tensors)
+            others.pop()
             return own
 
-        monkeypatch.setattr(module, "copies_of", named)
+        monkeypatch.setattr(module, function, named)
     return seen
 
 
