@@ -98,7 +98,7 @@ def test_segments_of_a_layer_that_follow_each_other_are_called_as_one():
         expected = run_links(part, given)
         called.clear()
         asked.clear()
-        seen = run_links((asked.append(link) or link for link in part), given, chain.call)
+        seen = run_links(part, given, chain.call, begun=asked)
         assert called == sizes and asked == part
         assert all(torch.equal(a, b) for a, b in zip(seen[0], expected[0], strict=True))
     assert torch.equal(chain(x)[0], plain(x)[0])
@@ -120,7 +120,7 @@ def test_only_the_first_call_of_a_segment_writes_where_it_may_land():
 
     out, x = torch.empty(2), torch.ones(2)
     chain = LayerChain([Lands(), Lands()], call=twice)
-    (last,), _ = run_links(chain.links(), (x,), chain.call, out)
+    (last,), _ = run_links(chain.links(), (x,), chain.call, out=out)
     assert last is out and out.tolist() == [4.0, 4.0]
     assert [tensor is out for tensor in made] == [False, False, True, False]
 
