@@ -67,7 +67,8 @@ GOALS = (
     Goal("bias_dropout_add", "bfloat16", "both", OURS, 4.5, 2.8),
 )
 SHAPES = dict.fromkeys(
-    ("bias_dropout_add", "bias_dropout_add_backward"), ((8192, 8192), (2048, 12288), (4096, 7168))
+    ("bias_dropout_add", "bias_dropout_add_into", "bias_dropout_add_backward"),
+    ((8192, 8192), (2048, 12288), (4096, 7168)),
 )
 
 
@@ -78,6 +79,8 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
     key = torch.full((), seed, dtype=torch.int64, device=device)
     if op == "bias_dropout_add":
         return (x, x[0].clone(), residual, 0.1, key)
+    if op == "bias_dropout_add_into":
+        return (x, x[0].clone(), residual, 0.1, key, torch.empty_like(residual))
     return (x, 0.1, key, dtype, True)
 
 

@@ -295,8 +295,8 @@ void bias_dropout_add_into(const Tensor& x, std::optional<Tensor> bias, const Te
                ", or their last dimensions differ");
   FASTMP_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == x.size(last) && bias->scalar_type() == x.scalar_type()),
                kOp, ": bias does not have the last size and the dtype of x");
-  FASTMP_CHECK(y.numel() == x.numel() && y.scalar_type() == residual.scalar_type() && y.is_contiguous(), kOp,
-               ": the output does not have the elements and the dtype of the residual, or is not contiguous");
+  FASTMP_CHECK(y.numel() == x.numel() && y.scalar_type() == residual.scalar_type(), kOp,
+               ": the output does not have the elements and the dtype of the residual");
   if (x.numel() == 0) return;
   if (seed && p == 1) {
     torch::stable::copy_(y, residual);
@@ -304,7 +304,9 @@ void bias_dropout_add_into(const Tensor& x, std::optional<Tensor> bias, const Te
   }
   const Rows x_rows(x), residual_rows(residual);
   if (bias) bias = torch::stable::contiguous(*bias);
-  for_tiles(FASTMP_BEST(bias_dropout_add_tile), shared, &x_rows, bias ? &*bias : nullptr, residual_rows, y, nullptr);
+  Tensor out = y.is_contiguous() ? y : fastmp::empty(x.sizes(), residual.scalar_type(), x);
+  for_tiles(FASTMP_BEST(bias_dropout_add_tile), shared, &x_rows, bias ? &*bias : nullptr, residual_rows, out, nullptr);
+  if (!y.is_contiguous()) torch::stable::copy_(y, out);
 }
 
 Tensor bias_dropout_add(const Tensor& x, std::optional<Tensor> bias, const Tensor& residual, double p,

@@ -69,7 +69,7 @@ def reference(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: 
 
 
 def reference_into(*arguments: Any) -> None:
-    """The same, into the last argument: a contiguous tensor that is there already."""
+    """The same, into the last argument, which is there already."""
     arguments[-1].copy_(reference(*arguments[:-1]))
 
 
@@ -254,6 +254,9 @@ def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
 def launch_into(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None, y: Tensor):
     if x.numel() == 0 or (seed is not None and p == 1):
         y.copy_(residual)
+        return
+    if not y.is_contiguous():
+        y.copy_(launch(x, bias, residual, p, seed))
         return
     x_rows, residual_rows = as_rows(x), as_rows(residual)
     bias = None if bias is None else bias.contiguous()
@@ -444,11 +447,9 @@ def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
 
 def _check_out(out: Tensor, residual: Tensor) -> None:
     is_, wanted = (f"{tuple(t.shape)}, {t.dtype} on {t.device}" for t in (out, residual))
-    if is_ != wanted or not out.is_contiguous() or out.requires_grad:
-        raise ValueError(
-            f"bias_dropout_add: out is {is_}, contiguous={out.is_contiguous()}, "
-            f"requires_grad={out.requires_grad}, but must be {wanted}, contiguous and without a gradient"
-        )
+    if is_ != wanted or out.requires_grad:
+        needs = f"requires_grad={out.requires_grad}"
+        raise ValueError(f"bias_dropout_add: out is {is_}, {needs}, but must be {wanted}, without a gradient")
 
 
 @traced("fastmp.bias_dropout_add")
@@ -477,11 +478,10 @@ def bias_dropout_add(
         seed: one int64 number on x's device, of which the mask is a pure function; None draws it from torch's
             default generator of that device, so that torch.manual_seed, `RngTracker.fork` and recomputation
             repeat the mask. Not read, nor drawn, where p is 0.
-        out: a contiguous tensor of x's shape and the residual's dtype, without a gradient of its own, to
-            write the result into; nothing may need what was in it.
+        out: where to write the result, a tensor of x's shape and the residual's dtype without a gradient.
 
     Returns:
-        A contiguous tensor of x's shape and the residual's dtype: `out`, or a new one.
+        `out`, or a new contiguous tensor of x's shape and the residual's dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or p is not a probability.

@@ -65,66 +65,62 @@ def compare(world, grid, *cases):
         assert collectives == next(own for other, own in seen if other == stage)
 
 
-def test_pipelines():
-    both, three = (None, ATTENTION), (None, ATTENTION, SOME)
-    compare(
-        2,
-        {"pp": 2},
-        (Layout(DENSE_4), both),
-        (Layout(DENSE_4, vpp=2), both),
-        (Layout(MOE_4, vpp=2), three),
-    )
+PIPELINE, TENSOR, EXPERT = {"pp": 2}, {"tp": 2}, {"ep": 2}
+FEW = {"microbatches": 2}
+ALL, NONE = (None, ATTENTION, SOME), (None,)
 
-
-def test_pipelines_with_split_backwards_and_recomputation():
-    compare(
-        2,
-        {"pp": 2},
-        (Layout(DENSE_4, schedule=ZERO_BUBBLE), (ATTENTION,)),
-        (Layout(MOE_4, schedule=ZERO_BUBBLE), (None, SOME)),
-        (Layout(DENSE_4, schedule=ZERO_BUBBLE, options=RECOMPUTED), (None, ATTENTION)),
+CASES = {
+    "interleaved": (2, PIPELINE, (Layout(DENSE_4, vpp=2), NONE), (Layout(MOE_4, vpp=2), (None, SOME))),
+    "split backwards": (
+        *(2, PIPELINE, (Layout(MOE_4, schedule=ZERO_BUBBLE), (SOME,))),
+        (Layout(DENSE_4, schedule=ZERO_BUBBLE, options=RECOMPUTED), (ATTENTION,)),
+    ),
+    "tensor": (
+        *(2, TENSOR, (Layout(DENSE_2, **FEW, options=SEQUENCE), (None, ATTENTION))),
+        (Layout(MOE_2, **FEW, options=SEQUENCE), (SOME,)),
+        (Layout(DENSE_2, **FEW, options=SHARDED), (ATTENTION,)),
+    ),
+    "data": (2, {}, (Layout(DENSE_2), NONE), (Layout(MOE_2), (SOME,))),
+    "experts": (2, EXPERT, (Layout(MOE_2), ALL), (Layout(MOE_2, **FEW, options=RECOMPUTED), NONE)),
+    "experts and tensor": (
+        *(4, {**TENSOR, **EXPERT}),
+        (Layout(MOE_2, **FEW, options={**SEQUENCE, **RECOMPUTED}), NONE),
+    ),
+}
+MORE = {
+    "pipelines": (
+        *(2, PIPELINE, (Layout(DENSE_4), (None, ATTENTION)), (Layout(DENSE_4, vpp=2), (ATTENTION,))),
+        (Layout(MOE_4, vpp=2), (ATTENTION,)),
         (Layout(MOE_4, vpp=2, options=RECOMPUTED), (None, SOME)),
-        (Layout(DENSE_4, schedule=ZERO_BUBBLE, own_buffers=False), (None,)),
         (Layout(MOE_4, vpp=2, own_buffers=False), (SOME,)),
-    )
+    ),
+    "split backwards": (
+        *(2, PIPELINE, (Layout(DENSE_4, schedule=ZERO_BUBBLE), (ATTENTION,))),
+        (Layout(MOE_4, schedule=ZERO_BUBBLE), NONE),
+        (Layout(DENSE_4, schedule=ZERO_BUBBLE, options=RECOMPUTED), NONE),
+        (Layout(DENSE_4, schedule=ZERO_BUBBLE, own_buffers=False), NONE),
+    ),
+    "tensor": (
+        *(2, TENSOR, (Layout(DENSE_2, **FEW), NONE), (Layout(MOE_2, **FEW), NONE)),
+        (Layout(MOE_2, **FEW, options=SEQUENCE), NONE),
+        (Layout(DENSE_2, **FEW, options=SHARDED), NONE),
+        (Layout(MOE_2, **FEW, options=SHARDED), (SOME,)),
+    ),
+    "experts": (2, EXPERT, (Layout(MOE_2, **FEW, options=RECOMPUTED), (SOME,))),
+    "experts and tensor": (4, {**TENSOR, **EXPERT}, (Layout(MOE_2, **FEW), NONE)),
+    "interleaved, tensor": (4, {**PIPELINE, **TENSOR}, (Layout(MOE_4, vpp=2, options=SEQUENCE), NONE)),
+}
 
 
-@pytest.mark.parametrize("config", (DENSE_2, MOE_2), ids=("dense", "experts"))
-def test_tensor_parallel(config):
-    part = ATTENTION if config.moe is None else SOME
-    compare(
-        2,
-        {"tp": 2},
-        (Layout(config, microbatches=2), (None,)),
-        (Layout(config, microbatches=2, options=SEQUENCE), (None, part)),
-        (Layout(config, microbatches=2, options=SHARDED), (None, part) if config.moe is None else (part,)),
-    )
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_steps_through_graphs_are_eager_ones(case):
+    compare(*case)
 
 
-def test_data_parallel():
-    compare(2, {}, (Layout(DENSE_2), (None,)), (Layout(MOE_2), (SOME,)))
-
-
-def test_expert_parallel():
-    compare(
-        2,
-        {"ep": 2},
-        (Layout(MOE_2), (None, ATTENTION, SOME)),
-        (Layout(MOE_2, microbatches=2, options=RECOMPUTED), (None, SOME)),
-    )
-
-
-def test_expert_and_tensor_parallel():
-    compare(
-        4,
-        {"tp": 2, "ep": 2},
-        (Layout(MOE_2, microbatches=2), (None,)),
-        (Layout(MOE_2, microbatches=2, options={**SEQUENCE, **RECOMPUTED}), (None,)),
-    )
-
-
-def test_interleaved_pipeline_with_tensor_parallel():
-    compare(4, {"pp": 2, "tp": 2}, (Layout(MOE_4, vpp=2, options=SEQUENCE), (None,)))
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
+def test_steps_on_more_layouts(case):
+    compare(*case)
 
 
 def memory_case(rank, world):

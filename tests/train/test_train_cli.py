@@ -115,20 +115,24 @@ EXPERTS = {
     "model.moe.aux-loss": 0.01,
     "parallel.etp": 1,
 }
+TWO_LAYERS = {**EXPERTS, "model.num-layers": 2}
+BALANCED = {**EXPERTS, "model.moe.sequence-aux-loss": 0.01}
+BIAS = "--model.moe.expert-bias"
 
 
 @pytest.mark.parametrize(
     ("layout", "model", "flags"),
     [
-        ({"tp": 2}, {}, ["--parallel.sequence-parallel"]),
-        ({}, {}, []),
-        ({"tp": 2, "ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
-        ({"ep": 2}, EXPERTS, ["--model.moe.expert-bias"]),
-        ({"pp": 2}, {**EXPERTS, "model.num-layers": 2}, ["--model.moe.expert-bias"]),
-        ({"cp": 2}, {**EXPERTS, "model.moe.sequence-aux-loss": 0.01}, ["--model.moe.expert-bias"]),
-        ({"pp": 2, "vpp": 2, "schedule": "zero_bubble"}, {"model.num-layers": 4}, []),
+        pytest.param({"tp": 2}, {}, ["--parallel.sequence-parallel"], id="tp2"),
+        pytest.param({}, {}, [], id="dp2", marks=pytest.mark.full),
+        pytest.param({"tp": 2, "ep": 2}, EXPERTS, [BIAS], id="tp2 ep2"),
+        pytest.param({"ep": 2}, EXPERTS, [BIAS], id="dp2 ep2", marks=pytest.mark.full),
+        pytest.param({"pp": 2}, TWO_LAYERS, [BIAS], id="pp2", marks=pytest.mark.full),
+        pytest.param({"cp": 2}, BALANCED, [BIAS], id="cp2", marks=pytest.mark.full),
+        pytest.param(
+            {"pp": 2, "vpp": 2, "schedule": "zero_bubble"}, {"model.num-layers": 4}, [], id="pp2 vpp2"
+        ),
     ],
-    ids=["tp2", "dp2", "tp2 ep2", "dp2 ep2", "pp2", "cp2", "pp2 vpp2"],
 )
 def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     """Dense and with experts: the same losses to 1e-4, saved and resumed."""

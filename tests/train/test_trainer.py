@@ -35,9 +35,9 @@ LAYOUTS = [
     (1, 4, False),
     (2, 1, False),
     (2, 1, True),
-    (4, 1, False),
+    pytest.param(4, 1, False, marks=pytest.mark.full),
     (4, 1, True),
-    (2, 2, False),
+    pytest.param(2, 2, False, marks=pytest.mark.full),
     (2, 2, True),
 ]
 
