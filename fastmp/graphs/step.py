@@ -351,11 +351,15 @@ class GraphedStep:
     @torch.no_grad()
     def _add_gradients(gradients: Gradients) -> None:
         """Gradients of parameters become theirs: copies, for the next replay writes where they lie."""
+        sums: tuple[list[Tensor], list[Tensor]] = [], []
         for param, grad in gradients.parameters:
             if param.grad is None:
                 param.grad = grad().clone()
             else:
-                param.grad.add_(grad())
+                sums[0].append(param.grad)
+                sums[1].append(grad())
+        if sums[0]:
+            torch._foreach_add_(*sums)
 
     def _next(self) -> Slot | None:
         """What the plan has next, but for what runs eagerly."""
