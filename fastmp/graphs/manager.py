@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn.parallel import DistributedDataParallel
 
 from fastmp.graphs import pieces
 from fastmp.graphs.errors import GraphError
@@ -213,6 +214,11 @@ class GraphManager:
 
     def _first_seen(self, tensors: Tensors) -> None:
         """The first forward of the step says which kind of step it is."""
+        if DistributedDataParallel._get_active_ddp_module() is not None:
+            raise GraphError(
+                "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
+                "fastmp's GradBuffer, or hooks behind accumulated gradients"
+            )
         self._kind, self._device = (_autocast(tensors), *map(_given, tensors)), tensors[0].device
         if self._step < self.warmup - 1:
             return
@@ -232,7 +238,9 @@ class GraphManager:
         if self._kind is None:
             self._first_seen(tensors)
         graphed = self._graphed is not None and not (
-            self._standing.switched() or _autocast(tensors) != self._kind[0]
+            self._standing.switched()
+            or _autocast(tensors) != self._kind[0]
+            or torch._C._are_functorch_transforms_active()
         )
         if self._verifier is not None and self.group is not None:
             self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors))
@@ -243,16 +251,19 @@ class GraphManager:
             return type(chain).forward(chain, *tensors)
         others: Tensors = ()
         shared: set[int] = set()  # where graphs have left what they made
-        number, keeps = 0, True  # what comes before a chain is not known
+        number, keeps = 0, False
         for piece in self._pieces[chunk]:
             if not piece.captured:
                 given = tensors
-                tensors, more = self._between(chunk, number, piece, tensors)
+                tensors, more = self._between(chunk, number, piece, tensors, shared)
                 if self._variant is None:
-                    keeps = number == 0 or pieces.keeps_gradients(given, tensors)
+                    keeps |= pieces.keeps_gradients(piece, given, tensors)
             else:
                 if self._variant is None:
-                    tensors, more = self._observe(chunk, number, piece, tensors, keeps)
+                    given = tensors
+                    # What comes before a chain is not known.
+                    tensors, more = self._observe(chunk, number, piece, tensors, keeps or number == 0)
+                    keeps |= any(t is each for t in (*tensors, *more) for each in given)
                 else:
                     tensors, more = self._through_graph(chunk, number, piece, tensors, shared)
                 number += 1
@@ -285,22 +296,27 @@ class GraphManager:
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
         shapes = Shapes(inputs, outputs, [*run.begins, *called], watched, keeps)
         place = chunk, number
-        self._even &= self._seen.setdefault(place, shapes)[:3] == shapes[:3]
+        before = self._seen.get(place, shapes)
+        self._even &= before[:3] == shapes[:3]
+        self._seen[place] = before._replace(keeps=before.keeps or keeps)
         self._arrived.setdefault(place, list(outputs))
         for i, output in enumerate(made):
             output.register_hook(functools.partial(self._note_gradient, place, i))
         return handed_on, others
 
-    def _note_gradient(self, place: tuple[int, int], i: int, grad: Tensor) -> None:
-        self._reached.add(place)
-        self._arrived[place][i] = spec_of(grad)
+    def _note_gradient(self, place: tuple[int, int], i: int, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._reached.add(place)
+            self._arrived[place][i] = spec_of(grad)
 
-    def _between(self, chunk: int, number: int, piece: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def _between(
+        self, chunk: int, number: int, piece: Piece, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
         """What runs eagerly before run `number`."""
         pieces.call_pre_hooks(piece.begins)
         if self._graphed is None:
             return run_links(piece.links, tensors, piece.call)
-        return self._graphed.between(chunk, number, piece, tensors)
+        return self._graphed.between(chunk, number, piece, tensors, shared)
 
     def _through_graph(
         self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]

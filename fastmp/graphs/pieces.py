@@ -175,8 +175,13 @@ def renew_accumulators(params: Sequence[nn.Parameter]) -> None:
         param.data = data
 
 
-def keeps_gradients(inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
-    """Whether a leaf between the two takes a gradient that reaches it for its own: it has no `main_grad`."""
+def keeps_gradients(piece: Piece, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
+    """Whether a leaf between the two may take a gradient that reaches it for its own: it has no `main_grad`.
+
+    A parameter of the piece may be used in some steps only; a leaf from elsewhere is seen if it was used.
+    """
+    if not all(hasattr(param, "main_grad") for param in piece.parameters):
+        return True
     seen = {tensor.grad_fn for tensor in inputs}
     nodes = [tensor.grad_fn for tensor in outputs]
     while nodes:

@@ -121,6 +121,7 @@ class GraphPlan:
     buffers: tuple[TensorSpec, ...]
     replays: tuple[Replay, ...]
     leases: tuple[Lease, ...]
+    ends: tuple[int, ...]  # how many replays are over each time that nothing is in flight
 
     @property
     def num_graphs(self) -> int:
@@ -133,13 +134,9 @@ class GraphPlan:
 
     def rounds(self) -> Iterator[range]:
         """The replays, cut wherever nothing is in flight. Two rounds have all graphs in common, or none."""
-        start, in_flight = 0, 0
-        for i, replay in enumerate(self.replays):
-            if self.chunks[replay.step.chunk][replay.run].gradients is not None:
-                in_flight += (replay.step.kind == FORWARD) - (replay.step.kind in (BACKWARD, BACKWARD_WEIGHT))
-            if not in_flight:
-                yield range(start, i + 1)
-                start = i + 1
+        for start, end in pairwise((0, *self.ends)):
+            if start < end:
+                yield range(start, end)
 
     def inputs(self, spec: TensorSpec | None = None) -> int:
         """How many buffers hold inputs of forwards, of all specs or of one."""
@@ -158,7 +155,7 @@ def plan(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> GraphPla
     `chunks` does not have.
     """
     chunks = tuple(tuple(RunSpec(*run) for run in chunk) for chunk in chunks)
-    pool, replays, leases = _Pool(), [], []
+    pool, replays, leases, ends = _Pool(), [], [], []
     captured: dict[tuple[Step, ...], int] = {}  # the first graph of a round
     for steps in _rounds([Step(*step) for step in order], len(chunks)):
         graph = captured.setdefault(_renumbered(steps), 1 + max((r.graph for r in replays), default=-1))
@@ -182,7 +179,8 @@ def plan(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> GraphPla
                     for lease in leases_of:
                         leases.append(lease._replace(last=now))
                         pool.give_back(lease.buffer)
-    return GraphPlan(chunks, tuple(pool.specs), tuple(replays), tuple(leases))
+        ends.append(len(replays))
+    return GraphPlan(chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
 
 
 def problems(plan: GraphPlan) -> Iterator[str]:

@@ -28,8 +28,9 @@ class Standing:
         for module in self._modules:
             self._held += [(module._modules, key, child, 0) for key, child in module._modules.items()]
             for own in (module._parameters, module._buffers):
-                tensors = [(key, tensor) for key, tensor in own.items() if tensor is not None]
-                self._held += [(own, key, tensor.data_ptr(), _main(tensor)) for key, tensor in tensors]
+                self._held += [(own, key, *_place(tensor)) for key, tensor in own.items()]
+        self._holders = [own for m in self._modules for own in (m._modules, m._parameters, m._buffers)]
+        self._sizes = list(map(len, self._holders))
         self._training, self._trained = self._now()
 
     def _now(self) -> tuple[list[bool], list[bool]]:
@@ -44,13 +45,16 @@ class Standing:
         return list(map(_training, self._modules)) != self._training
 
     def moved(self) -> str | None:
-        """The name of something that is not where it was."""
+        """The name of something that is not where it was, or of something new."""
         for holder, key, place, main in self._held:
             now = holder.get(key)
             if now is not place and not (
                 isinstance(now, Tensor) and now.data_ptr() == place and _main(now) == main
             ):
                 return next(self._names(holder, key), key)
+        for holder, size in zip(self._holders, self._sizes):
+            if len(holder) > size:
+                return next(self._names(holder, list(holder)[size]))
         return None
 
     def _names(self, holder: dict[str, Any], key: str) -> Iterator[str]:
@@ -58,6 +62,10 @@ class Standing:
             for name, module in chain.named_modules():
                 if any(holder is own for own in (module._modules, module._parameters, module._buffers)):
                     yield f"{f'{name}.{key}'.lstrip('.')!r} of chunk {chunk}"
+
+
+def _place(tensor: Tensor | None) -> tuple[int | None, int]:
+    return (None, 0) if tensor is None else (tensor.data_ptr(), _main(tensor))
 
 
 def _main(tensor: Tensor) -> int:

@@ -15,8 +15,18 @@ from torch.autograd import Function, Variable
 
 from fastmp.graphs import pieces
 from fastmp.graphs.errors import CaptureError, GraphError
-from fastmp.graphs.pieces import Piece, hooks_aside, spec_of
-from fastmp.graphs.variant import Backend, Captured, Gradients, Graph, Slot, Variant, Weak, copies_of
+from fastmp.graphs.pieces import Piece, hooks_aside
+from fastmp.graphs.variant import (
+    Backend,
+    Captured,
+    Gradients,
+    Graph,
+    Slot,
+    Variant,
+    Weak,
+    copies_of,
+    copy_together,
+)
 from fastmp.graphs.verify import Verifier
 from fastmp.nn.segment import Link, Tensors, run_links
 from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
@@ -49,7 +59,9 @@ class GraphedStep:
         self._in_flight: set[Key] = set()  # forwards whose backward has not been
         self._eagerly: set[Key] = set()
         self._aliased = False  # outputs of the last run
-        self._left: set[int] = set()  # addresses of gradients that backwards of this round left at capture
+        # Gradients that backwards of this round left at capture, by address. They are held, as those of a
+        # replay are, so that autograd does not add others to them in place.
+        self._left: dict[int, Tensor] = {}
         # By run and by graph: modules, and parameters, with hooks that run by hand.
         self._hooked: dict[tuple[int, int], list[nn.Module]] = {}
         self._by_hand: dict[int, tuple[list[pieces.Hooked], list[pieces.Hooked]]] = {}  # at once, late
@@ -58,6 +70,7 @@ class GraphedStep:
     def end(self) -> None:
         """The step is over, perhaps in the middle."""
         self._ended, self._cursor = True, len(self._variant.slots)
+        self._left.clear()
         if self._round >= 0:
             self._variant.drop(self._round)
 
@@ -97,13 +110,17 @@ class GraphedStep:
             runs = range(len(self._runs[chunk]))
             self._eagerly |= {(slot.step.microbatch, chunk, run) for run in runs}
 
-    def between(self, chunk: int, number: int, piece: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def between(
+        self, chunk: int, number: int, piece: Piece, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
         """What runs eagerly before run `number`. It may leave its first tensor in the static input of the
         run, if the forward of that is what comes next: then nobody holds it."""
         slot = self._next()
         lands = slot is not None and slot.kind == FORWARD and (slot.step.chunk, slot.run) == (chunk, number)
         versions = [tensor._version for tensor in tensors] if self._aliased else []
-        out = slot.static[0].detach() if lands else None
+        out = slot.static[0].detach() if lands and piece.links[-1].segment.lands else None
+        if out is not None:
+            shared.add(out.untyped_storage().data_ptr())
         made = run_links(piece.links, tensors, piece.call, out=out)
         if versions and versions != [tensor._version for tensor in tensors]:
             raise GraphError(
@@ -123,8 +140,9 @@ class GraphedStep:
         by_hand = self._by_hand.get(slot.graph)
         if by_hand is None:
             hooked = pieces.hooks_by_hand(gradients.reached)
-            runs = self._runs[slot.step.chunk] if hooked else ()
-            others = {p for i, run in enumerate(runs) if i != slot.run for p in run.parameters}
+            own = self._runs[slot.step.chunk][slot.run]
+            runs = [run for runs in self._runs for run in runs if run is not own] if hooked else []
+            others = {param for run in runs for param in run.parameters}
             late = [each for each in hooked if each[1] in others]
             by_hand = self._by_hand[slot.graph] = [each for each in hooked if each not in late], late
         now, late = by_hand
@@ -210,6 +228,9 @@ class GraphedStep:
         if forward.key not in self._in_flight:
             raise GraphError(f"graphs: the backward of the {forward.name} runs twice")
         captured = self._variant.captured[forward.graph]
+        planned = self._variant.plan.chunks[forward.step.chunk][forward.run].gradients
+        if planned is None and all(grad is None for grad in grads):  # eager code has made none
+            return [None] * len(forward.static)
         if captured.trained and not torch._C._will_engine_execute_node(self._accumulates):
             raise GraphError(
                 f"graphs: gradients of some tensors alone are asked for behind the {forward.name}, whose "
@@ -221,8 +242,11 @@ class GraphedStep:
         in_place = self._left_by_graphs(slot, grads) if captured.backward is None else []
         for place in in_place:
             self._variant.read_in_place(slot.graph, place, grads[place])
-        static = slot.fill(grads)
         given = [grad is not None for grad in grads]
+        astray = slot.astray(grads) if slot.in_place else []
+        if astray:
+            grads, kept = self._make_room(slot, astray, grads)
+        static = slot.fill(grads)
         with region(slot.region):
             if captured.backward is None:
                 captured.given = given
@@ -239,6 +263,8 @@ class GraphedStep:
                 )
             else:
                 own = self._replay_backward(slot, captured, static)
+        if astray:  # others may read there what the other graph has left
+            copy_together([static[place] for place in astray], kept)
         if slot.kind == BACKWARD_INPUT:
             queue = putting_off_to()
             if queue is None:
@@ -253,10 +279,26 @@ class GraphedStep:
         """Which gradients came here from another graph without a copy, through whatever runs eagerly."""
         found = []
         for place, (buffer, grad) in enumerate(zip(slot.static, grads, strict=True)):
-            if grad is not None and grad.data_ptr() in self._left and spec_of(grad) == spec_of(buffer):
-                self._left.remove(grad.data_ptr())  # one reader: it is written to where a step differs
+            if grad is None or grad.data_ptr() not in self._left or grad.is_conj() or grad.is_neg():
+                continue
+            if (grad.shape, grad.dtype, grad.stride()) == (buffer.shape, buffer.dtype, buffer.stride()):
+                del self._left[grad.data_ptr()]  # one reader: it is written to where a step differs
                 found.append(place)
         return found
+
+    @staticmethod
+    def _make_room(
+        slot: Slot, astray: Sequence[int], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor]]:
+        """Copies of the gradients, some of which may lie where others have to go; and of what lies there."""
+        if slot.kind != BACKWARD:  # the backward of the weights reads there as well, later
+            raise GraphError(
+                f"graphs: a gradient comes to the {slot.name} in another way than when it was captured; "
+                "where backwards are split, eager segments must do alike in all steps"
+            )
+        return [grad if grad is None else grad.clone() for grad in grads], [
+            slot.static[place].clone() for place in astray
+        ]
 
     def _replay_backward(self, slot: Slot, captured: Captured, static: list[Tensor]) -> list[Tensor | None]:
         gradients = captured.backward
@@ -280,12 +322,16 @@ class GraphedStep:
         def work() -> None:
             roots = [i for i, given in enumerate(captured.given) if given]
             torch.autograd.backward([captured.live[i] for i in roots], [static[i] for i in roots])
+            storages = {each.untyped_storage().data_ptr() for each in static}
+            for each in captured.static:
+                if each.grad is not None and each.grad.untyped_storage().data_ptr() in storages:
+                    each.grad = each.grad.clone()
             if captured.queue is not None and slot.kind == BACKWARD:
                 WeightQueue.run(captured.queue.take())
 
         captured.backward = self._capture_gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
-        self._left |= {grad.data_ptr() for grad in own if grad is not None}
+        self._left = {grad.data_ptr(): grad for grad in own if grad is not None}
         captured.backward.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]
         for each in captured.static:
             each.grad = None  # a graph may hold on to what it reads

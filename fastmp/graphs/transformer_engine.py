@@ -137,7 +137,9 @@ class TransformerEngineManager(GraphManager):
             for place, each in zip(wanted.samples, made, strict=True)
         }
 
-    def _between(self, chunk: int, number: int, piece: Piece, tensors: Tensors) -> tuple[Tensors, Tensors]:
+    def _between(
+        self, chunk: int, number: int, piece: Piece, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
         pieces.call_pre_hooks(piece.begins)
         return run_links(piece.links, tensors, piece.call)
 

@@ -93,10 +93,14 @@ class Gradients:
 class Slot:
     """A replay of the plan, with what every step asks of it: kept flat, for it is asked at every replay.
 
-    static: where its graph reads: the buffers of the plan, but for what another graph leaves in the pool.
+    static: where its graph reads: the buffers of the plan, but at the places `in_place`, which another graph
+        writes to.
     """
 
-    __slots__ = ("addresses", "graph", "key", "kind", "name", "region", "round", "run", "static", "step")
+    __slots__ = (
+        *("addresses", "graph", "in_place", "key", "kind", "name", "region", "round", "run", "static"),
+        "step",
+    )
 
     def __init__(self, replay: Replay, name: str, buffers: Sequence[Tensor], round: int) -> None:
         self.step, self.run, self.graph, self.round = replay.step, replay.run, replay.graph, round
@@ -106,6 +110,7 @@ class Slot:
         self.region = f"fastmp.graph.{self.name}"
         self.static = [buffers[buffer] for buffer in replay.buffers]
         self.addresses = [buffer.data_ptr() for buffer in self.static]
+        self.in_place: frozenset[int] = frozenset()
 
     def fill(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The static buffers, with the tensors in them: those not in place are copied, together. Called where
@@ -122,9 +127,22 @@ class Slot:
             copy_together(late, new)
         return self.static
 
-    def reads(self, place: int, tensor: Tensor) -> None:
-        """From now on in `tensor`, and not in a buffer of the plan."""
+    def astray(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        """Those of `in_place` where the other graph has not left the tensor this time."""
+        return [
+            place
+            for place in self.in_place
+            if (tensor := tensors[place]) is None
+            or tensor.data_ptr() != self.addresses[place]
+            or tensor.stride() != self.static[place].stride()
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ]
+
+    def reads(self, place: int, tensor: Tensor, in_place: bool) -> None:
+        """From now on in `tensor`: a buffer of the plan, or what another graph writes to."""
         self.static[place], self.addresses[place] = tensor, tensor.data_ptr()
+        self.in_place = self.in_place | {place} if in_place else self.in_place - {place}
 
 
 def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
@@ -157,8 +175,9 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_words(tensor: Tensor) -> bool:
+    places = tensor.nbytes, tensor.data_ptr(), tensor.storage_offset() * tensor.element_size()
     lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.is_contiguous() and not lazy and not tensor.nbytes % 4 and not tensor.data_ptr() % 4
+    return tensor.is_contiguous() and not lazy and not any(place % 4 for place in places)
 
 
 class Variant:
@@ -208,7 +227,7 @@ class Variant:
         replayed: the graphs of a round follow each other as they were captured."""
         for slot in self.slots:
             if slot.graph == graph:
-                slot.reads(place, weak)
+                slot.reads(place, weak, in_place=True)
 
     def drop(self, number: int) -> None:
         """The graphs of a round, unless there are all of them."""
@@ -222,7 +241,7 @@ class Variant:
         for slot, replay in zip(self.slots, self.plan.replays):
             if slot.graph in graphs:
                 for place, buffer in enumerate(replay.buffers):
-                    slot.reads(place, self.buffers[buffer])
+                    slot.reads(place, self.buffers[buffer], in_place=False)
 
 
 def _expected(spec: TensorSpec, needs: bool) -> tuple:

@@ -29,7 +29,7 @@ class Plus(nn.Module):
 
 
 class Parts(SegmentedLayer):
-    """Segments by (name, whether it can be captured, function of the layer and its tensors)."""
+    """Segments by (name, whether it can be captured, function of the layer and its tensors[, lands])."""
 
     def __init__(self, *parts, **modules):
         super().__init__()
@@ -39,8 +39,8 @@ class Parts(SegmentedLayer):
 
     def segments(self):
         return tuple(
-            Segment(name, lambda *x, run=run: run(self, *x), capturable)
-            for name, capturable, run in self.parts
+            Segment(name, lambda *x, run=run, **out: run(self, *x, **out), capturable, lands=bool(lands))
+            for name, capturable, run, *lands in self.parts
         )
 
 
