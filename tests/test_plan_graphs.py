@@ -14,7 +14,6 @@ import torch
 from fastmp import plan as command
 from fastmp.config import DataConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.layout import make_grid, problems
-from fastmp.nn import GPT, gpt_stages
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -25,7 +24,7 @@ from fastmp.plan.segments import runs, whole_runs
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing import run_ranks
 from fastmp.train.graphs import make_graphs
-from fastmp.train.language import pipeline_loss, token_loss
+from fastmp.train.language import gpt_and_loss
 from fastmp.train.microbatches import Chunks, WholeModel
 
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
@@ -92,14 +91,11 @@ def seen_case(rank, world, made, scope):
     groups = ParallelGroups.create(make_grid(made, world)) if world > 1 else None
     layout, number = made.parallel, shapes_of(made, world).num_microbatches
     rng = RngTracker(1)
-    options = {"sequence_parallel": layout.sequence_parallel, "recompute": layout.recompute}
-    options |= {"groups": groups, "rng": rng}
+    model, loss = gpt_and_loss(made.model, groups, layout, rng=rng)
     if layout.pp * layout.vpp == 1:
-        runner = WholeModel(GPT(made.model, **options), token_loss)
+        runner = WholeModel(model, loss)
     else:
-        stages = gpt_stages(made.model, vpp=layout.vpp, layers=layout.stage_layers, **options)
-        loss = pipeline_loss(stages, groups, layout)
-        runner = Chunks(stages, loss, groups=groups, num_microbatches=number)
+        runner = Chunks(model, loss, groups=groups, num_microbatches=number)
     config = GraphConfig(enabled=True, scope=scope, warmup=1)
     manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"))
     manager.begin_step()

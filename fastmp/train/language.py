@@ -7,26 +7,42 @@ this rank's shard of the padded vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.config import ParallelConfig
+from fastmp.config import GPTConfig, ParallelConfig
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
-from fastmp.nn.stages import GPTStage, layers_of_stages, sum_tied_gradients
+from fastmp.nn.stages import GPTStage, gpt_stages, layers_of_stages, sum_tied_gradients
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.context import cut_sequence, own_positions
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import orders
 from fastmp.train.data import IGNORE_INDEX
-from fastmp.train.microbatches import Batch, ExpertStats, PipelineLoss
+from fastmp.train.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
 
-__all__ = ["next_logits", "pipeline_loss", "pipeline_next_logits", "token_loss"]
+__all__ = ["gpt_and_loss", "next_logits", "pipeline_loss", "pipeline_next_logits", "token_loss"]
+
+
+def gpt_and_loss(
+    config: GPTConfig, groups: ParallelGroups | None, layout: ParallelConfig, **options: Any
+) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
+    """A GPT as `layout` says, whole or this rank's stages of it, and its loss. `options`: others of `GPT`."""
+    options |= {
+        "groups": groups,
+        "sequence_parallel": layout.sequence_parallel,
+        "recompute": layout.recompute,
+        "shard_recompute_input": layout.shard_recompute_input,
+    }
+    if layout.pp * layout.vpp == 1:
+        return GPT(config, **options), token_loss
+    stages = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
+    return stages, pipeline_loss(stages, groups, layout)
 
 
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fastmp.config import Environment, Recipe
 from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import GPT, flops_per_token, num_parameters
-from fastmp.nn.stages import GPTStage, gpt_stages
+from fastmp.nn.stages import GPTStage
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -33,7 +33,7 @@ from fastmp.parallel.runtime import Runtime, init, main_guard
 from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
-from fastmp.train.language import next_logits, pipeline_loss, pipeline_next_logits, token_loss
+from fastmp.train.language import gpt_and_loss, next_logits, pipeline_next_logits
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
 from fastmp.train.plot import plot_loads, plot_loss
@@ -189,23 +189,13 @@ def build_model(
     dtype "auto" is bfloat16 on a GPU and float32 elsewhere. The weights are the same on every layout; what is
     drawn later differs from stage to stage.
     """
-    layout = recipe.parallel
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    options: dict[str, Any] = {
-        "groups": groups,
-        "rng": rng,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
-        "shard_recompute_input": layout.shard_recompute_input,
-        "device": device,
-        "dtype": DTYPES.get(recipe.train.dtype, auto),
-    }
-    if layout.pp * layout.vpp == 1:
-        return GPT(recipe.model, **options), token_loss
-    stages = gpt_stages(recipe.model, vpp=layout.vpp, layers=layout.stage_layers, **options)
-    own = RngTracker(recipe.train.seed, device=device, pp_rank=group_rank(groups.pp), **_streams(groups))
-    rng.restore(own.states())
-    return stages, pipeline_loss(stages, groups, layout)
+    options = {"rng": rng, "device": device, "dtype": DTYPES.get(recipe.train.dtype, auto)}
+    model, loss = gpt_and_loss(recipe.model, groups, recipe.parallel, **options)
+    if isinstance(loss, PipelineLoss):
+        own = RngTracker(recipe.train.seed, device=device, pp_rank=group_rank(groups.pp), **_streams(groups))
+        rng.restore(own.states())
+    return model, loss
 
 
 def _streams(groups: ParallelGroups) -> dict[str, int]:

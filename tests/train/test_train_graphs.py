@@ -13,8 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
-from fastmp.nn.models import GPT
-from fastmp.nn.stages import gpt_stages
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -23,7 +21,7 @@ from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.corpus import build
 from fastmp.train.graphs import make_graphs
-from fastmp.train.language import pipeline_loss, token_loss
+from fastmp.train.language import gpt_and_loss
 from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
@@ -43,13 +41,7 @@ ON = GraphConfig(enabled=True, verify_every=5)
 def run(graphs, groups=None, layout=ONE, config=CONFIG, steps=8, device="cpu"):
     """All numbers of some steps and of an evaluation among them, and the manager."""
     rng = RngTracker(3, tp_rank=0 if groups is None else group_rank(groups.tp), device=device)
-    options = {"groups": groups, "rng": rng, "dtype": torch.float64, "device": device}
-    options |= {"recompute": layout.recompute, "sequence_parallel": layout.sequence_parallel}
-    if layout.pp * layout.vpp == 1:
-        model, loss = GPT(config, **options), token_loss
-    else:
-        model = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
-        loss = pipeline_loss(model, groups, layout)
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
     seen = []

@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import NoDeviceCopies, Samples
 
 from fastmp.config import GPTConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from fastmp.nn.models import GPT
 from fastmp.nn.stages import gpt_stages
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
@@ -22,7 +21,7 @@ from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.checkpoint import CheckpointError
 from fastmp.train.generate import generate
-from fastmp.train.language import next_logits, pipeline_loss, pipeline_next_logits, token_loss
+from fastmp.train.language import gpt_and_loss, next_logits, pipeline_loss, pipeline_next_logits
 from fastmp.train.microbatches import PipelineLoss, evaluation_mode, named_parameters
 from fastmp.train.tokenize import ByteTokenizer
 from fastmp.train.trainer import Trainer
@@ -75,13 +74,7 @@ def make_trainer(
     cp = {} if groups is None or groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp), **cp)
     layout = ParallelConfig() if layout is None else layout
-    options = {"groups": groups, "rng": rng, "dtype": dtype}
-    options |= {"sequence_parallel": layout.sequence_parallel, "recompute": layout.recompute}
-    if layout.pp * layout.vpp == 1:
-        model, loss = GPT(config, **options), token_loss
-    else:
-        model = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
-        loss = pipeline_loss(model, groups, layout)
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
     dp = 1 if groups is None else group_size(groups.dp)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     data = Samples(micro_batch // dp, strides=3)
