@@ -59,6 +59,7 @@ sanitize:
 lint:
 	@$(SETUP) dev
 	$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
 	$(VENV) -m mypy
 
 # After a change in csrc/: compiles what changed and installs fastmp editable.

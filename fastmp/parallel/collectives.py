@@ -72,8 +72,10 @@ def split_to_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int = 
     """
     size = group_size(group)
     if x.shape[dim] % size:
-        raise ValueError(f"split_to_group: dimension {dim} has size {x.shape[dim]}, which a group of {size} "
-                         "does not divide")
+        raise ValueError(
+            f"split_to_group: dimension {dim} has size {x.shape[dim]}, which a group of {size} "
+            "does not divide"
+        )
     return x if size == 1 else _Split.apply(x, group, dim)
 
 
@@ -151,9 +153,11 @@ def _first_problem(problem: str, send: list[int], receive: list[int], group: dis
     for source, (_, sent, _) in enumerate(everyones):
         for target, (_, _, expected) in enumerate(everyones):
             if sent[target] != expected[source]:
-                return (f"rank {source} of the group sends {sent[target]} rows to rank {target}, which "
-                        f"expects {expected[source]}; send_sizes are {[s for _, s, _ in everyones]}, "
-                        f"receive_sizes {[r for _, _, r in everyones]}")
+                return (
+                    f"rank {source} of the group sends {sent[target]} rows to rank {target}, which "
+                    f"expects {expected[source]}; send_sizes are {[s for _, s, _ in everyones]}, "
+                    f"receive_sizes {[r for _, _, r in everyones]}"
+                )
     return ""
 
 
@@ -259,9 +263,7 @@ class _AllToAll(Function):
 
 
 @traced("fastmp.collective.all_to_all")
-def _exchange(
-    x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
-) -> torch.Tensor:
+def _exchange(x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     arrived = x.new_empty((sum(receive), *x.shape[1:]))
     dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group)
     return arrived
@@ -275,8 +277,9 @@ def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
     Under torch.compile nothing is overlapped here (the compiler orders communication) and the result is None.
     """
     if not x.is_contiguous():
-        raise ValueError(f"all_reduce_: a tensor of shape {tuple(x.shape)} and strides {x.stride()} is not "
-                         "contiguous")
+        raise ValueError(
+            f"all_reduce_: a tensor of shape {tuple(x.shape)} and strides {x.stride()} is not contiguous"
+        )
     if overlap and not torch.compiler.is_compiling():
         return dist.all_reduce(x, group=group, async_op=True)
     dist.all_reduce(x, group=group)
@@ -306,8 +309,10 @@ def reduce_scatter(
     """
     size = group.size()
     if x.shape[0] % size:
-        raise ValueError(f"reduce_scatter_sequence: dimension 0 has size {x.shape[0]}, which a group of "
-                         f"{size} does not divide")
+        raise ValueError(
+            f"reduce_scatter_sequence: dimension 0 has size {x.shape[0]}, which a group of "
+            f"{size} does not divide"
+        )
     part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
     scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
     if overlap and not torch.compiler.is_compiling():

@@ -70,8 +70,9 @@ class ParallelAttributes(NamedTuple):
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
     """The marks of `param`; those of a replicated parameter with a complete gradient where there are none."""
-    return ParallelAttributes(*(getattr(param, name, default)
-                                for name, default in ParallelAttributes._field_defaults.items()))
+    return ParallelAttributes(
+        *(getattr(param, name, default) for name, default in ParallelAttributes._field_defaults.items())
+    )
 
 
 def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
@@ -106,8 +107,10 @@ class ParallelModule(GroupModule):
         """This rank's part of `total`; ValueError where the ranks (times the stride) do not divide it."""
         if total % (self.tp_size * stride):
             pieces = f" times stride {stride}" if stride != 1 else ""
-            raise ValueError(f"{type(self).__name__}: {name} {total} is not divisible by the {self.tp_size} "
-                             f"ranks of its group{pieces}")
+            raise ValueError(
+                f"{type(self).__name__}: {name} {total} is not divisible by the {self.tp_size} "
+                f"ranks of its group{pieces}"
+            )
         return total // self.tp_size
 
     def _marks(self) -> dict[str, ParallelAttributes]:
@@ -150,21 +153,26 @@ class ParallelModule(GroupModule):
         self.train(module.training)
 
     @torch.no_grad()
-    def _init_weight(self, full_shape: tuple[int, int], init_method: InitMethod, init: str,
-                     rng: RngTracker | None) -> None:
+    def _init_weight(
+        self, full_shape: tuple[int, int], init_method: InitMethod, init: str, rng: RngTracker | None
+    ) -> None:
         """Fill `self.weight`: its slice of a full weight from the default stream, or drawn as a shard."""
         name, weight, marks = type(self).__name__, self.weight, self._marks()["weight"]
         if init not in ("full", "sharded"):
             raise ValueError(f'{name}: init is "full" or "sharded", not {init!r}')
         if init == "sharded" and self.tp_size > 1:
             if rng is None:
-                raise ValueError(f'{name}: init="sharded" needs rng=: without its tensor-parallel stream the '
-                                 f"{self.tp_size} ranks of the group would draw equal shards")
+                raise ValueError(
+                    f'{name}: init="sharded" needs rng=: without its tensor-parallel stream the '
+                    f"{self.tp_size} ranks of the group would draw equal shards"
+                )
             function = getattr(init_method, "func", init_method)  # of a functools.partial
             if function in _SHAPE_DEPENDENT:
-                raise ValueError(f"{name}: init_method {function.__name__} takes its scale from the shape, "
-                                 f"and the shard's is {tuple(weight.shape)}, the weight's {full_shape}; use "
-                                 'init="full", or a method that knows the full shape')
+                raise ValueError(
+                    f"{name}: init_method {function.__name__} takes its scale from the shape, "
+                    f"and the shard's is {tuple(weight.shape)}, the weight's {full_shape}; use "
+                    'init="full", or a method that knows the full shape'
+                )
         if weight.is_meta:
             return
         if init == "full":
@@ -179,13 +187,26 @@ class ParallelModule(GroupModule):
                 init_method(weight)
 
 
-_SHAPE_DEPENDENT = (nn.init.xavier_normal_, nn.init.xavier_uniform_, nn.init.kaiming_normal_,
-                    nn.init.kaiming_uniform_, nn.init.orthogonal_)
+_SHAPE_DEPENDENT = (
+    nn.init.xavier_normal_,
+    nn.init.xavier_uniform_,
+    nn.init.kaiming_normal_,
+    nn.init.kaiming_uniform_,
+    nn.init.orthogonal_,
+)
 
 
 class _ParallelLinear(ParallelModule):
-    def _make(self, shape: tuple[int, int], bias_size: int | None, init_method: InitMethod | None, init: str,
-              rng: RngTracker | None, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def _make(
+        self,
+        shape: tuple[int, int],
+        bias_size: int | None,
+        init_method: InitMethod | None,
+        init: str,
+        rng: RngTracker | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
         """This rank's parameters, filled; the default is Xavier normal with the fans of the full weight."""
         if init_method is None:
             std = math.sqrt(2.0 / (self.input_size + self.output_size))
@@ -198,8 +219,9 @@ class _ParallelLinear(ParallelModule):
         self._init_weight((self.output_size, self.input_size), init_method, init, rng)
 
     @classmethod
-    def from_linear(cls, linear: nn.Module, *, group: dist.ProcessGroup | None, stride: int = 1,
-                    **options: Any) -> Self:
+    def from_linear(
+        cls, linear: nn.Module, *, group: dist.ProcessGroup | None, stride: int = 1, **options: Any
+    ) -> Self:
         """This rank's slice of `linear`, an nn.Linear or a `transformers` Conv1D; same dtype and device.
 
         A class named Conv1D stores its weight as (in, out). `options` are those of the constructor. `linear`
@@ -207,18 +229,37 @@ class _ParallelLinear(ParallelModule):
         """
         weight, bias = getattr(linear, "weight", None), getattr(linear, "bias", None)
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            raise ValueError(f"{cls.__name__}.from_linear: {type(linear).__name__} has no floating-point "
-                             "matrix named weight")
+            raise ValueError(
+                f"{cls.__name__}.from_linear: {type(linear).__name__} has no floating-point "
+                "matrix named weight"
+            )
         if type(linear).__name__ == "Conv1D":
             weight = weight.t()
-        layer = cls(weight.shape[1], weight.shape[0], group=group, bias=bias is not None, stride=stride,
-                    device="meta", dtype=weight.dtype, **options)
+        layer = cls(
+            weight.shape[1],
+            weight.shape[0],
+            group=group,
+            bias=bias is not None,
+            stride=stride,
+            device="meta",
+            dtype=weight.dtype,
+            **options,
+        )
         layer._take(linear, weight=weight, bias=bias)
         return layer
 
     def extra_repr(self) -> str:
-        fields = ("input_size", "output_size", "gather_output", "input_is_parallel", "skip_bias_add",
-                  "sequence_parallel", "stride", "tp_rank", "tp_size")
+        fields = (
+            "input_size",
+            "output_size",
+            "gather_output",
+            "input_is_parallel",
+            "skip_bias_add",
+            "sequence_parallel",
+            "stride",
+            "tp_rank",
+            "tp_size",
+        )
         text = [f"{name}={getattr(self, name)}" for name in fields if hasattr(self, name)]
         return ", ".join([*text, f"bias={self.bias is not None}"])
 
@@ -271,8 +312,9 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias = self.bias
-        y = column_linear(x, self.weight, None if self.skip_bias_add else bias, self.group,
-                          self.sequence_parallel)
+        y = column_linear(
+            x, self.weight, None if self.skip_bias_add else bias, self.group, self.sequence_parallel
+        )
         if self.gather_output:
             y = self._join(y)
             if self.skip_bias_add and bias is not None:
@@ -327,8 +369,10 @@ class RowParallelLinear(_ParallelLinear):
         self._make((output_size, part), output_size if bias else None, init_method, init, rng, device, dtype)
 
     def _marks(self) -> dict[str, ParallelAttributes]:
-        return {"weight": ParallelAttributes(True, 1, self.stride),
-                "bias": ParallelAttributes(sequence_parallel=self.sequence_parallel)}
+        return {
+            "weight": ParallelAttributes(True, 1, self.stride),
+            "bias": ParallelAttributes(sequence_parallel=self.sequence_parallel),
+        }
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias = None if self.skip_bias_add else self.bias
@@ -391,8 +435,9 @@ class VocabParallelEmbedding(ParallelModule):
         self._mark()
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, *, group: dist.ProcessGroup | None,
-                       **options: Any) -> VocabParallelEmbedding:
+    def from_embedding(
+        cls, embedding: nn.Embedding, *, group: dist.ProcessGroup | None, **options: Any
+    ) -> VocabParallelEmbedding:
         """This rank's rows of `embedding`; same dtype and device, no memory shared.
 
         ValueError for an nn.Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse: not
@@ -402,8 +447,9 @@ class VocabParallelEmbedding(ParallelModule):
             value = getattr(embedding, name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{cls.__name__}.from_embedding: {name}={value!r} is not supported")
-        layer = cls(*embedding.weight.shape, group=group, device="meta", dtype=embedding.weight.dtype,
-                    **options)
+        layer = cls(
+            *embedding.weight.shape, group=group, device="meta", dtype=embedding.weight.dtype, **options
+        )
         layer._take(embedding, weight=embedding.weight)
         return layer
 
@@ -427,16 +473,25 @@ class VocabParallelEmbedding(ParallelModule):
         if ids.numel():
             low, high = (int(bound) for bound in ids.aminmax())
             if low < 0 or high >= self.num_embeddings:
-                raise ValueError(f"VocabParallelEmbedding: token id {low if low < 0 else high} is outside "
-                                 f"the vocabulary of {self.num_embeddings}")
+                raise ValueError(
+                    f"VocabParallelEmbedding: token id {low if low < 0 else high} is outside "
+                    f"the vocabulary of {self.num_embeddings}"
+                )
 
     def extra_repr(self) -> str:
-        return (f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
-                f"sequence_parallel={self.sequence_parallel}, tp_rank={self.tp_rank}, tp_size={self.tp_size}")
+        return (
+            f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
+            f"sequence_parallel={self.sequence_parallel}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
+        )
 
 
-def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, *, group: dist.ProcessGroup | None,
-                    sequence_parallel: bool = False) -> torch.Tensor:
+def parallel_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
     """Logits (S, B, V/P) of this rank's part of the vocabulary, for an output embedding tied to the input's.
 
     hidden (S, B, H), the same on every rank, or (S/P, B, H) with `sequence_parallel`; weight (V/P, H), the
@@ -445,8 +500,13 @@ def parallel_logits(hidden: torch.Tensor, weight: torch.Tensor, *, group: dist.P
     return column_linear(hidden, weight, None, group, sequence_parallel)
 
 
-def column_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                  group: dist.ProcessGroup | None, sequence_parallel: bool) -> torch.Tensor:
+def column_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+) -> torch.Tensor:
     """x (..., I), or this rank's sequence shard of it; weight (O, I), bias (O,) of this rank -> (..., O).
 
     A group of one leaves it to torch.
@@ -498,8 +558,9 @@ class _ColumnLinear(Function):
         return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _weight_grad(grad_TO: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup,
-                 sequence_parallel: bool) -> torch.Tensor:
+def _weight_grad(
+    grad_TO: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
+) -> torch.Tensor:
     """What `_ColumnLinear` has put off."""
     x = all_gather(x, group)[0] if sequence_parallel else x
     return grad_TO.t() @ x.reshape(-1, x.shape[-1])

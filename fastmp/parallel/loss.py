@@ -40,32 +40,47 @@ def vocab_parallel_cross_entropy(
     ValueError for shapes that do not match, and on a CPU for a target outside the vocabulary.
     """
     if logits.dim() < 1 or target.shape != logits.shape[:-1]:
-        raise ValueError(f"vocab_parallel_cross_entropy: target has shape {tuple(target.shape)}, which is "
-                         f"not that of the logits {tuple(logits.shape)} without the last dimension")
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: target has shape {tuple(target.shape)}, which is "
+            f"not that of the logits {tuple(logits.shape)} without the last dimension"
+        )
     if target.dtype != torch.int64:
         raise ValueError(f"vocab_parallel_cross_entropy: target must be {torch.int64}, got {target.dtype}")
     if token_weight is not None:
         if token_weight.shape != target.shape:
-            raise ValueError(f"vocab_parallel_cross_entropy: token_weight has shape "
-                             f"{tuple(token_weight.shape)}, target {tuple(target.shape)}")
+            raise ValueError(
+                f"vocab_parallel_cross_entropy: token_weight has shape "
+                f"{tuple(token_weight.shape)}, target {tuple(target.shape)}"
+            )
         token_weight = token_weight.reshape(-1)
     size, shard = group_size(group), logits.shape[-1]
     vocab_start = group_rank(group) * shard
     if vocab_size is None:
         vocab_size = size * shard
     elif not 0 < vocab_size <= size * shard:
-        raise ValueError(f"vocab_parallel_cross_entropy: vocab_size is {vocab_size}, but {size} shards of "
-                         f"{shard} columns hold 1 to {size * shard}")
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: vocab_size is {vocab_size}, but {size} shards of "
+            f"{shard} columns hold 1 to {size * shard}"
+        )
     rows_NV, target_N = logits.reshape(target.numel(), shard), target.reshape(-1)
     if rows_NV.stride(1) != 1:
         rows_NV = rows_NV.contiguous()
 
     stats = torch.ops.fastmp.cross_entropy_stats(
-        rows_NV.detach(), target_N, vocab_start, vocab_size, label_smoothing != 0).unsqueeze(0)
+        rows_NV.detach(), target_N, vocab_start, vocab_size, label_smoothing != 0
+    ).unsqueeze(0)
     if size > 1:
         stats, _ = all_gather(stats, group)
     loss_N = ops.cross_entropy_from_stats(
-        rows_NV, target_N, stats, vocab_start=vocab_start, vocab_size=vocab_size,
-        label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,
-        grad_in_place=grad_in_place)
+        rows_NV,
+        target_N,
+        stats,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        ignore_index=ignore_index,
+        token_weight=token_weight,
+        grad_in_place=grad_in_place,
+    )
     return loss_N.reshape(target.shape)

@@ -67,9 +67,7 @@ class RngTracker:
         return self._current
 
     @contextmanager
-    def fork(
-        self, name: str = "tensor-parallel", *, device: torch.device | None = None
-    ) -> Iterator[None]:
+    def fork(self, name: str = "tensor-parallel", *, device: torch.device | None = None) -> Iterator[None]:
         """Draw from stream `name` inside the block. Outside nothing has moved; the next block goes on where
         it ended.
 

@@ -35,25 +35,57 @@ def exchange(x, group):
 # Every function, what it launches forward and backward, and what it computes: from the list of all ranks'
 # inputs (or gradients) and this rank, this rank's output (or input gradient).
 FUNCTIONS = {
-    "copy": (copy_to_group, {}, {"all_reduce": 1},
-             lambda x, r: x[r], lambda g, r: sum(g)),
-    "reduce": (reduce_from_group, {"all_reduce": 1}, {},
-               lambda x, r: sum(x), lambda g, r: g[r]),
-    "split": (split_to_group, {}, {"all_gather": 1},
-              lambda x, r: x[r].chunk(len(x), -1)[r], lambda g, r: torch.cat(g, -1)),
-    "gather": (gather_from_group, {"all_gather": 1}, {},
-               lambda x, r: torch.cat(x, -1), lambda g, r: g[r].chunk(len(g), -1)[r]),
-    "split dim 1": (lambda x, group: split_to_group(x, group, 1), {}, {"all_gather": 1},
-                    lambda x, r: x[r].chunk(len(x), 1)[r], lambda g, r: torch.cat(g, 1)),
-    "gather dim 0": (lambda x, group: gather_from_group(x, group, 0), {"all_gather": 1}, {},
-                     lambda x, r: torch.cat(x), lambda g, r: g[r].chunk(len(g))[r]),
-    "all to all": (exchange, {"all_to_all": 1}, {"all_to_all": 1},
-                   lambda x, r: torch.cat([part.chunk(len(x))[r] for part in x]),
-                   lambda g, r: torch.cat([part.chunk(len(g))[r] for part in g])),
-    "gather_sequence": (gather_sequence, {"all_gather": 1}, {"reduce_scatter": 1},
-                        lambda x, r: torch.cat(x), lambda g, r: sum(g).chunk(len(g))[r]),
-    "reduce_scatter_sequence": (reduce_scatter_sequence, {"reduce_scatter": 1}, {"all_gather": 1},
-                                lambda x, r: sum(x).chunk(len(x))[r], lambda g, r: torch.cat(g)),
+    "copy": (copy_to_group, {}, {"all_reduce": 1}, lambda x, r: x[r], lambda g, r: sum(g)),
+    "reduce": (reduce_from_group, {"all_reduce": 1}, {}, lambda x, r: sum(x), lambda g, r: g[r]),
+    "split": (
+        split_to_group,
+        {},
+        {"all_gather": 1},
+        lambda x, r: x[r].chunk(len(x), -1)[r],
+        lambda g, r: torch.cat(g, -1),
+    ),
+    "gather": (
+        gather_from_group,
+        {"all_gather": 1},
+        {},
+        lambda x, r: torch.cat(x, -1),
+        lambda g, r: g[r].chunk(len(g), -1)[r],
+    ),
+    "split dim 1": (
+        lambda x, group: split_to_group(x, group, 1),
+        {},
+        {"all_gather": 1},
+        lambda x, r: x[r].chunk(len(x), 1)[r],
+        lambda g, r: torch.cat(g, 1),
+    ),
+    "gather dim 0": (
+        lambda x, group: gather_from_group(x, group, 0),
+        {"all_gather": 1},
+        {},
+        lambda x, r: torch.cat(x),
+        lambda g, r: g[r].chunk(len(g))[r],
+    ),
+    "all to all": (
+        exchange,
+        {"all_to_all": 1},
+        {"all_to_all": 1},
+        lambda x, r: torch.cat([part.chunk(len(x))[r] for part in x]),
+        lambda g, r: torch.cat([part.chunk(len(g))[r] for part in g]),
+    ),
+    "gather_sequence": (
+        gather_sequence,
+        {"all_gather": 1},
+        {"reduce_scatter": 1},
+        lambda x, r: torch.cat(x),
+        lambda g, r: sum(g).chunk(len(g))[r],
+    ),
+    "reduce_scatter_sequence": (
+        reduce_scatter_sequence,
+        {"reduce_scatter": 1},
+        {"all_gather": 1},
+        lambda x, r: sum(x).chunk(len(x))[r],
+        lambda g, r: torch.cat(g),
+    ),
 }
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
@@ -152,8 +184,14 @@ def check_all_to_all(rank, world_size):
     sizes = [[(r + 2 * s) % 3 for s in range(world_size)] for r in range(world_size)]
     sizes[1] = [0] * world_size  # a rank with nothing to send
     sent, received = sizes[rank], [row[rank] for row in sizes]
-    x = torch.tensor([[100.0 * rank + 10 * s + i, 1.0] for s in range(world_size) for i in range(sent[s])],
-                     dtype=torch.float64).view(-1, 2).requires_grad_()
+    x = (
+        torch.tensor(
+            [[100.0 * rank + 10 * s + i, 1.0] for s in range(world_size) for i in range(sent[s])],
+            dtype=torch.float64,
+        )
+        .view(-1, 2)
+        .requires_grad_()
+    )
     with count_collectives() as seen:
         y = all_to_all(x, sent, received, dist.group.WORLD)
     expected = [100.0 * s + 10 * rank + i for s in range(world_size) for i in range(received[s])]
@@ -182,12 +220,18 @@ def check_sizes(rank, world_size):
     wrong = {
         r"all_to_all: rank 0 of the group sends 2 rows to rank 1, which expects 1; send_sizes are "
         r"\[\[1, 2\], \[1, 2\]\], receive_sizes \[\[1, 1\], \[1, 2\]\]": ([1, 2], [1, 1 + rank]),
-        r"all_to_all: on rank 1 of the group send_sizes \[1, 3\] sum to 4, but x has 3 rows":
-            ([1, 2 + rank], [1, 2]),
-        r"all_to_all: on rank 1 of the group send_sizes \[-1, 4\] and receive_sizes \[1, 1\] must not be neg":
-            ([1, 2] if rank == 0 else [-1, 4], [1, 1]),
-        r"all_to_all: on rank 0 of the group send_sizes \[3\] and receive_sizes .* one number for each of 2":
-            ([3], [1, 2]),
+        r"all_to_all: on rank 1 of the group send_sizes \[1, 3\] sum to 4, but x has 3": (
+            [1, 2 + rank],
+            [1, 2],
+        ),
+        r"all_to_all: on rank 1 of the group send_sizes \[-1, 4\] and receive_sizes \[1, 1\] must not be": (
+            [1, 2] if rank == 0 else [-1, 4],
+            [1, 1],
+        ),
+        r"all_to_all: on rank 0 of the group send_sizes \[3\] and receive_sizes .* one number for each of": (
+            [3],
+            [1, 2],
+        ),
     }
     for message, (send, receive) in wrong.items():
         with pytest.raises(ValueError, match=message):
@@ -217,13 +261,18 @@ def check_traced(rank, world_size):
         (eager_grad,) = torch.autograd.grad(eager.pow(2).sum(), x)
         graphs.clear()
         torch._dynamo.reset()
-        compiled = torch.compile(lambda x, f=function: f(x.sin(), dist.group.WORLD), fullgraph=True,
-                                 backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+        compiled = torch.compile(
+            lambda x, f=function: f(x.sin(), dist.group.WORLD),
+            fullgraph=True,
+            backend=aot_autograd(fw_compiler=keep, bw_compiler=keep),
+        )
         y = compiled(x)
         (grad,) = torch.autograd.grad(y.pow(2).sum(), x)
         assert torch.equal(y, eager) and torch.equal(grad, eager_grad), name
-        traced = [[re.sub("_into_tensor|_tensor|_single", "", op) for op in graph if op != "wait_tensor"]
-                  for graph in graphs]
+        traced = [
+            [re.sub("_into_tensor|_tensor|_single", "", op) for op in graph if op != "wait_tensor"]
+            for graph in graphs
+        ]
         assert traced == [list(launched), list(launched_backward)], (name, graphs)
 
 

@@ -52,8 +52,11 @@ def same_weights(make, group):
         with torch.no_grad():
             whole.bias.normal_()
             marks = parallel_attributes(sharded.bias)
-            sharded.bias.copy_(whole.bias if not marks.tensor_model_parallel else layers.shard_of(
-                whole.bias, 0, marks.partition_stride, sharded.tp_size, sharded.tp_rank))
+            sharded.bias.copy_(
+                whole.bias
+                if not marks.tensor_model_parallel
+                else layers.shard_of(whole.bias, 0, marks.partition_stride, sharded.tp_size, sharded.tp_rank)
+            )
     return sharded, whole
 
 
@@ -69,12 +72,23 @@ def check_gradients(sharded, whole, group):
 def check_column(rank, tp, sp):
     group = dist.group.WORLD
     x, probe = torch.randn(S, B, H, dtype=torch.float64), torch.randn(S, B, V, dtype=torch.float64)
-    for options in ({}, {"bias": False}, {"gather_output": False}, {"gather_output": False, "stride": 3},
-                    {"skip_bias_add": True}, {"skip_bias_add": True, "gather_output": False}, {"stride": 2}):
+    for options in (
+        {},
+        {"bias": False},
+        {"gather_output": False},
+        {"gather_output": False, "stride": 3},
+        {"skip_bias_add": True},
+        {"skip_bias_add": True, "gather_output": False},
+        {"stride": 2},
+    ):
         if options.get("stride") == 3 and tp == 4:
             options = options | {"stride": 1}
-        sharded, whole = same_weights(lambda g, o=options: ColumnParallelLinear(
-            H, V, group=g, sequence_parallel=sp, dtype=torch.float64, **o), group)
+        sharded, whole = same_weights(
+            lambda g, o=options: ColumnParallelLinear(
+                H, V, group=g, sequence_parallel=sp, dtype=torch.float64, **o
+            ),
+            group,
+        )
         gathered = options.get("gather_output", True)
         dy = probe if gathered else layers.shard_of(probe, 2, sharded.stride, tp, rank)
 
@@ -111,12 +125,22 @@ def check_row(rank, tp, sp):
     group = dist.group.WORLD
     x, dy = torch.randn(S, B, V, dtype=torch.float64), torch.randn(S, B, H, dtype=torch.float64)
     parallel = {"input_is_parallel": True}
-    for options in ({}, {"bias": False}, {"stride": 2}, parallel, parallel | {"stride": 3},
-                    parallel | {"skip_bias_add": True}):
+    for options in (
+        {},
+        {"bias": False},
+        {"stride": 2},
+        parallel,
+        parallel | {"stride": 3},
+        parallel | {"skip_bias_add": True},
+    ):
         if options.get("stride") == 3 and tp == 4:
             options = options | {"stride": 1}
-        sharded, whole = same_weights(lambda g, o=options: RowParallelLinear(
-            V, H, group=g, sequence_parallel=sp, dtype=torch.float64, **o), group)
+        sharded, whole = same_weights(
+            lambda g, o=options: RowParallelLinear(
+                V, H, group=g, sequence_parallel=sp, dtype=torch.float64, **o
+            ),
+            group,
+        )
         is_parallel = options.get("input_is_parallel", False)
 
         x_part = layers.shard_of(x, 2, sharded.stride, tp, rank) if is_parallel else x
@@ -135,8 +159,10 @@ def check_row(rank, tp, sp):
         reference = reference[0] + reference[1] if options.get("skip_bias_add") else reference
         reference.backward(dy)
         close(y, mine(reference, rank, tp, sp))
-        close(x_part.grad,
-              layers.shard_of(x_full.grad, 2, sharded.stride, tp, rank) if is_parallel else x_full.grad)
+        close(
+            x_part.grad,
+            layers.shard_of(x_full.grad, 2, sharded.stride, tp, rank) if is_parallel else x_full.grad,
+        )
         check_gradients(sharded, whole, group)
 
         assert forward.counts == ({RS: 1} if sp else {AR: 1}), options
@@ -153,8 +179,9 @@ def test_row(tp, sp):
 def check_embedding(rank, tp, sp):
     group = dist.group.WORLD
     ids, dy = torch.randint(V, (S, B)), torch.randn(S, B, H, dtype=torch.float64)
-    sharded, whole = same_weights(lambda g: VocabParallelEmbedding(
-        V, H, group=g, sequence_parallel=sp, dtype=torch.float64), group)
+    sharded, whole = same_weights(
+        lambda g: VocabParallelEmbedding(V, H, group=g, sequence_parallel=sp, dtype=torch.float64), group
+    )
     with count_collectives() as forward:
         y = sharded(ids)
     with count_collectives() as backward:
@@ -301,8 +328,13 @@ def check_overlap(rank, tp, sp):
 
     column = ColumnParallelLinear(H, V, group=dist.group.WORLD, sequence_parallel=sp, gather_output=False)
     y = column(torch.randn(S // tp if sp else S, B, H, requires_grad=True))
-    for name in ("all_reduce", "all_gather_single", "all_gather_into_tensor", "reduce_scatter_single",
-                 "reduce_scatter_tensor"):
+    for name in (
+        "all_reduce",
+        "all_gather_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+    ):
         if hasattr(dist, name):
             spy(dist, name, "_".join(name.split("_")[:2]))
     with Products():
@@ -313,7 +345,13 @@ def check_overlap(rank, tp, sp):
 def test_overlap_in_the_backward():
     assert run_ranks(check_overlap, 2, False)[0] == ["product", AR, "product", f"{AR} waited for"]
     assert run_ranks(check_overlap, 2, True)[0] == [
-        AG, "product", RS, f"{AG} waited for", "product", f"{RS} waited for"]
+        AG,
+        "product",
+        RS,
+        f"{AG} waited for",
+        "product",
+        f"{RS} waited for",
+    ]
 
 
 def check_example(rank, tp):
@@ -432,8 +470,10 @@ def check_marks(rank, tp):
     table = VocabParallelEmbedding(V, H, group=group, device="meta")
     model = nn.ModuleDict({"column": column, "row": row, "table": table})
     expected = {
-        "column.weight": (True, 0, 3, False, False, False), "column.bias": (True, 0, 3, False, False, False),
-        "row.weight": (True, 1, 1, False, False, False), "row.bias": (False, -1, 1, True, False, False),
+        "column.weight": (True, 0, 3, False, False, False),
+        "column.bias": (True, 0, 3, False, False, False),
+        "row.weight": (True, 1, 1, False, False, False),
+        "row.bias": (False, -1, 1, True, False, False),
         "table.weight": (True, 0, 1, False, False, False),
     }
     assert marks(model) == expected
@@ -471,9 +511,11 @@ def check_from(rank, tp):
     x = torch.randn(5, 12, dtype=torch.float64)
     state = torch.get_rng_state()
     for cls, source, options in (
-        (ColumnParallelLinear, linear, {}), (ColumnParallelLinear, linear, {"stride": 3}),
+        (ColumnParallelLinear, linear, {}),
+        (ColumnParallelLinear, linear, {"stride": 3}),
         (ColumnParallelLinear, Conv1D(linear), {"stride": 2}),
-        (RowParallelLinear, linear, {}), (RowParallelLinear, Conv1D(linear), {}),
+        (RowParallelLinear, linear, {}),
+        (RowParallelLinear, Conv1D(linear), {}),
     ):
         layer = cls.from_linear(source, group=group, **options)
         close(layer(x), linear(x))
@@ -502,33 +544,65 @@ def test_from_existing_modules():
 def check_errors(rank, tp):
     group = dist.group.WORLD
     for message, make in (
-        ("ColumnParallelLinear: output_size 5 is not divisible by the 2 ranks",
-         lambda: ColumnParallelLinear(4, 5, group=group)),
-        ("ColumnParallelLinear: output_size 8 is not divisible by the 2 ranks of its group times stride 3",
-         lambda: ColumnParallelLinear(4, 8, group=group, stride=3)),
-        ("RowParallelLinear: input_size 7 is not divisible by the 2 ranks",
-         lambda: RowParallelLinear(7, 4, group=group)),
-        ("VocabParallelEmbedding: num_embeddings 9 is not divisible by the 2 ranks",
-         lambda: VocabParallelEmbedding(9, 4, group=group)),
-        ('ColumnParallelLinear: init="sharded" needs rng=',
-         lambda: ColumnParallelLinear(4, 4, group=group, init="sharded")),
-        ("RowParallelLinear: init_method xavier_uniform_ takes its scale from the shape",
-         lambda: RowParallelLinear(4, 4, group=group, init="sharded", rng=RngTracker(0, tp_rank=rank),
-                                   init_method=nn.init.xavier_uniform_)),
-        ('init is "full" or "sharded", not \'half\'',
-         lambda: ColumnParallelLinear(4, 4, group=group, init="half")),
-        ("VocabParallelEmbedding: token id 24 is outside the vocabulary of 24",
-         lambda: VocabParallelEmbedding(V, 4, group=group)(torch.tensor([1, 24]))),
-        ("VocabParallelEmbedding: token id -3 is outside the vocabulary of 24",
-         lambda: VocabParallelEmbedding(V, 4, group=group)(torch.tensor([1, -3]))),
-        ("token id 24 is outside the vocabulary of 24",
-         lambda: VocabParallelEmbedding(V, 4, group=None)(torch.tensor([24]))),
-        ("ColumnParallelLinear.from_linear: LayerNorm has no floating-point matrix",
-         lambda: ColumnParallelLinear.from_linear(nn.LayerNorm(4), group=group)),
-        ("VocabParallelEmbedding.from_embedding: padding_idx=0 is not supported",
-         lambda: VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, padding_idx=0), group=group)),
-        ("reduce_scatter_sequence: dimension 0 has size 3, which a group of 2 does not divide",
-         lambda: RowParallelLinear(4, 4, group=group, sequence_parallel=True)(torch.ones(3, 4))),
+        (
+            "ColumnParallelLinear: output_size 5 is not divisible by the 2 ranks",
+            lambda: ColumnParallelLinear(4, 5, group=group),
+        ),
+        (
+            "ColumnParallelLinear: output_size 8 is not divisible by the 2 ranks of its group times stride 3",
+            lambda: ColumnParallelLinear(4, 8, group=group, stride=3),
+        ),
+        (
+            "RowParallelLinear: input_size 7 is not divisible by the 2 ranks",
+            lambda: RowParallelLinear(7, 4, group=group),
+        ),
+        (
+            "VocabParallelEmbedding: num_embeddings 9 is not divisible by the 2 ranks",
+            lambda: VocabParallelEmbedding(9, 4, group=group),
+        ),
+        (
+            'ColumnParallelLinear: init="sharded" needs rng=',
+            lambda: ColumnParallelLinear(4, 4, group=group, init="sharded"),
+        ),
+        (
+            "RowParallelLinear: init_method xavier_uniform_ takes its scale from the shape",
+            lambda: RowParallelLinear(
+                4,
+                4,
+                group=group,
+                init="sharded",
+                rng=RngTracker(0, tp_rank=rank),
+                init_method=nn.init.xavier_uniform_,
+            ),
+        ),
+        (
+            'init is "full" or "sharded", not \'half\'',
+            lambda: ColumnParallelLinear(4, 4, group=group, init="half"),
+        ),
+        (
+            "VocabParallelEmbedding: token id 24 is outside the vocabulary of 24",
+            lambda: VocabParallelEmbedding(V, 4, group=group)(torch.tensor([1, 24])),
+        ),
+        (
+            "VocabParallelEmbedding: token id -3 is outside the vocabulary of 24",
+            lambda: VocabParallelEmbedding(V, 4, group=group)(torch.tensor([1, -3])),
+        ),
+        (
+            "token id 24 is outside the vocabulary of 24",
+            lambda: VocabParallelEmbedding(V, 4, group=None)(torch.tensor([24])),
+        ),
+        (
+            "ColumnParallelLinear.from_linear: LayerNorm has no floating-point matrix",
+            lambda: ColumnParallelLinear.from_linear(nn.LayerNorm(4), group=group),
+        ),
+        (
+            "VocabParallelEmbedding.from_embedding: padding_idx=0 is not supported",
+            lambda: VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, padding_idx=0), group=group),
+        ),
+        (
+            "reduce_scatter_sequence: dimension 0 has size 3, which a group of 2 does not divide",
+            lambda: RowParallelLinear(4, 4, group=group, sequence_parallel=True)(torch.ones(3, 4)),
+        ),
     ):
         with pytest.raises(ValueError) as caught:
             make()
@@ -577,9 +651,13 @@ def check_autocast(rank, tp, sp):
     """Under autocast the layers do what nn.Linear does: bf16 products, fp32 gradients of fp32 weights."""
     group = dist.group.WORLD
     x = torch.randn(S, B, H)
-    sharded, whole = same_weights(lambda g: nn.Sequential(
-        ColumnParallelLinear(H, V, group=g, sequence_parallel=sp, gather_output=False),
-        RowParallelLinear(V, H, group=g, sequence_parallel=sp, input_is_parallel=True)), group)
+    sharded, whole = same_weights(
+        lambda g: nn.Sequential(
+            ColumnParallelLinear(H, V, group=g, sequence_parallel=sp, gather_output=False),
+            RowParallelLinear(V, H, group=g, sequence_parallel=sp, input_is_parallel=True),
+        ),
+        group,
+    )
     x_part, x_full = mine(x, rank, tp, sp), mine(x, rank, tp, False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y, reference = sharded(x_part), whole(x_full)

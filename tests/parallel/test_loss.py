@@ -21,8 +21,13 @@ OPTIONS = {
     "padded vocabulary": {"vocab_size": 17},
     "padded vocabulary, a shard all padding": {"vocab_size": 5},
     "weights": {"token_weight": True},
-    "everything": {"label_smoothing": 0.2, "z_loss": 1e-2, "vocab_size": 19, "token_weight": True,
-                   "ignore_index": 3},
+    "everything": {
+        "label_smoothing": 0.2,
+        "z_loss": 1e-2,
+        "vocab_size": 19,
+        "token_weight": True,
+        "ignore_index": 3,
+    },
 }
 
 
@@ -39,11 +44,17 @@ def problem(options, dtype=torch.float64):
     return logits, target, grad_loss, options
 
 
-def truth(logits, target, *, vocab_size=V, label_smoothing=0.0, z_loss=0.0, ignore_index=-100,
-          token_weight=None):
+def truth(
+    logits, target, *, vocab_size=V, label_smoothing=0.0, z_loss=0.0, ignore_index=-100, token_weight=None
+):
     real = logits.double()[..., :vocab_size]
-    loss = F.cross_entropy(real.flatten(0, 1), target.flatten(), reduction="none", ignore_index=ignore_index,
-                           label_smoothing=label_smoothing).view_as(target)
+    loss = F.cross_entropy(
+        real.flatten(0, 1),
+        target.flatten(),
+        reduction="none",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    ).view_as(target)
     loss = loss + z_loss * real.logsumexp(-1).square() * (target != ignore_index)
     return loss if token_weight is None else loss * token_weight
 
@@ -153,8 +164,11 @@ def check_layouts(rank, tp):
     logits, target, _, _ = problem({})
     shard = logits.chunk(tp, -1)[rank]  # a slice: rows further apart than they are long
     expected = vocab_parallel_cross_entropy(shard.contiguous(), target, group=group)
-    for arranged in (shard, shard.transpose(0, 1).contiguous().transpose(0, 1),
-                     shard.transpose(0, 2).contiguous().transpose(0, 2)):
+    for arranged in (
+        shard,
+        shard.transpose(0, 1).contiguous().transpose(0, 1),
+        shard.transpose(0, 2).contiguous().transpose(0, 2),
+    ):
         assert torch.equal(vocab_parallel_cross_entropy(arranged, target, group=group), expected)
     assert torch.equal(vocab_parallel_cross_entropy(shard[2, 3], target[2, 3], group=group), expected[2, 3])
     assert vocab_parallel_cross_entropy(shard[:0], target[:0], group=group).shape == (0, B)
@@ -176,8 +190,11 @@ def check_errors(rank, tp):
         ("token_weight has shape (2, 2), target (4,)", (logits, target), {"token_weight": torch.ones(2, 2)}),
         ("target must be torch.int64, got torch.int32", (logits, target.int()), {}),
         ("target 24 is outside the vocabulary of 24", (logits, torch.tensor([0, 24, 1, 2])), {}),
-        ("target 23 is outside the vocabulary of 20", (logits, torch.tensor([0, 23, 1, 2])),
-         {"vocab_size": 20}),
+        (
+            "target 23 is outside the vocabulary of 20",
+            (logits, torch.tensor([0, 23, 1, 2])),
+            {"vocab_size": 20},
+        ),
         ("label_smoothing must lie in [0, 1], got 1.5", (logits, target), {"label_smoothing": 1.5}),
     ):
         with pytest.raises(ValueError) as caught:
@@ -199,8 +216,9 @@ def check_compiled(rank, tp, options):
     eager = run(shard, target)
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(shard, target)
     assert torch.equal(eager, compiled)
-    assert torch.equal(torch.autograd.grad(compiled, shard, grad_loss)[0],
-                       torch.autograd.grad(eager, shard, grad_loss)[0])
+    assert torch.equal(
+        torch.autograd.grad(compiled, shard, grad_loss)[0], torch.autograd.grad(eager, shard, grad_loss)[0]
+    )
 
 
 def test_compiles_in_one_graph(warm_compiler):

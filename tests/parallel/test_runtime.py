@@ -192,7 +192,9 @@ def test_a_job_without_one_of_its_ranks_is_gone_within_ten_seconds(worker, tmp_p
         subprocess.Popen(
             [sys.executable, "-c", "import fastmp.parallel; " + run, "plain", str(tmp_path)],
             env=child_environment(RANK=rank, WORLD_SIZE=3, LOCAL_RANK=rank, MASTER_PORT=port),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]

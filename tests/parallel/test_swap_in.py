@@ -30,8 +30,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(H, 4 * H), nn.Linear(4 * H, H)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-                   for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -115,8 +116,16 @@ def test_plain_torch_model(tp, gather_logits):
 def gpt2():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: hf)")
     dropout_off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    config = transformers.GPT2Config(n_layer=2, n_head=HEADS, n_embd=H, vocab_size=V, n_positions=16,
-                                     bos_token_id=0, eos_token_id=0, **dropout_off)
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_head=HEADS,
+        n_embd=H,
+        vocab_size=V,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        **dropout_off,
+    )
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config).double()
     for param in model.parameters():
@@ -132,9 +141,11 @@ def swap_gpt2(model, group):
         attention.num_heads //= tp
         attention.split_size //= tp
         attention.c_attn = ColumnParallelLinear.from_linear(
-            attention.c_attn, group=group, stride=3, gather_output=False)
+            attention.c_attn, group=group, stride=3, gather_output=False
+        )
         attention.c_proj = RowParallelLinear.from_linear(
-            attention.c_proj, group=group, input_is_parallel=True)
+            attention.c_proj, group=group, input_is_parallel=True
+        )
         mlp.c_fc = ColumnParallelLinear.from_linear(mlp.c_fc, group=group, gather_output=False)
         mlp.c_proj = RowParallelLinear.from_linear(mlp.c_proj, group=group, input_is_parallel=True)
     model.lm_head = ColumnParallelLinear.from_linear(model.lm_head, group=group)
