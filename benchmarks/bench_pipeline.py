@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
 from torch import Tensor, nn
 
-from fastmp.ops.put_off import later
+from fastmp.ops.wgrad import deferral
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
@@ -118,19 +118,19 @@ def between_ranks(rank: int, world: int) -> tuple[float, float]:
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, stage: Asleep, put_off: Callable[..., None] | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stage: Asleep, defer: Callable[..., None] | None) -> Tensor:
         stage.sleep(stage.costs.forward)
-        ctx.stage, ctx.put_off = stage, put_off
+        ctx.stage, ctx.defer = stage, defer
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         stage = ctx.stage
         stage.sleep(stage.costs.backward_input)
-        if ctx.put_off is None:
+        if ctx.defer is None:
             stage.sleep(stage.costs.backward_weight)
         else:
-            ctx.put_off(lambda: stage.sleep(stage.costs.backward_weight))
+            ctx.defer(lambda: stage.sleep(stage.costs.backward_weight))
         return grad, None, None
 
 
@@ -148,7 +148,7 @@ class Asleep(nn.Module):
         self.busy += time.perf_counter() - start
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Sleep.apply(x, self, later(self.weight))
+        return _Sleep.apply(x, self, deferral(self.weight))
 
 
 def run_asleep(every: Sequence[Sequence[Step]], vpp: int, costs: Costs) -> tuple[float, float]:

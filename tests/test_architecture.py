@@ -42,7 +42,7 @@ ALLOWED = {
     "fastmp.bench": set(),
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
-    "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.put_off", "profiling", "_lazy"},
+    "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy"},
     "fastmp.graphs.plan": {"parallel.schedule"},
     "fastmp.graphs.plot": set(),
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},

@@ -14,7 +14,7 @@ from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Reci
 from fastmp.layout import make_grid, problems
 from fastmp.nn import gpt_stages, sum_tied_gradients
 from fastmp.nn.models import ExpertLosses
-from fastmp.ops.put_off import WeightQueue, putting_off
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.context import cut_sequence
 from fastmp.parallel.grads import GradBuffer
@@ -313,9 +313,9 @@ def test_products(name, recompute, schedule):
     made = recipe(MODELS[name], recompute=recompute, schedule=schedule)
     [model], _ = make_stages(made)
     # A counter sees into attention that is not fused; that keeps its scores, and does not make them again.
-    queue = WeightQueue() if schedule == "zero_bubble" else None
+    queue = WgradQueue() if schedule == "zero_bubble" else None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        with putting_off(queue):
+        with defer_wgrad(queue):
             loss_of(model, *batch(made)).backward()
         if queue is not None:
             queue.run(queue.take())

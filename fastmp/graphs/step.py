@@ -29,7 +29,7 @@ from fastmp.graphs.variant import (
 )
 from fastmp.graphs.verify import Verifier
 from fastmp.nn.segment import Link, Tensors, run_links
-from fastmp.ops.put_off import WeightQueue, putting_off, putting_off_to
+from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region
 
@@ -190,13 +190,13 @@ class GraphedStep:
         chunk, number = slot.step.chunk, slot.run
         run, shapes = self._runs[chunk][number], self._variant.shapes[chunk, number]
         inputs = [buffer.detach().requires_grad_(needs) for buffer, (_, needs) in zip(static, shapes.inputs)]
-        queue = None if putting_off_to() is None else WeightQueue()
+        queue = None if current_queue() is None else WgradQueue()
         graph = self._backend.graph(watched=shapes.watched)
         versions = [buffer._version for buffer in static]
         pieces.renew_accumulators(run.parameters)
         begun: list[Link] = []
         aside = hooks_aside(run)
-        with self._capturing(slot, begun), torch.enable_grad(), aside, putting_off(queue), graph.capture():
+        with self._capturing(slot, begun), torch.enable_grad(), aside, defer_wgrad(queue), graph.capture():
             tensors, others = run_links(run.links, tuple(inputs), run.call, begun=begun)
             if versions != [buffer._version for buffer in static]:
                 raise CaptureError("it writes to an input, of which a replay has a copy; write to a copy")
@@ -266,13 +266,13 @@ class GraphedStep:
         if astray:  # others may read there what the other graph has left
             copy_together([static[place] for place in astray], kept)
         if slot.kind == BACKWARD_INPUT:
-            queue = putting_off_to()
+            queue = current_queue()
             if queue is None:
                 raise GraphError(
-                    f"graphs: the {slot.name} is to put off gradients; run it inside "
-                    "fastmp.ops.put_off.putting_off(queue)"
+                    f"graphs: the {slot.name} defers weight gradients; run it inside "
+                    "fastmp.ops.wgrad.defer_wgrad(queue)"
                 )
-            queue.put_off(self._anchor, functools.partial(self._weight_graph, slot, captured))
+            queue.put(self._anchor, functools.partial(self._weight_graph, slot, captured))
         return own
 
     def _left_by_graphs(self, slot: Slot, grads: Sequence[Tensor | None]) -> list[int]:
@@ -327,7 +327,7 @@ class GraphedStep:
                 if each.grad is not None and each.grad.untyped_storage().data_ptr() in storages:
                     each.grad = each.grad.clone()
             if captured.queue is not None and slot.kind == BACKWARD:
-                WeightQueue.run(captured.queue.take())
+                WgradQueue.run(captured.queue.take())
 
         captured.backward = self._capture_gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
@@ -344,7 +344,7 @@ class GraphedStep:
             if captured.weight is None:
                 tasks = captured.queue.take()
                 captured.weight = self._capture_gradients(
-                    slot, captured.forward, lambda: WeightQueue.run(tasks)
+                    slot, captured.forward, lambda: WgradQueue.run(tasks)
                 )
                 self._variant.done.add(slot.graph)
                 return

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastmp.graphs.pieces import Shapes, spec_of
 from fastmp.graphs.plan import GraphPlan, Replay, TensorSpec
-from fastmp.ops.put_off import WeightQueue
+from fastmp.ops.wgrad import WgradQueue
 
 if TYPE_CHECKING:
     from fastmp.graphs.recording import RandomStreams
@@ -71,7 +71,7 @@ class Captured:
     live: list[Tensor]  # outputs with their autograd graph, until the backward is captured
     kept: list[Tensor]  # the same of all outputs: eager code may use any
     static: list[Tensor]  # and of inputs
-    queue: WeightQueue | None  # what the backward puts off
+    queue: WgradQueue | None  # the weight gradients that the backward defers
     places: set[int]  # addresses of the storages of outputs that are made here
     aliased: bool  # two outputs, or an output and an input, are views of one storage
     trained: bool  # it has parameters that are

@@ -12,7 +12,7 @@ from fastmp.graphs.errors import GraphError
 from fastmp.graphs.pieces import Piece, hooks_aside
 from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import Tensors, run_links
-from fastmp.ops.put_off import WeightQueue, putting_off
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class _Eager(NamedTuple):
 
     inputs: list[Tensor]
     outputs: list[Tensor]  # those with a gradient
-    queue: WeightQueue | None
+    queue: WgradQueue | None
 
 
 class Verifier:
@@ -58,15 +58,15 @@ class Verifier:
     ) -> Tensors:
         """What `work()`, the replay, made.
 
-        inputs: copies of what it reads; split: the gradients of its weights are put off.
+        inputs: copies of what it reads; split: the gradients of its weights are deferred.
         """
         streams, before = self._streams(), _State(piece)
         made = work()
         drawn, after = self._streams(), _State(piece)  # a fused loss has gradients in its forward
         self._restore(streams)
         before.put_back()
-        queue = WeightQueue() if split else None
-        with torch.enable_grad(), hooks_aside(piece), putting_off(queue):
+        queue = WgradQueue() if split else None
+        with torch.enable_grad(), hooks_aside(piece), defer_wgrad(queue):
             tensors, others = run_links(piece.links, tuple(inputs), piece.call)
         expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
         for i, pair in enumerate(zip(made, expected, strict=True)):
@@ -92,7 +92,7 @@ class Verifier:
             roots = [(out, grad.clone()) for out, grad in zip(eager.outputs, grads) if grad is not None]
             torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
             if eager.queue is not None and slot.kind == BACKWARD:
-                WeightQueue.run(eager.queue.take())
+                WgradQueue.run(eager.queue.take())
 
         own = self._both(slot, piece, work, eagerly)
         if slot.kind == BACKWARD or eager.queue is None:
@@ -102,9 +102,9 @@ class Verifier:
         return own
 
     def weights(self, slot: Slot, piece: Piece, work: Callable[[], list[Tensor | None]]) -> None:
-        """The same for the weights whose gradients the backward had put off."""
+        """The same for the weights whose gradients the backward has deferred."""
         eager = self._eager.pop(slot.key)
-        self._both(slot, piece, work, lambda: WeightQueue.run(eager.queue.take()))
+        self._both(slot, piece, work, lambda: WgradQueue.run(eager.queue.take()))
 
     def _both(
         self,

@@ -21,8 +21,8 @@ from torch import Tensor
 from fastmp.ops import gated, grouped_mm_triton
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
-from fastmp.ops.put_off import later
 from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.wgrad import deferral
 from fastmp.profiling import traced
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -284,10 +284,10 @@ def _wgrad(
     return out if main_grad is None else None
 
 
-def _wgrad_or_later(put_off: Callable[..., None] | None, *arguments: Any) -> Tensor | None:
-    if put_off is None:
+def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tensor | None:
+    if defer is None:
         return _wgrad(*arguments)
-    put_off(lambda: _wgrad(*arguments))
+    defer(lambda: _wgrad(*arguments))
     return None
 
 
@@ -295,7 +295,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, offsets, main_grad, transposed, sizes):
         ctx.save_for_backward(x, w, offsets)
-        ctx.put_off = later(w)
+        ctx.defer = deferral(w)
         ctx.main_grad, ctx.transposed, ctx.sizes = main_grad, transposed, sizes
         return _mm(x, w, offsets, transposed, sizes)
 
@@ -309,7 +309,7 @@ class _GroupedMM(torch.autograd.Function):
             dx = _mm(grad, w, offsets, not ctx.transposed, ctx.sizes)
         if ctx.needs_input_grad[1]:
             left, right = (x, grad) if ctx.transposed else (grad, x)
-            dw = _wgrad_or_later(ctx.put_off, left, right, offsets, ctx.main_grad, ctx.sizes)
+            dw = _wgrad_or_defer(ctx.defer, left, right, offsets, ctx.main_grad, ctx.sizes)
         return dx, dw, None, None, None, None
 
 
@@ -318,7 +318,7 @@ class _GroupedMLPIn(torch.autograd.Function):
     def forward(ctx, x, w, bias, offsets, main_grad, activation):
         y, h = torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, activation, True)
         ctx.save_for_backward(x, w, offsets, h)
-        ctx.put_off = later(w)
+        ctx.defer = deferral(w)
         ctx.main_grad, ctx.activation = main_grad, activation
         return y
 
@@ -335,7 +335,7 @@ class _GroupedMLPIn(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)
         if ctx.needs_input_grad[1]:
-            dw = _wgrad_or_later(ctx.put_off, dh, x, offsets, ctx.main_grad)
+            dw = _wgrad_or_defer(ctx.defer, dh, x, offsets, ctx.main_grad)
         if ctx.needs_input_grad[2]:  # column sums of each expert's rows: a product with a column of ones
             dbias = torch.ops.fastmp.grouped_mm_wgrad(dh, dh.new_ones(len(dh), 1), offsets).squeeze(2)
         return dx, dw, dbias, None, None, None

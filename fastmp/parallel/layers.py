@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
-from fastmp.ops.put_off import later, linear
 from fastmp.ops.registry import may_look
+from fastmp.ops.wgrad import deferral, linear
 from fastmp.parallel.collectives import (
     all_gather,
     all_reduce_,
@@ -518,13 +518,13 @@ def column_linear(
         # Autocast does not reach into the backward of a Function: cast outside it.
         dtype = torch.get_autocast_dtype(device)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, later(weight))
+    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, deferral(weight))
 
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, put_off):
-        ctx.group, ctx.sequence_parallel, ctx.put_off = group, sequence_parallel, put_off
+    def forward(ctx, x, weight, bias, group, sequence_parallel, defer):
+        ctx.group, ctx.sequence_parallel, ctx.defer = group, sequence_parallel, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(all_gather(x, group)[0] if sequence_parallel else x, weight, bias)
 
@@ -535,7 +535,7 @@ class _ColumnLinear(Function):
         group, sequence_parallel = ctx.group, ctx.sequence_parallel
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = x_work = grad_work = None
-        need_now = need_weight and ctx.put_off is None
+        need_now = need_weight and ctx.defer is None
         if need_now and sequence_parallel:
             x, x_work = all_gather(x, group, overlap=True)
         grad_TO = grad.reshape(-1, grad.shape[-1])
@@ -552,7 +552,7 @@ class _ColumnLinear(Function):
         if need_now:
             grad_weight = grad_TO.t() @ x.reshape(-1, x.shape[-1])
         elif need_weight:
-            ctx.put_off(functools.partial(_weight_grad, grad_TO, x, group, sequence_parallel))
+            ctx.defer(functools.partial(_weight_grad, grad_TO, x, group, sequence_parallel))
         if grad_work is not None:
             grad_work.wait()
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -561,6 +561,6 @@ class _ColumnLinear(Function):
 def _weight_grad(
     grad_TO: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
-    """What `_ColumnLinear` has put off."""
+    """The weight gradient that `_ColumnLinear` deferred."""
     x = all_gather(x, group)[0] if sequence_parallel else x
     return grad_TO.t() @ x.reshape(-1, x.shape[-1])

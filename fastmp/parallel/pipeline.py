@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fastmp.ops.put_off import WeightQueue, putting_off
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.messages import Message, Program, forward_orders, program
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step
@@ -186,11 +186,11 @@ class Pipeline:
         self._training, self._plan = training, plan
         self._known = self._specs[training]
         self._live: dict[tuple[int, int], _Live] = {}
-        self._queue = WeightQueue()
+        self._queue = WgradQueue()
         self._outbox: dict[tuple[str, int, int], Tensors] = {}
         self._arriving: dict[tuple[str, int, int], tuple[list[dist.Work], Tensors]] = {}
         self._sending: deque[tuple[list[dist.Work], Sequence[Tensor]]] = deque()
-        self._put_off: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
+        self._deferred: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
         self._new_specs: dict[int, tuple[_Spec, ...]] = {}  # which the next stage does not know yet
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
@@ -203,7 +203,7 @@ class Pipeline:
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
             try:
                 self._post(messages)
-                with region(name), putting_off(self._queue if splits else None):
+                with region(name), defer_wgrad(self._queue if splits else None):
                     if step.kind == FORWARD:
                         self._forward(step, batches[step.microbatch])
                         peak = max(peak, len(self._live))
@@ -261,7 +261,7 @@ class Pipeline:
         key = (step.microbatch, step.chunk)
         if step.kind not in (BACKWARD, BACKWARD_INPUT):
             del self._live[key]
-            WeightQueue.run(self._put_off.pop(key))
+            WgradQueue.run(self._deferred.pop(key))
             return
         stage, live = self._stage(step), self._live[key]
         if live.final is not None:
@@ -279,11 +279,11 @@ class Pipeline:
             self._live[key] = _Live((), (), None, None)
         if roots:
             torch.autograd.backward(roots, grads)
-        put_off = self._queue.take()
+        deferred = self._queue.take()
         if step.kind == BACKWARD_INPUT:
-            self._put_off[key] = put_off
+            self._deferred[key] = deferred
         else:  # in an order that splits others
-            WeightQueue.run(put_off)
+            WgradQueue.run(deferred)
         if stage:
             self._outbox[BACKWARD, stage, step.microbatch] = tuple(
                 torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs

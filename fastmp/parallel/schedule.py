@@ -25,7 +25,7 @@ class Step(NamedTuple):
     """One call of one chunk with one microbatch.
 
     `kind` is "forward", "backward" (of inputs and weights at once), "backward_input" (what the stage before
-    waits for) or "backward_weight" (what can be put off).
+    waits for) or "backward_weight" (what can be deferred).
     """
 
     kind: str
@@ -92,14 +92,14 @@ def peak_in_flight(
 ) -> int:
     """How many chunk activations a rank holds at most: forwards that are not wholly backwarded.
 
-    1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble: the backwards of weights that are put off, as
-    many as the number of the rank, come on top. Arguments and errors as in `order`.
+    1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble: deferred backwards of weights come on top,
+    as many as the number of the rank. Arguments and errors as in `order`.
     """
     group_size = _check(pp, num_microbatches, vpp, group_size, schedule)
     _check_rank(rank, pp)
-    put_off = _delay(rank, schedule)
+    deferred = _delay(rank, schedule)
     return min(
-        _warmup(rank, pp, num_microbatches, vpp, group_size, schedule) + 1 + put_off, num_microbatches * vpp
+        _warmup(rank, pp, num_microbatches, vpp, group_size, schedule) + 1 + deferred, num_microbatches * vpp
     )
 
 

@@ -37,7 +37,7 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
 def _not_repeated(recipe: Recipe) -> float:
     """A token's part of the last product of an MLP: a recomputation ends where all that is kept is there.
 
-    A product whose weight gradient can be put off keeps its input only behind it.
+    A product whose weight gradient can be deferred keeps its input only behind it.
     """
     model = recipe.model
     if model.moe is not None or model.dropout or recipe.parallel.schedule == "zero_bubble":

@@ -18,7 +18,7 @@ from fastmp.graphs.recording import Pool, RecordingBackend
 from fastmp.graphs.step import GraphedStep
 from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
-from fastmp.ops.put_off import WeightQueue
+from fastmp.ops.wgrad import WgradQueue
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
 
@@ -354,7 +354,7 @@ def test_a_step_that_fails_leaves_nothing_behind(monkeypatch):
 
 
 def test_a_store_that_is_not_cleared(monkeypatch):
-    """What a backward has put off stays in its queue, and is made once more."""
+    """What a backward has deferred stays in its queue, and is made once more."""
     layout = Layout(DENSE, microbatches=2, schedule="zero_bubble")
 
     def run(graphs):
@@ -363,7 +363,7 @@ def test_a_store_that_is_not_cleared(monkeypatch):
 
     eager = run(False)
     assert not differs(run(True), eager)
-    monkeypatch.setattr(WeightQueue, "take", lambda self: list(self._tasks))
+    monkeypatch.setattr(WgradQueue, "take", lambda self: list(self._tasks))
     with pytest.raises(PipelineError, match="graph"):
         run(True)
 

@@ -16,7 +16,7 @@ from fastmp.graphs.errors import GraphError
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import LayerChain
-from fastmp.ops.put_off import WeightQueue, putting_off
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.schedule import order
 
 
@@ -77,13 +77,13 @@ def test_removed_twice_and_on_the_way():
 
 
 def test_removed_before_the_gradients_of_weights_are_made():
-    chain, queue = LayerChain([linear()]), WeightQueue()
+    chain, queue = LayerChain([linear()]), WgradQueue()
     manager = GraphManager(
         [chain], order(0, 1, 1, schedule="zero_bubble"), backend=RecordingBackend(), warmup=1
     )
     for number in range(4):
         manager.begin_step()
-        with putting_off(queue):
+        with defer_wgrad(queue):
             total(chain(torch.ones(SHAPE, dtype=torch.float64))).backward()
         if number < 3:
             queue.run(queue.take())

@@ -47,7 +47,7 @@ def test_split_backwards_hold_inputs_and_gradients_until_their_weights_are_done(
         own = plan(order(rank, 4, 8, schedule="zero_bubble"), chunks(1, FRONT))
         assert own.num_graphs == 3 * 8
         assert own.inputs() == peak_in_flight(rank, 4, 8, schedule="zero_bubble")
-        assert len(own.buffers) - own.inputs() == rank + 1  # gradients of what is put off
+        assert len(own.buffers) - own.inputs() == rank + 1  # deferred weight gradients
 
 
 def test_rounds_that_differ_do_not_share_graphs():

@@ -9,7 +9,7 @@ import torch
 import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in every forked rank
 from torch import nn
 
-from fastmp.ops.put_off import later
+from fastmp.ops.wgrad import deferral
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import orders, peak_in_flight
 
@@ -37,14 +37,14 @@ class _Token:
 
 class _Hold(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, put_off, token):
-        ctx.put_off, ctx.token = put_off, token
+    def forward(ctx, x, defer, token):
+        ctx.defer, ctx.token = defer, token
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.put_off is not None:
-            ctx.put_off(lambda token=ctx.token: None)
+        if ctx.defer is not None:
+            ctx.defer(lambda token=ctx.token: None)
         return grad, None, None
 
 
@@ -60,7 +60,7 @@ class Counted(nn.Module):
 
     def forward(self, x):
         token = _Token()
-        y = _Hold.apply(self.blocks(x) + self.shift, later(self.shift), token)
+        y = _Hold.apply(self.blocks(x) + self.shift, deferral(self.shift), token)
         if torch.is_grad_enabled():
             self.alive.add(token)
             self.most = max(self.most, len(self.alive))

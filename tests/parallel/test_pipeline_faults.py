@@ -135,7 +135,7 @@ def test_the_cause_of_an_error_is_kept():
 
 
 def test_nothing_of_a_failed_step_is_in_the_next():
-    """A single rank may go on after an error: gradients that were put off are gone with it."""
+    """A single rank may go on after an error: gradients that were deferred are gone with it."""
 
     class Stage(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What is put off is made later, and is the same; nothing else changes."""
+"""Deferred weight gradients are made when the queue runs and are the same; nothing else changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fastmp.ops import grouped_mlp_in, grouped_mm
-from fastmp.ops.put_off import WeightQueue, linear, putting_off
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
 
 
 def parameter(*shape, seed=0):
@@ -30,12 +30,12 @@ PRODUCTS = {
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_the_weight_gets_its_gradient_when_the_queue_runs(name, recomputed, main):
     product, shape = PRODUCTS[name]
-    x, w, queue = parameter(8, 4, seed=1), parameter(*shape), WeightQueue()
+    x, w, queue = parameter(8, 4, seed=1), parameter(*shape), WgradQueue()
     at_once = torch.autograd.grad(product(x, w).sin().sum(), (x, w))
     if main:
         w.main_grad = torch.ones(shape, dtype=torch.float64)
     for time in (1, 2):
-        with putting_off(queue):
+        with defer_wgrad(queue):
             y = checkpoint(product, x, w, use_reentrant=False) if recomputed else product(x, w)
             y.sin().sum().backward()
         torch.testing.assert_close(x.grad, time * at_once[0])
@@ -50,9 +50,9 @@ def test_the_weight_gets_its_gradient_when_the_queue_runs(name, recomputed, main
     assert not (main and w.grad is not None)
 
 
-def test_what_cannot_be_put_off_is_made_at_once():
-    x, w, queue = parameter(8, 4, seed=1), parameter(5, 4), WeightQueue()
-    with putting_off(queue):
+def test_what_cannot_be_deferred_is_made_at_once():
+    x, w, queue = parameter(8, 4, seed=1), parameter(5, 4), WgradQueue()
+    with defer_wgrad(queue):
         linear(x, w * 2).sum().backward()
         linear(x, w.detach()).sum().backward()
         with torch.no_grad():
@@ -64,9 +64,9 @@ def test_what_cannot_be_put_off_is_made_at_once():
 
 
 def test_a_bias_gets_its_gradient_in_backward():
-    x, w, b, queue = parameter(2, 3, 4, seed=1), parameter(5, 4), parameter(5), WeightQueue()
+    x, w, b, queue = parameter(2, 3, 4, seed=1), parameter(5, 4), parameter(5), WgradQueue()
     expected = torch.autograd.grad(linear(x, w, b).sin().sum(), (x, w, b))
-    with putting_off(queue):
+    with defer_wgrad(queue):
         linear(x, w, b).sin().sum().backward()
     torch.testing.assert_close((x.grad, b.grad), (expected[0], expected[2]))
     queue.run(queue.take())
