@@ -181,10 +181,29 @@ class MoEConfig(_Checked):
             )
 
 
+@dataclass(frozen=True)
+class Activation:
+    """The activation of an MLP and of experts.
+
+    `form` is the function as ops name it: "gelu" (exact, with erf), "gelu_tanh" or "silu". `blocks` 2 means a
+    gated linear unit: the first product makes [gate | up], each as wide as the ffn, and the activation gives
+    form(gate) * up. With `blocks` 1 it gives form(up).
+    """
+
+    form: str
+    blocks: int = 1
+
+
+ACTIVATIONS = {
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "swiglu": Activation("silu", blocks=2),
+    "geglu": Activation("gelu_tanh", blocks=2),
+}
+
 _FORMS = {
     "norm": ("layernorm", "rmsnorm"),
     "position": ("learned", "rope"),
-    "activation": ("gelu", "swiglu"),
 }
 
 
@@ -195,7 +214,8 @@ class GPTConfig(_Checked):
     `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA); `head_size`
     None means hidden_size / num_heads. `norm` is "layernorm" or "rmsnorm", both with `layernorm_epsilon`.
     `position` is "learned" (a table) or "rope" (queries and keys turn by angles of base `rope_base`).
-    `activation` of the MLP is "gelu" or "swiglu", which has a gate as wide as the ffn beside it.
+    `activation` of the MLP and of experts is a name of `ACTIVATIONS`: "gelu" (exact, with erf), "gelu_tanh"
+    (its tanh form, as in GPT-2), or with a gate "swiglu" or "geglu" (tanh form, as in Gemma).
     `linear_bias` False leaves the biases of all projections out, `tie_embeddings` False gives the output
     layer a weight of its own, `qk_norm` normalises every query and key over its head (Qwen3). `moe`: the
     layers have a mixture of experts in place of the MLP.
@@ -216,14 +236,14 @@ class GPTConfig(_Checked):
     norm: str = "layernorm"
     position: str = "learned"
     rope_base: float = 10000.0
-    activation: str = "gelu"
+    activation: str = "gelu_tanh"
     linear_bias: bool = True
     tie_embeddings: bool = True
     qk_norm: bool = False
     moe: MoEConfig | None = None
 
     def _problems(self) -> Iterator[str]:
-        yield from self._unknown(_FORMS)
+        yield from self._unknown({**_FORMS, "activation": tuple(ACTIVATIONS)})
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastmp.config import GPTConfig
+from fastmp.config import ACTIVATIONS, GPTConfig
 
 __all__ = [
     "ParameterCounts",
@@ -154,4 +154,4 @@ def _dense_ffn(config: GPTConfig) -> int:
 
 def _blocks(config: GPTConfig) -> int:
     """How many products the first one of an MLP is: gate and up, or one."""
-    return 2 if config.activation == "swiglu" else 1
+    return ACTIVATIONS[config.activation].blocks

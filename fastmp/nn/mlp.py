@@ -2,7 +2,8 @@
 
 The first product is split by columns, so each rank applies bias and activation to its own columns, in one
 fused op, and the second is split by rows: one all-reduce forward and one backward, and none between the two
-products. With SwiGLU the first product makes gate and up: each rank has its part of one, then of the other.
+products. Where the activation has a gate, the first product makes gate and up: each rank has its part of one,
+then of the other.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.config import GPTConfig
+from fastmp.config import ACTIVATIONS, GPTConfig
+from fastmp.nn.activation import activation_function
 from fastmp.nn.init import normal, residual_normal
-from fastmp.ops import bias_gelu, swiglu
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.parallel.rng import RngTracker
@@ -22,7 +23,7 @@ __all__ = ["MLP"]
 
 
 class MLP(nn.Module):
-    """hidden -> ffn -> hidden with tanh GeLU or SwiGLU. Arguments as for `SelfAttention`.
+    """hidden -> ffn -> hidden with the activation `config.activation`. Arguments as for `SelfAttention`.
 
     Raises ValueError where the ffn size is not divisible by the TP size.
     """
@@ -54,8 +55,8 @@ class MLP(nn.Module):
             "skip_bias_add": True,
             "bias": config.linear_bias,
         }
-        self.gated = config.activation == "swiglu"
-        blocks = 2 if self.gated else 1
+        activation = ACTIVATIONS[config.activation]
+        self.activate, blocks = activation_function("MLP", activation), activation.blocks
         self.up = ColumnParallelLinear(
             config.hidden_size,
             blocks * config.ffn_size,
@@ -75,6 +76,4 @@ class MLP(nn.Module):
     def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output (S, B, H) without the last bias, and that bias (H,) or None."""
         up_SBF, bias_F = self.up(hidden_SBH)
-        if self.gated:
-            return self.down(swiglu(up_SBF, bias_F))
-        return self.down(bias_gelu(up_SBF, bias_F, approximate="tanh"))
+        return self.down(self.activate(up_SBF, bias_F))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastmp.config import GPTConfig, Recipe
+from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
 from fastmp.layout import make_grid
 from fastmp.parallel.grid import RankGrid
 from fastmp.sizes import pad_vocab
@@ -43,7 +43,7 @@ class Shapes:
     @property
     def blocks(self) -> int:
         """How many products the first one of an MLP is."""
-        return 2 if self.model.activation == "swiglu" else 1
+        return ACTIVATIONS[self.model.activation].blocks
 
     @property
     def vocab(self) -> int:

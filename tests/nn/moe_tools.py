@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from nn_tools import PLAIN_ACTIVATIONS
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.moe import MoELayer
@@ -71,11 +72,7 @@ def forced(layer: MoELayer, logits_SBE: torch.Tensor) -> torch.Tensor:
 
 
 def mlp_of(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, activation: str) -> torch.Tensor:
-    h = x @ up.t()
-    if activation == "swiglu":
-        gate, h = h.chunk(2, -1)
-        return (F.silu(gate) * h) @ down.t()
-    return F.gelu(h, approximate="tanh") @ down.t()
+    return PLAIN_ACTIVATIONS[activation](x @ up.t()) @ down.t()
 
 
 def reference(layer: MoELayer, hidden_SBH: torch.Tensor, kept=lambda indices, probs: probs):
@@ -109,7 +106,7 @@ def reference(layer: MoELayer, hidden_SBH: torch.Tensor, kept=lambda indices, pr
     weight_Tk = kept(indices_Tk, probs_Tk)
     rows = [
         sum(
-            weight_Tk[t, j] * mlp_of(x_TH[t], weights.fc1[e], weights.fc2[e], config_activation(layer))
+            weight_Tk[t, j] * mlp_of(x_TH[t], weights.fc1[e], weights.fc2[e], weights.activation)
             for j, e in enumerate(indices_Tk[t].tolist())
         )
         for t in range(S * B)
@@ -117,14 +114,10 @@ def reference(layer: MoELayer, hidden_SBH: torch.Tensor, kept=lambda indices, pr
     output_SBH = torch.stack(rows).view(S, B, H) if rows else hidden_SBH * 0
     shared = layer.shared_experts
     if shared is not None:
-        y_SBH = mlp_of(hidden_SBH, shared.mlp.up.weight, shared.mlp.down.weight, config_activation(layer))
+        y_SBH = mlp_of(hidden_SBH, shared.mlp.up.weight, shared.mlp.down.weight, weights.activation)
         gate = 1.0 if shared.gate is None else (hidden_SBH @ shared.gate.t()).sigmoid()
         output_SBH = output_SBH + y_SBH * gate
     return output_SBH, aux, chosen_TE.sum(0)
-
-
-def config_activation(layer: MoELayer) -> str:
-    return "swiglu" if layer.experts.activation == "swiglu" else "gelu"
 
 
 def own_part(full_SBX: torch.Tensor, groups: ParallelGroups, sequence_parallel: bool) -> torch.Tensor:

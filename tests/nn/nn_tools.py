@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,21 @@ EXPERTS = replace(
         shared_expert_gate=True,
     ),
 )
+
+
+def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def activation(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return function(gate) * up
+
+    return activation
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+PLAIN_ACTIVATIONS = {
+    **{"gelu": F.gelu, "gelu_tanh": _gelu_tanh, "swiglu": _gated(F.silu), "geglu": _gated(_gelu_tanh)},
+    "exact geglu": _gated(F.gelu),  # in no configuration: a name that a test adds
+}
 
 
 def tp_groups(tp: int, **experts: int) -> ParallelGroups | None:

@@ -7,17 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_tools import QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
+from nn_tools import PLAIN_ACTIVATIONS, QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
 
-from fastmp.nn import MLP
+from fastmp.config import ACTIVATIONS, Activation, DataConfig, MoEConfig, Recipe
+from fastmp.nn import GPT, MLP
+from fastmp.nn.moe import GroupedExperts
 from fastmp.parallel.rng import RngTracker
+from fastmp.plan.shapes import shapes_of
+from fastmp.sizes import num_parameters
 from fastmp.testing import run_ranks
 from fastmp.testing.parallel import count_collectives
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def make(group=None, tp_rank=0, activation="gelu", **options):
+def make(group=None, tp_rank=0, activation="gelu_tanh", **options):
     config = replace(SMALL, activation=activation)
     mlp = MLP(config, group=group, rng=RngTracker(SEED, tp_rank=tp_rank), dtype=torch.float64, **options)
     with torch.no_grad():
@@ -33,19 +37,50 @@ def inputs():
     )
 
 
-def plain(mlp, x_SBH):
+def plain(mlp, x_SBH, activation="gelu_tanh"):
     up_SBF = F.linear(x_SBH, mlp.up.weight, mlp.up.bias)
-    if mlp.gated:
-        gate_SBF, up_SBF = up_SBF.chunk(2, dim=-1)
-        return F.linear(F.silu(gate_SBF) * up_SBF, mlp.down.weight)
-    return F.linear(F.gelu(up_SBF, approximate="tanh"), mlp.down.weight)
+    return F.linear(PLAIN_ACTIVATIONS[activation](up_SBF), mlp.down.weight)
 
 
-def test_mlp_is_the_plain_formula_and_leaves_its_bias_to_the_caller():
-    mlp, x_SBH = make(), inputs()
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_mlp_is_the_plain_formula_and_leaves_its_bias_to_the_caller(activation):
+    mlp, x_SBH = make(activation=activation), inputs()
     output, bias = mlp(x_SBH)
-    torch.testing.assert_close(output, plain(mlp, x_SBH), **CLOSE)
+    torch.testing.assert_close(output, plain(mlp, x_SBH, activation), **CLOSE)
     assert bias is mlp.down.bias
+
+
+def test_an_activation_added_to_the_table_is_known_everywhere(monkeypatch):
+    """MLP, experts, parameter counts and plans read one table."""
+    monkeypatch.setitem(ACTIVATIONS, "exact geglu", Activation("gelu", blocks=2))
+    x_SBH = inputs()
+    dense = replace(SMALL, activation="exact geglu")
+    mlp = MLP(dense, group=None, dtype=torch.float64)
+    torch.testing.assert_close(mlp(x_SBH)[0], plain(mlp, x_SBH, "exact geglu"), **CLOSE)
+    sparse = replace(dense, moe=MoEConfig(num_experts=2, top_k=1, expert_ffn_hidden_size=16))
+    experts = GroupedExperts(sparse, ep_group=None, etp_group=None, dtype=torch.float64)
+    rows_MH = x_SBH.flatten(0, 1)
+    output_MH = experts(rows_MH, torch.tensor([0, len(rows_MH)], dtype=torch.int32))
+    hidden_MF = PLAIN_ACTIVATIONS["exact geglu"](rows_MH @ experts.fc1[1].T)
+    torch.testing.assert_close(output_MH, hidden_MF @ experts.fc2[1].T, **CLOSE)
+    for config in (dense, sparse):
+        model = GPT(config, groups=None)
+        assert sum(p.numel() for p in model.parameters()) == num_parameters(config, 256)
+        assert shapes_of(Recipe(model=config, data=DataConfig(seq_len=16)), 1).blocks == 2
+
+
+def test_an_activation_without_an_op_is_refused(monkeypatch):
+    monkeypatch.setitem(ACTIVATIONS, "relu", Activation("relu"))
+    config = replace(SMALL, activation="relu", moe=MoEConfig())
+    with pytest.raises(ValueError, match=r"MLP: no op computes Activation\(form='relu', blocks=1\)"):
+        MLP(config, group=None)
+    with pytest.raises(ValueError, match="GroupedExperts: no op computes"):
+        GroupedExperts(config, ep_group=None, etp_group=None)
+    monkeypatch.undo()
+    with pytest.raises(
+        ValueError, match="activation must be one of gelu, gelu_tanh, swiglu, geglu, got 'relu'"
+    ):
+        replace(SMALL, activation="relu")
 
 
 @pytest.mark.parametrize("activation, op", (("gelu", "bias_gelu"), ("swiglu", "gated_activation")))
@@ -64,7 +99,7 @@ def test_swiglu_without_biases_is_the_plain_formula():
     torch.testing.assert_close(output, (F.silu(x_SBH @ gate.T) * (x_SBH @ up.T)) @ mlp.down.weight.T, **CLOSE)
 
 
-@pytest.mark.parametrize("activation", ("gelu", "swiglu"))
+@pytest.mark.parametrize("activation", ("gelu_tanh", "swiglu"))
 @pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
 def test_mlp_over_two_ranks(sequence_parallel, activation):
     def case(rank, world):
@@ -74,7 +109,7 @@ def test_mlp_over_two_ranks(sequence_parallel, activation):
         part = slice(rank * 4, rank * 4 + 4) if sequence_parallel else slice(None)
         x_SBH = inputs().requires_grad_()
         own_SBH = x_SBH.detach()[part].requires_grad_()
-        (plain(one, x_SBH) + one.down.bias).square().sum().backward()
+        (plain(one, x_SBH, activation) + one.down.bias).square().sum().backward()
         with count_collectives() as forward:
             output, bias = many(own_SBH)
         with count_collectives() as backward:

@@ -26,7 +26,7 @@ CONFIGS = {
     "sigmoid": plain_moe(score="sigmoid", expert_bias=True, routed_scale=2.5, aux_loss=0.5),
     "no sequence loss": with_moe(sequence_aux_loss=0.0),
     "ungated": with_moe(shared_expert_gate=False, normalize_topk=False),
-    "gelu": replace(with_moe(), activation="gelu"),
+    **{name: replace(with_moe(), activation=name) for name in ("gelu", "gelu_tanh", "geglu")},
 }
 
 

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.config import GPTConfig
+from fastmp.config import ACTIVATIONS, Activation, GPTConfig
+from fastmp.nn.activation import activation_function
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.router import moe_config
@@ -30,11 +31,14 @@ from fastmp.parallel.rng import seeded
 
 __all__ = ["GroupedExperts", "SharedExperts"]
 
+# Activations that the first product's kernel computes at once, as `grouped_mlp_in` names them.
+_FUSED = {Activation("silu", blocks=2): "swiglu", Activation("gelu_tanh"): "bias_gelu"}
+
 
 class GroupedExperts(ParallelModule):
     """This rank's experts: rows sorted by expert through two grouped products.
 
-    Parameters: `fc1` (L, 2F, H) for SwiGLU, the gates before the ups, or (L, F, H) for GeLU; `fc2` (L, H, F).
+    Parameters: `fc1` (L, F, H), or (L, 2F, H) where the activation has a gate: [gate | up]; `fc2` (L, H, F).
     Both are marked `expert_parallel`: dim 0 is divided over `ep_group`, and `partition_dim` over `etp_group`.
 
     Args:
@@ -71,8 +75,10 @@ class GroupedExperts(ParallelModule):
             )
         self.num_experts, self.num_local_experts = moe.num_experts, moe.num_experts // ep
         self.first_expert = group_rank(ep_group) * self.num_local_experts
-        self.activation = "swiglu" if config.activation == "swiglu" else "bias_gelu"
-        self.blocks = 2 if self.activation == "swiglu" else 1
+        activation = ACTIVATIONS[config.activation]
+        self.activation, self.blocks = config.activation, activation.blocks
+        self.activate = activation_function("GroupedExperts", activation)
+        self.fused = _FUSED.get(activation)
         L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
         place = {"device": device, "dtype": dtype}
         self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **place))
@@ -118,7 +124,10 @@ class GroupedExperts(ParallelModule):
         offsets_L: int32, where each expert's rows end; rows from the last one on give zeros. sizes: rows of
         each expert, where the host knows them.
         """
-        ffn_MF = grouped_mlp_in(rows_MH, self.fc1, offsets_L, activation=self.activation, sizes=sizes)
+        if self.fused is None:
+            ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, sizes=sizes))
+        else:
+            ffn_MF = grouped_mlp_in(rows_MH, self.fc1, offsets_L, activation=self.fused, sizes=sizes)
         return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
 
     def extra_repr(self) -> str:
