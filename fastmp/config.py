@@ -1,24 +1,37 @@
 """Configuration: one small frozen dataclass per component, and the process environment.
 
-A recipe (a TOML file in `configs/`) has one table per dataclass. Each class checks its own fields: wrong
-values are a ValueError that names all of them, one a line, wherever the object was made. What tables and
-ranks ask of each other is the business of `fastmp.layout`. Standard library only.
+A recipe (a TOML file in `configs/`) has one table per dataclass. Every field carries the text that `--help`
+shows for it and, where there are only a few, the values it may have. Each class checks its own fields: wrong
+values are a ValueError that names all of them, one a line, wherever the object was made. `fastmp.layout`
+checks tables against each other and against the number of ranks. Standard library only.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _option(default: Any, text: str, choices: Iterable[str] = ()) -> Any:
+    """A field with this default, the `text` that `--help` shows for it, and the only values it may have."""
+    return field(default=default, metadata={"help": text, "choices": tuple(choices)})
 
 
 class _Checked:
     """A configuration that refuses wrong values when it is made."""
 
     def __post_init__(self) -> None:
-        found = [f"{type(self).__name__}: {message}" for message in self._problems()]
+        found = [f"{type(self).__name__}: {message}" for message in (*self._unknown(), *self._problems())]
         if found:
             raise ValueError("\n".join(found))
+
+    def _unknown(self) -> Iterator[str]:
+        for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            choices, value = each.metadata.get("choices"), getattr(self, each.name)
+            if choices and value not in choices:
+                yield f"{each.name} must be one of {', '.join(choices)}, got {value!r}"
 
     def _problems(self) -> Iterator[str]:
         """What is wrong, each with its field and value; relations only between values that make sense."""
@@ -35,12 +48,6 @@ class _Checked:
             value = getattr(self, name)
             if value < 0:
                 yield f"{name} must not be negative, got {value}"
-
-    def _unknown(self, choices: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-        for name, known in choices.items():
-            value = getattr(self, name)
-            if value not in known:
-                yield f"{name} must be one of {', '.join(known)}, got {value!r}"
 
 
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
@@ -101,59 +108,47 @@ class Environment:
 
 @dataclass(frozen=True)
 class MoEConfig(_Checked):
-    """A mixture of experts in place of an MLP.
+    """A mixture of experts in place of the MLP of every layer.
 
-    Routing: a token goes to `top_k` of `num_experts` experts. `score` makes scores of the logits ("softmax"
-    over all experts, with `pre_softmax` False over the chosen ones only; or "sigmoid"); `normalize_topk`
-    divides the chosen scores by their sum, `routed_scale` multiplies them. With `group_topk` the choice is
-    among the experts of that many of `num_groups` equal groups. `expert_bias` moves the choice (not the
-    scores) towards idle experts by `bias_update_rate` a step, without an auxiliary loss. `jitter` multiplies
-    the router's input by uniform numbers in [1 - jitter, 1 + jitter] while training.
-
-    Losses: coefficients of the Switch load-balancing loss (`aux_loss`), the same per sequence
-    (`sequence_aux_loss`), and the mean squared log-sum-exp of the logits (`z_loss`).
-
-    Capacity: while training, an expert takes capacity_factor * top_k / num_experts of a rank's tokens at
-    most (None: all that come) and drops those of least probability (`drop_policy` "probs") or the last ones
-    ("position").
-
-    Experts have `expert_ffn_hidden_size` hidden units; one shared expert that every token goes through has
-    `shared_expert_ffn_hidden_size` (0: none), and its output is multiplied by a sigmoid gate of the token
-    with `shared_expert_gate`. `dispatcher`: tokens travel by "alltoall", or "allgather" brings all tokens of
-    the expert group to every rank of it, which suits few experts a rank and many per token.
+    A router gives every token a score for each expert; the token goes to the `top_k` experts it chooses, and
+    their outputs are added up, weighted by the scores. Losses are coefficients: 0 leaves one out.
     """
 
-    num_experts: int = 8
-    top_k: int = 2
-    expert_ffn_hidden_size: int = 512
-    score: str = "softmax"
-    pre_softmax: bool = True
-    normalize_topk: bool = False
-    routed_scale: float = 1.0
-    num_groups: int = 1
-    group_topk: int = 1
-    expert_bias: bool = False
-    bias_update_rate: float = 1e-3
-    aux_loss: float = 0.0
-    sequence_aux_loss: float = 0.0
-    z_loss: float = 0.0
-    jitter: float = 0.0
-    capacity_factor: float | None = None
-    drop_policy: str = "probs"
-    dispatcher: str = "alltoall"
-    shared_expert_ffn_hidden_size: int = 0
-    shared_expert_gate: bool = False
+    num_experts: int = _option(8, "experts of a layer")
+    top_k: int = _option(2, "experts that a token goes to")
+    expert_ffn_hidden_size: int = _option(512, "hidden units of an expert")
+    score: str = _option("softmax", "function that turns logits into scores", ("softmax", "sigmoid"))
+    pre_softmax: bool = _option(True, "take the softmax over all experts; else over the chosen ones")
+    normalize_topk: bool = _option(False, "divide the scores of the chosen experts by their sum")
+    routed_scale: float = _option(1.0, "factor of the scores of the chosen experts")
+    num_groups: int = _option(1, "equal groups of experts, of which a token may choose group_topk")
+    group_topk: int = _option(1, "groups among whose experts a token chooses")
+    expert_bias: bool = _option(False, "add a bias that moves the choice, not the scores, to idle experts")
+    bias_update_rate: float = _option(1e-3, "change of that bias in a step")
+    aux_loss: float = _option(0.0, "load-balancing loss of the Switch Transformer")
+    sequence_aux_loss: float = _option(0.0, "load-balancing loss of each sequence")
+    z_loss: float = _option(0.0, "mean squared log-sum-exp of the router's logits")
+    jitter: float = _option(0.0, "in training, the router's input is multiplied by numbers in 1 +- jitter")
+    capacity_factor: float | None = _option(
+        None, "in training, most tokens of an expert over the mean of all experts; none: no limit"
+    )
+    drop_policy: str = _option(
+        "probs", "tokens dropped beyond that: the least probable, or the last", ("probs", "position")
+    )
+    dispatcher: str = _option(
+        "alltoall",
+        "tokens travel to their experts, or all tokens of the expert group to every rank of it: better for "
+        "few experts a rank and many a token",
+        ("alltoall", "allgather"),
+    )
+    shared_expert_ffn_hidden_size: int = _option(
+        0, "hidden units of an expert that every token goes to; 0: there is none"
+    )
+    shared_expert_gate: bool = _option(False, "multiply its output by a sigmoid gate of the token")
 
     def _problems(self) -> Iterator[str]:
         yield from self._negative(
             *("aux_loss", "sequence_aux_loss", "z_loss", "bias_update_rate", "shared_expert_ffn_hidden_size")
-        )
-        yield from self._unknown(
-            {
-                "score": ("softmax", "sigmoid"),
-                "drop_policy": ("probs", "position"),
-                "dispatcher": ("alltoall", "allgather"),
-            }
         )
         if not 0.0 <= self.jitter < 1.0:
             yield f"jitter must be in [0, 1), got {self.jitter}"
@@ -201,49 +196,38 @@ ACTIVATIONS = {
     "geglu": Activation("gelu_tanh", blocks=2),
 }
 
-_FORMS = {
-    "norm": ("layernorm", "rmsnorm"),
-    "position": ("learned", "rope"),
-}
-
 
 @dataclass(frozen=True)
 class GPTConfig(_Checked):
-    """A pre-LN GPT: with these defaults GPT-2, with the options below Llama, Mixtral and Qwen3.
+    """The model, a pre-LN GPT: with its defaults GPT-2, with other values Llama, Mixtral or Qwen3."""
 
-    `ffn_hidden_size` None means 4 x hidden_size; `num_kv_heads` None means num_heads (no GQA); `head_size`
-    None means hidden_size / num_heads. `norm` is "layernorm" or "rmsnorm", both with `layernorm_epsilon`.
-    `position` is "learned" (a table) or "rope" (queries and keys turn by angles of base `rope_base`).
-    `activation` of the MLP and of experts is a name of `ACTIVATIONS`: "gelu" (exact, with erf), "gelu_tanh"
-    (its tanh form, as in GPT-2), or with a gate "swiglu" or "geglu" (tanh form, as in Gemma).
-    `linear_bias` False leaves the biases of all projections out, `tie_embeddings` False gives the output
-    layer a weight of its own, `qk_norm` normalises every query and key over its head (Qwen3). `moe`: the
-    layers have a mixture of experts in place of the MLP.
-    """
-
-    num_layers: int = 4
-    hidden_size: int = 192
-    num_heads: int = 6
-    vocab_size: int = 257
-    max_seq_len: int = 256
-    num_kv_heads: int | None = None
-    ffn_hidden_size: int | None = None
-    dropout: float = 0.0
-    attention_dropout: float = 0.0
-    layernorm_epsilon: float = 1e-5
-    init_std: float = 0.02
-    head_size: int | None = None
-    norm: str = "layernorm"
-    position: str = "learned"
-    rope_base: float = 10000.0
-    activation: str = "gelu_tanh"
-    linear_bias: bool = True
-    tie_embeddings: bool = True
-    qk_norm: bool = False
+    num_layers: int = _option(4, "transformer layers")
+    hidden_size: int = _option(192, "width of the residual stream")
+    num_heads: int = _option(6, "attention heads")
+    vocab_size: int = _option(257, "tokens of the vocabulary")
+    max_seq_len: int = _option(256, "longest sequence, in tokens")
+    num_kv_heads: int | None = _option(None, "heads of keys and values (GQA); none: num_heads")
+    ffn_hidden_size: int | None = _option(None, "hidden units of the MLP; none: 4 x hidden_size")
+    dropout: float = _option(0.0, "dropout of embeddings and of what layers add")
+    attention_dropout: float = _option(0.0, "dropout of attention's probabilities")
+    layernorm_epsilon: float = _option(1e-5, "epsilon of either norm")
+    init_std: float = _option(0.02, "standard deviation of the initial weights")
+    head_size: int | None = _option(None, "width of a head; none: hidden_size / num_heads")
+    norm: str = _option("layernorm", "norm of every layer", ("layernorm", "rmsnorm"))
+    position: str = _option("learned", "positions: a learned table, or rotary", ("learned", "rope"))
+    rope_base: float = _option(10000.0, "base of the angles of rotary positions")
+    activation: str = _option(
+        "gelu_tanh",
+        "activation of the MLP and of experts: gelu (exact, with erf), its tanh form as in GPT-2, or with a "
+        "gate swiglu or geglu (tanh form, as in Gemma)",
+        ACTIVATIONS,
+    )
+    linear_bias: bool = _option(True, "give all projections a bias")
+    tie_embeddings: bool = _option(True, "use the embedding table as the output layer's weight")
+    qk_norm: bool = _option(False, "normalise every query and key over its head (Qwen3)")
     moe: MoEConfig | None = None
 
     def _problems(self) -> Iterator[str]:
-        yield from self._unknown({**_FORMS, "activation": tuple(ACTIVATIONS)})
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"
@@ -275,33 +259,30 @@ class GPTConfig(_Checked):
 
 @dataclass(frozen=True)
 class ParallelConfig(_Checked):
-    """Sizes of the parallel axes; the data-parallel sizes are what the world leaves over.
+    """Sizes of the parallel axes, and the order of work on them.
 
-    `tp` divides attention and dense layers, `cp` the sequence, `pp` the layers; `ep` the experts, `etp` each
-    expert (None: as `tp`). Experts use the ranks that are there: world_size = tp x cp x dp x pp =
-    etp x ep x edp x pp.
-
-    A pipeline rank has `vpp` chunks of layers and runs them in the order of `schedule` ("1f1b",
-    "zero_bubble"), `microbatch_group_size` microbatches through a chunk before the next one (None: pp).
-    `stage_layers` says how many layers each of the pp x vpp stages has (None: equally many).
+    Data parallelism takes the ranks that are left: world_size = tp x cp x dp x pp = etp x ep x edp x pp.
     """
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    schedule: str = "1f1b"
-    microbatch_group_size: int | None = None
-    stage_layers: tuple[int, ...] | None = None
-    sequence_parallel: bool = False
-    recompute: bool = False
-    shard_recompute_input: bool = False
+    tp: int = _option(1, "tensor parallelism: ranks that divide attention and dense layers")
+    cp: int = _option(1, "context parallelism: ranks that divide the sequence")
+    pp: int = _option(1, "pipeline parallelism: ranks that divide the layers")
+    ep: int = _option(1, "expert parallelism: ranks that divide the experts")
+    etp: int | None = _option(None, "ranks that divide each expert; none: tp")
+    vpp: int = _option(1, "chunks of layers of a pipeline rank")
+    schedule: str = _option("1f1b", "order in which a pipeline rank works", ("1f1b", "zero_bubble"))
+    microbatch_group_size: int | None = _option(
+        None, "microbatches through a chunk before the next chunk; none: pp"
+    )
+    stage_layers: tuple[int, ...] | None = _option(
+        None, "layers of each of the pp x vpp stages; none: equally many"
+    )
+    sequence_parallel: bool = _option(False, "divide norms and dropout over the tp ranks, by the sequence")
+    recompute: bool = _option(False, "keep only the inputs of layers, and compute the rest again")
+    shard_recompute_input: bool = _option(False, "divide those inputs over the tp ranks")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")
-        yield from self._unknown({"schedule": ("1f1b", "zero_bubble")})
         stages, layers = self.pp * self.vpp, self.stage_layers
         if layers is not None and stages > 0 and (len(layers) != stages or min(layers) < 0):
             yield (
@@ -312,15 +293,17 @@ class ParallelConfig(_Checked):
 
 @dataclass(frozen=True)
 class DataConfig(_Checked):
-    """Where the text comes from: a built-in `text` ("pydoc", "stdlib") or a built directory `path`."""
+    """The text, and how it becomes samples."""
 
-    text: str = "pydoc"
-    path: str | None = None
-    tokenizer: str = "byte"
-    seq_len: int = 256
-    micro_batch_size: int = 8
-    validation_fraction: float = 0.05
-    seed: int = 1234
+    text: str = _option("pydoc", "text that comes with Python, where no path is given", ("pydoc", "stdlib"))
+    path: str | None = _option(None, "directory that `fastmp data build` made; none: text")
+    tokenizer: str = _option(
+        "byte", "of text: byte, bpe (learns 4096 tokens), or the path of a tokenizer.json"
+    )
+    seq_len: int = _option(256, "tokens of a sample")
+    micro_batch_size: int = _option(8, "samples of a microbatch on one rank")
+    validation_fraction: float = _option(0.05, "share of text that is held out")
+    seed: int = _option(1234, "seed of the order of samples")
 
     def _problems(self) -> Iterator[str]:
         return self._not_positive("seq_len", "micro_batch_size")
@@ -328,18 +311,15 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Checked):
-    """AdamW with decoupled weight decay and global gradient-norm clipping (0 turns clipping off).
+    """AdamW with decoupled weight decay; the learning rate warms up, then follows a cosine down."""
 
-    The rate grows for `warmup_steps` (a shorter run only warms up), then follows a cosine down to `min_lr`.
-    """
-
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup_steps: int = 20
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad_norm: float = 1.0
+    lr: float = _option(1e-3, "highest learning rate")
+    min_lr: float = _option(1e-4, "learning rate of the last step")
+    warmup_steps: int = _option(20, "steps in which the learning rate grows; a shorter run only warms up")
+    betas: tuple[float, float] = _option((0.9, 0.95), "decay of the two averages")
+    eps: float = _option(1e-8, "added to the root of the second average")
+    weight_decay: float = _option(0.01, "decoupled weight decay")
+    clip_grad_norm: float = _option(1.0, "largest norm of all gradients together; 0: no clipping")
 
     def _problems(self) -> Iterator[str]:
         if not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
@@ -352,39 +332,28 @@ class OptimizerConfig(_Checked):
 
 @dataclass(frozen=True)
 class TrainConfig(_Checked):
-    """The training loop. `global_batch_size` counts samples of one optimizer step over all ranks.
+    """The training loop. Intervals are in steps, and 0 means never."""
 
-    `dtype` of the parameters: "auto" (bfloat16 on a GPU, float32 without), "float32" or "bfloat16".
-    Intervals are in steps, 0 means never: `eval_interval` looks at `eval_batches` held-out batches,
-    `save_interval` also saves at the end. The run writes to `run_dir`/`name`; `resume` continues from its
-    latest checkpoint. `join_seconds` is how long ranks wait for each other at first (0: as `fastmp.init`).
-    `profile`: "none", "torch", "nsys" or "ncu", over the steps `profile_steps` (first, last) as in a slice.
-    """
-
-    steps: int = 400
-    global_batch_size: int = 8
-    dtype: str = "auto"
-    seed: int = 1234
-    log_interval: int = 10
-    eval_interval: int = 100
-    eval_batches: int = 16
-    save_interval: int = 0
-    name: str = "gpt"
-    run_dir: str = "runs"
-    resume: bool = False
-    join_seconds: float = 0.0
-    profile: str = "none"
-    profile_steps: tuple[int, int] = (10, 13)
+    steps: int = _option(400, "optimizer steps of the run")
+    global_batch_size: int = _option(8, "samples of a step, over all ranks")
+    dtype: str = _option(
+        "auto", "of the parameters; auto: bfloat16 on a GPU, else float32", ("auto", "float32", "bfloat16")
+    )
+    seed: int = _option(1234, "seed of weights, dropout and jitter")
+    log_interval: int = _option(10, "steps between two lines of the log")
+    eval_interval: int = _option(100, "steps between two evaluations on held-out text")
+    eval_batches: int = _option(16, "batches of an evaluation")
+    save_interval: int = _option(0, "steps between two checkpoints; one more at the end")
+    name: str = _option("gpt", "name of the run, and of its directory")
+    run_dir: str = _option("runs", "directory of all runs")
+    resume: bool = _option(False, "go on from the latest checkpoint of this name")
+    join_seconds: float = _option(0.0, "how long ranks wait for each other at first; 0: as fastmp.init")
+    profile: str = _option("none", "profiler of the first rank", ("none", "torch", "nsys", "ncu"))
+    profile_steps: tuple[int, int] = _option((10, 13), "steps it looks at: from FIRST to before LAST")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
         yield from self._negative("eval_interval", "save_interval", "join_seconds")
-        yield from self._unknown(
-            {
-                "dtype": ("auto", "float32", "bfloat16"),
-                "profile": ("none", "torch", "nsys", "ncu"),
-            }
-        )
         if self.name in ("", ".", "..") or "/" in self.name:
             yield f"name must be the name of a directory, got {self.name!r}"
         first, last = self.profile_steps
@@ -394,25 +363,27 @@ class TrainConfig(_Checked):
 
 @dataclass(frozen=True)
 class GraphConfig(_Checked):
-    """Whether the static parts of layers are captured as graphs and replayed, see `fastmp.graphs`.
+    """CUDA graphs of the static parts of layers, see `fastmp.graphs`."""
 
-    `scope` names what to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by name.
-    None: all that can be captured of the layers; "full": forward and backward of a microbatch as a whole,
-    from its tokens to its loss. The first `warmup` steps run eagerly. Every `verify_every` steps all graphs
-    are held against their segments, bit for bit (0: never). `impl` is who captures and replays: "fastmp", or
-    "transformer_engine" where that is installed, which takes nothing that is recomputed.
-    """
-
-    enabled: bool = False
-    impl: str = "fastmp"
-    scope: tuple[str, ...] | None = None
-    warmup: int = 2
-    verify_every: int = 0
+    enabled: bool = _option(False, "capture graphs and replay them")
+    impl: str = _option(
+        "fastmp",
+        "who captures and replays; transformer_engine takes nothing that is recomputed",
+        ("fastmp", "transformer_engine"),
+    )
+    scope: tuple[str, ...] | None = _option(
+        None,
+        "what to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by name; full: a "
+        "whole microbatch, from tokens to loss; none: all that can be captured of the layers",
+    )
+    warmup: int = _option(2, "first steps, which run eagerly")
+    verify_every: int = _option(
+        0, "steps between checks, bit for bit, of all graphs against eager runs; 0: never"
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("warmup")
         yield from self._negative("verify_every")
-        yield from self._unknown({"impl": ("fastmp", "transformer_engine")})
         if self.impl != "fastmp" and self.verify_every:
             yield f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}"
         if self.impl != "fastmp" and "full" in (self.scope or ()):
@@ -423,7 +394,7 @@ class GraphConfig(_Checked):
 
 @dataclass(frozen=True)
 class Recipe:
-    """A whole training job: what a file in `configs/` describes. `fastmp.layout` says if it fits together."""
+    """A training job, as a file in `configs/` describes it; `fastmp.layout` checks that it fits together."""
 
     model: GPTConfig = field(default_factory=GPTConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

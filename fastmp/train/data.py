@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastmp.config import DataConfig
-from fastmp.train.corpus import RECIPES, build
+from fastmp.train.corpus import build
 from fastmp.train.sampling import sample_starts
 from fastmp.train.tokenfile import Split, open_split, open_tokenizer, read_index, verify
 from fastmp.train.tokenize import load_tokenizer
@@ -67,8 +67,6 @@ class TokenDataset:
         if config.path is not None:
             directory = Path(config.path)
         else:
-            if config.text not in RECIPES:
-                raise ValueError(f"DataConfig: text must be one of {', '.join(RECIPES)}, got {config.text!r}")
             tokenizer = config.tokenizer
             if tokenizer not in ("byte", "bpe"):  # a file: others may have the same name
                 description = load_tokenizer(tokenizer).to_json() or ""
