@@ -86,17 +86,20 @@ def reference(layer: MoELayer, hidden_SBH: torch.Tensor, kept=lambda indices, pr
     logits_TE = x_TH @ layer.router.weight.t()
     scores_TE = logits_TE.softmax(-1) if moe.score == "softmax" else logits_TE.sigmoid()
     bias_E = 0.0 if layer.router.expert_bias is None else layer.router.expert_bias
-    order_TE = (scores_TE.detach() + bias_E).sort(dim=-1, descending=True, stable=True).indices
-    indices_Tk = order_TE[:, :k]
+
+    def best(values_TE: torch.Tensor) -> torch.Tensor:
+        return values_TE.detach().sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+    indices_Tk = best(scores_TE + bias_E)
     probs_Tk = scores_TE.gather(1, indices_Tk)
     if moe.normalize_topk:
         probs_Tk = probs_Tk / probs_Tk.sum(-1, keepdim=True)
     probs_Tk = probs_Tk * moe.routed_scale
-    chosen_TE = F.one_hot(indices_Tk, E).sum(1)
+    chosen_TE, best_TE = (F.one_hot(indices, E).sum(1) for indices in (indices_Tk, best(scores_TE)))
     normalised_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
 
     def balance(rows: torch.Tensor) -> torch.Tensor:
-        shares_E = chosen_TE[rows].sum(0).double() / (k * len(rows))
+        shares_E = best_TE[rows].sum(0).double() / (k * len(rows))
         return E * (shares_E * normalised_TE[rows].sum(0)).sum()
 
     tokens = torch.arange(S * B)

@@ -69,6 +69,36 @@ def test_sequence_losses_see_what_the_whole_does_not():
     torch.testing.assert_close(apart(hidden)[2], torch.tensor(24.0).double())
 
 
+def deepseek_v3_loss(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
+    """Equations 17 to 20 of arXiv 2412.19437 with alpha 1 for one sequence, times its tokens."""
+    T, E = scores_TE.shape
+    f_E = torch.zeros(E, dtype=torch.float64)
+    for t in range(T):
+        f_E[scores_TE[t].topk(k).indices] += E / (k * T)
+    P_E = (scores_TE / scores_TE.sum(1, keepdim=True)).mean(0)
+    return T * (f_E * P_E).sum()
+
+
+@pytest.mark.parametrize("score", ("sigmoid", "softmax"))
+@pytest.mark.parametrize("loss", ("sequence_aux_loss", "aux_loss"))
+def test_the_losses_count_the_best_scores_without_bias_and_groups(loss, score):
+    """As in DeepSeek-V3's paper and in Megatron; the loads count the choices that are made."""
+    router = make_router(plain_moe(score=score, expert_bias=True, num_groups=4, group_topk=2, **{loss: 0.7}))
+    router.expert_bias.copy_(torch.linspace(0.6, -0.6, 8))
+    hidden = hidden_states(6, 2)
+    logits_SBE = hidden @ router.weight.t()
+    scores_SBE = logits_SBE.sigmoid() if score == "sigmoid" else logits_SBE.softmax(-1)
+    if loss == "aux_loss":  # the tokens of both sequences are one set
+        scores_SBE = scores_SBE.flatten(0, 1).unsqueeze(1)
+    want = 0.7 * sum(deepseek_v3_loss(scores_TE, 3) for scores_TE in scores_SBE.unbind(1))
+    indices_Tk, _, aux, counts_E = router(hidden)
+    torch.testing.assert_close(aux, want)
+    torch.testing.assert_close(*(torch.autograd.grad(x, router.weight)[0] for x in (aux, want)))
+    assert counts_E.tolist() == indices_Tk.flatten().bincount(minlength=8).tolist()
+    best_TEk = logits_SBE.flatten(0, 1).topk(3).indices
+    assert counts_E.tolist() != best_TEk.flatten().bincount(minlength=8).tolist()  # the bias has moved some
+
+
 def test_evaluation_has_no_loss_and_the_same_choice():
     router, hidden = make_router(with_moe()), hidden_states(4, 2)
     training, evaluation = router(hidden), router.eval()(hidden)

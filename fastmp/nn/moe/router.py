@@ -5,11 +5,22 @@ once by the number of tokens gives the mean. The Switch loss of a token set is
 
     aux_loss * E * sum over experts e of f_e * S_e
 
-(Fedus et al. 2021, arXiv 2101.03961, times the number of tokens), where f_e is the share of all choices that
-fell on e, a constant for the gradient, and S_e the sum of the tokens' normalised scores of e. f_e counts the
-choices of all ranks that share the microbatch: one all-reduce of E integers. S_e is of this rank's tokens, so
-each rank has its part of the sum, and value and gradient are the same however tokens are divided. The
-sequence-level loss (DeepSeek-V2, arXiv 2405.04434) is the same with the choices of one sequence.
+(Fedus et al. 2021, arXiv 2101.03961, times the number of tokens). S_e is the sum of the tokens' normalised
+scores of e. f_e, a constant for the gradient, is the share of e in the k best scores of all tokens, before a
+bias or groups change the choice (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20; Megatron does the same).
+A rank's S_e covers its own tokens, so each rank has its part of the sum, and value and gradient are the same
+however tokens are divided. The sequence-level loss takes f_e and S_e of one sequence.
+
+Other libraries differ in three points:
+
+- Shares. f_e of `aux_loss` counts the tokens of one microbatch over all ranks of tp-cp-dp, that of
+  `sequence_aux_loss` the tokens of one sequence (over tp-cp): one all-reduce of E integers. Megatron's
+  "aux_loss" counts over tp-cp only, its "global_aux_loss" over dp and the microbatches of a step too.
+- Scale. transformers takes the shares and scores of all L layers together and does not divide the choices by
+  k. Its `router_aux_loss_coef` c is `aux_loss` c * top_k / L here, exactly so where all layers have equal
+  shares.
+- Groups. Under softmax a group is as good as its best expert (DeepSeek-V2, arXiv 2405.04434), under sigmoid
+  as the sum of its two best (DeepSeek-V3). Megatron adds up the top_k / group_topk best for both.
 
 Balancing without a loss (Wang et al. 2024, arXiv 2408.15664): a bias per expert, added for the choice only,
 goes up by a fixed rate where an expert had less than the mean, and down where it had more.
@@ -28,7 +39,7 @@ from torch.distributed import ProcessGroup
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
-from fastmp.ops import topk_router
+from fastmp.ops import RouterOutput, topk_router
 from fastmp.ops.grouped_mm import without_autocast
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.groups import ParallelGroups
@@ -108,8 +119,10 @@ class Router(ParallelModule):
         """
         moe = self.moe
         logits = router_logits(self._jittered(tokens_SBH), self.weight)
+        if moe.sequence_aux_loss == 0.0:
+            logits = logits.flatten(0, 1)
         chosen = topk_router(
-            logits if moe.sequence_aux_loss > 0.0 else logits.flatten(0, 1),
+            logits,
             moe.top_k,
             score=moe.score,
             pre_softmax=moe.pre_softmax,
@@ -119,23 +132,26 @@ class Router(ParallelModule):
             normalize=moe.normalize_topk,
             scale=moe.routed_scale,
         )
-        counts, sums = chosen.counts, chosen.score_sums
+        loss = self._loss(logits, chosen) if self.training else chosen.z_sum.new_zeros(())
+        counts, k = chosen.counts, moe.top_k
+        if counts.dim() == 2:
+            counts = counts.sum(0, dtype=counts.dtype)
+        return chosen.indices.view(-1, k), chosen.probs.view(-1, k), loss, counts
+
+    def _loss(self, logits: torch.Tensor, chosen: RouterOutput) -> torch.Tensor:
+        moe, groups, sums = self.moe, self.groups, chosen.score_sums
         loss = sums.new_zeros(())
-        if self.training:
-            groups = self.groups
+        if moe.aux_loss > 0.0 or moe.sequence_aux_loss > 0.0:
+            moved = self.expert_bias is not None or moe.group_topk < moe.num_groups
+            counts = _best_counts(logits, moe.top_k) if moved else chosen.counts
             if moe.sequence_aux_loss > 0.0:
                 shares = _shares(counts, None if groups is None else groups.tp_cp, sums.dtype)
                 loss = loss + moe.sequence_aux_loss * moe.num_experts * (shares * sums).sum()
-                counts, sums = counts.sum(0, dtype=counts.dtype), sums.sum(0)
+                counts, sums = counts.sum(0), sums.sum(0)
             if moe.aux_loss > 0.0:
                 shares = _shares(counts, None if groups is None else groups.tp_cp_dp, sums.dtype)
                 loss = loss + moe.aux_loss * moe.num_experts * (shares * sums).sum()
-            if moe.z_loss > 0.0:
-                loss = loss + moe.z_loss * chosen.z_sum
-        elif counts.dim() == 2:
-            counts = counts.sum(0, dtype=counts.dtype)
-        k = moe.top_k
-        return chosen.indices.view(-1, k), chosen.probs.view(-1, k), loss, counts
+        return loss + moe.z_loss * chosen.z_sum if moe.z_loss > 0.0 else loss
 
     @torch.no_grad()
     def update_expert_bias(self, counts_E: torch.Tensor) -> None:
@@ -165,8 +181,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _best_counts(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """How many tokens have each expert among their k best scores: (E,), or (B, E) for logits (S, B, E)."""
+    best = torch.zeros_like(logits, dtype=torch.int32)
+    return best.scatter_(-1, logits.detach().topk(k).indices, 1).sum(0)
+
+
 def _shares(counts: torch.Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> torch.Tensor:
-    """The share of each expert in all choices of the group; counts (E,) or (B, E)."""
+    """The share of each expert in `counts` (E,) or (B, E), added up over the group."""
     counts = counts.to(torch.int64)  # a copy
     if group_size(group) > 1:
         all_reduce_(counts, group)
