@@ -112,6 +112,7 @@ class MoEConfig(_Checked):
 
     A router gives every token a score for each expert; the token goes to the `top_k` experts it chooses, and
     their outputs are added up, weighted by the scores. Losses are coefficients: 0 leaves one out.
+    `fastmp.nn.moe.router` has their formulas, and how coefficients of other libraries convert.
     """
 
     num_experts: int = _option(8, "experts of a layer")
