@@ -9,14 +9,14 @@ checks tables against each other and against the number of ranks. Standard libra
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 
-def _option(default: Any, text: str, choices: Iterable[str] = ()) -> Any:
+def _option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
     """A field with this default, the `text` that `--help` shows for it, and the only values it may have."""
-    return field(default=default, metadata={"help": text, "choices": tuple(choices)})
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 class _Checked:
