@@ -1,11 +1,11 @@
 """Checkpoints that survive a kill at any moment, hold no pickle, and refuse to load what does not fit.
 
-One checkpoint is one directory: safetensors written through torch.distributed.checkpoint, and `state.json`
-with the step, the layout, the model's description and the size and CRC-32 of every file. It is written
-under a staging name, synced, renamed, and only then does the file `latest` point to it (replaced
-atomically). A shard is stored under its place in the model-parallel grid ("tp1.pp0/model/..."), because two
-ranks that save plain tensors of one name would overwrite each other without a word; a shard of experts under
-its place in the grid of experts ("etp0.ep1.pp0/model/...").
+A checkpoint is a directory: a safetensors file for each rank that has something to save, and `state.json`
+with the step, the layout, the model's description and the size and CRC-32 of every file. Only files listed
+there are read. The directory is written under a staging name, synced and renamed; then the file `latest` is
+replaced by one that points to it. Names of tensors begin with the place of their shard in the model-parallel
+grid ("tp1.pp0/model/..."), or in the grid of experts ("etp0.ep1.pp0/model/..."), so that no two ranks save
+different tensors under one name.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import json
 import os
 import re
 import shutil
-import warnings
+import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from fastmp.parallel.collectives import group_rank
 from fastmp.train.tokenfile import sync_directory, write_synced
@@ -43,23 +44,25 @@ POINTER = "latest"
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d+))?")
 _STAGING = ".staging"
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
-_ONE_CHUNK = {"vpp": 1}  # also of checkpoints from before there were several
+_ONE_CHUNK = {"vpp": 1}  # the default of a layout, and that of checkpoints that do not name it
+_BLOCK = 1 << 20  # bytes read at once
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged, or it is another model's or another layout's."""
+    """A checkpoint is damaged, or belongs to another model or another layout."""
 
 
 class Checkpointer:
     """Saves and finds checkpoints in `directory`, which all ranks see.
 
     groups: this rank's groups; None for a process on its own. Every method is called by all ranks together.
-    layout: JSON-able facts that decide, beside the sizes of the groups, which rank holds what; a checkpoint
-        with others is refused. Without one a rank has one chunk of the model.
-    description: JSON-able facts of the model (its configuration); a checkpoint with others is refused.
-    defaults: what a fact stands at that a checkpoint does not name, because it is from before there was one.
-    keep: how many checkpoints stay; older ones go after a newer one is in place. 0 keeps all.
+    layout: JSON-able facts that decide, beside the sizes of the groups, which rank holds what. A checkpoint
+        with other facts is refused. By default a rank has one chunk of the model.
+    description: JSON-able facts about the model (its configuration). A checkpoint with others is refused.
+    defaults: the value of each fact that older checkpoints do not name.
+    keep: how many checkpoints stay; older ones are deleted once a newer one is in place. 0 keeps all. The
+        newest one whose tensors are all finite is never deleted.
     """
 
     def __init__(
@@ -98,12 +101,12 @@ class Checkpointer:
     ) -> Path:
         """Write the state after `step` steps and make it the latest; returns its directory.
 
-        shard: tensors that data-parallel ranks hold alike (parameters, optimizer state), saved by one of
+        shard: tensors that all data-parallel ranks hold alike (parameters, optimizer state); one rank saves
             them.
         own: tensors of each rank (random states). scalars: JSON-able values, equal on all ranks.
-        experts: tensors that the ranks of `groups.edp` hold alike, saved by one of them.
+        experts: tensors that all ranks of `groups.edp` hold alike; one rank saves them.
 
-        Raises OSError on all ranks if one of them could not write; what was there before is still there.
+        Raises OSError on all ranks if one of them could not write; earlier checkpoints are still there.
         """
         staging = self.directory / f"step-{step:08d}{_STAGING}"
         with self._together():
@@ -116,13 +119,12 @@ class Checkpointer:
             tensors |= self._named(shard, self._shard)
         if self._owns_experts:
             tensors |= self._named(experts, self._expert_shard)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         with self._together(remove=staging):
-            self._write(tensors, staging)
-        files = self._gather_checksums(staging)
+            _write_tensors(staging / _file_name(self.rank), tensors)
+        files, finite = self._describe_files(staging, tensors.values())
         with self._together(remove=staging):
             if self.rank == 0:
-                state = {"format": FORMAT, "step": step, "layout": self.layout}
+                state = {"format": FORMAT, "step": step, "finite": finite, "layout": self.layout}
                 state |= {"description": self.description, "scalars": dict(scalars), "files": files}
                 document = {"crc32": zlib.crc32(json.dumps(state).encode()), "state": state}
                 write_synced(staging / STATE_FILE, json.dumps(document, indent=1).encode())
@@ -138,30 +140,33 @@ class Checkpointer:
     ) -> dict[str, Any] | None:
         """Read the latest valid checkpoint into the given tensors.
 
-        Returns {"step": int, **scalars}, or None where the directory has no checkpoint. Raises
-        CheckpointError naming both sides where it belongs to another layout or model, or where none that is
-        there is whole.
+        Returns {"step": int, **scalars}, or None where the directory has no checkpoint. A damaged checkpoint,
+        or one with values that are not finite, is passed over for an older one, with a line on stderr.
+
+        Raises CheckpointError naming both sides where the checkpoint belongs to another layout or model, and
+        where there are checkpoints but none is whole.
         """
         path = self._agree_on_latest()
         if path is None:
             return None
         state = _read_state(path)
-        self._check_same("layout", path, {**_ONE_CHUNK, **state["layout"]}, self.layout)
-        self._check_same("model", path, {**self.defaults, **state["description"]}, self.description)
+        self._check_same("layout", path, {**_ONE_CHUNK, **state.layout}, self.layout)
+        self._check_same("model", path, {**self.defaults, **state.description}, self.description)
         wanted = self._named(shard, self._shard) | self._named(own, f"rank{self.rank}")
         wanted |= self._named(experts, self._expert_shard)
-        reader = HuggingFaceStorageReader(str(path))
-        self._check_tensors(path, reader, wanted)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
-        return {"step": state["step"], **state["scalars"]}
+        prefixes = f"{self._shard}/", f"{self._expert_shard}/", f"rank{self.rank}/"
+        saved = _read_tensors(path, state.files, prefixes)
+        _check_tensors(path, saved, wanted)
+        for name, tensor in wanted.items():
+            tensor.copy_(saved[name])
+        return {"step": state.step, **state.scalars}
 
     def latest(self) -> Path | None:
-        """The checkpoint `latest` points to if it is whole, else the newest whole one; None for none at all.
+        """The checkpoint that `load` would read; None where there is none at all.
 
-        Looks by itself, without the other ranks. Raises CheckpointError where there are some and none is
-        whole.
+        It is the one that `latest` points to, else the newest, that is whole and finite; where none is
+        finite, one that is whole. What is passed over is said on stderr. The other ranks take no part.
+        Raises CheckpointError where there are checkpoints and none is whole.
         """
         candidates = self._by_age()
         try:
@@ -170,50 +175,57 @@ class Checkpointer:
             pointed = None
         if pointed in candidates:
             candidates.append(pointed)
-        problems = []
-        for path in reversed(candidates):
-            problem = _problem_of(path)
-            if problem is None:
-                return path
-            problems.append(problem)
-        if problems:
-            raise CheckpointError(f"checkpoint: none in {self.directory} is whole; {problems[0]}")
-        return None
+        problems: dict[Path, str] = {}
+        usable: list[tuple[bool, Path]] = []  # is it finite
+        for path in dict.fromkeys(reversed(candidates)):
+            try:
+                state = _verified_state(path)
+            except CheckpointError as error:
+                problems[path] = str(error)
+                continue
+            usable.append((state.finite, path))
+            if state.finite:
+                break
+            problems[path] = f"{path} holds values that are not finite"
+        if not usable:
+            if problems:
+                raise CheckpointError(
+                    f"checkpoint: none in {self.directory} is whole; {next(iter(problems.values()))}"
+                )
+            return None
+        _, chosen = max(usable, key=lambda pair: pair[0])
+        problems.pop(chosen, None)
+        for path, problem in problems.items():
+            print(f"checkpoint: {path.name} is passed over: {problem}; using {chosen.name}", file=sys.stderr)
+        return chosen
 
     def _named(self, tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
         return {f"{prefix}/{name}": tensor.detach() for name, tensor in tensors.items()}
 
-    def _write(self, tensors: dict[str, Tensor], staging: Path) -> None:
-        writer = HuggingFaceStorageWriter(str(staging), save_distributed=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
-                dcp.save(tensors, storage_writer=writer, no_dist=not self.distributed)
-            except dcp.api.CheckpointException as error:
-                rank, (cause, _) = next(iter(error.failures.items()))
-                raise OSError(f"rank {rank}: {cause}") from None
-
-    def _gather_checksums(self, staging: Path) -> dict[str, dict[str, int]]:
-        """Size and CRC-32 of every rank's file, each computed by the rank that wrote it."""
-        name = "shard-{:05d}-model-00001-of-00001.safetensors"  # as torch's writer calls them
-        path = staging / name.format(self.rank + 1)
-        table = torch.tensor([_checksum(path) if path.exists() else (0, 0)])
+    def _describe_files(
+        self, staging: Path, tensors: Iterable[Tensor]
+    ) -> tuple[dict[str, dict[str, int]], bool]:
+        """Size and CRC-32 of each rank's file, computed by that rank; whether all values are finite."""
+        path = staging / _file_name(self.rank)
+        size, checksum = _checksum(path) if path.exists() else (0, 0)
+        table = torch.tensor([[size, checksum, int(_all_finite(tensors))]])
         if self.distributed:
             table = table.to(_communication_device())
             rows = [torch.empty_like(table) for _ in range(dist.get_world_size())]
             dist.all_gather(rows, table)
             table = torch.cat(rows)
-        return {
-            name.format(i + 1): {"bytes": size, "crc32": checksum}
-            for i, (size, checksum) in enumerate(table.tolist())
+        files = {
+            _file_name(rank): {"bytes": size, "crc32": checksum}
+            for rank, (size, checksum, _) in enumerate(table.tolist())
             if size
         }
+        return files, bool(table[:, 2].all())
 
     def _publish(self, staging: Path, step: int) -> None:
-        """Rename the finished directory, point to it, drop the old ones.
+        """Rename the finished directory, point to it, delete old ones.
 
-        A kill between any two lines is harmless: where a step of that number is there already, the new one
-        gets a suffix, so nothing that is in place is ever moved away.
+        A kill between any two lines is harmless. Where there is a checkpoint of this step already, the new
+        one gets a suffix, so that nothing that is in place is ever moved away.
         """
         sync_directory(staging)
         final = next(path for i in count() if not (path := self.directory / _name(step, i)).exists())
@@ -224,7 +236,11 @@ class Checkpointer:
         sync_directory(self.directory)
         if self.keep:
             others = [path for path in self._by_age() if path != final]
-            for path in others[: max(0, len(others) - (self.keep - 1))]:
+            old = others[: max(0, len(others) - (self.keep - 1))]
+            kept = [final, *reversed(others[len(old) :])]
+            if not any(map(_is_finite, kept)):
+                old = [path for path in old if path != next(filter(_is_finite, reversed(old)), None)]
+            for path in old:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _by_age(self) -> list[Path]:
@@ -235,7 +251,7 @@ class Checkpointer:
         return [path for _, path in sorted((((int(m[1]), int(m[2] or 0)), path) for m, path in found))]
 
     def _agree_on_latest(self) -> Path | None:
-        """Rank 0 looks, all use what it found (as two numbers: no pickle on this path)."""
+        """Rank 0 looks and tells the others what it found (as two numbers: no pickle on this path)."""
         number, problem = torch.tensor([-1, 0]), None
         if self.rank == 0:
             try:
@@ -262,21 +278,12 @@ class Checkpointer:
         ours = ", ".join(f"{key}={current.get(key)}" for key in differing)
         raise CheckpointError(f"checkpoint {path}: another {what}: saved with {theirs}; this run has {ours}")
 
-    def _check_tensors(self, path: Path, reader: HuggingFaceStorageReader, wanted: dict[str, Tensor]) -> None:
-        saved = {
-            name: (tuple(entry.size), entry.properties.dtype)
-            for name, entry in reader.read_metadata().state_dict_metadata.items()
-            if name.startswith((f"{self._shard}/", f"{self._expert_shard}/", f"rank{self.rank}/"))
-        }
-        current = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in wanted.items()}
-        for name in sorted({**saved, **current}):
-            theirs, ours = (side.get(name, "nothing") for side in (saved, current))
-            if theirs != ours:
-                raise CheckpointError(f"checkpoint {path}: another model: {name} is {theirs}, here {ours}")
-
     @contextmanager
     def _together(self, remove: Path | None = None) -> Iterator[None]:
-        """A block whose OSError on one rank becomes one on all of them, so that none waits for a lost one."""
+        """Turn an OSError of the block on one rank into one on all ranks, so that none waits for a lost one.
+
+        remove: a directory that rank 0 deletes in that case.
+        """
         error = None
         try:
             yield
@@ -301,39 +308,128 @@ def _communication_device() -> str:
     return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    document = json.loads((path / STATE_FILE).read_text())
-    state = document["state"]
-    if document["crc32"] != zlib.crc32(json.dumps(state).encode()):
-        raise CheckpointError(f"{path / STATE_FILE} is damaged (its checksum differs)")
-    if state["format"] != FORMAT:
-        raise CheckpointError(f"checkpoint {path}: format {state['format']}, this version reads {FORMAT}")
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write and sync a safetensors file; none where there are no tensors."""
+    if not tensors:
+        return
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _read_tensors(path: Path, files: Iterable[str], prefixes: tuple[str, ...]) -> dict[str, Tensor]:
+    """The tensors of `files` whose names begin with one of `prefixes`, mapped from disk."""
+    tensors: dict[str, Tensor] = {}
+    for file_name in files:
+        try:
+            with safe_open(path / file_name, framework="pt") as file:
+                names = [name for name in file.keys() if name.startswith(prefixes)]
+                found = {name: file.get_tensor(name) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path / file_name} cannot be read ({error})") from None
+        for name in found.keys() & tensors.keys():
+            raise CheckpointError(f"{path / file_name}: another file of the checkpoint has {name}, too")
+        tensors |= found
+    return tensors
+
+
+def _check_tensors(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    def form(tensors: Mapping[str, Tensor], name: str) -> tuple[tuple[int, ...], torch.dtype] | str:
+        return (tuple(tensors[name].shape), tensors[name].dtype) if name in tensors else "nothing"
+
+    for name in sorted({**saved, **wanted}):
+        theirs, ours = form(saved, name), form(wanted, name)
+        if theirs != ours:
+            raise CheckpointError(f"checkpoint {path}: another model: {name} is {theirs}, here {ours}")
+
+
+def _all_finite(tensors: Iterable[Tensor]) -> bool:
+    floating = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return not floating or bool(torch.stack([torch.isfinite(tensor).all() for tensor in floating]).all())
+
+
+@dataclass(frozen=True)
+class _State:
+    """The content of state.json. files: {name: (size in bytes, CRC-32)}."""
+
+    step: int
+    finite: bool
+    layout: dict[str, Any]
+    description: dict[str, Any]
+    scalars: dict[str, Any]
+    files: dict[str, tuple[int, int]]
+
+
+_FIELDS = {"step": int, "finite": bool, "layout": dict, "description": dict, "scalars": dict, "files": dict}
+
+
+def _read_state(path: Path) -> _State:
+    """Read and check the state.json of the checkpoint `path`; CheckpointError names the file."""
+    file = path / STATE_FILE
+    try:
+        document = json.loads(file.read_bytes())
+        state = document["state"]
+        intact = document["crc32"] == zlib.crc32(json.dumps(state).encode())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{file} is damaged (not the JSON that was written)") from None
+    if not intact:
+        raise CheckpointError(f"{file} is damaged (its checksum differs)")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else None
+        raise CheckpointError(f"{file}: format {found!r}, this version reads {FORMAT}")
+    values = {"finite": True} | {name: state.get(name) for name in _FIELDS if name in state}
+    for name, kind in _FIELDS.items():
+        if type(values.get(name)) is not kind:
+            found = type(values.get(name)).__name__
+            raise CheckpointError(f"{file}: {name} must be of type {kind.__name__}, got {found}")
+    files: dict[str, tuple[int, int]] = {}
+    for name, entry in values["files"].items():
+        numbers = [entry.get(key) for key in ("bytes", "crc32")] if isinstance(entry, dict) else [None]
+        if any(type(number) is not int for number in numbers):
+            raise CheckpointError(f"{file}: {name!r} must have its size and CRC-32 as integers")
+        if Path(name).name != name:
+            raise CheckpointError(f"{file} names a file outside its directory: {name!r}")
+        files[name] = (numbers[0], numbers[1])
+    return _State(**{**values, "files": files})
+
+
+def _verified_state(path: Path) -> _State:
+    """The state of the checkpoint `path`; CheckpointError says why it is not whole."""
+    state = _read_state(path)
+    for name, (size, checksum) in state.files.items():
+        try:
+            found = _checksum(path / name)
+        except OSError as error:
+            raise CheckpointError(f"{path / name} cannot be read ({error.strerror})") from None
+        if found[0] != size:
+            raise CheckpointError(f"{path / name} has {found[0]} bytes, {size} were written")
+        if found[1] != checksum:
+            raise CheckpointError(f"{path / name} is damaged (its checksum differs)")
     return state
 
 
-def _problem_of(path: Path) -> str | None:
-    """Why the checkpoint is not whole, or None."""
+def _is_finite(path: Path) -> bool:
     try:
-        files = _read_state(path)["files"].items()
-        for name, expected in files:
-            if Path(name).name != name:
-                return f"{path / STATE_FILE} names a file outside its directory: {name!r}"
-            size, checksum = _checksum(path / name)
-            if size != expected["bytes"]:
-                return f"{path / name} has {size} bytes, {expected['bytes']} were written"
-            if checksum != expected["crc32"]:
-                return f"{path / name} is damaged (its checksum differs)"
-    except CheckpointError as error:
-        return str(error)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{path} cannot be read ({error})"
-    return None
+        return _read_state(path).finite
+    except CheckpointError:
+        return False
 
 
 def _checksum(path: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file."""
     size = checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 24):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(block):
+            size += read
+            checksum = zlib.crc32(block[:read], checksum)
     return size, checksum

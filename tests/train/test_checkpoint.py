@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
+import resource
+import signal
 import sys
+import zlib
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -121,6 +127,99 @@ def test_other_layout_and_other_model_are_refused_with_both_names(tmp_path):
     run_ranks(rank_main, 2)
 
 
+def rewrite(path, change):
+    """A state.json whose checksum is right, whatever it says."""
+    state = json.loads((path / "state.json").read_text())["state"]
+    state = change(state) or state
+    crc = zlib.crc32(json.dumps(state).encode())
+    (path / "state.json").write_text(json.dumps({"crc32": crc, "state": state}))
+
+
+HOSTILE = {
+    "not JSON": lambda path: (path / "state.json").write_text("{"),
+    "not text": lambda path: (path / "state.json").write_bytes(b"\xff\xfe"),
+    "nested deeply": lambda path: (path / "state.json").write_text("[" * 200_000),
+    "a list": lambda path: (path / "state.json").write_text("[]"),
+    "a list as state": lambda path: rewrite(path, lambda state: [1]),
+    "no files": lambda path: rewrite(path, lambda state: state.pop("files") and None),
+    "files a list": lambda path: rewrite(path, lambda state: {**state, "files": []}),
+    "a file without a size": lambda path: rewrite(path, lambda state: {**state, "files": {"a": {}}}),
+    "a file as a number": lambda path: rewrite(path, lambda state: {**state, "files": {"a": 1}}),
+    "layout a number": lambda path: rewrite(path, lambda state: {**state, "layout": 1}),
+    "scalars a list": lambda path: rewrite(path, lambda state: {**state, "scalars": []}),
+    "step a string": lambda path: rewrite(path, lambda state: {**state, "step": "2"}),
+    "another format": lambda path: rewrite(path, lambda state: {**state, "format": 2}),
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+def test_whatever_state_json_says_it_is_named_and_an_older_one_is_used(tmp_path, how, capfd):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, *state(1), {"tokens": 1})
+    checkpointer.save(2, *state(2), {"tokens": 2})
+    HOSTILE[how](tmp_path / "step-00000002")
+    assert load(checkpointer)[0] == {"step": 1, "tokens": 1}
+    said = capfd.readouterr().err
+    assert len(said.splitlines()) == 1 and "step-00000002/state.json" in said, said
+    HOSTILE[how](tmp_path / "step-00000001")
+    with pytest.raises(CheckpointError, match=r"none in .* is whole; .*step-00000002/state\.json"):
+        load(checkpointer)
+
+
+@pytest.mark.parametrize("name", ["aa.safetensors", "zz.safetensors"])
+def test_a_file_that_is_not_listed_is_not_read(tmp_path, name):
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, *state(1), {})
+    save_file({f"tp0.pp0/{key}": tensor.contiguous() for key, tensor in state(2)[0].items()}, path / name)
+    _, shard, own = load(checkpointer)
+    assert_equal({**shard, **own}, {**state(1)[0], **state(1)[1]})
+
+
+def test_two_listed_files_with_one_tensor_are_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    path = checkpointer.save(1, *state(1), {})
+    first = next(path.glob("*.safetensors"))
+    (path / "zz.safetensors").write_bytes(first.read_bytes())
+    rewrite(path, lambda s: s["files"].update({"zz.safetensors": s["files"][first.name]}))
+    with pytest.raises(CheckpointError, match=r"zz\.safetensors: another file .* has (tp0|rank0)"):
+        load(checkpointer)
+
+
+def not_finite(seed):
+    shard, own = state(seed)
+    shard["model/half"][3] = math.inf
+    return shard, own
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_last_finite_checkpoint_is_never_deleted_and_is_what_is_loaded(tmp_path, keep, capfd):
+    checkpointer = Checkpointer(tmp_path, keep=keep)
+    checkpointer.save(1, *state(1), {})
+    checkpointer.save(2, *state(2), {})
+    for step in range(3, 7):
+        checkpointer.save(step, *not_finite(step), {})
+    newest = [f"step-{step:08d}" for step in range(7 - keep, 7)]
+    assert names(tmp_path) == ["latest", "step-00000002", *newest]
+    loaded, shard, _ = load(checkpointer)
+    assert loaded == {"step": 2}
+    assert_equal(shard, state(2)[0])
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == keep
+    assert all(
+        re.search(r"step-0000000. is passed over: .*not finite; using step-00000002$", s) for s in said
+    )
+    checkpointer.save(7, *state(7), {})
+    assert names(tmp_path)[1:] == sorted([*newest, "step-00000007"][-keep:])
+
+
+def test_without_any_finite_checkpoint_the_newest_is_loaded(tmp_path, capfd):
+    checkpointer = Checkpointer(tmp_path)
+    for step in (1, 2, 3):
+        checkpointer.save(step, *not_finite(step), {})
+    assert names(tmp_path) == ["latest", "step-00000002", "step-00000003"]
+    assert load(checkpointer)[0] == {"step": 3}
+
+
 def damage(path, how):
     target = next(path.glob("*.safetensors"))
     content = target.read_bytes()
@@ -147,7 +246,7 @@ DAMAGES = ["flipped bit", "cut short", "file gone", "state gone", "state edited"
 
 
 @pytest.mark.parametrize("how", [*DAMAGES, "pointer gone", "pointer outside"])
-def test_damaged_checkpoint_is_passed_over(tmp_path, how):
+def test_damaged_checkpoint_is_passed_over(tmp_path, how, capfd):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, *state(1), {"tokens": 1})
     checkpointer.save(2, *state(2), {"tokens": 2})
@@ -156,6 +255,10 @@ def test_damaged_checkpoint_is_passed_over(tmp_path, how):
     loaded, shard, own = load(checkpointer)
     assert loaded == {"step": expected, "tokens": expected}
     assert_equal({**shard, **own}, {**state(expected)[0], **state(expected)[1]})
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == (how in DAMAGES)
+    for line in said:
+        assert re.search(r"step-00000002 is passed over: .*/step-00000002/.*; using step-00000001$", line)
 
 
 def test_no_whole_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path):
@@ -169,10 +272,7 @@ def test_no_whole_checkpoint_is_an_error_and_not_a_fresh_start(tmp_path):
 def test_file_names_that_leave_the_directory_are_refused(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     path = checkpointer.save(1, *state(1), {})
-    document = json.loads((path / "state.json").read_text())
-    document["state"]["files"]["../../secret"] = {"bytes": 1, "crc32": 1}
-    document["crc32"] = checkpoint_module.zlib.crc32(json.dumps(document["state"]).encode())
-    (path / "state.json").write_text(json.dumps(document))
+    rewrite(path, lambda s: s["files"].update({"../../secret": {"bytes": 1, "crc32": 1}}))
     with pytest.raises(CheckpointError, match="outside its directory"):
         load(checkpointer)
 
@@ -231,16 +331,19 @@ def test_kill_between_any_two_file_operations(tmp_path, monkeypatch):
     assert outcomes == sorted(outcomes) and outcomes[0] == 1 and outcomes[-1] == 2
 
 
-def test_failed_write_leaves_the_last_checkpoint_and_no_litter(tmp_path, monkeypatch):
+def test_failed_write_leaves_the_last_checkpoint_and_no_litter(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, *state(1), {"tokens": 1})
 
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint_module.dcp, "save", full)
-    with pytest.raises(OSError, match=r"cannot write in .*No space left on device"):
-        checkpointer.save(2, *state(2), {"tokens": 2})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"cannot write in .*File too large"):
+            checkpointer.save(2, *state(2), {"tokens": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
     assert names(tmp_path) == ["latest", "step-00000001"]
     assert load(checkpointer)[0] == {"step": 1, "tokens": 1}
 
@@ -250,15 +353,11 @@ def test_failed_write_on_one_rank_is_an_error_on_all(tmp_path):
         groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2))
         checkpointer = Checkpointer(tmp_path, groups=groups)
         checkpointer.save(1, *state(rank), {"tokens": 1})
-        if rank == 1:
-            real = checkpoint_module.HuggingFaceStorageWriter
-
-            class Full(real):
-                def write_data(self, plan, planner):
-                    raise OSError(28, "No space left on device")
-
-            checkpoint_module.HuggingFaceStorageWriter = Full
-        with pytest.raises(OSError, match=r"rank 1: .*No space left on device"):
+        if rank == 1:  # only there is the disk full
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit))
+        with pytest.raises(OSError, match="File too large" if rank == 1 else "another rank failed"):
             checkpointer.save(2, *state(rank), {"tokens": 2})
         return load(checkpointer)[0]
 
