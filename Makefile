@@ -8,8 +8,10 @@ PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(AT_LEAST_311)
 VENV := .venv/bin/python
 SETUP := $(PYTHON) .ci/environment.py
 KEEP_GOING := --continue-on-collection-errors
+# One process for each core, eight at most.
+WORKERS := -n $(shell nproc | awk '{print $$1 < 8 ? $$1 : 8}') --dist worksteal
 
-.PHONY: train test test-full test-newest-triton sanitize lint build clean
+.PHONY: train test test-ci test-full test-newest-triton sanitize lint build clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores. The ranks
 # share attention (tensor parallelism) and have half of the experts each. RANKS and ARGS say otherwise.
@@ -23,25 +25,41 @@ train:
 	$(VENV) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
 	    -m fastmp train --recipe configs/moe-small.toml --tp $$ranks --ep $$ranks $(ARGS)
 
-# Three processes, which all run to their summary: a process that sees a GPU cannot fork ranks that
-# differentiate, and Triton either interprets or compiles. Status 5 is that PYTEST selected nothing in one.
+# Two runs, one in which Triton interprets its kernels and one in which it compiles them; before them a third where
+# there is a GPU, for a process that has used it cannot fork ranks. Status 5 is that PYTEST selected nothing in one.
+# $(1): extras of pyproject.toml, $(2): options of pytest.
 define run_tests
 	@$(SETUP) $(1)
 	@status=0; pytest="$(VENV) -m pytest $(KEEP_GOING) $(2)"; \
-	$$pytest -m gpu $(PYTEST) || [ $$? = 5 ] || status=1; \
+	gpus=$$($(VENV) -c 'import torch; print(torch.cuda.device_count())'); \
+	[ "$$gpus" = 0 ] || $$pytest -m gpu $(PYTEST) || [ $$? = 5 ] || status=1; \
 	export CUDA_VISIBLE_DEVICES=; \
-	TRITON_INTERPRET=1 $$pytest -m interpret $(PYTEST) || [ $$? = 5 ] || status=1; \
-	$$pytest -m "not gpu" $(PYTEST) || status=1; \
+	TRITON_INTERPRET=1 $$pytest -m interpret $(WORKERS) $(PYTEST) || [ $$? = 5 ] || status=1; \
+	[ "$$gpus" = 0 ] || some="not gpu"; \
+	$$pytest -m "$$some" $(WORKERS) $(PYTEST) || status=1; \
 	exit $$status
 endef
 
 test:
 	$(call run_tests,test,)
 
-# Also the slow tests, and those against transformers.
+# What continuous integration runs after `make test`: the other tests but the exhaustive ones, then all of them again
+# with torch's own kernels for older processors, whose last bits differ.
+test-ci:
+	@$(SETUP) test
+	@status=0; export CUDA_VISIBLE_DEVICES=; pytest="$(VENV) -m pytest $(KEEP_GOING) --full $(WORKERS)"; \
+	TRITON_INTERPRET=1 $$pytest -m "interpret and full" $(PYTEST) || [ $$? = 5 ] || status=1; \
+	$$pytest -m full $(PYTEST) || status=1; \
+	for isa in avx2 default; do \
+	    echo "torch's own kernels for $$isa"; \
+	    ATEN_CPU_CAPABILITY=$$isa $$pytest $(PYTEST) || status=1; \
+	done; \
+	exit $$status
+
+# All there is, with those against transformers.
 test-full:
 	@rm -f tests/results/full.json
-	$(call run_tests,test hf,--full --record tests/results/full.json)
+	$(call run_tests,test hf,--exhaustive --record tests/results/full.json)
 	@$(MAKE) --no-print-directory test-newest-triton
 
 # The kernels' cubins once more, by the newest Triton instead of the pinned one.
@@ -54,7 +72,7 @@ test-newest-triton:
 # sanitizers.
 sanitize:
 	@$(SETUP) test
-	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest --full tests/test_sanitize.py $(PYTEST)
+	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest --exhaustive tests/test_sanitize.py $(PYTEST)
 
 lint:
 	@$(SETUP) dev

@@ -3,7 +3,10 @@
 `@triton.jit` chooses the compiler or the interpreter when it decorates, so one process can only do one of
 them: tests marked `interpret` run where TRITON_INTERPRET=1, all others where it is not set (`make test` runs
 both). Tests marked `gpu` are skipped without a GPU and run last, because a process that has used CUDA must
-not fork. Tests marked `full` need --full.
+not fork.
+
+Every op, layer and layout family has a test without a mark: `make test` runs those. Tests marked `full` need
+--full (continuous integration), tests marked `exhaustive` need --exhaustive (`make test-full`).
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-# Set before torch is imported: two threads everywhere, no pool of compile workers (the tests fork), and a
-# look at the GPUs through NVML, which leaves CUDA uninitialised.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Set before torch is imported: two threads, or one in each of several workers, no compile workers (tests
+# fork), and a look at the GPUs through NVML, which leaves CUDA uninitialised.
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
@@ -43,6 +46,7 @@ else:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
+    parser.addoption("--exhaustive", action="store_true", help="run all tests")
     parser.addoption("--record", metavar="FILE", help="add counts, versions and fuzz draws to this JSON file")
 
 
@@ -52,11 +56,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = {"exhaustive", "full"}
+    if config.getoption("--exhaustive"):
+        left_out.clear()
+    elif config.getoption("--full"):
+        left_out.remove("full")
     selected, deselected = [], []
     for item in items:
-        here = (item.get_closest_marker("interpret") is not None) == INTERPRET
-        wanted = config.getoption("--full") or item.get_closest_marker("full") is None
-        (selected if here and wanted else deselected).append(item)
+        marks = {mark.name for mark in item.iter_markers()}
+        wanted = ("interpret" in marks) == INTERPRET and not marks & left_out
+        (selected if wanted else deselected).append(item)
     selected.sort(key=lambda item: item.get_closest_marker("gpu") is not None)
     items[:] = selected
     if deselected:

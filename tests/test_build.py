@@ -267,7 +267,7 @@ def test_environment_resolves_extras():
     assert not [item for item in wanted if item.startswith(("torch", "fastmp"))]
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_isolated_install_twice_in_one_tree(tmp_path):
     """The second one must not trip over tools of the first one's build environment, which is gone."""
     tree = tmp_path / "tree"

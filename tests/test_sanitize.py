@@ -23,7 +23,7 @@ OP_TESTS = ("test_every_op.py", "test_large_offsets.py", "test_functions.py")
 # what calls kernels; torch.compile and the profiler have code of their own under way
 SELECTED = "not compiles and not profiler and not waits"
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3000)]
 
 
 def isas() -> list[str]:

@@ -117,7 +117,7 @@ def test_steps_through_graphs_are_eager_ones(case):
     compare(*case)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE.values(), ids=MORE)
 def test_steps_on_more_layouts(case):
     compare(*case)

@@ -153,13 +153,13 @@ def test_a_layout_has_the_numbers_of_one_rank(kind, world):
     run_layouts(kind, world, first_part(kind, world))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_other_half_of_the_layouts_of_eight_ranks(kind):
     run_layouts(kind, 8, first_part(kind, 8, rest=True))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", MODELS)
 def test_sixteen_ranks(kind):
     layouts = chosen(kind, (16,))

@@ -199,7 +199,7 @@ def test_sequences_of_different_lengths_share_all_experts():
     run_ranks(lengths_case, 4)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dispatcher", ("alltoall", "allgather"))
 @pytest.mark.parametrize(
     ("world", "layout"), [(4, {"ep": 4}), (8, {"ep": 2, "etp": 2}), (8, {"ep": 8})], ids=layout_id

@@ -1,7 +1,7 @@
 """Compiling Triton kernels as their launchers would, with no GPU, and reading facts off the result.
 
 A family's test_<family>_cubins.py describes its kernels as `Launch`es: bf16 on every architecture in
-`make test`, the other dtypes with --full.
+`make test`, the other dtypes with --exhaustive.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Launch:
 
 
 def cases(names: Iterable[str], *, without: Iterable[tuple[str, str]] = ()) -> list[Any]:
-    """Parameters (name, dtype, arch): bf16 always, the other dtypes with --full; `without` (name, dtype)."""
+    """Parameters (name, dtype, arch): other dtypes than bf16 are exhaustive; `without`: (name, dtype)."""
     skipped = set(without)
     return [
         pytest.param(
             name,
             dtype,
             arch,
-            marks=() if dtype == "bf16" else pytest.mark.full,
+            marks=() if dtype == "bf16" else pytest.mark.exhaustive,
             id=f"{name}-{dtype}-sm_{arch}",
         )
         for dtype in ITEMSIZE

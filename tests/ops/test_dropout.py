@@ -457,7 +457,7 @@ def test_cost_formulas():
     assert counter.get_total_flops() == (3 + 2) * 48
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_more_than_two_to_the_31_elements():
     """4.3 GB: the last rows, whose elements have numbers beyond 31 bits, have the mask of the definition."""
     rows, columns = (1 << 19) + 5, 1 << 12

@@ -77,7 +77,7 @@ def test_fuzz(name, record_property):
     fuzz(name, 200, DTYPES, record_property)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @EVERY
 def test_fuzz_longer(name, record_property):
     fuzz(name, 2000, DTYPES, record_property)
@@ -94,7 +94,7 @@ def test_fuzz_interpreted(name, record_property):
     fuzz(name, 10, INTERPRETED, record_property, small=True)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.interpret
 @EVERY
 def test_fuzz_interpreted_longer(name, record_property):

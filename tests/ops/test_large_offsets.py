@@ -119,7 +119,7 @@ def test_first_and_last_row_of_many(op, backend, monkeypatch):
     check_ends(op, results_of(op, implementation(op, backend), case.arguments), case, 1e-5, monkeypatch)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("op", "backend"), op_backends(("c++",), without=INDEXED))
 def test_results_of_more_than_two_to_the_31_elements(op, backend, monkeypatch):
     """Compiled kernels; what is read takes no memory, what is written does."""

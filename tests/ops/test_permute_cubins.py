@@ -82,7 +82,7 @@ def test_moves(name, dtype, arch):
     assert REGISTERS // (cubin.registers * threads) * threads >= (1024 if name == "permute" else 512)
 
 
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("experts", (32, 256, 512))
 @pytest.mark.parametrize("name", SORTS)
 def test_sorts(name, experts, arch):

@@ -642,7 +642,7 @@ def check_compiled(rank, tp, sp, backend):
 
 
 @sequence
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_compiles_in_one_graph(sp, backend, warm_compiler):
     run_ranks(check_compiled, 2, sp, backend, timeout=240)
 

@@ -71,7 +71,7 @@ def test_whatever_is_accepted_runs(drawn):
     check_drawn(drawn)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @settings(max_examples=150)
 @given(drawn=accepted())
 def test_more_of_whatever_is_accepted(drawn):

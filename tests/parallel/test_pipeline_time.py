@@ -18,8 +18,8 @@ from fastmp.testing import run_ranks
     [
         (1, "zero_bubble", 0.03),
         (2, "1f1b", 0.04),
-        pytest.param(1, "1f1b", 0.02, marks=pytest.mark.full),
-        pytest.param(2, "zero_bubble", 0.05, marks=pytest.mark.full),
+        pytest.param(1, "1f1b", 0.02, marks=pytest.mark.exhaustive),
+        pytest.param(2, "zero_bubble", 0.05, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_bubble_is_the_simulated_one(vpp, schedule, unit):

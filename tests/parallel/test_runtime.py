@@ -345,7 +345,7 @@ def test_a_layout_that_does_not_fit_the_ranks_ends_the_job_with_a_clear_line(wor
     assert time.monotonic() - start < 60 and not list(tmp_path.glob("result-*"))
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_two_nodes_restart_together_though_their_counts_differ(worker, tmp_path):
     """Only the agent of the killed rank counts a restart; the ranks must meet nevertheless."""
     port = free_port()

@@ -35,9 +35,9 @@ LAYOUTS = [
     (1, 4, False),
     (2, 1, False),
     (2, 1, True),
-    pytest.param(4, 1, False, marks=pytest.mark.full),
+    pytest.param(4, 1, False, marks=pytest.mark.exhaustive),
     (4, 1, True),
-    pytest.param(2, 2, False, marks=pytest.mark.full),
+    pytest.param(2, 2, False, marks=pytest.mark.exhaustive),
     (2, 2, True),
 ]
 
