@@ -35,6 +35,7 @@ from fastmp.graphs.transformer_engine import TransformerEngineManager
 from fastmp.nn import GPT, LayerChain, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import order
 
@@ -292,7 +293,7 @@ def steps_and_memory(rounds: int = 9) -> Iterator[str]:
     yield f"training step of {MICROBATCHES} microbatches, {config.num_layers} layers of {config.hidden_size}"
     for name, scope in (("eager", None), ("one run", None), ("attention alone", ["attention"])):
         rng = RngTracker(1, device=DEVICE)
-        model = GPT(config, groups=None, rng=rng, **place)
+        model = GPT(config, groups=ParallelGroups.alone(), rng=rng, **place)
         GradBuffer(model.named_parameters())
         manager = None
         if name != "eager":

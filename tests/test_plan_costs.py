@@ -76,14 +76,14 @@ def world_size(made, dp=1):
     return size
 
 
-def make_stages(made, groups=None):
+def make_stages(made, groups=ParallelGroups.alone()):
     layout = made.parallel
     stages = gpt_stages(
         made.model,
         groups=groups,
         vpp=layout.vpp,
         layers=layout.stage_layers,
-        rng=RngTracker(1, tp_rank=0 if groups is None else group_rank(groups.tp)),
+        rng=RngTracker(1, tp_rank=group_rank(groups.tp)),
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         shard_recompute_input=layout.shard_recompute_input,
@@ -92,9 +92,9 @@ def make_stages(made, groups=None):
     named = [(f"{i}.{name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]
     buffer = GradBuffer(
         named,
-        dp_group=None if groups is None else groups.dp_cp,
-        tp_group=None if groups is None else groups.tp,
-        edp_group=None if groups is None else groups.edp,
+        dp_group=groups.dp_cp,
+        tp_group=groups.tp,
+        edp_group=groups.edp,
     )
     return stages, buffer
 

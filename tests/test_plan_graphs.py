@@ -88,7 +88,7 @@ CASES = {
 
 def seen_case(rank, world, made, scope):
     """What a manager has seen in a step: its runs, and the numbers of its plan."""
-    groups = ParallelGroups.create(make_grid(made, world)) if world > 1 else None
+    groups = ParallelGroups.create(make_grid(made, world))
     layout, number = made.parallel, shapes_of(made, world).num_microbatches
     rng = RngTracker(1)
     model, loss = gpt_and_loss(made.model, groups, layout, rng=rng)
@@ -102,7 +102,7 @@ def seen_case(rank, world, made, scope):
     tokens = torch.zeros(2, made.data.seq_len, dtype=torch.int64)
     runner.train(lambda microbatch: {"tokens": tokens, "targets": tokens}, number)
     manager.begin_step()
-    planned, pp_rank = manager.plan, group_rank(groups and groups.pp)
+    planned, pp_rank = manager.plan, group_rank(groups.pp)
     return pp_rank, (planned.chunks, planned.num_graphs, planned.inputs(), planned.nbytes)
 
 

@@ -17,6 +17,7 @@ from fastmp.nn.models import GPT
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops import bias_gelu
 from fastmp.parallel.collectives import gather_sequence, reduce_from_group, reduce_scatter_sequence
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.profiling import enable_nvtx, region, traced
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.language import token_loss
@@ -94,7 +95,11 @@ def test_phases_of_training_are_ranges(tmp_path):
         steps=1, global_batch_size=4, eval_interval=1, save_interval=1, run_dir=str(tmp_path)
     )
     trainer = Trainer(
-        GPT(CONFIG, groups=None), Counting(), token_loss, config, optimizer=OptimizerConfig(warmup_steps=1)
+        GPT(CONFIG, groups=ParallelGroups.alone()),
+        Counting(),
+        token_loss,
+        config,
+        optimizer=OptimizerConfig(warmup_steps=1),
     )
     phases = [name for name in names(trainer.train) if name.startswith("fastmp.train.")]
     step = ["data", "forward", "backward"] * 2 + ["reduce", "clip", "optimizer"]  # two microbatches

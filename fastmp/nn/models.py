@@ -68,7 +68,8 @@ class GPT(nn.Module):
 
     Args:
         config: sizes, dropout, initial spread.
-        groups: process groups of this rank (`tp`, `cp`, and those of experts); None for this rank alone.
+        groups: process groups of this rank (`tp`, `cp`, and those of experts);
+            `ParallelGroups.alone()` without other ranks.
         rng: generator states; needed where dropout acts on TP shards.
         sequence_parallel: norms, dropout and residuals on (S/TP, B, H); S must be divisible by TP.
         recompute: keep only the input of every layer for backward; where graphs hold parts of a layer, the
@@ -85,7 +86,7 @@ class GPT(nn.Module):
         self,
         config: GPTConfig,
         *,
-        groups: ParallelGroups | None,
+        groups: ParallelGroups,
         rng: RngTracker | None = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
@@ -102,7 +103,7 @@ class GPT(nn.Module):
                 f"recompute={recompute} and sequence_parallel={sequence_parallel}"
             )
         self.config, self.rng = config, rng
-        self.group, self.cp_group = (None, None) if groups is None else (groups.tp, groups.cp)
+        self.group, self.cp_group = groups.tp, groups.cp
         self.sequence_parallel = sequence_parallel
         self.recompute, self.shard_recompute_input = recompute, shard_recompute_input
         place = {

@@ -66,7 +66,7 @@ def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | N
 def gpt_stages(
     config: GPTConfig,
     *,
-    groups: ParallelGroups | None,
+    groups: ParallelGroups,
     vpp: int = 1,
     layers: Sequence[int] | None = None,
     **options: Any,
@@ -79,7 +79,7 @@ def gpt_stages(
 
     Every rank calls it. ValueError as `layers_of_stages` and `GPT`, and for a rank without parameters.
     """
-    rank, size = (0, 1) if groups is None else (group_rank(groups.pp), group_size(groups.pp))
+    rank, size = group_rank(groups.pp), group_size(groups.pp)
     ranges = layers_of_stages(config.num_layers, size * vpp, layers)
     for middle in range(1, size - 1):
         if not any(ranges[middle::size]):
@@ -124,14 +124,14 @@ def _restart(options: dict[str, Any]) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups | None) -> None:
+def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
     """Add up the gradients of a tied embedding, which the first and the last stage both have a part of.
 
     Once a step; every rank calls it. `main_grad` where a gradient buffer has made one, else `grad`. After the
     sum over data-parallel ranks, whose order may depend on the place in the buffer: then both tables get the
     same bits.
     """
-    group = None if groups is None else groups.embedding
+    group = groups.embedding
     if group is None or not stages[0].config.tie_embeddings:
         return
     for stage in stages:

@@ -39,11 +39,11 @@ class TransformerLayer(SegmentedLayer):
 
     Args:
         groups: where there are experts or the sequence is cut over `cp`, all process groups of this rank,
-            whose `tp` is `group`; None for none of these.
+            whose `tp` is `group`.
 
     The others: as for `SelfAttention`.
 
-    Raises ValueError as the parts do, and for experts over several ranks without `groups`.
+    Raises ValueError as the parts do, and for experts whose `groups` have another `tp` than `group`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class TransformerLayer(SegmentedLayer):
         config: GPTConfig,
         *,
         group: ProcessGroup | None,
-        groups: ParallelGroups | None = None,
+        groups: ParallelGroups = ParallelGroups.alone(),
         rng: RngTracker | None = None,
         causal: bool = True,
         rotary: RotaryPositions | None = None,
@@ -61,16 +61,16 @@ class TransformerLayer(SegmentedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.moe is not None and groups is None and group_size(group) > 1:
+        if config.moe is not None and group_size(groups.tp) != group_size(group):
             raise ValueError(
-                f"TransformerLayer: experts over {group_size(group)} tensor-parallel ranks need groups="
+                "TransformerLayer: experts need groups= whose tp is group, got a group of "
+                f"{group_size(group)} ranks and a tp of {group_size(groups.tp)}"
             )
         place = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        cp_group = None if groups is None else groups.cp
         options = {"rng": rng, "init": init, **place}
         self.attention_norm = make_norm(config, group=group, **place)
         self.attention = SelfAttention(
-            config, group=group, cp_group=cp_group, causal=causal, rotary=rotary, **options
+            config, group=group, cp_group=groups.cp, causal=causal, rotary=rotary, **options
         )
         self.mlp_norm = make_norm(config, group=group, **place)
         self.mlp = self.moe = None
@@ -79,7 +79,7 @@ class TransformerLayer(SegmentedLayer):
         else:
             self.moe = MoELayer(config, groups=groups, **options)
         self.dropout = Dropout(
-            config.dropout, group=group, cp_group=cp_group, rng=rng, sharded=sequence_parallel
+            config.dropout, group=group, cp_group=groups.cp, rng=rng, sharded=sequence_parallel
         )
 
     def segments(self) -> tuple[Segment, ...]:

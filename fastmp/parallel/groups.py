@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,22 @@ class ParallelGroups:
     def __deepcopy__(self, memo: dict[int, object]) -> ParallelGroups:
         """A copy of a layer works in the same groups."""
         return self
+
+    @classmethod
+    @cache
+    def alone(cls) -> ParallelGroups:
+        """The groups of a process on its own: every group is None. The same object at every call."""
+        return cls(grid=RankGrid(world_size=1), rank=0)
+
+    @property
+    def norm(self) -> dict[str, ProcessGroup | None]:
+        """The groups that `global_grad_norm` takes, by the names of its arguments."""
+        return {
+            "tp_group": self.tp,
+            "mp_group": self.mp,
+            "etp_group": self.etp,
+            "expert_mp_group": self.expert_mp,
+        }
 
     @classmethod
     def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:

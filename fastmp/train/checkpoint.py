@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.tokenfile import sync_directory, write_synced
-
-if TYPE_CHECKING:
-    from fastmp.parallel.groups import ParallelGroups
 
 __all__ = ["CheckpointError", "Checkpointer"]
 
@@ -56,7 +54,7 @@ class CheckpointError(ValueError):
 class Checkpointer:
     """Saves and finds checkpoints in `directory`, which all ranks see.
 
-    groups: this rank's groups; None for a process on its own. Every method is called by all ranks together.
+    groups: this rank's groups. Every method is called by all ranks together.
     layout: JSON-able facts that decide, beside the sizes of the groups, which rank holds what. A checkpoint
         with other facts is refused. By default a rank has one chunk of the model.
     description: JSON-able facts about the model (its configuration). A checkpoint with others is refused.
@@ -69,7 +67,7 @@ class Checkpointer:
         self,
         directory: str | Path,
         *,
-        groups: ParallelGroups | None = None,
+        groups: ParallelGroups = ParallelGroups.alone(),
         layout: Mapping[str, Any] | None = None,
         description: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
@@ -79,16 +77,16 @@ class Checkpointer:
         self.description = json.loads(json.dumps(dict(description or {})))
         self.defaults = json.loads(json.dumps(dict(defaults or {})))
         self.keep = keep
-        self.distributed = groups is not None and groups.grid.world_size > 1
-        self.rank = groups.rank if groups is not None else 0
-        axes = {axis: 1 if groups is None else getattr(groups.grid, axis) for axis in _LAYOUT_AXES}
+        self.distributed = groups.grid.world_size > 1
+        self.rank = groups.rank
+        axes = {axis: getattr(groups.grid, axis) for axis in _LAYOUT_AXES}
         self.layout = json.loads(json.dumps({**axes, **_ONE_CHUNK, **(layout or {})}))
-        tp_rank, pp_rank = (0, 0) if groups is None else (group_rank(groups.tp), group_rank(groups.pp))
-        etp_rank, ep_rank = (0, 0) if groups is None else (group_rank(groups.etp), group_rank(groups.ep))
+        tp_rank, pp_rank = group_rank(groups.tp), group_rank(groups.pp)
+        etp_rank, ep_rank = group_rank(groups.etp), group_rank(groups.ep)
         self._shard = f"tp{tp_rank}.pp{pp_rank}"
         self._expert_shard = f"etp{etp_rank}.ep{ep_rank}.pp{pp_rank}"
-        self._owns_shard = groups is None or group_rank(groups.dp_cp) == 0
-        self._owns_experts = groups is None or group_rank(groups.edp) == 0
+        self._owns_shard = group_rank(groups.dp_cp) == 0
+        self._owns_experts = group_rank(groups.edp) == 0
 
     def save(
         self,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
-    from fastmp.parallel.groups import ParallelGroups
     from fastmp.train.microbatches import Chunks, WholeModel
 
 __all__ = ["Evaluation", "evaluate"]
@@ -44,7 +44,7 @@ def evaluate(
     runner: WholeModel | Chunks,
     data: Any,
     *,
-    groups: ParallelGroups | None = None,
+    groups: ParallelGroups = ParallelGroups.alone(),
     device: torch.device | str | None = None,
     max_batches: int | None = None,
 ) -> Evaluation:
@@ -56,8 +56,8 @@ def evaluate(
 
     Every rank calls it and gets the same numbers. ValueError where there is not a single token.
     """
-    dp, dp_cp, pp = (None, None, None) if groups is None else (groups.dp, groups.dp_cp, groups.pp)
-    batches = data.validation_batches(group_rank(dp), group_size(dp), max_batches=max_batches)
+    dp_rank, dp_size = group_rank(groups.dp), group_size(groups.dp)
+    batches = data.validation_batches(dp_rank, dp_size, max_batches=max_batches)
     with evaluation_mode(runner.chunks):
         totals = runner.evaluate(
             {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
@@ -65,7 +65,7 @@ def evaluate(
         )
     if totals is None:
         raise ValueError("evaluate: the data has no held-out batches")
-    for group in (dp_cp, pp):
+    for group in (groups.dp_cp, groups.pp):
         if group is not None:
             all_reduce_(totals, group)
     total, num_tokens = totals.tolist()

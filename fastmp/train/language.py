@@ -30,7 +30,7 @@ __all__ = ["gpt_and_loss", "next_logits", "pipeline_loss", "pipeline_next_logits
 
 
 def gpt_and_loss(
-    config: GPTConfig, groups: ParallelGroups | None, layout: ParallelConfig, **options: Any
+    config: GPTConfig, groups: ParallelGroups, layout: ParallelConfig, **options: Any
 ) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
     """A GPT as `layout` says, whole or this rank's stages of it, and its loss. `options`: others of `GPT`."""
     options |= {
@@ -59,9 +59,7 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
     return losses.sum(), num_tokens
 
 
-def pipeline_loss(
-    stages: Sequence[GPTStage], groups: ParallelGroups | None, layout: ParallelConfig
-) -> PipelineLoss:
+def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: ParallelConfig) -> PipelineLoss:
     """`token_loss` of a GPT in stages, which `gpt_stages` has made for `groups` and `layout`."""
 
     def loss(hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -96,10 +94,10 @@ def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
 
 
 def pipeline_next_logits(
-    stages: Sequence[GPTStage], groups: ParallelGroups | None
+    stages: Sequence[GPTStage], groups: ParallelGroups
 ) -> Callable[[Tensor, int], Tensor]:
     """`next_logits` of a GPT in stages, on all ranks of the pipeline; all of them make it, and call it."""
-    group, cp_group = (None, None) if groups is None else (groups.pp, groups.cp)
+    group, cp_group = groups.pp, groups.cp
     pp, vpp, config = group_size(group), len(stages), stages[-1].config
 
     def logits(hidden_SBH: Tensor, batch: tuple[Tensor, int]) -> tuple[Tensor, Tensor]:

@@ -158,11 +158,11 @@ class Chunks:
         chunks: Sequence[nn.Module],
         functions: PipelineLoss,
         *,
-        groups: ParallelGroups | None,
+        groups: ParallelGroups,
         num_microbatches: int,
     ) -> None:
         self.chunks, self.functions = list(chunks), functions
-        self.group = None if groups is None else groups.pp
+        self.group = groups.pp
         pp, vpp = group_size(self.group), len(self.chunks)
         self.layout = {"vpp": vpp, **functions.layout}
         _check_something_to_train(self.chunks, self.group)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fastmp.config import GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
@@ -43,7 +44,6 @@ from fastmp.train.microbatches import (
 )
 
 if TYPE_CHECKING:
-    from fastmp.parallel.groups import ParallelGroups
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.metrics import TrainLog
 
@@ -95,7 +95,7 @@ class Trainer:
         called in the order of its rows after the optimizer, with the counts of the global batch (zeros
         after a step that was skipped). Of a pipeline, a `PipelineLoss`.
     config, optimizer: the loop and AdamW with warm-up, cosine and clipping.
-    groups: this rank's process groups; None for a process on its own.
+    groups: this rank's process groups.
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
     graphs: whether layers, or under scope "full" whole microbatches, are captured as graphs and replayed;
@@ -113,7 +113,7 @@ class Trainer:
         config: TrainConfig,
         *,
         optimizer: OptimizerConfig | None = None,
-        groups: ParallelGroups | None = None,
+        groups: ParallelGroups = ParallelGroups.alone(),
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
         graphs: GraphConfig | None = None,
@@ -125,30 +125,15 @@ class Trainer:
             self.model.to(device=device, dtype=dtype)
         self.data, self.config, self.groups, self.rng = data, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
-        self._tp, self._dp, self._dp_cp, self._pp, self._edp, self._sharing = (
-            (None,) * 6
-            if groups is None
-            else (groups.tp, groups.dp, groups.dp_cp, groups.pp, groups.edp, groups.tp_cp_dp)
-        )
-        self._norm_groups = (
-            {}
-            if groups is None
-            else {
-                "tp_group": groups.tp,
-                "mp_group": groups.mp,
-                "etp_group": groups.etp,
-                "expert_mp_group": groups.expert_mp,
-            }
-        )
         self.num_microbatches = self._count_microbatches()
         self.runner = self._make_runner(chunks, loss_fn)
         self.device = next(self.model.parameters()).device
         self._make_replicas_equal()
         self.grads = GradBuffer(
             named_parameters(self.runner.chunks),
-            dp_group=self._dp_cp,
-            tp_group=self._tp,
-            edp_group=self._edp,
+            dp_group=groups.dp_cp,
+            tp_group=groups.tp,
+            edp_group=groups.edp,
         )
         self.optimizer = AdamW(
             self.grads.parameters.items(),
@@ -172,7 +157,7 @@ class Trainer:
             GraphConfig() if graphs is None else graphs,
             rng=rng,
             device=self.device,
-            group=self._sharing,
+            group=groups.tp_cp_dp,
         )
         self._window: _Window | None = None  # what experts did since the last line of the log
         self.step = 0
@@ -232,13 +217,13 @@ class Trainer:
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
             self.runner.share_gradients()
-            _sum_over(totals, self._dp_cp, self._pp)
+            _sum_over(totals, self.groups.dp_cp, self.groups.pp)
             if counts is not None:
-                _sum_over(counts, self._sharing, self._pp)
+                _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
         with region("fastmp.train.clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
-            grad_norm = per_token * global_grad_norm(self.grads.parameters.values(), **self._norm_groups)
+            grad_norm = per_token * global_grad_norm(self.grads.parameters.values(), **self.groups.norm)
             clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
@@ -296,11 +281,12 @@ class Trainer:
         return True
 
     def _count_microbatches(self) -> int:
-        per_microbatch = self.data.micro_batch_size * group_size(self._dp)
+        dp_size = group_size(self.groups.dp)
+        per_microbatch = self.data.micro_batch_size * dp_size
         if self.config.global_batch_size % per_microbatch:
             raise ValueError(
                 f"Trainer: global_batch_size {self.config.global_batch_size} is not divisible by "
-                f"micro_batch_size {self.data.micro_batch_size} x {group_size(self._dp)} data-parallel ranks"
+                f"micro_batch_size {self.data.micro_batch_size} x {dp_size} data-parallel ranks"
             )
         return self.config.global_batch_size // per_microbatch
 
@@ -309,9 +295,9 @@ class Trainer:
     ) -> WholeModel | Chunks:
         if isinstance(loss_fn, PipelineLoss):
             return Chunks(chunks, loss_fn, groups=self.groups, num_microbatches=self.num_microbatches)
-        if group_size(self._pp) > 1:
+        if (pp_size := group_size(self.groups.pp)) > 1:
             raise ValueError(
-                f"Trainer: a pipeline of {group_size(self._pp)} ranks needs chunks and a PipelineLoss, got "
+                f"Trainer: a pipeline of {pp_size} ranks needs chunks and a PipelineLoss, got "
                 f"{type(self.model).__name__} and {type(loss_fn).__name__}"
             )
         return WholeModel(self.model, loss_fn)
@@ -319,7 +305,7 @@ class Trainer:
     @torch.no_grad()
     def _make_replicas_equal(self) -> None:
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            group = self._edp if parallel_attributes(tensor).expert_parallel else self._dp_cp
+            group = self.groups.edp if parallel_attributes(tensor).expert_parallel else self.groups.dp_cp
             if group is not None:
                 contiguous = tensor.contiguous()
                 dist.broadcast(contiguous, group=group, group_src=0)
@@ -327,7 +313,7 @@ class Trainer:
                     tensor.copy_(contiguous)
 
     def _fetch(self, microbatch: int) -> Batch:
-        dp_rank, dp_size = group_rank(self._dp), group_size(self._dp)
+        dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)
         return self._to_device(
             self.data.batch(self.step, microbatch, self.num_microbatches, dp_rank, dp_size)
         )

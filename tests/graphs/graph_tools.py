@@ -10,6 +10,7 @@ from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import order
@@ -44,7 +45,7 @@ def train(
     The microbatches weigh 1, 2, ...: a gradient that one took from another would show.
     """
     rng = RngTracker(1, device=device)
-    model = GPT(config, groups=None, rng=rng, dtype=dtype, device=device, **options)
+    model = GPT(config, groups=ParallelGroups.alone(), rng=rng, dtype=dtype, device=device, **options)
     if own_buffers:
         grads = GradBuffer(model.named_parameters())
         optimizer, zero = AdamW(grads.parameters.items(), lr=1e-2), grads.zero

@@ -71,13 +71,13 @@ class Training:
     def __init__(
         self,
         layout: Layout,
-        groups: ParallelGroups | None,
+        groups: ParallelGroups,
         *,
         graphs: bool,
         **manager: Any,
     ) -> None:
         config, self.layout, self.groups = layout.config, layout, groups
-        tp, pp, self.dp = (None,) * 3 if groups is None else (groups.tp, groups.pp, groups.dp)
+        tp, pp, self.dp = groups.tp, groups.pp, groups.dp
         rng = RngTracker(1, tp_rank=group_rank(tp))
         self.stages = gpt_stages(
             config, groups=groups, vpp=layout.vpp, rng=rng, dtype=torch.float64, **layout.options
@@ -89,12 +89,9 @@ class Training:
         }
         self.grads = None
         if layout.own_buffers:
-            over = (
-                {}
-                if groups is None
-                else {"dp_group": groups.dp_cp, "tp_group": groups.tp, "edp_group": groups.edp}
+            self.grads = GradBuffer(
+                self.parameters.items(), dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp
             )
-            self.grads = GradBuffer(self.parameters.items(), **over)
             self.optimizer = AdamW(self.grads.parameters.items(), lr=1e-2)
         else:
             self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-2)
@@ -151,7 +148,7 @@ class Training:
 
 
 def train(
-    layout: Layout, groups: ParallelGroups | None, *, graphs: bool, steps: int = STEPS, **options: Any
+    layout: Layout, groups: ParallelGroups, *, graphs: bool, steps: int = STEPS, **options: Any
 ) -> Trained:
     training = Training(layout, groups, graphs=graphs, **options)
     numbers = [number for _ in range(steps - 1) for number in training.step()]

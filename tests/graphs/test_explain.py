@@ -358,7 +358,7 @@ def tokens(device=None):
 @pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
 @pytest.mark.parametrize(("config", "segments"), [(DENSE, 2), (MOE, 7)], ids=("dense", "experts"))
 def test_models_are_captured_as_a_whole(config, segments, recompute):
-    model = GPT(config, groups=None, rng=RngTracker(1), recompute=recompute)
+    model = GPT(config, groups=ParallelGroups.alone(), rng=RngTracker(1), recompute=recompute)
     report = explain(model, tokens())
     assert report.captured and report.runs == 1, report
     assert len(report.segments) == 3 * segments
@@ -367,7 +367,7 @@ def test_models_are_captured_as_a_whole(config, segments, recompute):
 
 @pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
 def test_on_the_meta_device_nothing_is_computed(config):
-    model = GPT(config, groups=None, rng=RngTracker(1), device="meta", dtype=torch.bfloat16)
+    model = GPT(config, groups=ParallelGroups.alone(), rng=RngTracker(1), device="meta", dtype=torch.bfloat16)
     assert explain(model, tokens("meta")).captured
     assert all(param.is_meta for param in model.parameters())
 

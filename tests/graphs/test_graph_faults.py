@@ -19,6 +19,7 @@ from fastmp.graphs.step import GraphedStep
 from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import WgradQueue
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
 
@@ -35,7 +36,7 @@ def differs(graphed, eager):
 
 def overlapping(graphs, scope=None, config=DENSE, steps=5, **options):
     """Both forwards, then both backwards, of one chunk."""
-    training = Training(Layout(config, microbatches=2), None, graphs=graphs, **options)
+    training = Training(Layout(config, microbatches=2), ParallelGroups.alone(), graphs=graphs, **options)
     seen = []
     if graphs:
         training.manager.remove()
@@ -197,7 +198,7 @@ def test_hooks_before_the_forward_of_layers_that_are_recomputed():
 
 
 def trained(layout=LAYOUT, **options):
-    training = Training(layout, None, graphs=True, **options)
+    training = Training(layout, ParallelGroups.alone(), graphs=True, **options)
     for _ in range(4):
         training.step()
     return training
@@ -260,7 +261,7 @@ def test_a_parameter_that_has_moved_is_refused():
 
 
 def changed(graphs, change):
-    training = Training(LAYOUT, None, graphs=graphs)
+    training = Training(LAYOUT, ParallelGroups.alone(), graphs=graphs)
     seen = [number for _ in range(5) for number in training.step()]
     change(training)
     return training, [*seen, *(number for _ in range(5) for number in training.step())]
@@ -286,7 +287,7 @@ def test_other_modes_are_captured_anew(change):
 
 
 def shapes(graphs, sizes, **options):
-    training = Training(replace(LAYOUT, **options), None, graphs=graphs)
+    training = Training(replace(LAYOUT, **options), ParallelGroups.alone(), graphs=graphs)
     seen = []
     for sequences in sizes:
         training.pipeline.forget_shapes()
@@ -304,7 +305,7 @@ def test_each_shape_of_a_step_has_graphs_of_its_own_until_there_are_many():
 
 def uneven(graphs, microbatches, config=DENSE, scope=None):
     """Steps in which microbatches have different numbers of sequences, two of them in flight at once."""
-    training = Training(Layout(config, microbatches=2), None, graphs=False)
+    training = Training(Layout(config, microbatches=2), ParallelGroups.alone(), graphs=False)
     manager, seen = None, []
     if graphs:
         manager = managers.GraphManager(
@@ -339,7 +340,7 @@ def failing(graphs, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("on the way")
 
-    training, seen = Training(LAYOUT, None, graphs=graphs), []
+    training, seen = Training(LAYOUT, ParallelGroups.alone(), graphs=graphs), []
     for step in range(8):
         if step in (2, 5):
             with monkeypatch.context() as patch, pytest.raises(PipelineError, match="on the way"):
@@ -358,7 +359,7 @@ def test_a_store_that_is_not_cleared(monkeypatch):
     layout = Layout(DENSE, microbatches=2, schedule="zero_bubble")
 
     def run(graphs):
-        training = Training(layout, None, graphs=graphs)
+        training = Training(layout, ParallelGroups.alone(), graphs=graphs)
         return [number for _ in range(4) for number in training.step()]
 
     eager = run(False)

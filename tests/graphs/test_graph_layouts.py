@@ -25,17 +25,17 @@ ATTENTION = ("attention",)
 
 def whole(scope, groups):
     """Whether layers are captured whole."""
-    return scope is None and (groups is None or group_size(groups.ep) == 1)
+    return scope is None and group_size(groups.ep) == 1
 
 
 def num_runs(layout, scope, groups):
     """Of a chunk: one where all can be captured, else one a layer."""
-    pp = 1 if groups is None else group_size(groups.pp)
+    pp = group_size(groups.pp)
     return 1 if whole(scope, groups) else layout.config.num_layers // (pp * layout.vpp)
 
 
 def check_counts(layout, scope, groups, manager):
-    pp, rank = (1, 0) if groups is None else (group_size(groups.pp), group_rank(groups.pp))
+    pp, rank = group_size(groups.pp), group_rank(groups.pp)
     runs, plan = num_runs(layout, scope, groups), manager.plan
     peak = peak_in_flight(rank, pp, layout.microbatches, layout.vpp, None, layout.schedule)
     kinds = 3 if layout.schedule == ZERO_BUBBLE else 2
@@ -46,7 +46,7 @@ def check_counts(layout, scope, groups, manager):
 
 
 def ranks_case(rank, world, grid, cases):
-    groups = ParallelGroups.create(RankGrid(world_size=world, **grid)) if world > 1 else None
+    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
     collectives = []
     for layout, scopes in cases:
         eager = train(layout, groups, graphs=False)
@@ -56,7 +56,7 @@ def ranks_case(rank, world, grid, cases):
             assert_same(graphed, eager, in_order=not in_turn)
             check_counts(layout, scope, groups, graphed.manager)
             collectives.append([each.split()[0] for each in graphed.collectives])
-    return (0 if groups is None else group_rank(groups.pp)), collectives
+    return group_rank(groups.pp), collectives
 
 
 def compare(world, grid, *cases):

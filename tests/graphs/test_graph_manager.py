@@ -12,6 +12,7 @@ from fastmp.graphs.manager import GraphError, GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order
 
 SCOPES = [
@@ -63,7 +64,7 @@ def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, time
     config = replace(MOE, moe=replace(MOE.moe, shared_expert_ffn_hidden_size=shared))
 
     def held(num_microbatches):
-        model = GPT(config, groups=None, dtype=torch.float64, recompute=True)
+        model = GPT(config, groups=ParallelGroups.alone(), dtype=torch.float64, recompute=True)
         GradBuffer(model.named_parameters())
         manager = GraphManager(
             [model.layers],
@@ -85,7 +86,7 @@ def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, time
 
 
 def managed():
-    model = GPT(DENSE, groups=None)
+    model = GPT(DENSE, groups=ParallelGroups.alone())
     manager = GraphManager([model.layers], order(0, 1, 2), backend=RecordingBackend())
 
     def microbatch():
@@ -136,5 +137,8 @@ def test_a_scope_without_a_segment():
         ValueError, match=r"scope \['moe'\] names no segment; there are \['attention', 'mlp'\]"
     ):
         GraphManager(
-            [GPT(DENSE, groups=None).layers], order(0, 1, 1), backend=RecordingBackend(), scope=["moe"]
+            [GPT(DENSE, groups=ParallelGroups.alone()).layers],
+            order(0, 1, 1),
+            backend=RecordingBackend(),
+            scope=["moe"],
         )

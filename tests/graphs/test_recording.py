@@ -10,6 +10,7 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.recording import CaptureError, Pool, RecordedGraph
 from fastmp.nn import TransformerLayer
 from fastmp.nn.recompute import recompute
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -44,8 +45,8 @@ def backward(outputs, grad, x):
 
 def compare(config, groups, sequence_parallel=False, recomputed=False):
     """A layer captured once and replayed on other numbers, beside itself run eagerly."""
-    rng = RngTracker(3, tp_rank=0 if groups is None else groups.tp.rank())
-    options = {"groups": groups, "group": None if groups is None else groups.tp}
+    rng = RngTracker(3, tp_rank=group_rank(groups.tp))
+    options = {"groups": groups, "group": groups.tp}
     layer = TransformerLayer(
         config, **options, rng=rng, sequence_parallel=sequence_parallel, dtype=torch.float64
     )
@@ -85,7 +86,7 @@ def compare(config, groups, sequence_parallel=False, recomputed=False):
 @pytest.mark.parametrize("recomputed", (False, True), ids=("kept", "recomputed"))
 @pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
 def test_a_layer(config, recomputed):
-    compare(config, None, recomputed=recomputed)
+    compare(config, ParallelGroups.alone(), recomputed=recomputed)
 
 
 def ranks_case(rank, world):

@@ -28,6 +28,7 @@ from fastmp.graphs.recording import Pool, RecordedGraph
 from fastmp.graphs.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order
 from fastmp.train.graphs import make_graphs
 from fastmp.train.language import token_loss
@@ -81,7 +82,7 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ValueError, match="impl 'transformer_engine' needs that package, pip install"):
         make_graphs(
-            WholeModel(GPT(DENSE, groups=None), token_loss),
+            WholeModel(GPT(DENSE, groups=ParallelGroups.alone()), token_loss),
             1,
             GraphConfig(enabled=True, impl="transformer_engine"),
             rng=None,
@@ -90,7 +91,7 @@ def test_without_the_package(monkeypatch):
 
 
 def test_layers_that_are_recomputed_are_refused():
-    layers = GPT(DENSE, groups=None, recompute=True).layers
+    layers = GPT(DENSE, groups=ParallelGroups.alone(), recompute=True).layers
     with pytest.raises(ValueError, match="Transformer Engine captures nothing that is recomputed; use rec"):
         TransformerEngineManager([layers], order(0, 1, 1))
 
@@ -187,7 +188,7 @@ def run_rank(config, rank, pp, vpp, num_microbatches, graphs, own_buffers, scope
     """What a rank of a pipeline sends in all steps, and its gradients; what it receives is drawn."""
     torch.manual_seed(rank)
     config = replace(config, num_layers=2)
-    chains = [GPT(config, groups=None, dtype=torch.float64).layers for _ in range(vpp)]
+    chains = [GPT(config, groups=ParallelGroups.alone(), dtype=torch.float64).layers for _ in range(vpp)]
     names = [(f"{i}.{name}", p) for i, chain in enumerate(chains) for name, p in chain.named_parameters()]
     buffer = GradBuffer(names) if own_buffers else None
     steps_of_rank, sent = order(rank, pp, num_microbatches, vpp), []

@@ -51,9 +51,9 @@ def plain_moe(**options) -> GPTConfig:
     return with_moe(**(off | {"shared_expert_ffn_hidden_size": 0, "shared_expert_gate": False} | options))
 
 
-def make_moe(config: GPTConfig, groups: ParallelGroups | None = None, **options) -> MoELayer:
+def make_moe(config: GPTConfig, groups: ParallelGroups = ParallelGroups.alone(), **options) -> MoELayer:
     """The layer from the seed of all tests: the same weights on every layout."""
-    rng = RngTracker(SEED, tp_rank=0 if groups is None else group_rank(groups.tp))
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp))
     return MoELayer(config, groups=groups, rng=rng, **{"dtype": torch.float64, **options})
 
 

@@ -73,14 +73,15 @@ PLAIN_ACTIVATIONS = {
 }
 
 
-def tp_groups(tp: int, **experts: int) -> ParallelGroups | None:
-    return None if tp == 1 else ParallelGroups.create(RankGrid(world_size=tp, tp=tp, **experts))
+def tp_groups(tp: int, **experts: int) -> ParallelGroups:
+    return ParallelGroups.create(RankGrid(world_size=tp, tp=tp, **experts))
 
 
-def make_gpt(config: GPTConfig, groups: ParallelGroups | None, dtype=torch.float64, **options) -> GPT:
+def make_gpt(
+    config: GPTConfig, groups: ParallelGroups = ParallelGroups.alone(), dtype=torch.float64, **options
+) -> GPT:
     """The model from the seed of all tests: the same weights at every TP."""
-    ranks = {} if groups is None else {"tp_rank": group_rank(groups.tp), "cp_rank": group_rank(groups.cp)}
-    rng = RngTracker(SEED, **ranks)
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp))
     return GPT(config, groups=groups, rng=rng, dtype=dtype, **options)
 
 
@@ -102,10 +103,10 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
     return layers.shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
 
 
-def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups | None) -> torch.Tensor:
+def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups) -> torch.Tensor:
     """As `shard_of`, also for the parameters of experts."""
-    if groups is None or not getattr(param, "expert_parallel", False):
-        return shard_of(full, param, None if groups is None else groups.tp)
+    if not getattr(param, "expert_parallel", False):
+        return shard_of(full, param, groups.tp)
     return shard_of(full.chunk(group_size(groups.ep))[group_rank(groups.ep)], param, groups.etp)
 
 

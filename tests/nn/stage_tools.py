@@ -51,7 +51,7 @@ def data_of(vocab_size: int, number: int) -> tuple[Tensor, ...]:
 @cache
 def run_whole(config: GPTConfig, number: int) -> Whole:
     """Made once in a process; ranks forked later find it."""
-    model, data = make_gpt(config, None), data_of(config.vocab_size, max(number, EVALUATED))
+    model, data = make_gpt(config), data_of(config.vocab_size, max(number, EVALUATED))
     loss, aux = (torch.zeros((), dtype=torch.float64) for _ in range(2))
     counts = []
     for ids in data[:number]:
@@ -70,9 +70,9 @@ def run_whole(config: GPTConfig, number: int) -> Whole:
     return Whole(weights, grads, loss, aux, counts, norm, evaluation)
 
 
-def own_batches(config: GPTConfig, number: int, groups: ParallelGroups | None) -> list[tuple[Tensor, Tensor]]:
+def own_batches(config: GPTConfig, number: int, groups: ParallelGroups) -> list[tuple[Tensor, Tensor]]:
     """This rank's (tokens, targets) of each microbatch: its sequences, its part of them."""
-    dp, cp = (None, None) if groups is None else (groups.dp, groups.cp)
+    dp, cp = groups.dp, groups.cp
     data = [ids.chunk(group_size(dp))[group_rank(dp)] for ids in data_of(config.vocab_size, number)]
     return [(cut_sequence(ids[:, :-1], cp), cut_sequence(ids[:, 1:], cp)) for ids in data]
 
@@ -86,7 +86,7 @@ def total(tensor: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
 
 def compare(
     config: GPTConfig,
-    groups: ParallelGroups | None,
+    groups: ParallelGroups,
     vpp: int,
     number: int,
     schedule: str = "1f1b",
@@ -101,7 +101,7 @@ def compare(
     promise: the gradient of token losses promised to the output layer; options: those of GPT.
     """
     whole = run_whole(config, number)
-    tp, dp_cp = (None, None) if groups is None else (groups.tp, groups.dp_cp)
+    tp, dp_cp = groups.tp, groups.dp_cp
     rng = RngTracker(SEED, tp_rank=group_rank(tp))
     stages = gpt_stages(
         config, groups=groups, vpp=vpp, layers=layers, rng=rng, dtype=torch.float64, **options
@@ -112,15 +112,15 @@ def compare(
     for (_, name), param in numbered.items():
         assert torch.equal(param, part_of(whole.weights[name], param, groups)), name
     grads = None
-    if groups is not None:
+    if groups.grid.world_size > 1:
         named = [(f"{i}.{name}", param) for (i, name), param in numbered.items()]
         grads = GradBuffer(named, dp_group=dp_cp, tp_group=tp, edp_group=groups.edp)
-    pp, rank = (1, 0) if groups is None else (groups.grid.pp, group_rank(groups.pp))
+    pp, rank = groups.grid.pp, group_rank(groups.pp)
     order = (pp, number, vpp, microbatch_group_size, schedule)
     pipeline = Pipeline(
         stages,
         orders(*order),
-        group=None if groups is None else groups.pp,
+        group=groups.pp,
         inputs=lambda batch: batch[0],
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=promise).sum(),
         batched=batched,
@@ -150,22 +150,15 @@ def compare(
 
 
 def check_norm(parameters, groups: ParallelGroups, whole: Whole) -> None:
-    norm = global_grad_norm(
-        parameters,
-        tp_group=groups.tp,
-        mp_group=groups.mp,
-        etp_group=groups.etp,
-        expert_mp_group=groups.expert_mp,
-    )
-    torch.testing.assert_close(norm, whole.norm, **CLOSE)
+    torch.testing.assert_close(global_grad_norm(parameters, **groups.norm), whole.norm, **CLOSE)
 
 
-def check_experts(groups: ParallelGroups | None, stages, result: PipelineResult, whole: Whole) -> None:
+def check_experts(groups: ParallelGroups, stages, result: PipelineResult, whole: Whole) -> None:
     mine = torch.zeros((), dtype=torch.float64) if result.stage_loss is None else result.stage_loss
-    over = () if groups is None else (groups.dp_cp, groups.pp)
+    over = groups.dp_cp, groups.pp
     torch.testing.assert_close(total(mine, *over), whole.aux, **CLOSE)
     for chunk, stage in enumerate(stages):
         layers = stage.part.layers
         for microbatch, counts in enumerate(whole.counts if len(layers) else ()):
-            own = total(result.stats[microbatch, chunk], *(() if groups is None else (groups.tp_cp_dp,)))
+            own = total(result.stats[microbatch, chunk], groups.tp_cp_dp)
             assert torch.equal(own, counts[layers.start : layers.stop])

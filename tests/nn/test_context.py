@@ -45,12 +45,8 @@ def own_sequences(x_BS, groups):
 
 def run_step(model, batches, groups):
     """Losses of every microbatch, sums of the auxiliary ones and of counts; gradients in `main_grad`."""
-    grads = (
-        GradBuffer(model.named_parameters())
-        if groups is None
-        else GradBuffer(
-            model.named_parameters(), dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp
-        )
+    grads = GradBuffer(
+        model.named_parameters(), dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp
     )
     losses, aux, counts = [], torch.zeros((), dtype=torch.float64), 0
     for tokens_BS, targets_BS, weight_BS in batches:
@@ -64,10 +60,11 @@ def run_step(model, batches, groups):
         total.backward()
         losses.append(loss.detach())
     grads.all_reduce()
-    if groups is not None and model.config.moe is not None:
+    if model.config.moe is not None:
         if groups.dp_cp is not None:
             dist.all_reduce(aux, group=groups.dp_cp)
-        dist.all_reduce(counts, group=groups.tp_cp_dp)
+        if groups.tp_cp_dp is not None:
+            dist.all_reduce(counts, group=groups.tp_cp_dp)
     return losses, aux, counts
 
 
@@ -78,8 +75,8 @@ def whole_and_cut(rank, world, layout, name, options):
     tokens_BS, targets_BS = text(config, batch=4, sequence=32)
     weight_BS = torch.rand(tokens_BS.shape, dtype=torch.float64, generator=generator)
     batches = list(zip(*(x.chunk(2) for x in (tokens_BS, targets_BS, weight_BS))))
-    one, many = make_gpt(config, None), make_gpt(config, groups, **options)
-    expected = run_step(one, batches, None)
+    one, many = make_gpt(config), make_gpt(config, groups, **options)
+    expected = run_step(one, batches, ParallelGroups.alone())
     actual = run_step(many, [[own_sequences(x, groups) for x in batch] for batch in batches], groups)
 
     def same(what, ours, whole):
@@ -135,8 +132,8 @@ def stages_case(rank, world):
     groups = groups_of(world, pp=2, cp=2, ep=2)
     config = replace(MODELS["moe"], num_layers=4, tie_embeddings=True, position="learned")
     batches = list(zip(*(x.chunk(2) for x in text(config, batch=4, sequence=32))))
-    one = make_gpt(config, None)
-    expected, aux, _ = run_step(one, [(*batch, torch.ones(1)) for batch in batches], None)
+    one = make_gpt(config)
+    expected, aux, _ = run_step(one, [(*batch, torch.ones(1)) for batch in batches], ParallelGroups.alone())
     torch.manual_seed(SEED)
     stages = gpt_stages(config, groups=groups, vpp=2, dtype=torch.float64)
     names = [(f"{i} {name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]

@@ -12,6 +12,7 @@ from nn_tools import PLAIN_ACTIVATIONS, QWEN, SEED, SMALL, Calls, shard_of, sum_
 from fastmp.config import ACTIVATIONS, Activation, DataConfig, MoEConfig, Recipe
 from fastmp.nn import GPT, MLP
 from fastmp.nn.moe import GroupedExperts
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.plan.shapes import shapes_of
 from fastmp.sizes import num_parameters
@@ -64,7 +65,7 @@ def test_an_activation_added_to_the_table_is_known_everywhere(monkeypatch):
     hidden_MF = PLAIN_ACTIVATIONS["exact geglu"](rows_MH @ experts.fc1[1].T)
     torch.testing.assert_close(output_MH, hidden_MF @ experts.fc2[1].T, **CLOSE)
     for config in (dense, sparse):
-        model = GPT(config, groups=None)
+        model = GPT(config, groups=ParallelGroups.alone())
         assert sum(p.numel() for p in model.parameters()) == num_parameters(config, 256)
         assert shapes_of(Recipe(model=config, data=DataConfig(seq_len=16)), 1).blocks == 2
 

@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import GPT, flops_per_token, num_parameters, pad_vocab
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.sizes import count_parameters
 from fastmp.testing import run_ranks
@@ -57,7 +58,7 @@ def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions)
 @pytest.mark.parametrize("kv_heads, ffn", ((None, None), (4, 96), (1, 40)))
 def test_the_formula_counts_the_model(kv_heads, ffn, base):
     config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
-    model = GPT(config, groups=None, device="meta")
+    model = GPT(config, groups=ParallelGroups.alone(), device="meta")
     assert sum(param.numel() for param in model.parameters()) == num_parameters(config, pad_vocab(131, 1))
 
 
@@ -114,7 +115,9 @@ def test_the_formula_counts_what_a_rank_holds(config, ep, etp):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_model_of_a_recipe_can_be_made(path):
     config = load_recipe(path).model
-    model = GPT(replace(config, num_layers=1), groups=None, device="meta", dtype=torch.bfloat16)
+    model = GPT(
+        replace(config, num_layers=1), groups=ParallelGroups.alone(), device="meta", dtype=torch.bfloat16
+    )
     padded = pad_vocab(config.vocab_size, 1)
     assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 
@@ -124,7 +127,7 @@ def test_the_model_of_a_recipe_can_be_made(path):
 def test_flops_are_what_torch_counts(kv_heads, ffn, seq_len, base):
     """The counter has no formula for the CPU's fused attention, so attention runs as two products here."""
     config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=256)
-    model, (tokens_BS, targets_BS) = make_gpt(config, None, torch.float32), text(config, sequence=seq_len)
+    model, (tokens_BS, targets_BS) = make_gpt(config, dtype=torch.float32), text(config, sequence=seq_len)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         loss = model.loss(tokens_BS, targets_BS)
         (loss if config.moe is None else loss.tokens).mean().backward()
@@ -152,7 +155,7 @@ def test_flops_of_causal_attention_count_the_keys_that_are_seen():
 def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp, config, size):
     def case(rank, world):
         groups = tp_groups(tp, ep=2, etp=tp // 2)
-        one, many = make_gpt(config, None), make_gpt(config, groups)
+        one, many = make_gpt(config), make_gpt(config, groups)
         assert len(list(one.parameters())) == len(list(many.parameters())) == size
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
             assert torch.equal(part_of(full, param, groups), param), name
@@ -162,7 +165,7 @@ def test_full_initialisation_is_bitwise_the_same_at_every_tp(tp, config, size):
 
 def test_a_bf16_model_starts_from_the_float32_weights():
     pairs = zip(
-        *(make_gpt(SMALL, None, dtype).named_parameters() for dtype in (torch.float32, torch.bfloat16))
+        *(make_gpt(SMALL, dtype=dtype).named_parameters() for dtype in (torch.float32, torch.bfloat16))
     )
     for (name, full), (_, half) in pairs:
         assert half.dtype == torch.bfloat16 and torch.equal(full.bfloat16(), half), name
@@ -191,7 +194,7 @@ def test_the_spread_of_initial_weights(init):
 
 
 def test_embeddings_are_tied():
-    model = make_gpt(SMALL, None)
+    model = make_gpt(SMALL)
     names = [name for name, param in model.named_parameters() if param.shape[0] == pad_vocab(131, 1)]
     assert names == ["word_embedding.weight"]
     tokens_BS, targets_BS = text(SMALL)
@@ -200,7 +203,7 @@ def test_embeddings_are_tied():
 
 
 def test_an_untied_output_layer_has_a_weight_of_its_own():
-    model, (tokens_BS, targets_BS) = make_gpt(QWEN, None), text(QWEN)
+    model, (tokens_BS, targets_BS) = make_gpt(QWEN), text(QWEN)
     words, output = model.word_embedding.weight, model.output_layer.weight
     assert not torch.equal(words, output) and not output[131:].any()
     model.loss(tokens_BS, targets_BS).sum().backward()
@@ -210,7 +213,7 @@ def test_an_untied_output_layer_has_a_weight_of_its_own():
 
 
 def test_a_model_with_experts_returns_their_losses_and_loads_beside_its_own():
-    model, (tokens_BS, targets_BS) = make_gpt(EXPERTS, None), text(EXPERTS)
+    model, (tokens_BS, targets_BS) = make_gpt(EXPERTS), text(EXPERTS)
     loss = model.loss(tokens_BS, targets_BS)
     L, E, k = EXPERTS.num_layers, EXPERTS.moe.num_experts, EXPERTS.moe.top_k
     assert loss.counts.shape == (L, E) and loss.counts.dtype == torch.int32
@@ -231,7 +234,7 @@ def test_hidden_dropout_is_the_same_at_every_tp():
 
     def case(rank, world):
         losses = []
-        for groups in (None, tp_groups(world)):
+        for groups in (ParallelGroups.alone(), tp_groups(world)):
             model = make_gpt(config, groups)
             RngTracker(SEED + 1, tp_rank=rank)
             losses.append(model.loss(*text(config)))
@@ -259,13 +262,13 @@ def test_a_copy_drops_out_as_its_model_does():
 
 
 def test_the_sum_of_the_embeddings_is_dropped_out():
-    model, (tokens_BS, _) = make_gpt(replace(SMALL, dropout=0.3), None), text(SMALL)
+    model, (tokens_BS, _) = make_gpt(replace(SMALL, dropout=0.3)), text(SMALL)
     dropped = model.embed(tokens_BS).eq(0).double().mean()
     assert abs(dropped - 0.3) < 0.05 and model.eval().embed(tokens_BS).ne(0).all()
 
 
 def test_the_whole_model_calls_one_op_where_one_is_enough():
-    model, losses = make_gpt(SMALL, None), ["stats", "merge", "grad_"]
+    model, losses = make_gpt(SMALL), ["stats", "merge", "grad_"]
     layers = {
         "bias_dropout_add": 4,
         "bias_gelu": 2,
@@ -280,7 +283,7 @@ def test_the_whole_model_calls_one_op_where_one_is_enough():
 
 
 def test_loss_options_reach_the_loss():
-    model, (tokens_BS, targets_BS) = make_gpt(SMALL, None), text(SMALL)
+    model, (tokens_BS, targets_BS) = make_gpt(SMALL), text(SMALL)
     targets_BS = targets_BS.clone()
     targets_BS[1, 3:6] = -1
     weight_BS = torch.rand(targets_BS.shape, dtype=torch.float64)
@@ -306,7 +309,7 @@ def test_loss_options_reach_the_loss():
 )
 def test_tokens_that_do_not_fit_are_refused(tokens, message):
     with pytest.raises(ValueError, match=f"GPT: {message}"):
-        make_gpt(SMALL, None)(tokens)
+        make_gpt(SMALL)(tokens)
 
 
 def test_options_that_contradict_each_other_are_refused():
@@ -314,7 +317,7 @@ def test_options_that_contradict_each_other_are_refused():
         with pytest.raises(
             ValueError, match="shard_recompute_input=True needs recompute=True and sequence_parallel=False"
         ):
-            GPT(SMALL, groups=None, shard_recompute_input=True, **options)
+            GPT(SMALL, groups=ParallelGroups.alone(), shard_recompute_input=True, **options)
 
 
 def test_sizes_that_tp_does_not_divide_are_refused():

@@ -15,6 +15,7 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.moe import GroupedExperts, MoELayer
 from fastmp.nn.moe import layer as layer_module
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ParallelAttributes, parallel_attributes
 from fastmp.parallel.rng import RngTracker
 
@@ -325,7 +326,7 @@ def test_configurations_that_cannot_be(message):
 
 def test_a_configuration_without_experts_is_refused():
     with pytest.raises(ValueError, match="MoELayer: the configuration describes no experts"):
-        MoELayer(GPTConfig(), groups=None)
+        MoELayer(GPTConfig(), groups=ParallelGroups.alone())
 
 
 def test_a_capacity_of_less_than_one_token_is_refused():
@@ -345,6 +346,8 @@ def test_an_unknown_way_to_draw_weights_is_refused():
 
 
 def test_defaults_are_a_small_mixture():
-    layer = MoELayer(replace(GPTConfig(), moe=MoEConfig()), groups=None, rng=RngTracker(SEED))
+    layer = MoELayer(
+        replace(GPTConfig(), moe=MoEConfig()), groups=ParallelGroups.alone(), rng=RngTracker(SEED)
+    )
     output, aux, counts = layer(torch.randn(4, 2, 192))
     assert output.shape == (4, 2, 192) and aux == 0.0 and counts.sum() == 16

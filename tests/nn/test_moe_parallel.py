@@ -254,7 +254,7 @@ def test_sequences_shorter_than_the_tensor_parallel_group():
 def bfloat16_case(rank, world, layout, dispatcher):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
     config = with_moe(dispatcher=dispatcher)
-    one, many = (make_moe(config, own, dtype=torch.bfloat16) for own in (None, groups))
+    one, many = (make_moe(config, own, dtype=torch.bfloat16) for own in (ParallelGroups.alone(), groups))
     full = hidden_states(8, 2 * groups.grid.dp).bfloat16()
     mine = own_part(full, groups, False).clone().requires_grad_()
     output, aux, _ = many(mine)

@@ -35,7 +35,7 @@ class NeverWaits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_on_meta(config, groups=None, sequence_parallel=False):
+def run_on_meta(config, groups=ParallelGroups.alone(), sequence_parallel=False):
     """Forward and backward with waiting refused; the shapes that cross each border."""
     mode, crossing = FakeTensorMode(), {}
     with mode, NeverWaits():

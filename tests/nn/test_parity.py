@@ -53,7 +53,7 @@ def test_loss_and_every_gradient_of_a_qwen(tp, variant):
 
 def compare(config, tp, variant, loss_options):
     def case(rank, world):
-        one, many = make_gpt(config, None), make_gpt(config, tp_groups(tp), **VARIANTS[variant])
+        one, many = make_gpt(config), make_gpt(config, tp_groups(tp), **VARIANTS[variant])
         losses = step(one, promised=False, **loss_options), step(many, promised=tp == 4, **loss_options)
         torch.testing.assert_close(losses[1], losses[0], **CLOSE)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
@@ -81,7 +81,7 @@ def test_losses_and_every_gradient_of_a_model_with_experts(world, layout, varian
 
     def case(rank, world):
         groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
-        one, many = make_gpt(EXPERTS, None), make_gpt(EXPERTS, groups, **VARIANTS[variant])
+        one, many = make_gpt(EXPERTS), make_gpt(EXPERTS, groups, **VARIANTS[variant])
         tokens_BS, targets_BS = text(EXPERTS, batch=4)
         part = slice(*(len(tokens_BS) // groups.grid.dp * (group_rank(groups.dp) + i) for i in (0, 1)))
         whole = one.loss(tokens_BS, targets_BS)

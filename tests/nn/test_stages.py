@@ -25,7 +25,7 @@ def layout_case(rank, world, layout, runs):
 
 def test_chunks_of_one_rank():
     for config in (GPT2, LLAMA, TIED):
-        compare(config, None, 2, 2)
+        compare(config, ParallelGroups.alone(), 2, 2)
 
 
 DENSE = [
@@ -108,10 +108,10 @@ def test_a_rank_without_parameters_is_refused():
 
 
 def test_marks_of_a_stage_are_those_of_the_model():
-    marks = {name: parallel_attributes(p) for name, p in make_gpt(GPT2, None).named_parameters()}
-    (stage,) = gpt_stages(GPT2, groups=None)
+    marks = {name: parallel_attributes(p) for name, p in make_gpt(GPT2).named_parameters()}
+    (stage,) = gpt_stages(GPT2, groups=ParallelGroups.alone())
     assert {name: parallel_attributes(p) for name, p in stage.named_parameters()} == marks
-    for part in gpt_stages(GPT2, groups=None, vpp=2):
+    for part in gpt_stages(GPT2, groups=ParallelGroups.alone(), vpp=2):
         assert {name: parallel_attributes(p) for name, p in part.named_parameters()}.items() <= marks.items()
 
 

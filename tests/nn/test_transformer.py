@@ -62,7 +62,8 @@ def test_experts_in_place_of_the_mlp():
 def test_experts_of_tp_ranks_without_the_groups_of_experts_are_refused():
     def case(rank, world):
         with pytest.raises(
-            ValueError, match="TransformerLayer: experts over 2 tensor-parallel ranks need groups="
+            ValueError,
+            match="TransformerLayer: experts need groups= whose tp is group",
         ):
             make(EXPERTS, tp_groups(world).tp)
 

@@ -10,6 +10,8 @@ import torch.fx.experimental.symbolic_shapes  # a first backward imports it: in 
 from torch import nn
 
 from fastmp.ops.wgrad import deferral
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.collectives import group_size as size_of
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import orders, peak_in_flight
 
@@ -95,18 +97,18 @@ def reference(num_stages: int, data, blocks=None, loss=square):
 
 
 def own_chunks(groups, vpp: int) -> list[nn.Module]:
-    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
+    rank, size = group_rank(groups.pp), size_of(groups.pp)
     return [Block(chunk * size + rank) for chunk in range(vpp)]
 
 
 def make(
     groups, vpp, number, *, chunks=None, group_size=None, schedule="1f1b", loss=square, **options
 ) -> Pipeline:
-    size = 1 if groups is None else groups.pp.size()
+    size = size_of(groups.pp)
     return Pipeline(
         own_chunks(groups, vpp) if chunks is None else chunks,
         orders(size, number, vpp, group_size, schedule),
-        group=None if groups is None else groups.pp,
+        group=groups.pp,
         inputs=first,
         loss=loss,
         **options,
@@ -118,7 +120,7 @@ def check_parity(groups, vpp, number, schedule, batched, group_size=None, depths
 
     depths: how many blocks each stage has; one, where nothing is said.
     """
-    rank, size = (0, 1) if groups is None else (groups.pp.rank(), groups.pp.size())
+    rank, size = group_rank(groups.pp), size_of(groups.pp)
     label = f"pp {size} vpp {vpp} M {number} group {group_size} {schedule} batched={batched} rank {rank}"
     data, depths, alive = batches(number), depths or [1] * size * vpp, weakref.WeakSet()
     stages = [Counted(stage, depth, weakref.WeakSet()) for stage, depth in enumerate(depths)]

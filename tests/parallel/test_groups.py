@@ -134,6 +134,7 @@ def test_a_grid_without_torch_distributed_is_an_error_that_says_so():
 def test_a_world_of_one_needs_no_torch_distributed():
     groups = ParallelGroups.create(RankGrid(world_size=1))
     assert describe(groups) == dict.fromkeys(AXES)
+    assert groups == ParallelGroups.alone() and ParallelGroups.alone() is ParallelGroups.alone()
     assert (groups.rank, groups.mesh, groups.expert_mesh) == (0, None, None)
     assert not dist.is_initialized()
 

@@ -151,7 +151,7 @@ def several_loss(y, scale, ids, batch):
 
 
 def several_case(rank, world, schedule):
-    groups = None if world == 1 else ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
     data, blocks = batches(4), [Several(stage) for stage in range(4)]
     final = own = 0.0
     for batch in data:
@@ -274,13 +274,13 @@ def test_ranks_that_disagree(what, message):
 
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="1 orders for a group of"):
-        pipeline = make(None, 1, 2)
+        pipeline = make(ParallelGroups.alone(), 1, 2)
         pipeline.size = 2
         pipeline._agree()
     with pytest.raises(ValueError, match="3 batches for orders of 2 microbatches"):
-        make(None, 1, 2).train(batches(3))
+        make(ParallelGroups.alone(), 1, 2).train(batches(3))
     with pytest.raises(ValueError, match="2 chunks for orders of 1 chunks a rank"):
-        make(None, 1, 2, chunks=[Block(0), Block(1)])
+        make(ParallelGroups.alone(), 1, 2, chunks=[Block(0), Block(1)])
     with pytest.raises(ValueError, match="forward of microbatch 0 chunk 0: its backward is missing"):
         Pipeline([Block(0)], [[Step("forward", 0, 0)]], group=None, inputs=first, loss=square)
 

@@ -125,12 +125,12 @@ def test_what_is_no_tensor_is_refused(made, message):
             return made(super().forward(x))
 
     with pytest.raises(PipelineError, match=f"chunk 0: ValueError: a stage .* tensors, {message}"):
-        make(None, 1, 2, chunks=[Odd(0)]).train(batches(2))
+        make(ParallelGroups.alone(), 1, 2, chunks=[Odd(0)]).train(batches(2))
 
 
 def test_the_cause_of_an_error_is_kept():
     with pytest.raises(PipelineError, match="pipeline rank 0, forward of microbatch 2 chunk 0") as caught:
-        make(None, 1, 4, chunks=[Failing(0, "raise")]).train(batches(4))
+        make(ParallelGroups.alone(), 1, 4, chunks=[Failing(0, "raise")]).train(batches(4))
     assert isinstance(caught.value.__cause__, FloatingPointError)
 
 
@@ -150,7 +150,7 @@ def test_nothing_of_a_failed_step_is_in_the_next():
 
     torch.manual_seed(3)
     stage, data = Stage(), batches(2)
-    pipeline = make(None, 1, 2, chunks=[stage], schedule="zero_bubble")
+    pipeline = make(ParallelGroups.alone(), 1, 2, chunks=[stage], schedule="zero_bubble")
     with pytest.raises(PipelineError, match="backward_input of microbatch 0 chunk 0: FloatingPointError"):
         pipeline.train(data)
     stage.broken = False

@@ -106,10 +106,10 @@ CONFIG = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, vocab_size=257, ma
 
 
 def generate_on_rank(rank, tp, sequence_parallel):
-    groups = ParallelGroups.create(RankGrid(world_size=tp, tp=tp)) if tp > 1 else None
+    groups = ParallelGroups.create(RankGrid(world_size=tp, tp=tp)) if tp > 1 else ParallelGroups.alone()
     torch.manual_seed(0)
     model = next_logits(GPT(CONFIG, groups=groups, sequence_parallel=sequence_parallel, dtype=torch.float64))
-    group = None if groups is None else groups.tp
+    group = groups.tp
     return [
         generate(
             model,

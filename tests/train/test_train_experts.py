@@ -62,7 +62,7 @@ class Experts(nn.Module):
 
     def __init__(self, groups):
         super().__init__()
-        self.etp, self.ep = (None, None) if groups is None else (groups.etp, groups.ep)
+        self.etp, self.ep = groups.etp, groups.ep
         shapes = {"scale": (E, H), "up": (E, F, H), "down": (E, H, F), "bias": (E, H)}
         cuts = {"up": 1, "down": 2}
         for name, shape in shapes.items():
@@ -108,7 +108,7 @@ class Model(nn.Module):
     def __init__(self, groups, seed, num_routers=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.tp = None if groups is None else groups.tp
+        self.tp = groups.tp
         options = {"group": self.tp, "dtype": torch.float64}
         self.up = ColumnParallelLinear(H, 4 * H, gather_output=False, **options)
         self.down = RowParallelLinear(4 * H, H, input_is_parallel=True, **options)
@@ -153,7 +153,7 @@ def make_groups(world_size, tp, ep, etp):
     return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, ep=ep, etp=etp))
 
 
-def make_trainer(groups=None, *, seed=5, clip=0.0, num_routers=0, **train):
+def make_trainer(groups=ParallelGroups.alone(), *, seed=5, clip=0.0, num_routers=0, **train):
     config = TrainConfig(global_batch_size=GLOBAL_BATCH, eval_interval=0, steps=40, **train)
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, weight_decay=0.1, clip_grad_norm=clip)
     function = stats_loss_fn if num_routers else loss_fn
@@ -164,7 +164,7 @@ def make_trainer(groups=None, *, seed=5, clip=0.0, num_routers=0, **train):
 def whole(trainer, tensors):
     """{name: tensor of the undivided parameter} for {name: what this rank has}."""
     groups, params = trainer.groups, dict(trainer.model.named_parameters())
-    tp, etp, ep = (None, None, None) if groups is None else (groups.tp, groups.etp, groups.ep)
+    tp, etp, ep = groups.tp, groups.etp, groups.ep
     return {
         name: full_tensor(tensor.detach().clone(), params[name], tp, etp_group=etp, ep_group=ep)
         for name, tensor in tensors.items()

@@ -38,9 +38,9 @@ ONE = ParallelConfig()
 ON = GraphConfig(enabled=True, verify_every=5)
 
 
-def run(graphs, groups=None, layout=ONE, config=CONFIG, steps=8, device="cpu"):
+def run(graphs, groups=ParallelGroups.alone(), layout=ONE, config=CONFIG, steps=8, device="cpu"):
     """All numbers of some steps and of an evaluation among them, and the manager."""
-    rng = RngTracker(3, tp_rank=0 if groups is None else group_rank(groups.tp), device=device)
+    rng = RngTracker(3, tp_rank=group_rank(groups.tp), device=device)
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
@@ -54,7 +54,7 @@ def run(graphs, groups=None, layout=ONE, config=CONFIG, steps=8, device="cpu"):
     return [each for each in seen if each is not None], trainer.graphs
 
 
-def compare(groups=None, layout=ONE, graphs=ON, **options):
+def compare(groups=ParallelGroups.alone(), layout=ONE, graphs=ON, **options):
     graphed, manager = run(graphs, groups, layout, **options)
     eager, none = run(None, groups, layout, **options)
     assert none is None and manager.num_graphs == manager.plan.num_graphs

@@ -65,11 +65,13 @@ LAYOUTS = [
 ]
 
 
-def make_trainer(groups=None, *, seed=11, config=CONFIG, dtype=torch.float64, model=None, **train):
-    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp))
+def make_trainer(
+    groups=ParallelGroups.alone(), *, seed=11, config=CONFIG, dtype=torch.float64, model=None, **train
+):
+    rng = RngTracker(seed, tp_rank=group_rank(groups.tp))
     gpt = GPT(config, groups=groups, rng=rng, dtype=dtype, **(model or {}))
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
-    data = Samples(MICRO_BATCH // (1 if groups is None else group_size(groups.dp)), strides=3)
+    data = Samples(MICRO_BATCH // group_size(groups.dp), strides=3)
     return Trainer(gpt, data, token_loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
 
 
@@ -80,7 +82,7 @@ def make_groups(world_size, tp, ep, etp):
 def whole(trainer, tensors):
     """{name: tensor of the undivided parameter}, padding of the vocabulary cut off."""
     groups, params = trainer.groups, dict(trainer.model.named_parameters())
-    tp, etp, ep = (None, None, None) if groups is None else (groups.tp, groups.etp, groups.ep)
+    tp, etp, ep = groups.tp, groups.etp, groups.ep
     full = {
         name: full_tensor(tensor.detach().clone(), params[name], tp, etp_group=etp, ep_group=ep)
         for name, tensor in tensors.items()
@@ -164,7 +166,7 @@ def test_resume_is_bitwise(tmp_path, layout, dtype):
     """Six steps, and three, a checkpoint, new objects from another seed, three more; dropout and jitter."""
 
     def rank_main(rank, world_size):
-        groups = None if world_size == 1 else make_groups(*layout)
+        groups = ParallelGroups.alone() if world_size == 1 else make_groups(*layout)
         options = {"config": DROPOUT, "dtype": dtype, "run_dir": str(tmp_path)}
         straight = make_trainer(groups, **options)
         expected = [straight.train_step().loss.item() for _ in range(6)]
@@ -188,7 +190,7 @@ def test_resume_is_bitwise(tmp_path, layout, dtype):
 
 def test_evaluation_counts_the_cross_entropy_alone_on_every_rank():
     def rank_main(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 2, 2, 1) if world_size > 1 else None)
+        trainer = make_trainer(make_groups(world_size, 2, 2, 1) if world_size > 1 else ParallelGroups.alone())
         evaluation = trainer.evaluate(max_batches=1)
         biases = [b.clone() for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")]
         return evaluation, any(bias.any() for bias in biases)
@@ -212,7 +214,7 @@ def test_a_step_with_all_experts_here_never_waits_for_the_device():
             return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(CONFIG, groups=None, rng=None, device="meta")
+        model = GPT(CONFIG, groups=ParallelGroups.alone(), rng=None, device="meta")
         trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=4))
         with NoDeviceCopies():
             for _ in range(2):

@@ -61,7 +61,7 @@ def make_groups(world_size, layout):
 
 
 def make_trainer(
-    groups=None,
+    groups=ParallelGroups.alone(),
     layout=None,
     *,
     config=EXPERTS,
@@ -71,11 +71,11 @@ def make_trainer(
     **train,
 ):
     """The whole model, or the stages of `layout`."""
-    cp = {} if groups is None or groups.cp is None else {"cp_rank": group_rank(groups.cp)}
-    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp), **cp)
+    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
+    rng = RngTracker(seed, tp_rank=group_rank(groups.tp), **cp)
     layout = ParallelConfig() if layout is None else layout
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
-    dp = 1 if groups is None else group_size(groups.dp)
+    dp = group_size(groups.dp)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     data = Samples(micro_batch // dp, strides=3)
     return Trainer(model, data, loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
@@ -84,7 +84,7 @@ def make_trainer(
 def whole(trainer, tensor_of):
     """{name: the undivided tensor} of this rank's parameters, padding of the vocabulary cut off."""
     groups, full = trainer.groups, {}
-    tp, etp, ep = (None, None, None) if groups is None else (groups.tp, groups.etp, groups.ep)
+    tp, etp, ep = groups.tp, groups.etp, groups.ep
     for name, param in named_parameters(trainer.runner.chunks):
         tensor = full_tensor(tensor_of(param).detach().clone(), param, tp, etp_group=etp, ep_group=ep)
         full[name] = tensor[: DENSE.vocab_size] if name == "word_embedding.weight" else tensor
@@ -156,7 +156,7 @@ def test_every_layout_is_one_rank(one_rank, world):
     def rank_main(rank, world_size):
         runs = []
         for config, layout in CASES[world]:
-            groups = None if world == 1 else make_groups(world_size, layout)
+            groups = ParallelGroups.alone() if world == 1 else make_groups(world_size, layout)
             runs.append(run(make_trainer(groups, layout, config=config)))
         return runs
 
@@ -207,8 +207,8 @@ def test_a_step_never_waits_for_the_device(schedule):
 
     layout = ParallelConfig(vpp=2, schedule=schedule)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stages = gpt_stages(EXPERTS, groups=None, vpp=2, device="meta")
-        loss, config = pipeline_loss(stages, None, layout), TrainConfig(global_batch_size=8)
+        stages = gpt_stages(EXPERTS, groups=ParallelGroups.alone(), vpp=2, device="meta")
+        loss, config = pipeline_loss(stages, ParallelGroups.alone(), layout), TrainConfig(global_batch_size=8)
         trainer = OnDevice(stages, Samples(2), loss, config)
         with NoDeviceCopies():
             for _ in range(2):
@@ -324,12 +324,12 @@ def test_text_is_that_of_one_rank():
     config = replace(EXPERTS, vocab_size=257, init_std=0.3, max_seq_len=80)
     options = {"tokenizer": tokenizer, "max_new_tokens": 12, "max_seq_len": 80, "seed": 3}
 
-    def text(groups=None, layout=None):
+    def text(groups=ParallelGroups.alone(), layout=None):
         chunks = make_trainer(groups, layout, config=config).runner.chunks
         whole_model = layout is None or layout.pp == 1
         logits = next_logits(chunks[0]) if whole_model else pipeline_next_logits(chunks, groups)
         with evaluation_mode(chunks):
-            tp, together = (None, None) if groups is None else (groups.tp, groups.tp_cp_dp)
+            tp, together = groups.tp, groups.tp_cp_dp
             return generate(logits, [72, 105] * 30, group=tp, together=together, **options)
 
     def rank_main(rank, world_size):

@@ -43,7 +43,7 @@ LAYOUTS = [
 
 
 def make_trainer(
-    groups=None,
+    groups=ParallelGroups.alone(),
     *,
     dtype=torch.float64,
     micro_batch_size=2,
@@ -53,7 +53,7 @@ def make_trainer(
     optimizer=OPTIMIZER,
     **train,
 ):
-    rng = RngTracker(seed, tp_rank=0 if groups is None else group_rank(groups.tp))
+    rng = RngTracker(seed, tp_rank=group_rank(groups.tp))
     gpt = GPT(model, groups=groups, rng=rng, sequence_parallel=sp, dtype=dtype)
     config = TrainConfig(**{"steps": 40, "global_batch_size": GLOBAL_BATCH, "eval_interval": 0, **train})
     return Trainer(
@@ -62,7 +62,7 @@ def make_trainer(
 
 
 def make_groups(world_size, tp):
-    return None if world_size == 1 else ParallelGroups.create(RankGrid(world_size=world_size, tp=tp))
+    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp))
 
 
 def gradients(trainer, num_tokens):
@@ -70,7 +70,7 @@ def gradients(trainer, num_tokens):
 
     After a step the main gradients are those of the sum over all tokens; the optimizer scales as it reads.
     """
-    group = None if trainer.groups is None else trainer.groups.tp
+    group = trainer.groups.tp
     full = {n: full_tensor(p.main_grad, p, group) for n, p in trainer.model.named_parameters()}
     full["word_embedding.weight"] = full["word_embedding.weight"][: CONFIG.vocab_size]
     return {name: grad / num_tokens for name, grad in full.items()}
@@ -322,7 +322,7 @@ def test_a_step_never_waits_for_the_device():
             return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(CONFIG, groups=None, rng=None, device="meta")
+        model = GPT(CONFIG, groups=ParallelGroups.alone(), rng=None, device="meta")
         trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=GLOBAL_BATCH))
         with NoDeviceCopies():
             result = trainer.train_step()

@@ -51,13 +51,13 @@ __all__ = [
 _HOST = torch.device("cpu")
 
 
-def make_dispatcher(moe: MoEConfig, groups: ParallelGroups | None) -> LocalDispatcher:
+def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
     """The dispatcher that `moe.dispatcher` names, for the etp and ep groups of `groups`.
 
     Raises ValueError where the ranks do not divide the experts, and where they would have to tell each other
     sizes on the host but have no backend for that.
     """
-    if groups is None or groups.etp_ep is None:
+    if groups.etp_ep is None:
         return LocalDispatcher(moe.num_experts)
     if group_size(groups.ep) == 1:
         return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=_within(groups.etp, groups.tp))

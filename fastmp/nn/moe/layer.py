@@ -57,7 +57,7 @@ class MoELayer(SegmentedLayer):
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
-        groups: process groups of this rank; None for this rank alone.
+        groups: process groups of this rank; `ParallelGroups.alone()` without other ranks.
         rng: generator states, for jitter and for shared experts drawn as shards.
         sequence_parallel: input and output are this rank's part of the sequence, (S/TP, B, H).
         init: "full" (bitwise the same on any layout) or "sharded", as in the parallel layers.
@@ -73,7 +73,7 @@ class MoELayer(SegmentedLayer):
         self,
         config: GPTConfig,
         *,
-        groups: ParallelGroups | None,
+        groups: ParallelGroups,
         rng: RngTracker | None = None,
         sequence_parallel: bool = False,
         init: str = "full",
@@ -86,13 +86,7 @@ class MoELayer(SegmentedLayer):
         _agree(config, groups, torch.get_default_dtype() if dtype is None else dtype)
         place = {"device": device, "dtype": dtype}
         self.router = Router(config, groups=groups, rng=rng, **place)
-        self.experts = GroupedExperts(
-            config,
-            ep_group=None if groups is None else groups.ep,
-            etp_group=None if groups is None else groups.etp,
-            init=init,
-            **place,
-        )
+        self.experts = GroupedExperts(config, ep_group=groups.ep, etp_group=groups.etp, init=init, **place)
         self.shared_experts = None
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(
@@ -102,7 +96,7 @@ class MoELayer(SegmentedLayer):
 
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
-        return None if self.groups is None else self.groups.tp
+        return self.groups.tp
 
     def segments(self) -> tuple[Segment, ...]:
         run = {
@@ -241,10 +235,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _agree(config: GPTConfig, groups: ParallelGroups | None, dtype: torch.dtype) -> None:
+def _agree(config: GPTConfig, groups: ParallelGroups, dtype: torch.dtype) -> None:
     """Refuse layers of different kinds on ranks that share experts, on all of them and before any rank waits
     for rows that will not come."""
-    group = None if groups is None else groups.etp_ep
+    group = groups.etp_ep
     if group is None:
         return
     shape = {"hidden_size": config.hidden_size, "activation": config.activation, "dtype": str(dtype)}

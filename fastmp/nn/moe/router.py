@@ -65,7 +65,7 @@ class Router(ParallelModule):
 
     Args:
         config: sizes, the `moe` table, and the spread of the initial weights.
-        groups: process groups of this rank (`tp`, `tp_cp`, `tp_cp_dp` are used); None for this rank alone.
+        groups: process groups of this rank (`tp`, `tp_cp`, `tp_cp_dp` are used).
         rng: generator states; jitter draws from the stream of this TP and CP rank.
 
     Attributes: `expert_bias` (E,), a buffer in float32 or float64, None unless the configuration asks for it.
@@ -77,15 +77,15 @@ class Router(ParallelModule):
         self,
         config: GPTConfig,
         *,
-        groups: ParallelGroups | None,
+        groups: ParallelGroups,
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(None if groups is None else groups.tp)
+        super().__init__(groups.tp)
         self.moe, self.groups, self.rng = moe_config("Router", config), groups, rng
-        self.cp_group = None if groups is None else groups.cp
-        sharing = 1 if groups is None else group_size(groups.tp_cp)
+        self.cp_group = groups.cp
+        sharing = group_size(groups.tp_cp)
         if self.moe.jitter > 0.0 and rng is None and sharing > 1:
             raise ValueError(
                 f"Router: jitter {self.moe.jitter} of the tokens of {sharing} ranks needs "
@@ -139,17 +139,17 @@ class Router(ParallelModule):
         return chosen.indices.view(-1, k), chosen.probs.view(-1, k), loss, counts
 
     def _loss(self, logits: torch.Tensor, chosen: RouterOutput) -> torch.Tensor:
-        moe, groups, sums = self.moe, self.groups, chosen.score_sums
+        moe, sums = self.moe, chosen.score_sums
         loss = sums.new_zeros(())
         if moe.aux_loss > 0.0 or moe.sequence_aux_loss > 0.0:
             moved = self.expert_bias is not None or moe.group_topk < moe.num_groups
             counts = _best_counts(logits, moe.top_k) if moved else chosen.counts
             if moe.sequence_aux_loss > 0.0:
-                shares = _shares(counts, None if groups is None else groups.tp_cp, sums.dtype)
+                shares = _shares(counts, self.groups.tp_cp, sums.dtype)
                 loss = loss + moe.sequence_aux_loss * moe.num_experts * (shares * sums).sum()
                 counts, sums = counts.sum(0), sums.sum(0)
             if moe.aux_loss > 0.0:
-                shares = _shares(counts, None if groups is None else groups.tp_cp_dp, sums.dtype)
+                shares = _shares(counts, self.groups.tp_cp_dp, sums.dtype)
                 loss = loss + moe.aux_loss * moe.num_experts * (shares * sums).sum()
         return loss + moe.z_loss * chosen.z_sum if moe.z_loss > 0.0 else loss
 
