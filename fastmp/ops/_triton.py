@@ -20,8 +20,6 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit = triton.jit
-    cdiv = triton.cdiv
-    next_power_of_2 = triton.next_power_of_2
     ABSENT = ""
     VERSION = triton.__version__
     INTERPRETED = triton.knobs.runtime.interpret
@@ -34,11 +32,14 @@ except ImportError:
     def jit(fn):
         return fn
 
-    def cdiv(x: int, y: int) -> int:
-        return -(-x // y)
 
-    def next_power_of_2(n: int) -> int:
-        return 1 << max(n - 1, 0).bit_length()
+def cdiv(x: int, y: int) -> int:
+    """x / y rounded up, for the host: `triton.cdiv` takes ten times as long there."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)

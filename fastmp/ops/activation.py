@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, tl
-from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
 from fastmp.profiling import traced
 
@@ -231,14 +231,6 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
     return dx, dbias
 
 
-def _fake(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0 if bias is None else x.shape[-1])
-
-
 _FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}
 
 
@@ -250,31 +242,11 @@ def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
     return math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][1]
 
 
-def _traffic(x: Tensor, bias: Tensor | None, approximate: str) -> int:
-    """Read x and bias, write y."""
-    return (2 * x.numel() + (0 if bias is None else bias.numel())) * x.element_size()
-
-
-def _traffic_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> int:
-    """Read grad, x and bias, write dx and dbias."""
-    return (3 * x.numel() + (0 if bias is None else 2 * bias.numel())) * x.element_size()
-
-
-register(
-    "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
-    reference=reference,
-    fake=_fake,
-    triton=launch,
-    flops=_flops,
-    traffic=_traffic,
-)
-register(
+_bias_gelu_backward = register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> (Tensor, Tensor)",
     reference=reference_backward,
-    fake=_fake_backward,
     triton=launch_backward,
     flops=_flops_backward,
-    traffic=_traffic_backward,
 )
 
 
@@ -286,16 +258,17 @@ def _setup(ctx, inputs, output) -> None:
 @traced("fastmp.bias_gelu_backward")
 def _backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
-    dx, dbias = torch.ops.fastmp.bias_gelu_backward(grad, x, bias, ctx.approximate)
+    dx, dbias = _bias_gelu_backward(grad, x, bias, ctx.approximate)
     return dx, (None if bias is None else dbias), None
 
 
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError("bias_gelu: its backward is not differentiable (create_graph=True is not supported)")
-
-
-torch.library.register_autograd("fastmp::bias_gelu", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("fastmp::bias_gelu_backward", _no_second_backward, lib=LIBRARY)
+_bias_gelu = register(
+    "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
+    reference=reference,
+    triton=launch,
+    flops=_flops,
+    backward=(_setup, _backward),
+)
 
 
 @traced("fastmp.bias_gelu")
@@ -331,4 +304,4 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
             raise ValueError(f"bias_gelu: x is {x.dtype} but bias is {bias.dtype}")
         if bias.device != x.device:
             raise ValueError(f"bias_gelu: x is on {x.device} but bias is on {bias.device}")
-    return torch.ops.fastmp.bias_gelu(x, bias, approximate)
+    return _bias_gelu(x, bias, approximate)

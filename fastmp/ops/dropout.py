@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastmp.ops._triton import cdiv, jit, tl
-from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
 from fastmp.profiling import traced
 
@@ -316,17 +316,6 @@ def launch_backward(
     return dx, dbias
 
 
-def _fake(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    return residual.new_empty(x.shape)
-
-
-def _fake_backward(
-    grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool
-) -> tuple[Tensor, Tensor]:
-    dx = grad.new_empty(grad.shape, dtype=dtype)
-    return dx, dx.new_empty(grad.shape[-1] if with_bias else 0)
-
-
 def _flops(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> int:
     """Two additions and the scale; the integers of the mask are none."""
     return math.prod(x.shape) * (1 + (bias is not None) + (seed is not None))
@@ -336,43 +325,12 @@ def _flops_backward(grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, wi
     return math.prod(grad.shape) * (1 + with_bias)
 
 
-def _traffic(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> int:
-    """Read x, bias and residual, write y."""
-    biases = 0 if bias is None else bias.numel()
-    return (x.numel() + biases) * x.element_size() + 2 * residual.numel() * residual.element_size()
-
-
-def _traffic_backward(grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool) -> int:
-    """Read grad, write dx and dbias."""
-    written = grad.numel() + (grad.shape[-1] if with_bias else 0)
-    return grad.numel() * grad.element_size() + written * dtype.itemsize
-
-
-register(
-    "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed) -> Tensor",
-    reference=reference,
-    fake=_fake,
-    triton=launch,
-    flops=_flops,
-    traffic=_traffic,
-)
-register(
-    "bias_dropout_add_into(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, Tensor(a!) out)"
-    " -> ()",
-    reference=reference_into,
-    fake=lambda *arguments: None,
-    triton=launch_into,
-    flops=lambda *arguments: _flops(*arguments[:-1]),
-    traffic=lambda *arguments: _traffic(*arguments[:-1]),
-)
-register(
+_bias_dropout_add_backward = register(
     "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
     " -> (Tensor, Tensor)",
     reference=reference_backward,
-    fake=_fake_backward,
     triton=launch_backward,
     flops=_flops_backward,
-    traffic=_traffic_backward,
 )
 
 
@@ -391,8 +349,25 @@ def _backward(ctx, grad: Tensor):
         dx = grad.to(ctx.dtype) if for_x else None
         dbias = grad.sum_to_size(ctx.bias_shape).to(ctx.dtype) if for_bias else None
     elif for_x or for_bias:
-        dx, dbias = torch.ops.fastmp.bias_dropout_add_backward(grad, ctx.p, seed, ctx.dtype, for_bias)
+        dx, dbias = _bias_dropout_add_backward(grad, ctx.p, seed, ctx.dtype, for_bias)
     return dx, (dbias if for_bias else None), grad, None, None
+
+
+_bias_dropout_add = register(
+    "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed) -> Tensor",
+    reference=reference,
+    triton=launch,
+    flops=_flops,
+    backward=(_setup, _backward),
+)
+_bias_dropout_add_into = register(
+    "bias_dropout_add_into(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, Tensor(a!) out)"
+    " -> ()",
+    reference=reference_into,
+    triton=launch_into,
+    flops=lambda *arguments: _flops(*arguments[:-1]),
+    traffic=lambda *arguments: _bias_dropout_add.traffic(*arguments[:-1]),
+)
 
 
 class _Into(torch.autograd.Function):
@@ -400,7 +375,7 @@ class _Into(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, bias, residual, p, seed, place):
-        torch.ops.fastmp.bias_dropout_add_into(x, bias, residual, p, seed, place[0])
+        _bias_dropout_add_into(x, bias, residual, p, seed, place[0])
         _setup(ctx, (x, bias, residual, p, seed), place[0])
         return place[0]
 
@@ -408,14 +383,6 @@ class _Into(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return *_backward(ctx, grad), None
-
-
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError("bias_dropout_add: its backward is not differentiable (create_graph is not supported)")
-
-
-torch.library.register_autograd("fastmp::bias_dropout_add", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("fastmp::bias_dropout_add_backward", _no_second_backward, lib=LIBRARY)
 
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> None:
@@ -495,6 +462,6 @@ def bias_dropout_add(
     elif seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=x.device)
     if out is None:
-        return torch.ops.fastmp.bias_dropout_add(x, bias, residual, float(p), seed)
+        return _bias_dropout_add(x, bias, residual, float(p), seed)
     _check_out(out, residual)
     return _Into.apply(x, bias, residual, float(p), seed, [out])

@@ -16,7 +16,7 @@ from torch import Tensor
 from fastmp.ops import activation as gelu_family
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.activation import gelu, gelu_parts
-from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
 from fastmp.profiling import region, traced
 
@@ -247,14 +247,6 @@ def _half_shape(x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:-1], x.shape[-1] // 2)
 
 
-def _fake(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return x.new_empty(_half_shape(x))
-
-
-def _fake_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(0 if bias is None else x.shape[-1])
-
-
 _FLOPS_PER_ELEMENT = {"silu": (8, 17), "gelu_tanh": (11, 22), "gelu": (18, 28)}
 
 
@@ -266,32 +258,11 @@ def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: st
     return math.prod(_half_shape(x)) * _FLOPS_PER_ELEMENT[activation][1]
 
 
-def _traffic(x: Tensor, bias: Tensor | None, activation: str) -> int:
-    """Read x and bias, write y, half as large."""
-    return (x.numel() + x.numel() // 2 + (0 if bias is None else bias.numel())) * x.element_size()
-
-
-def _traffic_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> int:
-    """Read grad, x and bias, write dx and dbias."""
-    num_bias = 0 if bias is None else 2 * bias.numel()
-    return (2 * x.numel() + x.numel() // 2 + num_bias) * x.element_size()
-
-
-register(
-    "gated_activation(Tensor x, Tensor? bias, str activation) -> Tensor",
-    reference=reference,
-    fake=_fake,
-    triton=launch,
-    flops=_flops,
-    traffic=_traffic,
-)
-register(
+_gated_activation_backward = register(
     "gated_activation_backward(Tensor grad, Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor)",
     reference=reference_backward,
-    fake=_fake_backward,
     triton=launch_backward,
     flops=_flops_backward,
-    traffic=_traffic_backward,
 )
 
 
@@ -303,18 +274,17 @@ def _setup(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor):
     x, bias = ctx.saved_tensors
     with region(f"fastmp.{_FUNCTION[ctx.activation]}_backward"):
-        dx, dbias = torch.ops.fastmp.gated_activation_backward(grad, x, bias, ctx.activation)
+        dx, dbias = _gated_activation_backward(grad, x, bias, ctx.activation)
     return dx, (None if bias is None else dbias), None
 
 
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError(
-        "swiglu, geglu: their backward is not differentiable (create_graph=True is not supported)"
-    )
-
-
-torch.library.register_autograd("fastmp::gated_activation", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("fastmp::gated_activation_backward", _no_second_backward, lib=LIBRARY)
+_gated_activation = register(
+    "gated_activation(Tensor x, Tensor? bias, str activation) -> Tensor",
+    reference=reference,
+    triton=launch,
+    flops=_flops,
+    backward=(_setup, _backward),
+)
 
 
 def _gated(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
@@ -332,7 +302,7 @@ def _gated(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
             raise ValueError(f"{name}: x is {x.dtype} but bias is {bias.dtype}")
         if bias.device != x.device:
             raise ValueError(f"{name}: x is on {x.device} but bias is on {bias.device}")
-    return torch.ops.fastmp.gated_activation(x, bias, activation)
+    return _gated_activation(x, bias, activation)
 
 
 @traced("fastmp.swiglu")

@@ -11,7 +11,6 @@ M rows, E experts, N x K the weight of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from fastmp.ops import gated, grouped_mm_triton
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
-from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.registry import autocast, compute_dtype, register, without_autocast
 from fastmp.ops.wgrad import deferral
 from fastmp.profiling import traced
 
@@ -29,12 +28,6 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("swiglu", "bias_gelu")
 # Tiles of 128 x 256 that every product of a loop must have: about two for each multiprocessor of an H200.
 _TILES_OF_A_LOOP = 256
-
-
-def without_autocast(device: str) -> AbstractContextManager:
-    """In it, products have the dtype of their operands."""
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else nullcontext()
 
 
 def spans(offsets: Tensor, num_rows: int) -> list[tuple[int, int]]:
@@ -206,17 +199,6 @@ register(
     flops=_flops,
     traffic=_traffic_mlp_in,
 )
-
-
-def _no_backward(ctx, *grads):
-    raise RuntimeError(
-        "grouped_mm, grouped_mlp_in: these ops have no backward of their own; the functions of fastmp.ops "
-        "are differentiable, once (create_graph=True is not supported)"
-    )
-
-
-for _name in ("grouped_mm", "grouped_mm_wgrad", "grouped_mlp_in"):
-    torch.library.register_autograd(f"fastmp::{_name}", _no_backward, lib=LIBRARY)
 
 
 def _refuse_create_graph(name: str) -> None:

@@ -12,13 +12,12 @@ N tokens, H hidden size, V columns of this shard of the vocabulary (padding incl
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastmp.ops.registry import autocast, compute_dtype, may_look, register
+from fastmp.ops.registry import autocast, compute_dtype, may_look, register, without_autocast
 from fastmp.profiling import traced
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -346,12 +345,6 @@ def _check(
     )
 
 
-def _without_autocast(device: str) -> AbstractContextManager:
-    """In it, sums in fp32 stay in fp32."""
-    available = torch.amp.is_autocast_available(device)
-    return torch.autocast(device, enabled=False) if available else nullcontext()
-
-
 def linear_cross_entropy_of(
     shards: Shards,
     name: str,
@@ -385,7 +378,7 @@ def linear_cross_entropy_of(
         token_weight = token_weight.reshape(-1).to(dtype)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     shared = (main_grad if wanted[1] else None, options, shards, wanted)
-    with _without_autocast(rows.device.type):
+    with without_autocast(rows.device.type):
         if not any(wanted):
             chunks = _Chunks(shards.gather_hidden(rows), weight, options.workspace)
             loss, _ = _loss(chunks, _Tokens(targets, token_weight), options, shards)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops.norm_triton import launch, launch_backward
-from fastmp.ops.registry import LIBRARY, autocast, compute_dtype, register
+from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
@@ -79,7 +79,7 @@ def _reference_backward(
 
 
 def _fake(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
-    stats = x.new_empty((2 if centred else 1, x.shape[:-1].numel()), dtype=compute_dtype(x.dtype))
+    stats = x.new_empty((2 if centred else 1, math.prod(x.shape[:-1])), dtype=compute_dtype(x.dtype))
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), stats
 
 
@@ -96,22 +96,6 @@ def _flops(x: Tensor, residual: Tensor | None, bias: Tensor | None, centred: boo
 
 def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, with_bias: bool) -> int:
     return math.prod(total.shape) * (9 + 3 * centred + (grad_total is not None) + with_bias)
-
-
-def _traffic(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, centred: bool) -> int:
-    """Read x, residual and parameters, write y, total and stats."""
-    rows = x.shape[:-1].numel() * (2 if centred else 1) * compute_dtype(x.dtype).itemsize
-    parameters = weight.numel() * weight.element_size() * (1 if bias is None else 2)
-    return x.numel() * x.element_size() * (2 if residual is None else 4) + parameters + rows
-
-
-def _traffic_backward(
-    grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor, with_bias: bool
-) -> int:
-    """Read both gradients, total, weight and stats, write the gradients of total, weight and bias."""
-    parameters = weight.numel() * weight.element_size() * (3 if with_bias else 2)
-    data = total.numel() * total.element_size() * (3 if grad_total is None else 4)
-    return data + parameters + stats.numel() * stats.element_size()
 
 
 # The two ops differ in the mean and the bias alone.
@@ -133,41 +117,19 @@ def layer_norm_backward_reference(grad, grad_total, total, weight, stats, with_b
     return _reference_backward(grad, grad_total, total, weight, stats, True, with_bias)
 
 
-register(
-    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
-    " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=rms_norm_reference,
-    fake=lambda x, residual, weight, eps: _fake(x, residual, False),
-    triton=lambda x, residual, weight, eps: launch(x, residual, weight, None, eps, False),
-    flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
-    traffic=lambda x, residual, weight, eps: _traffic(x, residual, weight, None, False),
-)
-register(
-    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
-    " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=layer_norm_reference,
-    fake=lambda x, residual, weight, bias, eps: _fake(x, residual, True),
-    triton=lambda x, residual, weight, bias, eps: launch(x, residual, weight, bias, eps, True),
-    flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
-    traffic=lambda x, residual, weight, bias, eps: _traffic(x, residual, weight, bias, True),
-)
-register(
+_RMS_NORM_BACKWARD = register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
     reference=rms_norm_backward_reference,
-    fake=lambda grad, grad_total, total, weight, stats: _fake_backward(total, weight, False),
     triton=lambda *arguments: launch_backward(*arguments, False, False),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
-    traffic=lambda grad, *arguments: _traffic_backward(*arguments, False),
 )
-register(
+_LAYER_NORM_BACKWARD = register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
     reference=layer_norm_backward_reference,
-    fake=lambda grad, grad_total, total, weight, stats, with_bias: _fake_backward(total, weight, with_bias),
     triton=lambda *arguments: launch_backward(*arguments[:-1], True, arguments[-1]),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
-    traffic=lambda grad, *arguments: _traffic_backward(*arguments),
 )
 
 
@@ -193,27 +155,33 @@ def _backward(op: Any, ctx: Any, grad: Tensor | None, grad_total: Tensor | None,
 
 @traced("fastmp.rms_norm_backward")
 def _rms_norm_backward(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
-    dx, dresidual, dweight, *_ = _backward(torch.ops.fastmp.rms_norm_backward, ctx, grad, grad_total)
+    dx, dresidual, dweight, *_ = _backward(_RMS_NORM_BACKWARD, ctx, grad, grad_total)
     return dx, dresidual, dweight, None
 
 
 @traced("fastmp.layer_norm_backward")
 def _layer_norm_backward(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
-    op = torch.ops.fastmp.layer_norm_backward
+    op = _LAYER_NORM_BACKWARD
     dx, dresidual, dweight, *dbias = _backward(op, ctx, grad, grad_total, ctx.with_bias)
     return dx, dresidual, dweight, (dbias[0] if dbias else None), None
 
 
-def _no_second_backward(name: str):
-    def backward(ctx, *grads):
-        raise RuntimeError(f"{name}: its backward is not differentiable (create_graph=True is not supported)")
-
-    return backward
-
-
-for _name, _formula in (("rms_norm", _rms_norm_backward), ("layer_norm", _layer_norm_backward)):
-    torch.library.register_autograd(f"fastmp::{_name}", _formula, setup_context=_setup, lib=LIBRARY)
-    torch.library.register_autograd(f"fastmp::{_name}_backward", _no_second_backward(_name), lib=LIBRARY)
+_rms_norm = register(
+    "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
+    " -> (Tensor y, Tensor total, Tensor stats)",
+    reference=rms_norm_reference,
+    triton=lambda x, residual, weight, eps: launch(x, residual, weight, None, eps, False),
+    flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
+    backward=(_setup, _rms_norm_backward),
+)
+_layer_norm = register(
+    "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
+    " -> (Tensor y, Tensor total, Tensor stats)",
+    reference=layer_norm_reference,
+    triton=lambda x, residual, weight, bias, eps: launch(x, residual, weight, bias, eps, True),
+    flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
+    backward=(_setup, _layer_norm_backward),
+)
 
 
 def _prepare(
@@ -273,7 +241,7 @@ def rms_norm(
     Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     x, residual, weight, _ = _prepare("rms_norm", x, residual, weight, None, eps)
-    y, total, _ = torch.ops.fastmp.rms_norm(x, residual, weight, eps)
+    y, total, _ = _rms_norm(x, residual, weight, eps)
     return y if residual is None else (y, total)
 
 
@@ -301,5 +269,5 @@ def layer_norm(
     Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
     x, residual, weight, bias = _prepare("layer_norm", x, residual, weight, bias, eps)
-    y, total, _ = torch.ops.fastmp.layer_norm(x, residual, weight, bias, eps)
+    y, total, _ = _layer_norm(x, residual, weight, bias, eps)
     return y if residual is None else (y, total)

@@ -17,7 +17,7 @@ from fastmp.ops.permute_triton import (
     launch_unpermute,
     launch_unpermute_backward,
 )
-from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
@@ -146,22 +146,7 @@ register(
     triton=launch_permutation,
     traffic=_traffic_permutation,
 )
-register(
-    "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
-    reference=reference,
-    fake=_fake,
-    triton=launch,
-    traffic=_traffic,
-)
-register(
-    "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
-    reference=reference_unpermute,
-    fake=_fake_unpermute,
-    triton=launch_unpermute,
-    flops=_flops_unpermute,
-    traffic=_traffic_unpermute,
-)
-register(
+_unpermute_backward = register(
     "unpermute_backward(Tensor grad, Tensor y, Tensor row_of, Tensor probs) -> (Tensor, Tensor)",
     reference=reference_unpermute_backward,
     fake=_fake_unpermute_backward,
@@ -178,7 +163,7 @@ def _setup(ctx, inputs, output) -> None:
 @traced("fastmp.permute_backward")
 def _backward(ctx, grad: Tensor):
     (row_of,) = ctx.saved_tensors
-    return torch.ops.fastmp.unpermute(grad, row_of, None), None, None
+    return _unpermute(grad, row_of, None), None, None
 
 
 def _setup_unpermute(ctx, inputs, output) -> None:
@@ -191,22 +176,28 @@ def _setup_unpermute(ctx, inputs, output) -> None:
 def _backward_unpermute(ctx, grad: Tensor):
     y, row_of, probs = ctx.saved_tensors
     if probs is None:
-        return torch.ops.fastmp.permute(grad, row_of, ctx.num_rows), None, None
-    dy, dprobs = torch.ops.fastmp.unpermute_backward(grad, y, row_of, probs)
+        return _permute(grad, row_of, ctx.num_rows), None, None
+    dy, dprobs = _unpermute_backward(grad, y, row_of, probs)
     return dy, None, dprobs
 
 
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError(
-        "unpermute: its backward with probs is not differentiable (create_graph=True is not supported)"
-    )
-
-
-torch.library.register_autograd("fastmp::permute", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd(
-    "fastmp::unpermute", _backward_unpermute, setup_context=_setup_unpermute, lib=LIBRARY
+_permute = register(
+    "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
+    reference=reference,
+    fake=_fake,
+    triton=launch,
+    traffic=_traffic,
+    backward=(_setup, _backward),
 )
-torch.library.register_autograd("fastmp::unpermute_backward", _no_second_backward, lib=LIBRARY)
+_unpermute = register(
+    "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
+    reference=reference_unpermute,
+    fake=_fake_unpermute,
+    triton=launch_unpermute,
+    flops=_flops_unpermute,
+    traffic=_traffic_unpermute,
+    backward=(_setup_unpermute, _backward_unpermute),
+)
 
 
 @traced("fastmp.permutation")
@@ -271,7 +262,7 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
         raise ValueError(f"permute: row_of {tuple(row_of.shape)} does not fit x {tuple(x.shape)}")
     if num_rows < 0:
         raise ValueError(f"permute: num_rows must not be negative, got {num_rows}")
-    return torch.ops.fastmp.permute(x, row_of, num_rows)
+    return _permute(x, row_of, num_rows)
 
 
 @traced("fastmp.unpermute")
@@ -302,4 +293,4 @@ def unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None = None) -> Tensor:
             raise ValueError(f"unpermute: probs must be {wanted} for y of {y.dtype}, got {probs.dtype}")
         if probs.device != y.device:
             raise ValueError(f"unpermute: y is on {y.device} but probs is on {probs.device}")
-    return torch.ops.fastmp.unpermute(y, row_of, probs)
+    return _unpermute(y, row_of, probs)

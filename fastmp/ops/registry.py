@@ -11,10 +11,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import Function
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmp.config import Environment
@@ -22,15 +28,58 @@ from fastmp.ops import _triton
 
 LIBRARY = torch.library.Library("fastmp", "DEF")
 _PACKAGE = Path(__file__).resolve().parent.parent
+# asked once: torch.compile before torch 2.12 does not know the question
+_AUTOCAST_DEVICES = {d for d in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(d)}
 _REQUESTED = Environment.read().ops
+
+
+class Differentiable:
+    """A function with a backward, for autograd, torch.func.grad and torch.compile.
+
+    An `autograd.Function` around an op costs a third of the host time of a backward registered within it.
+
+    Args:
+        name: what the node is called in autograd's graph.
+        forward: takes positional arguments and returns a tensor or a tuple of tensors.
+        setup: takes (ctx, inputs, output) and keeps what the backward needs. `ctx.save_for_backward` takes
+            inputs and outputs only: with anything else a second derivative would silently be missing.
+        backward: takes (ctx, *gradients) and returns one gradient, or None, for each argument.
+    """
+
+    def __init__(self, name: str, forward: Callable, setup: Callable, backward: Callable) -> None:
+        def recorded(ctx: Any, *arguments: Any) -> Any:
+            output = forward(*arguments)
+            setup(ctx, arguments, output)
+            return output
+
+        def function(**methods: Callable) -> type[Function]:
+            return type(name, (Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+        self.forward = forward
+        self.function = function(forward=recorded, backward=backward)
+        # torch.func needs the set-up apart; `apply` then binds arguments by inspection, which takes longer
+        self.function_of_func = function(forward=forward, setup_context=setup, backward=backward)
+        self.record = super(Function, self.function).apply  # type: ignore[misc]
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not (
+            torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments)
+        ):
+            return self.forward(*arguments)
+        if torch.compiler.is_compiling():
+            return self.function.apply(*arguments)
+        if torch._C._are_functorch_transforms_active():
+            return self.function_of_func.apply(*arguments)
+        return self.record(*arguments)
 
 
 @dataclass(frozen=True)
 class Op:
-    """One registered op: its callable overload, implementations by backend name, and cost formulas.
+    """One registered op: its overload, implementations by backend name, cost formulas and derivative.
 
-    `flops` and `traffic` take the op's own arguments and return floating-point operations and the fewest
-    bytes that must cross device memory.
+    Calling it runs the op and records its backward where an argument requires grad. `flops` and `traffic`
+    take the op's own arguments and return floating-point operations and the fewest bytes that must cross
+    device memory.
     """
 
     name: str
@@ -39,7 +88,11 @@ class Op:
     serving: dict[str, str]
     reasons: dict[str, str]
     flops: Callable[..., int] | None
-    traffic: Callable[..., int] | None
+    traffic: Callable[..., int]
+    differentiable: Differentiable
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.differentiable(*arguments)
 
     @property
     def family(self) -> str:
@@ -62,13 +115,18 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     compute in float32 whatever the storage, so the narrow dtype costs one rounding.
     """
     device = next((t.device.type for t in tensors if t is not None), "cpu")
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
         t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
         for t in tensors
     )
+
+
+def without_autocast(device: str) -> AbstractContextManager:
+    """A context in which products and sums keep the dtype of their operands."""
+    return torch.autocast(device, enabled=False) if device in _AUTOCAST_DEVICES else nullcontext()
 
 
 def may_look(x: torch.Tensor) -> bool:
@@ -155,23 +213,92 @@ def _bump_versions(overload: torch._ops.OpOverload) -> Callable:
     return kernel
 
 
+def _refuse(name: str) -> Callable:
+    """Backward of an op without one, which every derivative of a `*_backward` op comes to."""
+    first = name.removesuffix("_backward")
+    what = "this op has no derivative" if first == name else "its backward is not differentiable"
+
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(
+            f"{first}: {what} (second derivatives, as create_graph=True asks for, are not there)"
+        )
+
+    return backward
+
+
+def _below_autograd(overload: torch._ops.OpOverload) -> Callable:
+    """The op without the kernel that `_register_autograd` gives it, which is in Python and takes its time."""
+
+    def forward(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return overload(*arguments)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*arguments)
+
+    return forward
+
+
+def _register_autograd(overload: torch._ops.OpOverload, record: Callable) -> None:
+    """Make the raw `torch.ops.fastmp.<name>` differentiable as well.
+
+    Without a kernel for autograd it would warn and give no gradient, or differentiate the reference's steps.
+    """
+    name, writes = overload._opname, overload._schema.is_mutable
+
+    def kernel(keyset: Any, *arguments: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+            if writes:
+                raise RuntimeError(
+                    f"{name} writes into its arguments and has no derivative: use torch.no_grad()"
+                )
+            with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
+                return record(*arguments)
+        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+    LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
+    """The bytes of every tensor of the schema, of those that are written in place twice."""
+    written = [bool(a.alias_info and a.alias_info.is_write) for a in overload._schema.arguments]
+
+    def traffic(*arguments: Any) -> int:
+        outputs = overload(*tree_map_only(Tensor, lambda t: t.detach().to("meta"), arguments))
+        moved = [
+            *arguments,
+            *tree_leaves(outputs),
+            *(a for a, w in zip(arguments, written, strict=False) if w),
+        ]
+        return sum(t.numel() * t.element_size() for t in moved if isinstance(t, Tensor))
+
+    return traffic
+
+
 def register(
     schema: str,
     *,
     reference: Callable,
-    fake: Callable,
     triton: Callable | None = None,
     flops: Callable[..., int] | None = None,
+    backward: tuple[Callable, Callable] | None = None,
+    fake: Callable | None = None,
     traffic: Callable[..., int] | None = None,
 ) -> Op:
-    """Define `schema` in the `fastmp` namespace and give every device one implementation.
+    """Declare an op: define `schema` in the `fastmp` namespace and give every device one implementation.
 
     Args:
         schema: e.g. "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor".
         reference: plain torch on any device; defines the result.
-        fake: shapes and dtypes only, for torch.compile and meta tensors.
         triton: launches the Triton kernel on CUDA tensors.
-        flops, traffic: cost formulas with the op's arguments (see `Op`).
+        flops: floating-point operations, from the op's arguments.
+        backward: `setup` and `backward` of `Differentiable`; without them a derivative is an error.
+        fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference, run on
+            tensors without data; needed where that reads values or loops over a size.
+        traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
+            the op changes is both.
+
+    Returns:
+        The op; public functions call it rather than `torch.ops.fastmp.<name>`, which takes longer.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -182,12 +309,24 @@ def register(
     serving, reasons = {}, {}
     serving["cpu"], reasons["cpu"] = _serve_cpu(name, implementations)
     serving["cuda"], reasons["cuda"] = _serve_cuda(name, implementations)
-    torch.library.register_fake(f"fastmp::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"fastmp::{name}", fake or reference, lib=LIBRARY)
     if overload._schema.is_mutable:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
+    setup, formula = backward or (lambda ctx, inputs, output: None, _refuse(name))
+    differentiable = Differentiable(name, _below_autograd(overload), setup, formula)
+    _register_autograd(overload, differentiable.record)
     if flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(
             lambda *a, out_val=None, **k: flops(*a, **k)
         )
-    OPS[name] = Op(name, overload, implementations, serving, reasons, flops, traffic)
+    OPS[name] = Op(
+        name,
+        overload,
+        implementations,
+        serving,
+        reasons,
+        flops,
+        traffic or _moved_once(overload),
+        differentiable,
+    )
     return OPS[name]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.registry import compute_dtype, register
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
@@ -293,35 +293,10 @@ def _flops(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
     return sum(3 * math.prod(x.shape[:-1]) * 2 * cos.shape[-1] for x in _given(q, k))
 
 
-def _traffic(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
-    """Read and write q and k, read cos and sin once."""
-    moved = sum(2 * x.numel() * x.element_size() for x in _given(q, k))
-    return moved + 2 * cos.numel() * cos.element_size()
-
-
 def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
     """Of q and k the rotated part only."""
     rows = sum(x.numel() // max(x.shape[-1], 1) * x.element_size() for x in _given(q, k))
     return 2 * rows * 2 * cos.shape[-1] + 2 * cos.numel() * cos.element_size()
-
-
-_ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
-register(
-    f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor, Tensor)",
-    reference=reference,
-    fake=lambda q, k, *rest: (q.new_empty(q.shape), q.new_empty(0) if k is None else k.new_empty(k.shape)),
-    triton=launch,
-    flops=_flops,
-    traffic=_traffic,
-)
-register(
-    f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ANGLES}) -> ()",
-    reference=reference_,
-    fake=lambda *arguments: None,
-    triton=launch_,
-    flops=_flops,
-    traffic=_traffic_in_place,
-)
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -335,11 +310,25 @@ def _backward(ctx, grad_q: Tensor, grad_k: Tensor):
     """The inverse rotation, again by `rope`: differentiable any number of times."""
     cos, sin = ctx.saved_tensors
     interleaved, inverse = ctx.form
-    dq, dk = torch.ops.fastmp.rope(grad_q, grad_k if ctx.has_k else None, cos, sin, interleaved, not inverse)
+    dq, dk = _rope(grad_q, grad_k if ctx.has_k else None, cos, sin, interleaved, not inverse)
     return dq, (dk if ctx.has_k else None), None, None, None, None
 
 
-torch.library.register_autograd("fastmp::rope", _backward, setup_context=_setup, lib=LIBRARY)
+_ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
+_rope = register(
+    f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor, Tensor)",
+    reference=reference,
+    triton=launch,
+    flops=_flops,
+    backward=(_setup, _backward),
+)
+_rope_ = register(
+    f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ANGLES}) -> ()",
+    reference=reference_,
+    triton=launch_,
+    flops=_flops,
+    traffic=_traffic_in_place,
+)
 
 
 class _InPlace(torch.autograd.Function):
@@ -347,7 +336,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, cos, sin, interleaved):
-        torch.ops.fastmp.rope_(q, k, cos, sin, interleaved, False)
+        _rope_(q, k, cos, sin, interleaved, False)
         ctx.interleaved = interleaved
         ctx.save_for_backward(cos, sin)
         if k is None:
@@ -360,7 +349,7 @@ class _InPlace(torch.autograd.Function):
     @traced("fastmp.rope_backward")
     def backward(ctx, grad_q, grad_k=None):
         cos, sin = ctx.saved_tensors
-        dq, dk = torch.ops.fastmp.rope(grad_q, grad_k, cos, sin, ctx.interleaved, True)
+        dq, dk = _rope(grad_q, grad_k, cos, sin, ctx.interleaved, True)
         return dq, (None if grad_k is None else dk), None, None, None
 
 
@@ -394,7 +383,7 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> No
 def _in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
     given = [q] if k is None else [q, k]
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
-        torch.ops.fastmp.rope_(q, k, cos, sin, interleaved, False)
+        _rope_(q, k, cos, sin, interleaved, False)
         return given
     # a function that overwrites a view may return no second tensor; compiled code cannot ask who is a view
     if k is None or torch.compiler.is_compiling() or q._is_view() or k._is_view():
@@ -432,7 +421,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
     _check("x", x, cos, sin, in_place)
     if in_place:
         return _in_place(x, None, cos, sin, interleaved)[0]
-    return torch.ops.fastmp.rope(x, None, cos, sin, interleaved, False)[0]
+    return _rope(x, None, cos, sin, interleaved, False)[0]
 
 
 @traced("fastmp.rope_qk")
@@ -454,7 +443,7 @@ def rope_qk(
             raise ValueError(f"rope: q has {what} {one} but k has {what} {other}")
     if in_place:
         return tuple(_in_place(q, k, cos, sin, interleaved))
-    return torch.ops.fastmp.rope(q, k, cos, sin, interleaved, False)
+    return _rope(q, k, cos, sin, interleaved, False)
 
 
 def rope_cos_sin(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.router_triton import launch, launch_backward
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
@@ -209,17 +209,7 @@ def _traffic_backward(grad_probs, grad_sums, grad_z, logits, indices, *options) 
     return 2 * logits.numel() * logits.element_size() + read
 
 
-register(
-    "topk_router(Tensor logits, Tensor? expert_bias, int k, str score, int num_groups, int group_topk,"
-    " bool normalize, float scale)"
-    " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum)",
-    reference=reference,
-    fake=_fake,
-    triton=launch,
-    flops=_flops,
-    traffic=_traffic,
-)
-register(
+_topk_router_backward = register(
     "topk_router_backward(Tensor? grad_probs, Tensor? grad_sums, Tensor? grad_z, Tensor logits,"
     " Tensor indices, str score, bool normalize, float scale) -> Tensor",
     reference=reference_backward,
@@ -240,18 +230,21 @@ def _setup(ctx, inputs, output) -> None:
 @traced("fastmp.topk_router_backward")
 def _backward(ctx, _indices, grad_probs, _counts, grad_sums, grad_z):
     logits, indices = ctx.saved_tensors
-    dlogits = torch.ops.fastmp.topk_router_backward(
-        grad_probs, grad_sums, grad_z, logits, indices, *ctx.options
-    )
+    dlogits = _topk_router_backward(grad_probs, grad_sums, grad_z, logits, indices, *ctx.options)
     return dlogits, None, None, None, None, None, None, None
 
 
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError("topk_router: its backward is not differentiable (create_graph=True is not supported)")
-
-
-torch.library.register_autograd("fastmp::topk_router", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("fastmp::topk_router_backward", _no_second_backward, lib=LIBRARY)
+_topk_router = register(
+    "topk_router(Tensor logits, Tensor? expert_bias, int k, str score, int num_groups, int group_topk,"
+    " bool normalize, float scale)"
+    " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum)",
+    reference=reference,
+    fake=_fake,
+    triton=launch,
+    flops=_flops,
+    traffic=_traffic,
+    backward=(_setup, _backward),
+)
 
 
 def _check_counts(experts: int, k: int, num_groups: int, group_topk: int) -> None:
@@ -330,7 +323,5 @@ def topk_router(
     if score == "softmax" and not pre_softmax:
         score, normalize = "logits", True
     return RouterOutput(
-        *torch.ops.fastmp.topk_router(
-            logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale)
-        )
+        *_topk_router(logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale))
     )

@@ -21,7 +21,10 @@ def sum_rows(rows: Tensor) -> Tensor:
     """Column sums by halving: as accurate as pairwise summation, and the same on any number of threads.
 
     Tensor.sum adds a column in an order that depends on where the columns are split between the threads.
+    While torch.compile asks for shapes alone, a number of rows that is not known has no halves.
     """
+    if not isinstance(rows.shape[0], int):
+        return rows.sum(0)
     while len(rows) > 1:
         half = len(rows) // 2
         sums = rows[:half] + rows[half : 2 * half]

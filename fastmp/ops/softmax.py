@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.registry import LIBRARY, compute_dtype, register
+from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import as_rows, sum_rows, vector_width
 from fastmp.profiling import traced
 
@@ -280,14 +280,6 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tens
     return dx
 
 
-def _fake(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    return y.new_empty(y.shape)
-
-
 def _seen(x: Tensor, causal: bool) -> int:
     """Elements that may be seen before the mask."""
     queries, keys = x.shape[-2:]
@@ -314,18 +306,9 @@ def _traffic_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> in
     return (2 * _seen(y, causal) + y.numel()) * y.element_size()
 
 
-register(
-    "scaled_masked_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
-    reference=reference,
-    fake=_fake,
-    triton=launch,
-    flops=_flops,
-    traffic=_traffic,
-)
-register(
+_scaled_masked_softmax_backward = register(
     "scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
     reference=reference_backward,
-    fake=_fake_backward,
     triton=launch_backward,
     flops=_flops_backward,
     traffic=_traffic_backward,
@@ -340,17 +323,17 @@ def _setup(ctx, inputs, output) -> None:
 @traced("fastmp.scaled_masked_softmax_backward")
 def _backward(ctx, grad: Tensor):
     (y,) = ctx.saved_tensors
-    return torch.ops.fastmp.scaled_masked_softmax_backward(grad, y, ctx.scale, ctx.causal), None, None, None
+    return _scaled_masked_softmax_backward(grad, y, ctx.scale, ctx.causal), None, None, None
 
 
-def _no_second_backward(ctx, *grads):
-    raise RuntimeError(
-        "scaled_masked_softmax: its backward is not differentiable (create_graph=True is not supported)"
-    )
-
-
-torch.library.register_autograd("fastmp::scaled_masked_softmax", _backward, setup_context=_setup, lib=LIBRARY)
-torch.library.register_autograd("fastmp::scaled_masked_softmax_backward", _no_second_backward, lib=LIBRARY)
+_scaled_masked_softmax = register(
+    "scaled_masked_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
+    reference=reference,
+    triton=launch,
+    flops=_flops,
+    traffic=_traffic,
+    backward=(_setup, _backward),
+)
 
 
 def _broadcastable(mask: Sequence[int], shape: Sequence[int]) -> bool:
@@ -396,4 +379,4 @@ def scaled_masked_softmax(
             raise ValueError(f"scaled_masked_softmax: {shapes}")
         if mask.device != x.device:
             raise ValueError(f"scaled_masked_softmax: x is on {x.device} but mask is on {mask.device}")
-    return torch.ops.fastmp.scaled_masked_softmax(x, mask, scale, causal)
+    return _scaled_masked_softmax(x, mask, scale, causal)

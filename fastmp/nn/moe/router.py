@@ -40,7 +40,7 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
 from fastmp.ops import RouterOutput, topk_router
-from fastmp.ops.grouped_mm import without_autocast
+from fastmp.ops.registry import without_autocast
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule
