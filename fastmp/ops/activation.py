@@ -13,12 +13,11 @@ import math
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
 from fastmp.profiling import traced
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _pre_activation(x: Tensor, bias: Tensor | None) -> Tensor:
@@ -289,19 +288,9 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh
 
     Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"bias_gelu: approximate must be 'tanh' or 'none', got {approximate!r}")
+    checks.one_of("bias_gelu", "approximate", approximate, ("tanh", "none"))
     x, bias = autocast(x, bias)
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"bias_gelu: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    if x.dim() == 0:
-        raise ValueError("bias_gelu: x must have at least one dimension, got shape ()")
-    if bias is not None:
-        if bias.shape != x.shape[-1:]:
-            shapes = f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}"
-            raise ValueError(f"bias_gelu: {shapes}")
-        if bias.dtype != x.dtype:
-            raise ValueError(f"bias_gelu: x is {x.dtype} but bias is {bias.dtype}")
-        if bias.device != x.device:
-            raise ValueError(f"bias_gelu: x is on {x.device} but bias is on {bias.device}")
+    checks.floating("bias_gelu", "x", x)
+    checks.fits("bias_gelu", x.shape[-1:], to=("x", x), bias=bias)
+    checks.like("bias_gelu", x=x, bias=bias)
     return _bias_gelu(x, bias, approximate)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fastmp.ops import checks
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
 from fastmp.profiling import traced
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WORD = 0xFFFFFFFF
 
 
@@ -386,30 +386,18 @@ class _Into(torch.autograd.Function):
 
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> None:
-    """Raise ValueError with the op's name and the two values that do not fit."""
-    if not 0 <= p <= 1:
-        raise ValueError(f"bias_dropout_add: p must lie between 0 and 1, got {p}")
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"bias_dropout_add: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    if x.dim() == 0:
-        raise ValueError("bias_dropout_add: x must have at least one dimension, got shape ()")
-    if residual.shape != x.shape:
-        shapes = f"residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
-        raise ValueError(f"bias_dropout_add: {shapes}")
-    if residual.dtype != x.dtype and (residual.dtype != torch.float32 or x.dtype.itemsize != 2):
-        raise ValueError(f"bias_dropout_add: x is {x.dtype} but residual is {residual.dtype}")
-    if bias is not None and bias.shape != x.shape[-1:]:
-        shapes = f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}"
-        raise ValueError(f"bias_dropout_add: {shapes}")
-    if bias is not None and bias.dtype != x.dtype:
-        raise ValueError(f"bias_dropout_add: x is {x.dtype} but bias is {bias.dtype}")
+    op = "bias_dropout_add"
+    checks.require(0 <= p <= 1, "{}: p must lie between 0 and 1, got {}", op, p)
+    checks.floating(op, "x", x)
+    checks.fits(op, x.shape, to=("x", x), residual=residual)
+    checks.fits(op, x.shape[-1:], to=("x", x), bias=bias)
+    if residual.dtype != torch.float32 or x.dtype.itemsize != 2:
+        checks.like(op, x=x, residual=residual)
+    checks.like(op, x=x, bias=bias)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1):
-        raise ValueError(
-            f"bias_dropout_add: seed must be one int64 number, got {seed.dtype} of shape {tuple(seed.shape)}"
-        )
-    for name, tensor in (("bias", bias), ("residual", residual), ("seed", seed)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"bias_dropout_add: x is on {x.device} but {name} is on {tensor.device}")
+        shape = tuple(seed.shape)
+        raise ValueError(f"{op}: seed must be one int64 number, got {seed.dtype} of shape {shape}")
+    checks.same_device(op, x=x, residual=residual, seed=seed)
 
 
 def _check_out(out: Tensor, residual: Tensor) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops.norm_triton import launch, launch_backward
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -189,30 +189,17 @@ def _prepare(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """The tensors under the rules of autocast, checked."""
     x, residual = autocast(x, residual)
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{op}: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    if x.dim() == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got shape ()")
-    if eps < 0:
-        raise ValueError(f"{op}: eps must not be negative, got {eps}")
+    checks.floating(op, "x", x)
+    checks.require(eps >= 0, "{}: eps must not be negative, got {}", op, eps)
     if weight.dtype not in (x.dtype, torch.float32):
         weight, bias = autocast(weight, bias)
-    if weight.dtype != x.dtype and not (weight.dtype == torch.float32 and x.dtype in _NARROW):
-        raise ValueError(f"{op}: x is {x.dtype} but weight is {weight.dtype}")
-    if bias is not None and bias.dtype != weight.dtype:
-        raise ValueError(f"{op}: weight is {weight.dtype} but bias is {bias.dtype}")
-    if residual is not None and residual.dtype != x.dtype:
-        raise ValueError(f"{op}: x is {x.dtype} but residual is {residual.dtype}")
-    if residual is not None and residual.shape != x.shape:
-        shapes = f"residual of shape {tuple(residual.shape)} does not fit x of shape {tuple(x.shape)}"
-        raise ValueError(f"{op}: {shapes}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.shape != x.shape[-1:]:
-            shapes = f"{name} of shape {tuple(tensor.shape)} does not fit x of shape {tuple(x.shape)}"
-            raise ValueError(f"{op}: {shapes}")
-    for name, tensor in (("residual", residual), ("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"{op}: x is on {x.device} but {name} is on {tensor.device}")
+    if weight.dtype != torch.float32 or x.dtype not in _NARROW:
+        checks.like(op, x=x, weight=weight)
+    checks.like(op, weight=weight, bias=bias)
+    checks.like(op, x=x, residual=residual)
+    checks.fits(op, x.shape, to=("x", x), residual=residual)
+    checks.fits(op, x.shape[-1:], to=("x", x), weight=weight, bias=bias)
+    checks.same_device(op, x=x, weight=weight)
     return x, residual, weight, bias
 
 

@@ -14,12 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import as_rows, sum_rows, vector_width
 from fastmp.profiling import traced
-
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _hidden(x: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
@@ -367,16 +366,13 @@ def scaled_masked_softmax(
     Vaswani et al., "Attention Is All You Need", 2017; fused with scale and mask: Shoeybi et al.,
     "Megatron-LM", 2019.
     """
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"scaled_masked_softmax: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    if x.dim() < 2:
-        raise ValueError(f"scaled_masked_softmax: x must be (..., queries, keys), got shape {tuple(x.shape)}")
+    op = "scaled_masked_softmax"
+    checks.floating(op, "x", x)
+    checks.require(x.dim() > 1, "{}: x must be (..., queries, keys), got shape {}", op, x.shape)
     if mask is not None:
-        if mask.dtype != torch.bool:
-            raise ValueError(f"scaled_masked_softmax: mask must be torch.bool (True hides), got {mask.dtype}")
-        if not _broadcastable(mask.shape, x.shape):
-            shapes = f"mask of shape {tuple(mask.shape)} does not fit x of shape {tuple(x.shape)}"
-            raise ValueError(f"scaled_masked_softmax: {shapes}")
-        if mask.device != x.device:
-            raise ValueError(f"scaled_masked_softmax: x is on {x.device} but mask is on {mask.device}")
+        bool_ = mask.dtype == torch.bool
+        checks.require(bool_, "{}: mask must be torch.bool (True hides), got {}", op, mask.dtype)
+        wanted = x.shape if not _broadcastable(mask.shape, x.shape) else mask.shape
+        checks.fits(op, wanted, to=("x", x), mask=mask)
+        checks.same_device(op, x=x, mask=mask)
     return _scaled_masked_softmax(x, mask, scale, causal)

@@ -243,7 +243,7 @@ def test_wrong_bias():
     for bias, message in (
         (_zeros(2), r"bias of shape \(2,\) does not fit x of shape \(2, 3\)"),
         (_zeros(3).half(), r"weight is torch.float32 but bias is torch.float16"),
-        (_zeros(3, device="meta"), r"x is on cpu but bias is on meta"),
+        (_zeros(3, device="meta"), r"weight is on cpu but bias is on meta"),
     ):
         with pytest.raises(ValueError, match="layer_norm: " + message):
             layer_norm(x, weight, bias)

@@ -1,0 +1,59 @@
+"""Checks of shapes, dtypes and devices for the public functions of fastmp.ops; each raises a ValueError.
+
+A message is put together where the check fails, and only there: under torch.compile with dynamic shapes a
+number that stands in an f-string would stop the compiler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def require(condition: bool, message: str, *values: Any) -> None:
+    """Raise `message`, with `values` in place of its {}, unless the condition holds."""
+    if not condition:
+        raise ValueError(message.format(*(tuple(v) if isinstance(v, torch.Size) else v for v in values)))
+
+
+def floating(op: str, name: str, x: Tensor) -> None:
+    """Check that `x` has a dtype that kernels compute with, and a last dimension."""
+    require(x.dtype in FLOATING, "{}: {} must have one of the dtypes {}, got {}", op, name, FLOATING, x.dtype)
+    require(x.dim() > 0, "{}: {} must have at least one dimension, got shape ()", op, name)
+
+
+def same_device(op: str, **tensors: Tensor | None) -> None:
+    """Check that all tensors are on the device of the first one."""
+    (name, first), *others = tensors.items()
+    for other, tensor in others:
+        if tensor is not None and tensor.device != first.device:
+            raise ValueError(f"{op}: {name} is on {first.device} but {other} is on {tensor.device}")
+
+
+def like(op: str, **tensors: Tensor | None) -> None:
+    """Check that all tensors have dtype and device of the first one."""
+    (name, first), *others = tensors.items()
+    for other, tensor in others:
+        if tensor is not None and tensor.dtype != first.dtype:
+            raise ValueError(f"{op}: {name} is {first.dtype} but {other} is {tensor.dtype}")
+    same_device(op, **tensors)
+
+
+def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors: Tensor | None) -> None:
+    """Check that all tensors have shape `wanted`, which follows from the tensor `to`, a (name, tensor)."""
+    name, given = to
+    for other, tensor in tensors.items():
+        if tensor is not None and tensor.shape != wanted:
+            found, shape = tuple(tensor.shape), tuple(given.shape)
+            raise ValueError(f"{op}: {other} of shape {found} does not fit {name} of shape {shape}")
+
+
+def one_of(op: str, name: str, value: Any, allowed: tuple) -> None:
+    """Check an option against the values it may have."""
+    if value not in allowed:
+        *most, last = map(repr, allowed)
+        raise ValueError(f"{op}: {name} must be {', '.join(most)} or {last}, got {value!r}")
