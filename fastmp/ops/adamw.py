@@ -113,7 +113,7 @@ def adamw_kernel(
     TICKET: tl.constexpr = 1 << 32
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
-    inside = at < num_vectors * VECTOR - start
+    inside = at < tl.cast(num_vectors, tl.int64) * VECTOR - start  # a size of 2^31 is an int32 of vectors
     # Four neighbours a thread in every array: a 16-bit one must not pull the others into another layout.
     at_narrow = tl.max_contiguous(at, VECTOR)
     g = tl.load(grad + start + at_narrow, mask=inside, other=0.0).to(COMPUTE)

@@ -115,7 +115,8 @@ def stretched(op: str, dtype: torch.dtype, num_elements: int, device: str = "cpu
     sample = samples(op, device=device, dtype=dtype)[0]
     largest = max((a for a in sample if isinstance(a, Tensor)), key=Tensor.numel)
     given = largest.shape[_ROWS.get(op, 0)]
-    num_rows = -(-num_elements * given // largest.numel()) + 5
+    beyond = 5 if largest.dim() > 1 else 64  # a flat buffer keeps the widest vectors, as one in use does
+    num_rows = -(-num_elements * given // largest.numel()) + beyond
     if largest.dim() > 1:
         num_rows = min(num_rows, 1 << 29)  # more tokens than anyone has; a grid has fewer than 2^31 programs
     make = zeros_on(device)

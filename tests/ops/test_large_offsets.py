@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import defaultdict
@@ -27,6 +28,7 @@ from fastmp.ops import OPS, dropout, grouped_mm_triton, norm_triton, rows
 from fastmp.testing.ops import run, samples
 
 CONTIGUOUS = ("adamw_", "cross_entropy_merge")  # ops that take nothing else, or a copy
+IN_TURN = ("rope", "rope_")  # the programs of keys follow those of queries
 SUMS_OVER_ROWS = ("grouped_mm_wgrad", "grouped_mm_wgrad_")
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
 TRITON = pytest.mark.parametrize(("op", "backend"), op_backends(("triton",)))
@@ -76,7 +78,7 @@ def two_rows_of_many(op: str, case: Stretched, monkeypatch) -> tuple[Tensor, ...
 
 
 def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float, monkeypatch) -> None:
-    """The first row of the first result and the last row of the last one are right."""
+    """The first and the last row of every result that has rows are right."""
     wanted = two_rows_of_many(op, case, monkeypatch)
     dims = [row_dim(result, case.num_rows) for result in results]
     if op in SUMS_OVER_ROWS:  # the rows between are zero
@@ -84,7 +86,8 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
         return
     pairs = [trio for trio in zip(results, wanted, dims, strict=True) if trio[2] is not None]
     assert pairs, "no result has rows"
-    for (result, want, dim), row in ((pairs[0], 0), (pairs[-1], -1)):
+    ends = ((pairs[0], 0), (pairs[-1], -1)) if op in IN_TURN else itertools.product(pairs, (0, -1))
+    for (result, want, dim), row in ends:
         value, expected = result.select(dim, row), want.select(dim, row)
         while value.dim() > 1:  # of several rows in one the outermost: the next may be another program's
             value, expected = value[row], expected[row]
@@ -95,10 +98,14 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
 @pytest.mark.parametrize(  # but not where each program reads all rows
     ("op", "backend"), op_backends(("triton",), without=(*INDEXED, *SUMS_OVER_ROWS))
 )
-def test_first_and_last_row_of_very_many(op, backend, monkeypatch):
-    """Contiguous arguments and results of more than 2^35 elements; the programs in between are left out."""
+@pytest.mark.parametrize("more_than", (1 << 31, 1 << 32, BEYOND), ids=("2^31", "2^32", "2^35"))
+def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
+    """Contiguous arguments and results of so many elements; the programs in between are left out.
+
+    Sizes that reach a kernel as int32, and their products that do not fit, are others in each case.
+    """
     call = implementation(op, backend)
-    case = stretched(op, torch.float16, BEYOND)
+    case = stretched(op, torch.float16, more_than)
     # kernels that walk through rows and sum columns: one step a program, and the sums are left out
     monkeypatch.setattr(rows, "_NUM_PROGRAMS", 1 << 40)
     monkeypatch.setattr(rows, "sum_strips_kernel", defaultdict(lambda: lambda *arguments, **constants: None))
