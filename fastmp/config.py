@@ -345,6 +345,7 @@ class TrainConfig(_Checked):
     eval_interval: int = _option(100, "steps between two evaluations on held-out text")
     eval_batches: int = _option(16, "batches of an evaluation")
     save_interval: int = _option(0, "steps between two checkpoints; one more at the end")
+    max_skipped_steps: int = _option(20, "skipped steps in a row that end the run; 0: none do")
     name: str = _option("gpt", "name of the run, and of its directory")
     run_dir: str = _option("runs", "directory of all runs")
     resume: bool = _option(False, "go on from the latest checkpoint of this name")
@@ -354,7 +355,7 @@ class TrainConfig(_Checked):
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
-        yield from self._negative("eval_interval", "save_interval", "join_seconds")
+        yield from self._negative("eval_interval", "save_interval", "max_skipped_steps", "join_seconds")
         if self.name in ("", ".", "..") or "/" in self.name:
             yield f"name must be the name of a directory, got {self.name!r}"
         first, last = self.profile_steps

@@ -34,7 +34,7 @@ from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.tokenfile import sync_directory, write_synced
 
-__all__ = ["CheckpointError", "Checkpointer"]
+__all__ = ["CheckpointError", "Checkpointer", "communication_device"]
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -208,7 +208,7 @@ class Checkpointer:
         size, checksum = _checksum(path) if path.exists() else (0, 0)
         table = torch.tensor([[size, checksum, int(_all_finite(tensors))]])
         if self.distributed:
-            table = table.to(_communication_device())
+            table = table.to(communication_device())
             rows = [torch.empty_like(table) for _ in range(dist.get_world_size())]
             dist.all_gather(rows, table)
             table = torch.cat(rows)
@@ -261,7 +261,7 @@ class Checkpointer:
                     match = _NAME.fullmatch(path.name)
                     number = torch.tensor([int(match[1]), int(match[2] or 0)])
         if self.distributed:
-            number = number.to(_communication_device())
+            number = number.to(communication_device())
             dist.broadcast(number, src=0)
         step, attempt = number.tolist()
         if step == -2:
@@ -289,7 +289,7 @@ class Checkpointer:
             error = caught
         failed = torch.tensor(error is not None, dtype=torch.int64)
         if self.distributed:
-            failed = failed.to(_communication_device())
+            failed = failed.to(communication_device())
             dist.all_reduce(failed)
         if failed.item():
             if remove is not None and self.rank == 0:
@@ -302,7 +302,8 @@ def _name(step: int, attempt: int) -> str:
     return f"step-{step:08d}" + (f".{attempt}" if attempt else "")
 
 
-def _communication_device() -> str:
+def communication_device() -> str:
+    """Where a tensor must be for the default process group: on the host, if any of its backends takes it."""
     return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
 
 

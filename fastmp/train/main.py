@@ -39,6 +39,7 @@ from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, ev
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.train.recipe import parse_arguments
+from fastmp.train.stopping import StopSignals
 from fastmp.train.trainer import DTYPES, Trainer
 
 PATIENCE = 3.0  # seconds in which the first rank may report what all ranks found wrong
@@ -106,7 +107,10 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
 def _run(
     recipe: Recipe, runtime: Runtime, trainer: Trainer, run_dir: Path, notes: Sequence[str]
 ) -> Evaluation | None:
-    """The run itself, into a directory that is this job's own; `notes` open its log."""
+    """Run it, into a directory that is this job's own; `notes` open its log.
+
+    SystemExit with the status that shells give to the signal, where one has stopped the run.
+    """
     data = trainer.data
     run = RunInfo(
         total_steps=recipe.train.steps,
@@ -122,8 +126,16 @@ def _run(
             log.note(note)
         if runtime.rank == 0:
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
-        with _profiled(recipe, runtime, run_dir, log) as profiler:
-            evaluation = trainer.train(log, before_step=profiler)
+        with (
+            _profiled(recipe, runtime, run_dir, log) as profiler,
+            StopSignals(runtime.rank, runtime.world_size) as stop,
+        ):
+            evaluation = trainer.train(log, before_step=profiler, stop=stop)
+            if stop.number:
+                log.note(
+                    f"stopped after step {trainer.step}; go on from there with the same command and --resume"
+                )
+                raise SystemExit(128 + stop.number)
     grid = trainer.groups.grid
     with evaluation_mode(trainer.runner.chunks):
         sample = generate_text(
@@ -233,8 +245,8 @@ def _first_rank_speaks(rank: int) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, SystemExit):
-        if rank:
+    except (ValueError, FloatingPointError, SystemExit) as error:
+        if rank and not (isinstance(error, SystemExit) and error.code > 128):  # stopped by a signal
             time.sleep(PATIENCE)
         raise
 

@@ -38,10 +38,12 @@ from fastmp.train.microbatches import (
     ExpertStats,
     LossFunction,
     PipelineLoss,
+    Sums,
     WholeModel,
     named_buffers,
     named_parameters,
 )
+from fastmp.train.stopping import SkippedSteps, first_not_finite
 
 if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
@@ -160,16 +162,26 @@ class Trainer:
             group=groups.tp_cp_dp,
         )
         self._window: _Window | None = None  # what experts did since the last line of the log
+        self._skipped = SkippedSteps(config.max_skipped_steps, self.device)
         self.step = 0
         self.model.train()
 
     def train(
-        self, log: TrainLog | None = None, *, before_step: Callable[[int], None] | None = None
+        self,
+        log: TrainLog | None = None,
+        *,
+        before_step: Callable[[int], None] | None = None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> Evaluation | None:
         """Train from `self.step` to `config.steps`, reporting to `log`.
 
-        `before_step` is called with the number of steps done before each step, and once after the last one.
-        Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0.
+        before_step: called with the number of steps done before each step, and once after the last one.
+        stop: called after each step. Where it returns True, on all ranks alike, the step is saved and the run
+            ends there.
+
+        Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0 or the
+        run was stopped. Raises FloatingPointError, on all ranks, after `config.max_skipped_steps` steps in a
+        row whose gradient was not finite.
         """
         config, evaluation, saved = self.config, None, self.step
         skipped = int(self.optimizer.skipped_steps)
@@ -183,10 +195,16 @@ class Trainer:
             if log is not None and log.due(self.step):
                 self._log_step(log, result)
                 skipped = self._note_skipped(log, skipped)
+            if too_many := self._skipped.too_many(self.step):
+                self._give_up(too_many)
             if _due(self.step, config.eval_interval) and self.step < config.steps:
                 self.evaluate(log, max_batches=config.eval_batches)
             if _due(self.step, config.save_interval):
                 saved = self._save(log)
+            if stop():
+                if saved != self.step:
+                    self._save(log)
+                return None
         if before_step is not None:
             before_step(self.step)
         if config.eval_interval:
@@ -210,10 +228,7 @@ class Trainer:
             return self._train_step()
 
     def _train_step(self) -> StepResult:
-        self.grads.zero()
-        if self.graphs is not None:
-            self.graphs.begin_step()
-        totals, counts = self.runner.train(self._fetch, self.num_microbatches)
+        totals, counts = self._backward()
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
             self.runner.share_gradients()
@@ -228,6 +243,7 @@ class Trainer:
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
             self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=per_token, clip_coefficient=clip)
+        self._skipped.add(grad_norm)
         self.step += 1
         result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
         if counts is None:
@@ -237,6 +253,13 @@ class Trainer:
         result = replace(result, aux_loss=aux_loss * per_token, expert_counts=counts)
         self._window = (self._window or _Window()).add(result.aux_loss, counts)
         return result
+
+    def _backward(self) -> Sums:
+        """Forward and backward of this step's microbatches; gradients and sums are those of this rank."""
+        self.grads.zero()
+        if self.graphs is not None:
+            self.graphs.begin_step()
+        return self.runner.train(self._fetch, self.num_microbatches)
 
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
@@ -354,6 +377,20 @@ class Trainer:
         if skipped > before:
             log.note(f"step {self.step}: skipped {skipped - before} steps: gradient norm not finite")
         return skipped
+
+    def _give_up(self, num_skipped: int) -> None:
+        """Compute the last step's gradient once more; raise FloatingPointError that says where it breaks."""
+        self.step -= 1
+        self._backward()
+        self.step += 1
+        where = first_not_finite(
+            self.grads.parameters, 1 if self.groups is None else self.groups.grid.world_size
+        )
+        raise FloatingPointError(
+            f"Trainer: stopped after step {self.step}: the gradient was not finite in the last {num_skipped} "
+            f"steps (train.max_skipped_steps); {where}. Go on from the last checkpoint (train.resume) with a "
+            f"lower learning rate or other data"
+        )
 
     def _save(self, log: TrainLog | None) -> int:
         with _paused(log, self.device):

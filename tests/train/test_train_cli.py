@@ -8,56 +8,21 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from train_tools import ROOT, arguments, losses
 
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.corpus import build
 from fastmp.train.main import build_model, main, make_groups, train
-from fastmp.train.metrics import read_metrics
 from fastmp.train.microbatches import named_parameters
 from fastmp.train.recipe import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-ROOT = Path(__file__).parents[2]
-TINY = {
-    "model.num-layers": 1,
-    "model.hidden-size": 16,
-    "model.num-heads": 2,
-    "model.max-seq-len": 32,
-    "data.seq-len": 32,
-    "data.micro-batch-size": 4,
-    "train.global-batch-size": 8,
-    "train.steps": 6,
-    "train.eval-interval": 3,
-    "train.log-interval": 1,
-    "optimizer.warmup-steps": 2,
-}
-
-
-@pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    """A small directory of token files: 256 bytes and end-of-text."""
-    folder = tmp_path_factory.mktemp("text")
-    text = folder / "text.txt"
-    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
-    return build([str(text)], folder / "tokens")
-
-
-def arguments(run_dir, tokens, name="tiny", **changes):
-    options = {**TINY, "data.path": tokens, "train.run-dir": run_dir, "train.name": name}
-    options |= {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
-    return [part for key, value in options.items() for part in (f"--{key}", str(value))]
-
-
-def losses(run):
-    return [(r["step"], r["loss"]) for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
 
 
 def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):

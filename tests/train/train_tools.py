@@ -1,6 +1,8 @@
-"""Shared by the tests of training: data to learn, a watch on copies to the host, a run on a GPU."""
+"""Shared by the tests of training: a tiny run of the command, data to learn, a watch on copies, a GPU run."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,7 +12,35 @@ from fastmp.nn.models import GPT
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.train.language import token_loss
+from fastmp.train.metrics import read_metrics
 from fastmp.train.trainer import Trainer
+
+ROOT = Path(__file__).parents[2]
+
+
+TINY = {
+    "model.num-layers": 1,
+    "model.hidden-size": 16,
+    "model.num-heads": 2,
+    "model.max-seq-len": 32,
+    "data.seq-len": 32,
+    "data.micro-batch-size": 4,
+    "train.global-batch-size": 8,
+    "train.steps": 6,
+    "train.eval-interval": 3,
+    "train.log-interval": 1,
+    "optimizer.warmup-steps": 2,
+}
+
+
+def arguments(run_dir, tokens, name="tiny", **changes):
+    options = {**TINY, "data.path": tokens, "train.run-dir": run_dir, "train.name": name}
+    options |= {key.replace("__", ".").replace("_", "-"): value for key, value in changes.items()}
+    return [part for key, value in options.items() for part in (f"--{key}", str(value))]
+
+
+def losses(run):
+    return [(r["step"], r["loss"]) for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
 
 
 class Samples:

@@ -1,0 +1,182 @@
+"""A run ends before its last step for a signal, saved, and for gradients that stay non-finite."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from test_trainer import make_groups, make_trainer
+from train_tools import ROOT, arguments, losses
+
+from fastmp.parallel.runtime import Runtime
+from fastmp.testing.ranks import run_ranks
+from fastmp.train.main import main, train
+from fastmp.train.metrics import read_metrics
+from fastmp.train.recipe import parse_arguments
+from fastmp.train.stopping import StopSignals
+from fastmp.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def poison(trainer, *, rank, first, last, name="layers.1.mlp.up.weight"):
+    """From step `first` to `last` (counted from 0) the gradient of one parameter of one rank is NaN."""
+    own = 0 if trainer.groups is None else torch.distributed.get_rank()
+    param = trainer.grads.parameters[name]
+    param.register_hook(
+        lambda grad: grad * math.nan if own == rank and first <= trainer.step <= last else grad
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_whose_steps_are_all_skipped_stops_and_names_the_parameter_and_the_rank(tmp_path, world_size):
+    def rank_main(rank, world_size):
+        trainer = make_trainer(
+            make_groups(world_size, 1), steps=40, save_interval=2, max_skipped_steps=5, run_dir=str(tmp_path)
+        )
+        poison(trainer, rank=world_size - 1, first=4, last=39)
+        with pytest.raises(FloatingPointError) as error:
+            trainer.train()
+        assert trainer.step == 9 and trainer.optimizer.skipped_steps == 5
+        return str(error.value)
+
+    says = [rank_main(0, 1)] if world_size == 1 else run_ranks(rank_main, world_size)
+    for message in says:
+        assert "stopped after step 9: the gradient was not finite in the last 5 steps" in message
+        assert (
+            f"first parameter with such a gradient is layers.1.mlp.up.weight on rank {world_size - 1}"
+            in message
+        )
+
+
+@pytest.mark.parametrize(("limit", "last"), [(5, 3), (0, 11)], ids=["fewer in a row", "no limit"])
+def test_skipped_steps_do_not_stop_a_run(limit, last):
+    trainer = make_trainer(steps=12, max_skipped_steps=limit)
+    poison(trainer, rank=0, first=0, last=last)
+    poison(trainer, rank=0, first=5, last=8)  # four, one that counts, four more
+    trainer.train()
+    assert trainer.step == 12 and trainer.optimizer.skipped_steps == (8 if limit else 12)
+
+
+def test_weights_that_are_not_finite_are_said_to_be_and_the_last_good_checkpoint_stays(tmp_path):
+    trainer = make_trainer(steps=40, save_interval=1, max_skipped_steps=6, run_dir=str(tmp_path))
+    trainer.train_step()
+    trainer.save()
+    with torch.no_grad():
+        trainer.grads.parameters["layers.0.mlp.up.weight"][0, 0] = math.inf
+    with pytest.raises(FloatingPointError, match=r"word_embedding\.weight on rank 0"):
+        trainer.train()
+    again = make_trainer(run_dir=str(tmp_path))
+    assert again.resume() and again.step == 1
+    assert all(torch.isfinite(param).all() for param in again.model.parameters())
+
+
+def test_a_run_that_cannot_go_on_fails_with_one_line(tmp_path, tokens, capsys):
+    options = {
+        "optimizer__lr": 1e30,
+        "optimizer__min_lr": 0.0,
+        "train__steps": 40,
+        "train__max_skipped_steps": 3,
+    }
+    assert main(arguments(tmp_path, tokens, **options)) == 1
+    said = capsys.readouterr().err
+    assert "the gradient was not finite in the last 3 steps" in said and len(said.splitlines()) == 1
+    assert len(losses(tmp_path / "tiny")) < 10
+
+
+def test_the_first_signal_is_a_request_and_the_second_ends_at_once():
+    with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
+        assert not stop() and stop.number == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop() and stop.number == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_all_ranks_stop_after_one_step_if_any_of_them_is_asked(tmp_path, tokens):
+    """Rank 1 gets the signal in its third step; both save that step, and what follows is a run in one go."""
+    changes = {"parallel__tp": 2, "train__eval_interval": 0}
+
+    def rank_main(rank, world_size, name, *extra):
+        recipe = parse_arguments([*arguments(tmp_path, tokens, name, **changes), *extra])
+        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        train(recipe, runtime, resume=recipe.train.resume)
+
+    def asked(rank, world_size):
+        step = Trainer.train_step
+
+        def train_step(self):
+            if rank == 1 and self.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as leaving:
+            patch.setattr(Trainer, "train_step", train_step)
+            rank_main(rank, world_size, "stopped")
+        return leaving.value.code
+
+    run_ranks(rank_main, 2, "straight")
+    assert run_ranks(asked, 2) == [143, 143]
+    assert [step for step, _ in losses(tmp_path / "stopped")] == [1, 2, 3]
+    run_ranks(rank_main, 2, "stopped", "--resume")
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+
+
+def start(options, *launcher):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-u", *launcher, "-m", "fastmp", "train", *options],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def read_until(process, sign):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if sign in line:
+            return lines
+    raise AssertionError("".join(lines))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_resume(tmp_path, tokens, number, status):
+    options = arguments(tmp_path, tokens, train__steps=100_000)
+    process = start(options)
+    read_until(process, "step      2/")
+    os.killpg(process.pid, number)
+    said = process.stdout.read()
+    assert process.wait(timeout=60) == status, said
+    assert "Traceback" not in said and "a sample" not in said
+    assert "saved" in said and "--resume" in said
+    saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
+    steps = [r["step"] for r in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if r["kind"] == "train"]
+    assert saved == ["latest", f"step-{steps[-1]:08d}"]
+
+
+@pytest.mark.parametrize("everyone", [True, False], ids=["Ctrl-C on a terminal", "SIGTERM to torchrun"])
+def test_torchrun_passes_the_signal_on_and_its_ranks_save(tmp_path, tokens, everyone):
+    options = arguments(tmp_path, tokens, train__steps=100_000, parallel__tp=2)
+    process = start(options, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    read_until(process, "step      2/")
+    if everyone:
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(process.pid, signal.SIGTERM)
+    said = process.stdout.read()
+    assert process.wait(timeout=60) != 0
+    ours, _, _ = said.partition("Traceback")  # torchrun's own, of its SignalException
+    assert "saved" in ours and ours.count("--resume") == 1, said
+    assert said.count("Traceback") <= 1 and "fastmp: rank" not in said, said
+    assert (tmp_path / "tiny" / "checkpoints" / "latest").exists()
