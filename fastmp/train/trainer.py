@@ -383,9 +383,7 @@ class Trainer:
         self.step -= 1
         self._backward()
         self.step += 1
-        where = first_not_finite(
-            self.grads.parameters, 1 if self.groups is None else self.groups.grid.world_size
-        )
+        where = first_not_finite(self.grads.parameters, self.groups.grid.world_size)
         raise FloatingPointError(
             f"Trainer: stopped after step {self.step}: the gradient was not finite in the last {num_skipped} "
             f"steps (train.max_skipped_steps); {where}. Go on from the last checkpoint (train.resume) with a "

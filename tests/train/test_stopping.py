@@ -26,10 +26,11 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def poison(trainer, *, rank, first, last, name="layers.1.mlp.up.weight"):
     """From step `first` to `last` (counted from 0) the gradient of one parameter of one rank is NaN."""
-    own = 0 if trainer.groups is None else torch.distributed.get_rank()
     param = trainer.grads.parameters[name]
     param.register_hook(
-        lambda grad: grad * math.nan if own == rank and first <= trainer.step <= last else grad
+        lambda grad: (
+            grad * math.nan if trainer.groups.rank == rank and first <= trainer.step <= last else grad
+        )
     )
 
 
@@ -150,7 +151,10 @@ def read_until(process, sign):
     raise AssertionError("".join(lines))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)],
+)
 def test_a_signal_saves_and_says_how_to_resume(tmp_path, tokens, number, status):
     options = arguments(tmp_path, tokens, train__steps=100_000)
     process = start(options)
@@ -165,6 +169,7 @@ def test_a_signal_saves_and_says_how_to_resume(tmp_path, tokens, number, status)
     assert saved == ["latest", f"step-{steps[-1]:08d}"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("everyone", [True, False], ids=["Ctrl-C on a terminal", "SIGTERM to torchrun"])
 def test_torchrun_passes_the_signal_on_and_its_ranks_save(tmp_path, tokens, everyone):
     options = arguments(tmp_path, tokens, train__steps=100_000, parallel__tp=2)
