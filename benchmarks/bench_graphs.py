@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.cases import OURS, TE, Case, Workload, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer, why_absent
-from fastmp.bench import NOT_MEASURED, size
+from benchmarks.report import NOT_MEASURED, size
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager

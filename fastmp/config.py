@@ -299,7 +299,7 @@ class DataConfig(_Checked):
     text: str = _option("pydoc", "text that comes with Python, where no path is given", ("pydoc", "stdlib"))
     path: str | None = _option(None, "directory that `fastmp data build` made; none: text")
     tokenizer: str = _option(
-        "byte", "of text: byte, bpe (learns 4096 tokens), or the path of a tokenizer.json"
+        "byte", "tokenizer of text: byte, bpe (learns 4096 tokens), or the path of a tokenizer.json"
     )
     seq_len: int = _option(256, "tokens of a sample")
     micro_batch_size: int = _option(8, "samples of a microbatch on one rank")
@@ -338,7 +338,9 @@ class TrainConfig(_Checked):
     steps: int = _option(400, "optimizer steps of the run")
     global_batch_size: int = _option(8, "samples of a step, over all ranks")
     dtype: str = _option(
-        "auto", "of the parameters; auto: bfloat16 on a GPU, else float32", ("auto", "float32", "bfloat16")
+        "auto",
+        "dtype of the parameters; auto: bfloat16 on a GPU, else float32",
+        ("auto", "float32", "bfloat16"),
     )
     seed: int = _option(1234, "seed of weights, dropout and jitter")
     log_interval: int = _option(10, "steps between two lines of the log")

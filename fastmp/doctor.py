@@ -5,7 +5,6 @@ Nothing is probed that a user could not see: versions, devices, the record that 
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import fastmp
+from fastmp.commands import Parser
 
 _PACKAGES = (
     "torch",
@@ -20,7 +20,6 @@ _PACKAGES = (
     "numpy",
     "safetensors",
     "tokenizers",
-    "tyro",
     "rich",
     "matplotlib",
     "transformer-engine",
@@ -125,7 +124,7 @@ def _print(title: str, lines: Sequence[str]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report; with --check run every op against float64 on every device and exit 1 on an error."""
-    parser = argparse.ArgumentParser(prog="fastmp doctor", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="fastmp doctor", description=__doc__.partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="run every op against float64 here")
     options = parser.parse_args(argv)
 

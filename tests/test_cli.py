@@ -23,7 +23,7 @@ def test_help_lists_every_command(capsys):
 
 def test_no_command_is_a_usage_error(capsys):
     assert cli.main([]) == 2
-    assert "usage" in capsys.readouterr().out
+    assert "usage" in capsys.readouterr().err
 
 
 def test_version(capsys):
@@ -32,14 +32,25 @@ def test_version(capsys):
 
 
 def test_a_reader_that_leaves_is_no_traceback():
-    command = f"{sys.executable} -m fastmp plan --world-size 4096 --json | head -c 10"
+    command = f"{sys.executable} -m fastmp plan groups --world-size 4096 --json | head -c 10"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == '{"dense": ' and not done.stderr
 
 
 def test_unknown_command_names_the_choices(capsys):
     assert cli.main(["trian"]) == 2
-    assert "'trian'" in capsys.readouterr().err
+    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["", "train", "data", "plan", "plan recipe", "plan graphs", "doctor"])
+def test_help_takes_little_time_and_no_torch(command):
+    program = (
+        "import sys, time, fastmp.cli\n"
+        "try: fastmp.cli.main(sys.argv[1:])\n"
+        "except SystemExit as leaving: assert not leaving.code\n"
+        "assert 'torch' not in sys.modules and time.process_time() < 0.7"
+    )
+    subprocess.run([sys.executable, "-c", program, *command.split(), "--help"], cwd=ROOT, check=True)
 
 
 @pytest.mark.parametrize(

@@ -42,16 +42,16 @@ def test_json_has_every_group_of_both_grids(capsys):
     "arguments",
     [
         ["--world_size", "16", "--tp", "4", "--pp", "2"],
-        ["groups", "--world_size=16", "--tp=4", "--pp=2"],
+        ["--world_size=16", "--tp=4", "--pp=2"],
         [*LAYOUT, "--dp", "2", "--order", "tp-cp-ep-dp-pp"],
     ],
 )
 def test_spellings_of_the_same_layout(capsys, arguments):
-    assert run(capsys, *arguments, "--json") == run(capsys, "groups", *LAYOUT, "--json")
+    assert run(capsys, "groups", *arguments, "--json") == run(capsys, "groups", *LAYOUT, "--json")
 
 
 def test_the_order_is_obeyed(capsys):
-    table = json.loads(run(capsys, *LAYOUT, "--order", "dp-tp-cp-ep-pp", "--json"))
+    table = json.loads(run(capsys, "groups", *LAYOUT, "--order", "dp-tp-cp-ep-pp", "--json"))
     assert table["dense"]["dp"][0] == [0, 1]
 
 
@@ -65,7 +65,7 @@ def test_people_read_the_groups(capsys):
 
 
 def test_a_large_world_stays_readable(capsys):
-    text = run(capsys, "--world-size", "65536", "--tp", "8", "--pp", "16")
+    text = run(capsys, "groups", "--world-size", "65536", "--tp", "8", "--pp", "16")
     assert max(map(len, text.splitlines())) < 160
     assert "8192 x 8" in text and "[65528-65535]" in text
 
@@ -77,19 +77,48 @@ def test_a_large_world_stays_readable(capsys):
         (["--world-size", "16", "--order", "tp-xp"], "unknown axis 'xp'"),
         (["--tp", "2"], "--world-size"),
         (["--world-size", "many"], "many"),
-        (["--world-size", "16", "--tq", "2"], "--tq"),
-        (["layers", "--world-size", "16"], "layers"),
+        (["--world-size", "16", "--tq", "2"], "there is no option --tq; did you mean --tp?"),
+        (["--world-siez", "16"], "there is no option --world-siez; did you mean --world-size?"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(capsys, arguments, part):
     try:
-        status = plan.main(arguments)
+        status = plan.main(["groups", *arguments])
     except SystemExit as leaving:
         status = leaving.code
     captured = capsys.readouterr()
     assert (status, captured.out) == (2, "")
-    assert captured.err.startswith("fastmp plan: ") and captured.err.count("\n") == 1
+    assert captured.err.startswith("fastmp plan groups: ") and captured.err.count("\n") == 1
     assert part in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "a command is missing"),
+        (["grphs"], "there is no command 'grphs'; did you mean graphs?"),
+        (["--world-size", "16"], "there is no command '--world-size'"),
+    ],
+)
+def test_no_plan_or_a_wrong_one_lists_them(capsys, arguments, said):
+    assert plan.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith(f"fastmp plan: {said}\n")
+    assert plan.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    assert captured.err.endswith(listed)
+    assert {line.split()[0] for line in listed.splitlines()[2:]} == set(plan.COMMANDS)
+
+
+def test_a_plan_takes_the_options_of_training(capsys, tmp_path):
+    file = str(CONFIGS / "mixtral-8x7b.toml")
+    options = ["--world-size", "64", "--tp", "2", "--parallel.no-recompute", "--json"]
+    facts = json.loads(run(capsys, "recipe", file, *options, "--model.num-layers", "16"))
+    assert "tp 2 " in facts["layout"] and not facts["recompute"] and facts["ranks"][0]["layers"] == [16]
+    facts = json.loads(run(capsys, "graphs", file, *options, "--scope", "attention"))
+    assert facts["captured"] == ["attention"] and "tp 2 " in facts["layout"]
+    assert plan.main(["recipe", file, "--world-size", "64", "--model.moe.top-k", "9"]) == 2
+    assert "top_k 9 is more than num_experts 8" in capsys.readouterr().err
 
 
 def test_people_read_what_a_recipe_means(capsys):
@@ -235,5 +264,5 @@ def test_planning_does_not_import_torch():
         "import sys; from fastmp.cli import main; main(sys.argv[1:]); "
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code, "plan", *LAYOUT]
+    command = [sys.executable, "-c", code, "plan", "groups", *LAYOUT]
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0

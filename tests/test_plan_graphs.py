@@ -44,6 +44,10 @@ def recipe(model, microbatches=2, dp=1, **layout):
     )
 
 
+def scoped(made, scope):
+    return replace(made, graphs=GraphConfig(scope=None if scope is None else tuple(scope)))
+
+
 def size_of(made, dp):
     size = dp * made.parallel.tp * made.parallel.cp * made.parallel.pp
     assert problems(made, size) == []
@@ -121,7 +125,7 @@ def runs_of(made, size, rank, scope):
 @pytest.mark.parametrize(("made", "dp", "scope"), CASES.values(), ids=CASES)
 def test_the_plan_is_that_of_a_manager(made, dp, scope):
     size = size_of(made, dp)
-    facts = graph_facts(made, size, scope)
+    facts = graph_facts(scoped(made, scope), size)
     seen = [seen_case(0, 1, made, scope)] if size == 1 else run_ranks(seen_case, size, made, scope)
     for rank, planned in seen:
         own = facts["ranks"][rank]
@@ -138,7 +142,7 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
 def test_buffers_follow_what_is_in_flight():
     for number in (8, 32):
         made = recipe(replace(DENSE, num_layers=16), microbatches=number, pp=4, vpp=2)
-        ranks = graph_facts(made, 4, ["attention"])["ranks"]
+        ranks = graph_facts(scoped(made, ["attention"]), 4)["ranks"]
         peaks = [peak_in_flight(rank, 4, number, 2) for rank in range(4)]
         assert [own["inputs"] for own in ranks] == [2 * peak for peak in peaks] == [22, 18, 14, 10]
         assert [own["graphs"] for own in ranks] == [2 * 4 * number] * 4

@@ -21,34 +21,24 @@ from fastmp.parallel.schedule import (
     with_loss,
 )
 from fastmp.plan.memory import stage_layers
-from fastmp.plan.parser import Parser
-from fastmp.plan.recipe import fitting_recipe, table
+from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import runs, segments, whole_runs
 from fastmp.plan.shapes import shapes_of
 
 
 def main(arguments: list[str]) -> int:
     """Print what graphs a recipe would have; 0, or 2 with all that does not fit on stderr."""
-    parser = Parser(
-        prog="fastmp plan graphs",
-        description="The CUDA graphs and static buffers of each pipeline rank, before anything is captured.",
-        allow_abbrev=False,
+    parser = recipe_parser(
+        "fastmp plan graphs",
+        "The CUDA graphs and static buffers of each pipeline rank, before anything is captured.",
     )
-    parser.add_argument("file", help="a recipe, as in configs/")
-    parser.add_argument(
-        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
-    )
-    parser.add_argument(
-        "--scope", nargs="+", metavar="PART", help="capture these (default: all that can be of the layers)"
-    )
-    parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw two layers and their graphs: png, svg or pdf")
     options = parser.parse_args(arguments)
-    found = fitting_recipe(parser.prog, options.file, options.world_size)
+    found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
     try:
-        facts = graph_facts(found, options.world_size, options.scope)
+        facts = graph_facts(found, options.world_size)
         if options.plot:
             _plot(facts, options.plot)
     except (ValueError, OSError) as error:
@@ -69,12 +59,12 @@ def _plot(facts: dict[str, Any], out: str) -> None:
     draw(segments, range(2), out, title=f"{facts['name']}: two layers of a microbatch")
 
 
-def graph_facts(recipe: Recipe, world_size: int, scope: Sequence[str] | None = None) -> dict[str, Any]:
+def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """What `fastmp.graphs` plans for each pipeline rank of a recipe that fits; sizes are in bytes.
 
     ValueError as `fastmp.graphs.plan.captured_segments`.
     """
-    layout, shapes = recipe.parallel, shapes_of(recipe, world_size)
+    layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
     layers = stage_layers(recipe)
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
     whole = "full" in (scope or ())

@@ -7,8 +7,8 @@ import json
 import sys
 from collections.abc import Iterator
 
+from fastmp.commands import Parser
 from fastmp.parallel.grid import RankGrid
-from fastmp.plan.parser import Parser
 
 DENSE = ("tp", "cp", "dp", "pp", "mp", "embedding")
 EXPERT = ("etp", "ep", "edp", "pp")
@@ -17,22 +17,14 @@ _LINE_WIDTH, _MAX_RUNS = 80, 8  # longer lists are shortened for people, never i
 
 def main(arguments: list[str]) -> int:
     """Print the groups of a layout; 0, or 2 with one line on stderr where something does not fit."""
-    parser = Parser(
-        prog="fastmp plan",
-        usage="fastmp plan [groups] --world-size N [--tp N] [--pp N] [options]\n"
-        "       fastmp plan recipe FILE --world-size N [--json]\n"
-        "       fastmp plan schedule --pp N --num-microbatches N [--vpp N] [options]",
-        description="Print which ranks form which groups, what a rank of a recipe would hold, or what "
-        "pipeline ranks do in which order.",
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="fastmp plan groups", description="Print which ranks of a layout form which groups.")
     _add_arguments(parser)
     options = vars(parser.parse_args(arguments))
     as_json = options.pop("json")
     try:
         grid = RankGrid(**options)
     except ValueError as error:
-        print(f"fastmp plan: {error}", file=sys.stderr)
+        print(f"fastmp plan groups: {error}", file=sys.stderr)
         return 2
     print(json.dumps(groups(grid)) if as_json else "\n".join(describe(grid)))
     return 0
@@ -40,9 +32,7 @@ def main(arguments: list[str]) -> int:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options; their names are those of `RankGrid`."""
-    parser.add_argument(
-        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
-    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     for name, text in [
         ("tp", "tensor-parallel size"),
         ("cp", "context-parallel size"),

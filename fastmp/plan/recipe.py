@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from fastmp.commands import Parser
 from fastmp.config import Recipe
 from fastmp.layout import problems
 from fastmp.parallel.schedule import orders
@@ -15,26 +17,18 @@ from fastmp.parallel.simulate import Costs, Simulation, simulate
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
 from fastmp.plan.memory import memory, stage_layers
-from fastmp.plan.parser import Parser
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.sizes import count_parameters, flops_per_token
-from fastmp.train.recipe import read_recipe
+from fastmp.train.recipe import add_options, given_options, read_recipe
 
 
 def main(arguments: list[str]) -> int:
     """Print what a recipe means for its ranks; 0, or 2 with all that does not fit on stderr."""
-    parser = Parser(
-        prog="fastmp plan recipe",
-        description="Check a recipe for a number of ranks, and print what each of them would hold.",
-        allow_abbrev=False,
+    parser = recipe_parser(
+        "fastmp plan recipe", "Check a recipe for a number of ranks, and print what each of them would hold."
     )
-    parser.add_argument("file", help="a recipe, as in configs/")
-    parser.add_argument(
-        "--world-size", "--world_size", type=int, required=True, metavar="N", help="number of ranks"
-    )
-    parser.add_argument("--json", action="store_true", help="the numbers, as JSON")
     options = parser.parse_args(arguments)
-    found = fitting_recipe(parser.prog, options.file, options.world_size)
+    found = fitting_recipe(parser.prog, options)
     if found is None:
         return 2
     facts = recipe_facts(found, options.world_size)
@@ -42,24 +36,35 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def fitting_recipe(prog: str, file: str, world_size: int) -> Recipe | None:
+def recipe_parser(prog: str, description: str) -> Parser:
+    """A parser of a recipe file, a number of ranks, and the options of `fastmp train`."""
+    parser = Parser(prog=prog, usage=f"{prog} FILE --world-size N [options]", description=description)
+    parser.add_argument("file", metavar="FILE", help="TOML file of the run, as in configs/")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--json", action="store_true", help="print the numbers, as JSON")
+    add_options(parser)
+    return parser
+
+
+def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
     """The recipe, if it fits the ranks; else None, with all that does not fit on stderr."""
     try:
-        found, errors, unused = read_recipe(file)
+        found, errors, unused = read_recipe(options.file, given_options(options))
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return None
     # With sizes that could not be read, how many ranks there would be of what is not known.
-    layout_known = unused.isdisjoint(
-        {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
-    )
-    known = world_size if layout_known else None
+    sizes = {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
+    known = options.world_size if unused.isdisjoint(sizes) else None
     errors += [str(each) for each in problems(found, known) if not unused & set(each.fields)]
     if errors:
         lines = errors
         if len(errors) > 1:
-            lines = [f"{len(errors)} problems on {world_size} ranks:", *(f"  {error}" for error in errors)]
-        print(f"{prog}: recipe {file}:", "\n".join(lines), file=sys.stderr)
+            lines = [
+                f"{len(errors)} problems on {options.world_size} ranks:",
+                *(f"  {each}" for each in errors),
+            ]
+        print(f"{prog}: recipe {options.file}:", "\n".join(lines), file=sys.stderr)
     return None if errors else found
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 
+from fastmp.commands import Parser
 from fastmp.parallel.schedule import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -17,7 +18,6 @@ from fastmp.parallel.schedule import (
     warmup,
 )
 from fastmp.parallel.simulate import Costs, Simulation, simulate
-from fastmp.plan.parser import Parser
 
 _MOST_RANKS, _MOST_STEPS = 32, 128  # longer lists are shortened for people, never in JSON
 
@@ -27,16 +27,12 @@ def main(arguments: list[str]) -> int:
     parser = Parser(
         prog="fastmp plan schedule",
         description="Print what each pipeline rank does in one step, in which order, and what that costs.",
-        allow_abbrev=False,
     )
     parser.add_argument("--pp", type=int, required=True, metavar="N", help="pipeline stages")
     parser.add_argument("--vpp", type=int, default=1, metavar="N", help="chunks of each rank (default: 1)")
-    parser.add_argument(
-        "--num-microbatches", "--num_microbatches", type=int, required=True, metavar="N", help="of one step"
-    )
+    parser.add_argument("--num-microbatches", type=int, required=True, metavar="N", help="of one step")
     parser.add_argument(
         "--group-size",
-        "--group_size",
         type=int,
         metavar="N",
         help="microbatches through a chunk before the next one (default: pp)",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.commands import Parser
 from fastmp.config import DataConfig
 from fastmp.train.corpus import build
 from fastmp.train.sampling import sample_starts
@@ -194,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 1."""
-    parser = argparse.ArgumentParser(prog="fastmp data", description="Turn text into token files.")
+    parser = Parser(prog="fastmp data", description="Turn text into token files.")
     add_arguments(parser)
     options = parser.parse_args(argv)
     try:

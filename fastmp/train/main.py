@@ -1,7 +1,7 @@
-"""`fastmp train`: one recipe, one GPT, from text to a loss curve and a sample of what was learnt.
+"""A training job: one recipe, one GPT, from text to a loss curve and a sample of what was learnt.
 
-A thin caller of the parts: groups, random streams, data, model, Trainer. Runs alone or under torchrun; what
-the world size leaves over of the axes of `[parallel]` is the data-parallel size, and that of experts.
+`fastmp.train.command` reads the command line and calls `run`, which calls the parts in turn: groups, random
+streams, data, model, Trainer.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import fcntl
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -30,6 +29,7 @@ from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime, init, main_guard
+from fastmp.train.command import first_rank_speaks
 from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
@@ -38,26 +38,26 @@ from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
-from fastmp.train.recipe import parse_arguments
 from fastmp.train.stopping import StopSignals
 from fastmp.train.trainer import DTYPES, Trainer
 
-PATIENCE = 3.0  # seconds in which the first rank may report what all ranks found wrong
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 240
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp train` with the arguments `argv`; returns the exit status."""
-    return main_guard(lambda: _main(list(argv or [])))
+def run(recipe: Recipe, arguments: Sequence[str]) -> int:
+    """Train `recipe` as this process's whole program; returns the exit status.
+
+    Nsight runs `fastmp train` once more, with these `arguments`.
+    """
+    return main_guard(lambda: _job(recipe, arguments))
 
 
-def _main(argv: list[str]) -> int:
+def _job(recipe: Recipe, arguments: Sequence[str]) -> int:
     environment = Environment.read()
-    with _first_rank_speaks(environment.rank or 0):
-        recipe = parse_arguments(argv, quiet=bool(environment.rank))
+    with first_rank_speaks(environment.rank or 0):
         if recipe.train.profile in NSIGHT and not environment.rank and not environment.profiled:
-            run_under_nsight(argv, recipe)
+            run_under_nsight(arguments, recipe)
         runtime = init(join_seconds=recipe.train.join_seconds or None)
         train(recipe, runtime, resume=recipe.train.resume or environment.restart_count > 0)
     runtime.close()
@@ -235,20 +235,6 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
     if recipe.train.eval_interval:
         _ = data.validation  # raises now rather than at the first evaluation
     return data
-
-
-@contextmanager
-def _first_rank_speaks(rank: int) -> Iterator[None]:
-    """A user's mistake is found by all ranks alike: the others give the first one time to say so.
-
-    The launcher then ends them together with it, and there is one message.
-    """
-    try:
-        yield
-    except (ValueError, FloatingPointError, SystemExit) as error:
-        if rank and not (isinstance(error, SystemExit) and error.code > 128):  # stopped by a signal
-            time.sleep(PATIENCE)
-        raise
 
 
 @contextmanager

@@ -1,76 +1,163 @@
-"""Recipes: a TOML file in `configs/`, and typed overrides of every field on the command line.
+"""Recipes: a TOML file in `configs/`, and options of the command line that go over it.
 
     fastmp train --recipe configs/gpt-small.toml --tp 2 --optimizer.lr 1e-3
     fastmp train --recipe configs/moe-small.toml --tp 2 --ep 2 --model.moe.top-k 1
     fastmp train --recipe configs/gpt-small.toml --pp 2 --vpp 2 --parallel.schedule zero_bubble
     fastmp train --recipe configs/gpt-small.toml --profile torch --steps 10:13
+    fastmp plan recipe configs/gpt-small.toml --world-size 2 --tp 2
 
-Every field is `--table.field`, those of experts `--model.moe.field`; the ones in `SHORT` have a short name
-too. `--steps 500` is how many there are, `--steps 10:13` which of them are profiled; both may be given. A key
-or option that does not exist is an error that says which one may have been meant.
+Every field is an option `--table.field`, those of experts `--model.moe.field`; the ones in `SHORT` have a
+short name too. `--steps 500` is how many there are, `--steps 10:13` which of them are profiled; both may be
+given. A key or option that does not exist is an error that says which one may have been meant.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import io
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastmp.config import MoEConfig, Recipe
+from fastmp.commands import Parser
+from fastmp.config import Recipe
 
-__all__ = ["Reading", "load_recipe", "parse_arguments", "read_recipe"]
+__all__ = ["Reading", "add_options", "given_options", "load_recipe", "parse_arguments", "read_recipe"]
 
 SHORT = {
-    "--tp": "--parallel.tp",
-    "--cp": "--parallel.cp",
-    "--pp": "--parallel.pp",
-    "--vpp": "--parallel.vpp",
-    "--ep": "--parallel.ep",
-    "--etp": "--parallel.etp",
-    "--steps": "--train.steps",
-    "--name": "--train.name",
-    "--resume": "--train.resume",
-    "--profile": "--train.profile",
-    "--graphs": "--graphs.enabled",
+    "parallel.tp": "--tp",
+    "parallel.cp": "--cp",
+    "parallel.pp": "--pp",
+    "parallel.vpp": "--vpp",
+    "parallel.ep": "--ep",
+    "parallel.etp": "--etp",
+    "train.steps": "--steps",
+    "train.name": "--name",
+    "train.resume": "--resume",
+    "train.profile": "--profile",
+    "graphs.enabled": "--graphs",
+    "graphs.scope": "--scope",
 }
 
 
 def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
-    """The recipe that `argv` describes: `--recipe FILE` (config's defaults without), then the other options.
+    """The recipe that `argv` describes: the file of `--recipe`, if one is named, under the other options.
 
-    ValueError for what is wrong in the file. What is wrong on the command line ends the program with status
-    2, after a message on stderr (none if `quiet`: the first of several ranks is enough).
+    What is wrong on the command line or in the file ends the program with status 2, after a message on stderr
+    (none if `quiet`: the first of several ranks is enough).
     """
-    try:
-        import tyro
-    except ImportError:
-        raise ValueError('fastmp train needs tyro: pip install "fastmp[train]"') from None
-    path, options = _split(argv)
-    default = Recipe() if path is None else load_recipe(path)
-    if default.model.moe is None and any(option.startswith("--model.moe.") for option in options):
-        default = replace(default, model=replace(default.model, moe=MoEConfig()))
-    short = ", ".join(f"{name} is {full}" for name, full in SHORT.items())
+    parser = Parser(
+        prog="fastmp train",
+        usage="fastmp train [--recipe FILE] [options]",
+        description="Train a GPT; under torchrun on several ranks.",
+    )
+    parser.add_argument("--recipe", metavar="FILE", help="TOML file of the run, as in configs/")
+    add_options(parser)
     with ExitStack() as stack:
         if quiet:
             stack.enter_context(redirect_stdout(io.StringIO()))
             stack.enter_context(redirect_stderr(io.StringIO()))
-        return tyro.cli(
-            Recipe,
-            prog="fastmp train [--recipe FILE]",
-            description=f"Train a GPT, under torchrun on several ranks. {short}; "
-            "--steps 10:13 are those that --profile looks at.",
-            args=options,
-            default=default,
-            config=(tyro.conf.AvoidSubcommands,),  # experts are there or not, as in `default`
-        )
+        options = parser.parse_args(argv)
+        try:
+            return load_recipe(options.recipe, given_options(options))
+        except ValueError as error:
+            parser.error(str(error))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for every field of a recipe to `parser`; `given_options` reads them."""
+    parser.description = (
+        f"{parser.description} Options go over the file; in brackets is the value where neither gives one."
+    )
+    for table, cls in _tables(Recipe, ""):
+        group = parser.add_argument_group(f"[{table}]", (cls.__doc__ or "").partition("\n")[0])
+        hints = typing.get_type_hints(cls)
+        for field in fields(cls):
+            if not is_dataclass(_without_none(hints[field.name])):
+                _add_option(group, f"{table}.{field.name}", field, hints[field.name])
+
+
+def given_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What parsed `options` say of a recipe, in the form of a file: {"model": {"norm": "rmsnorm"}, ...}."""
+    content: dict[str, Any] = {}
+    for path, value in vars(options).items():
+        *tables, name = path.split(".")
+        if tables:
+            table = content
+            for each in tables:
+                table = table.setdefault(each, {})
+            table[name] = None if value == [None] else value
+    return content
+
+
+def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
+    """Every dataclass below `cls` with the name of its table, those that hold others before them."""
+    hints = typing.get_type_hints(cls)
+    for field in fields(cls):
+        hint = _without_none(hints[field.name])
+        if is_dataclass(hint):
+            name = f"{table}.{field.name}" if table else field.name
+            yield name, hint
+            yield from _tables(hint, name)
+
+
+def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hint: Any) -> None:
+    """The option of the field at `path`, absent from what is parsed where it is not given."""
+    table, _, name = path.replace("_", "-").rpartition(".")
+    names = [f"--{table}.{name}", *([SHORT[path]] if path in SHORT else [])]
+    text = field.metadata["help"].replace("%", "%%")
+    settings: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
+    kind = _without_none(hint)
+    if kind is bool:
+        off = f"--{table}.no-{name}"
+        text += f" (on; off: {off})" if field.default else ""
+        group.add_argument(*names, action="store_true", help=text, **settings)
+        group.add_argument(off, action="store_false", help=argparse.SUPPRESS, **settings)
+        return
+    if field.default is not None:
+        values = field.default if isinstance(field.default, tuple) else (field.default,)
+        text += f" ({' '.join(map(str, values))})"
+    settings["help"] = text
+    optional = kind is not hint
+    if typing.get_origin(kind) is tuple:
+        items = typing.get_args(kind)
+        settings["nargs"] = "+" if items[-1] is ... else len(items)
+        kind = items[0]
+    if path == "train.steps":
+        group.add_argument(*names, action=_Steps, metavar="N|FIRST:LAST", **settings)
+    elif choices := field.metadata["choices"]:
+        group.add_argument(*names, choices=choices, **settings)
+    else:
+        metavar = {int: "N", float: "X"}.get(kind, "NAME")
+        group.add_argument(*names, type=_or_none(kind) if optional else kind, metavar=metavar, **settings)
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        return None if text == "none" else kind(text)
+
+    convert.__name__ = kind.__name__  # which argparse shows where the value is wrong
+    return convert
+
+
+class _Steps(argparse.Action):
+    """`--steps 500` is how many there are; `--steps 10:13` which of them are profiled."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        first, colon, last = values.partition(":")
+        if not (first.isdecimal() and (last.isdecimal() if colon else True)):
+            parser.error(f"{option_string} needs a number, or two as in 10:13, got {values!r}")
+        if colon:
+            setattr(namespace, "train.profile_steps", [int(first), int(last)])
+        else:
+            setattr(namespace, self.dest, int(first))
 
 
 class Reading(NamedTuple):
@@ -84,67 +171,46 @@ class Reading(NamedTuple):
     unused: set[str]
 
 
-def load_recipe(path: str | Path) -> Recipe:
+def load_recipe(path: str | Path | None, options: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in the TOML file `path`: a table per dataclass; fields left out keep their defaults.
 
+    `options`, of the same form as the file's content, go over it; they are all where there is no file.
     ValueError naming the file, and the key, the type or the value that is wrong: all of them, one a line.
     """
-    recipe, errors, _ = read_recipe(path)
+    recipe, errors, _ = read_recipe(path, options)
     if errors:
-        several = len(errors) > 1
-        raise ValueError(f"recipe {path}: " + "".join(f"\n  {e}" if several else e for e in errors))
+        lines = errors if len(errors) == 1 else [f"{len(errors)} problems:", *(f"  {e}" for e in errors)]
+        raise ValueError(("" if path is None else f"recipe {path}: ") + "\n".join(lines))
     return recipe
 
 
-def read_recipe(path: str | Path) -> Reading:
-    """What can be read of the recipe in the TOML file `path`, and what is wrong with the rest.
+def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = None) -> Reading:
+    """The recipe of the TOML file `path` under `options`, as far as it can be read, and what is wrong in it.
 
     ValueError where there is no such file, or it is not TOML.
     """
     try:
-        with open(path, "rb") as file:
-            content = tomllib.load(file)
+        content = {} if path is None else tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"recipe {path}: cannot be read ({error.strerror})") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"recipe {path}: not TOML: {error}") from None
     errors: list[str] = []
     unused: set[str] = set()
-    return Reading(_build(Recipe, content, "", errors, unused), errors, unused)
+    return Reading(_build(Recipe, _over(content, options or {}), "", errors, unused), errors, unused)
 
 
-def _split(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The file of `--recipe`, and the other arguments with short names written out."""
-    path, options, rest = None, [], iter(argv)
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        if name == "--recipe":
-            path = value if equals else next(rest, None)
-            if not path:
-                raise ValueError("fastmp train: --recipe needs a file")
-        else:
-            options.append(SHORT.get(name, name) + equals + value)
-    return path, _with_profiled_steps(options)
-
-
-def _with_profiled_steps(options: list[str]) -> list[str]:
-    """`--train.steps 10:13` as what it stands for, `--train.profile-steps 10 13`."""
-    written: list[str] = []
-    rest = iter(options)
-    for option in rest:
-        name, equals, value = option.partition("=")
-        if name != "--train.steps":
-            written.append(option)
-            continue
-        value = value if equals else next(rest, "")
-        first, colon, last = value.partition(":")
-        if not colon:
-            written += [name, value] if value else [name]
-        elif first.isdecimal() and last.isdecimal():
-            written += ["--train.profile-steps", first, last]
-        else:
-            raise ValueError(f"fastmp train: --steps FIRST:LAST needs two numbers, got {value!r}")
-    return written
+def _over(content: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """`content` with the values of `options` in its tables; None leaves a key out."""
+    merged = dict(content)
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            below = merged.get(key, {})
+            value = (
+                _over(below, value) if isinstance(below, Mapping) else below
+            )  # a mistake in the file stays
+        merged[key] = value
+    return {key: value for key, value in merged.items() if value is not None}
 
 
 def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], unused: set[str]) -> Any:
@@ -156,8 +222,10 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
     for key, value in content.items():
         if key not in known:
             where = f"in [{table}]" if table else "table"
-            errors.append(f"unknown key {key!r} {where}{_suggestion(key, known)}")
-            unclear.update(_meant(key, known))
+            meant = difflib.get_close_matches(key, known, n=1)
+            there_are = f"; did you mean {meant[0]!r}?" if meant else f"; there are {', '.join(known)}"
+            errors.append(f"unknown key {key!r} {where}{there_are}")
+            unclear.update(meant)
             continue
         hint, name = _without_none(hints[key]), f"{table}.{key}" if table else key
         if is_dataclass(hint) and isinstance(value, dict):
@@ -208,13 +276,3 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
     if type(value) is not hint:
         raise ValueError(f"{name} must be of type {hint.__name__}, got {value!r}")
     return value
-
-
-def _suggestion(key: str, known: list[str]) -> str:
-    close = _meant(key, known)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
-
-
-def _meant(key: str, known: list[str]) -> list[str]:
-    """The known key that is most like `key`, if one is."""
-    return difflib.get_close_matches(key, known, n=1)

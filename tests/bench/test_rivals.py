@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastmp import bench
+from benchmarks import report
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("bench_*.py"))
@@ -54,10 +54,10 @@ def test_every_family_names_its_rivals_and_goals_rightly():
 
 
 def test_a_gpu_run_would_speak_to_every_goal():
-    """The names of ops, workloads and rivals in the goals of `fastmp bench report` are those timed here."""
+    """The names of ops, workloads and rivals in the goals of `benchmarks.report` are those timed here."""
 
     def timing(case, workload, direction, rival):
-        return bench.Timing(case, workload, "bfloat16", direction, rival, 1.0, 0.9, "copy", 0, 1, 1)
+        return report.Timing(case, workload, "bfloat16", direction, rival, 1.0, 0.9, "copy", 0, 1, 1)
 
     timings = []
     for module in (importlib.import_module(f"benchmarks.{name}") for name in NAMES):
@@ -71,5 +71,5 @@ def test_a_gpu_run_would_speak_to_every_goal():
                 for rival in work.rivals
             ]
     forward = [replace(t, ms=0.5) if t.direction == "forward" else t for t in timings]
-    silent = {goal.what for goal in bench.H200_GOALS if goal.worst(forward) is None}
+    silent = {goal.what for goal in report.H200_GOALS if goal.worst(forward) is None}
     assert silent <= (set() if "bench_linear_cross_entropy" in NAMES else {"linear + cross-entropy"})

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastmp import profiling
+from fastmp.train import command
 from fastmp.train import main as train_main
 from fastmp.train.corpus import build
 from fastmp.train.profile import StepProfiler, nsight_command, run_under_nsight
@@ -39,20 +40,16 @@ def test_nothing_is_profiled_unless_asked():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--steps", "10:"], r"--steps FIRST:LAST needs two numbers, got '10:'"),
-        (["--steps=a:b"], r"--steps FIRST:LAST needs two numbers, got 'a:b'"),
+        (["--steps", "10:"], "--steps needs a number, or two as in 10:13, got '10:'"),
+        (["--steps=a:b"], "--steps needs a number, or two as in 10:13, got 'a:b'"),
+        (["--steps", "13:10"], "must be a range within"),
+        (["--steps", "5", "--steps", "5:7"], "must be a range within"),
     ],
 )
-def test_a_range_that_is_none_is_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        parse_arguments(options)
-
-
-@pytest.mark.parametrize("options", [["--steps", "13:10"], ["--steps", "5", "--steps", "5:7"]])
-def test_a_range_outside_the_run_is_refused(options, capsys):
+def test_a_range_that_is_none_or_outside_the_run_is_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--profile", "torch", *options])
-    assert "must be a range within" in capsys.readouterr().err.replace("│", "").replace("\n", " ")
+    assert message in capsys.readouterr().err
 
 
 def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, capsys):
@@ -61,7 +58,7 @@ def test_torch_writes_a_trace_of_those_steps_and_says_what_they_took(tmp_path, c
     tokens = build([str(text)], tmp_path / "tokens")
     options = f"{TINY} --data.path {tokens} --train.run-dir {tmp_path} --name tiny"
     options += " --train.eval-interval 0 --optimizer.warmup-steps 1 --steps 6 --profile torch --steps 2:4"
-    assert train_main.main(options.split()) == 0
+    assert command.main(options.split()) == 0
     trace = json.loads((tmp_path / "tiny" / "profile-2-4.json").read_text())
     events = Counter(event["name"] for event in trace["traceEvents"] if event.get("ph") == "X")
     assert events["fastmp.train.optimizer"] == events["fastmp.train.clip"] == 2
@@ -149,5 +146,5 @@ def test_who_runs_under_nsight(variables, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(train_main, "run_under_nsight", lambda *arguments: asked.append(arguments))
     monkeypatch.setattr(train_main, "init", stop)
     with pytest.raises(Stop):
-        train_main._main(recipe_for("nsys", tmp_path)[0])
+        train_main._job(*reversed(recipe_for("nsys", tmp_path)))
     assert bool(asked) is expected

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from fastmp.config import MoEConfig, Recipe
+from fastmp.config import (
+    DataConfig,
+    GPTConfig,
+    GraphConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from fastmp.train.recipe import load_recipe, parse_arguments, read_recipe
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
@@ -91,7 +101,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
     with pytest.raises(ValueError) as raised:
         load_recipe(path)
     assert str(raised.value).splitlines() == [
-        f"recipe {path}: ",
+        f"recipe {path}: 12 problems:",
         "  unknown key 'rate' table; there are model, parallel, data, optimizer, train, graphs",
         "  unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?",  # so 192 % 7 says nothing
         "  model.moe.top_k must be of type int, got '2'",
@@ -169,25 +179,60 @@ def test_experts_are_a_table_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--optimizer.learning-rate", "1"], "--optimizer.learning-rate"),
-        (["--optimizer.warmup-step", "1"], "--optimizer.warmup-steps"),
-        (["--optimizer.lr", "fast"], "'fast'"),
-        (["--tp", "0"], "tp must be positive, got 0"),
-        (["--model.num-heads", "7"], "num_heads 7"),
-        (["gpt-small"], "gpt-small"),
+        ("--optimizer.learning-rate 1", "there is no option --optimizer.learning-rate"),
+        (
+            "--optimizer.warmup-step 1",
+            "option --optimizer.warmup-step; did you mean --optimizer.warmup-steps?",
+        ),
+        ("--stps 3", "there is no option --stps; did you mean --steps?"),
+        ("--top-k 3", "there is no option --top-k; did you mean --model.moe.top-k?"),
+        ("--seed 3", "there is no option --seed; did you mean --data.seed or --train.seed?"),
+        ("--optimizer.lr fast", "--optimizer.lr: invalid float value: 'fast'"),
+        ("--model.norm batch", "--model.norm: invalid choice: 'batch' (choose from 'layernorm', 'rmsnorm')"),
+        ("--tp 0", "tp must be positive, got 0"),
+        ("--tp 0 --model.num-heads 7", "2 problems:\n  ParallelConfig: tp must be positive, got 0\n  GPTCon"),
+        ("gpt-small", "gpt-small"),
+        ("--recipe", "--recipe: expected one argument"),
+        ("--recipe nothing.toml", "recipe nothing.toml: cannot be read"),
+        ("--steps 3:x", "--steps needs a number, or two as in 10:13, got '3:x'"),
     ],
 )
 def test_a_mistake_on_the_command_line_ends_with_status_2(capsys, arguments, said):
     with pytest.raises(SystemExit) as leaving:
-        parse_arguments(arguments)
+        parse_arguments(arguments.split())
     assert leaving.value.code == 2
     captured = capsys.readouterr()
-    assert said in " ".join(captured.err.replace("│", " ").split()) and captured.out == ""
+    assert said in captured.err and captured.err.startswith("fastmp train: ") and captured.out == ""
     with pytest.raises(SystemExit):
-        parse_arguments(arguments, quiet=True)
+        parse_arguments(arguments.split(), quiet=True)
     assert capsys.readouterr().err == ""
 
 
-def test_recipe_option_without_a_file():
-    with pytest.raises(ValueError, match="--recipe needs a file"):
-        parse_arguments(["--recipe"])
+def test_help_says_what_every_field_is_with_its_choices_and_default(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse_arguments(["--help"])
+    assert leaving.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    tables = {"model": GPTConfig, "model.moe": MoEConfig, "parallel": ParallelConfig, "data": DataConfig}
+    tables |= {"optimizer": OptimizerConfig, "train": TrainConfig, "graphs": GraphConfig}
+    for table, cls in tables.items():
+        for field in fields(cls):
+            if field.name == "moe":
+                continue
+            assert f" --{table}.{field.name} ".replace("_", "-") in shown.replace(",", " ")
+            assert field.metadata["help"] in shown
+            for choice in field.metadata["choices"]:
+                assert choice in shown
+    assert "--model.norm {layernorm,rmsnorm} norm of every layer (layernorm)" in shown
+    assert "--parallel.tp, --tp N tensor parallelism" in shown
+
+
+def test_an_option_goes_over_a_mistake_in_the_file(tmp_path):
+    path = write(tmp_path, "[train]\nsteps = -1\n[model.moe]\ntop_k = 3\ncapacity_factor = 1.0\n")
+    recipe = load_recipe(path, {"train": {"steps": 5}, "model": {"moe": {"capacity_factor": None}}})
+    assert recipe.train.steps == 5 and recipe.model.moe == MoEConfig(top_k=3)
+    options = "--steps 5 --model.moe.capacity-factor none --model.no-linear-bias --graphs.scope none".split()
+    recipe = parse_arguments(["--recipe", str(path), *options])
+    assert recipe.model.moe == MoEConfig(top_k=3) and not recipe.model.linear_bias
+    assert recipe.graphs.scope is None and recipe.train.steps == 5
+    assert parse_arguments(["--scope", "attn", "mlp"]).graphs.scope == ("attn", "mlp")

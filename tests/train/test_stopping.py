@@ -15,7 +15,8 @@ from train_tools import ROOT, arguments, losses
 
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.main import main, train
+from fastmp.train.command import main
+from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.stopping import StopSignals

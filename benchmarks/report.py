@@ -1,4 +1,4 @@
-"""`fastmp bench report FILE...`: benchmark results as Markdown tables and a roofline picture.
+"""`python -m benchmarks.report FILE...`: benchmark results as Markdown tables and a roofline picture.
 
 Takes what `pytest benchmarks/ --benchmark-json`, `python -m benchmarks.gpu_check --out` and
 `python -m benchmarks.cpu_goals --out` write. Needs none of them to be here, and no torch; matplotlib for a
@@ -7,13 +7,14 @@ picture. What no file holds is "not measured".
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from fastmp.commands import Parser
 
 OURS = "fastmp"
 NOT_MEASURED = "not measured"
@@ -358,16 +359,16 @@ def roofline(results: Sequence[Result], out: str | Path) -> Path:
     """
     out = Path(out)
     if out.suffix not in (".png", ".svg"):
-        raise ValueError(f"fastmp bench: a picture is a .png or .svg file, got {out.name}")
+        raise ValueError(f"a picture is a .png or .svg file, got {out.name}")
     drawn = [(result, _points(result)) for result in results if "copy_gbs" in result.ceilings]
     drawn = [(result, points) for result, points in drawn if points]
     if not drawn:
-        raise ValueError("fastmp bench: no file holds times beside measured ceilings: nothing to draw")
+        raise ValueError("no file holds times beside measured ceilings: nothing to draw")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError('fastmp bench: a picture needs matplotlib: pip install "fastmp[viz]"') from None
+        raise ValueError('a picture needs matplotlib: pip install "fastmp[viz]"') from None
     figure = Figure(figsize=(11.0, 5.6 * len(drawn)), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (result, points) in zip(figure.subplots(len(drawn), squeeze=False)[:, 0], drawn):
@@ -435,11 +436,10 @@ _NEAR = {"textcoords": "offset points"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="fastmp bench", description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    report = commands.add_parser("report", help="tables and a picture of result files")
-    report.add_argument("files", nargs="+", metavar="FILE", help="JSON of the benchmarks")
-    report.add_argument(
+    """Print the tables, or write what --out names; 1, with one line on stderr, where that cannot be done."""
+    parser = Parser(prog="python -m benchmarks.report", description=__doc__.partition("\n")[0])
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON of the benchmarks")
+    parser.add_argument(
         "--out",
         action="append",
         default=[],
@@ -456,8 +456,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 roofline(results, out)
             print(out)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     if not options.out:
         print(markdown(results), end="")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

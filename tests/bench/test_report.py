@@ -1,4 +1,4 @@
-"""`fastmp bench report`: every kind of result file, what they do not hold, and the picture."""
+"""`python -m benchmarks.report`: every kind of result file, what they do not hold, and the picture."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from fastmp import bench, cli
+from benchmarks import report
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 H200 = {
     "device": "NVIDIA H200",
     "capability": "9.0",
@@ -97,20 +97,20 @@ def saved(tmp_path):
 
 def state(results, what):
     """{goal: state} of the goals on an H200 named `what`."""
-    rows = bench.goal_rows(results)
+    rows = report.goal_rows(results)
     return {wanted: (measured, state) for _, name, wanted, measured, state in rows if name == what}
 
 
 def test_without_a_gpu_file_its_goals_are_not_measured(saved):
-    rows = bench.goal_rows([bench.read(saved(pytest_file(used("cross_entropy"))))])
-    assert len(rows) == len(bench.H200_GOALS) + 1
+    rows = report.goal_rows([report.read(saved(pytest_file(used("cross_entropy"))))])
+    assert len(rows) == len(report.H200_GOALS) + 1
     assert {state for *_, state in rows} == {"not measured"}
     assert rows[-1][:2] == ["CPU", "python -m benchmarks.cpu_goals --out FILE"]
 
 
 def test_another_gpu_is_no_h200(saved):
     other = {**H200, "device": "NVIDIA H100 80GB HBM3"}
-    result = bench.read(saved(gpu_check([kernel("bias_gelu", 0.99)], environment=other)))
+    result = report.read(saved(gpu_check([kernel("bias_gelu", 0.99)], environment=other)))
     assert state([result], "bias-GeLU forward") == {"at least 0.95 of floor": ("", "not measured")}
 
 
@@ -122,7 +122,7 @@ def test_a_kernel_goal_holds_on_every_shape_for_the_better_implementation(saved,
         kernel("bias_gelu", 0.5, shape=(2048, 6144), backend="cuda"),
         kernel("bias_gelu", 0.1, dtype="float32"),
     ]
-    result = bench.read(saved(gpu_check(kernels)))
+    result = report.read(saved(gpu_check(kernels)))
     assert state([result], "bias-GeLU forward") == {"at least 0.95 of floor": expected}
 
 
@@ -137,7 +137,7 @@ def test_goals_of_public_functions(saved):
         used("cross_entropy", rival="as Megatron, compiled", ms=6.0),
         {"case": "x", "direction": "both", "rival": "quack", "raised": "RuntimeError"},
     ]
-    result = bench.read(saved(gpu_check(functions=functions)))
+    result = report.read(saved(gpu_check(functions=functions)))
     assert state([result], "linear + cross-entropy") == {
         "at least 0.93 of floor": ("0.92", "missed"),
         "at most 17.6 ms": ("17", "met"),
@@ -159,14 +159,14 @@ def test_a_backward_is_both_directions_less_the_forward_one(saved):
             ("Liger", "both", 5.0),
         )
     ]
-    result = bench.read(saved(gpu_check(functions=functions)))
+    result = report.read(saved(gpu_check(functions=functions)))
     assert state([result], "RMSNorm backward") == {"at least 1.5 x Liger": ("2", "met")}
 
 
 def test_goals_on_a_cpu_are_those_of_the_file(saved):
-    plain = bench.read(saved(goals_file()))
-    memory = bench.read(saved(goals_file(ok=False, extra_bytes=0.05), "other.json"))
-    rows = [row for row in bench.goal_rows([plain, memory]) if row[0] == "CPU"]
+    plain = report.read(saved(goals_file()))
+    memory = report.read(saved(goals_file(ok=False, extra_bytes=0.05), "other.json"))
+    rows = [row for row in report.goal_rows([plain, memory]) if row[0] == "CPU"]
     what = "rms_norm [64, 64] float32 forward+backward, fastmp"
     assert rows == [
         ["CPU", what, "at least 4 x torch eager", "5.00", "met"],
@@ -182,11 +182,11 @@ def test_goals_on_a_cpu_are_those_of_the_file(saved):
 
 def test_the_tables(saved):
     rows = [used("rope", ms=0.05, floor_of="matrix products"), used("rope", rival="Liger", over_peer=1.0)]
-    text = bench.markdown(
+    text = report.markdown(
         [
-            bench.read(saved(pytest_file(*rows))),
-            bench.read(saved(gpu_check([kernel("bias_gelu", 0.97)]), "gpu.json")),
-            bench.read(saved(gpu_check(ceilings={}), "untimed.json")),
+            report.read(saved(pytest_file(*rows))),
+            report.read(saved(gpu_check([kernel("bias_gelu", 0.97)]), "gpu.json")),
+            report.read(saved(gpu_check(ceilings={}), "untimed.json")),
         ]
     )
     lines = text.splitlines()
@@ -210,11 +210,11 @@ def test_the_picture(saved, tmp_path, suffix):
     rows = [used("rope"), used("rope", rival="Liger", ms=2.0), used("norm", flops=0)]
     rows += [used(f"op{i}", flops=1 << (20 + i)) for i in range(40)]
     results = [
-        bench.read(saved(pytest_file(*rows))),
-        bench.read(saved(gpu_check([kernel("bias_gelu", 0.9)], ceilings={"copy_gbs": 9.0}), "gpu.json")),
+        report.read(saved(pytest_file(*rows))),
+        report.read(saved(gpu_check([kernel("bias_gelu", 0.9)], ceilings={"copy_gbs": 9.0}), "gpu.json")),
     ]
-    assert all(len(bench._points(result)) <= bench._MOST_POINTS for result in results)
-    out = bench.roofline(results, tmp_path / f"pictures/roofline{suffix}")
+    assert all(len(report._points(result)) <= report._MOST_POINTS for result in results)
+    out = report.roofline(results, tmp_path / f"pictures/roofline{suffix}")
     content = out.read_bytes()
     assert content.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
     assert len(content) > 10_000
@@ -222,36 +222,36 @@ def test_the_picture(saved, tmp_path, suffix):
 
 def test_what_cannot_be_read_or_drawn_is_named(saved, tmp_path):
     with pytest.raises(ValueError, match=r"nothing\.json: cannot be read"):
-        bench.read(tmp_path / "nothing.json")
+        report.read(tmp_path / "nothing.json")
     for content, message in (
         ([], "neither a result of pytest-benchmark nor"),
         ({"benchmarks": [{"extra_info": {}}]}, "holds no benchmark of fastmp"),
         ({"goals": [{"goal": {}}]}, "an older form of cpu_goals"),
     ):
         with pytest.raises(ValueError, match=rf"result\.json: .*{message}"):
-            bench.read(saved(content))
+            report.read(saved(content))
     (tmp_path / "text.json").write_text("{")
     with pytest.raises(ValueError, match=r"text\.json: not JSON"):
-        bench.read(tmp_path / "text.json")
-    result = bench.read(saved(pytest_file(used("rope"), ceilings={})))
+        report.read(tmp_path / "text.json")
+    result = report.read(saved(pytest_file(used("rope"), ceilings={})))
     with pytest.raises(ValueError, match="nothing to draw"):
-        bench.roofline([result], tmp_path / "x.png")
+        report.roofline([result], tmp_path / "x.png")
     with pytest.raises(ValueError, match=r"a picture is a \.png or \.svg file, got x\.pdf"):
-        bench.roofline([result], tmp_path / "x.pdf")
+        report.roofline([result], tmp_path / "x.pdf")
 
 
 def test_the_command(saved, tmp_path, capsys):
     path = str(saved(pytest_file(used("rope"))))
-    assert cli.main(["bench", "report", path]) == 0
-    assert capsys.readouterr().out == bench.markdown([bench.read(path)])
+    assert report.main([path]) == 0
+    assert capsys.readouterr().out == report.markdown([report.read(path)])
     out = str(tmp_path / "report.md")
-    assert cli.main(["bench", "report", path, "--out", out]) == 0
+    assert report.main([path, "--out", out]) == 0
     assert capsys.readouterr().out == out + "\n" and Path(out).read_text().startswith("# Benchmarks")
-    assert cli.main(["bench", "report", str(tmp_path / "nothing.json")]) == 1
+    assert report.main([str(tmp_path / "nothing.json")]) == 1
     assert "cannot be read" in capsys.readouterr().err
 
 
 def test_the_command_needs_no_torch(saved):
-    program = "import sys, fastmp.cli; sys.exit(fastmp.cli.main(sys.argv[1:]) or 'torch' in sys.modules)"
-    command = [sys.executable, "-c", program, "bench", "report", str(saved(goals_file()))]
+    program = "import sys; from benchmarks.report import main; sys.exit(main() or 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program, str(saved(goals_file()))]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
