@@ -40,6 +40,10 @@ CUT_SEARCH = 4096  # bytes before the boundary in which a line end is looked for
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+class DatasetExists(ValueError):
+    """The directory that is to be built holds a token dataset already."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A text that is read when it is needed: `begin:end` of what `load` returns (None: to its end)."""
@@ -61,21 +65,25 @@ def build(
     tokenizer: str = "byte",
     vocab_size: int | None = None,
     validation_fraction: float = 0.05,
+    overwrite: bool = False,
 ) -> Path:
     """Tokenize `inputs` into the directory `out` and return it.
 
     Inputs are file patterns (`**` included) or the built-in "pydoc" and "stdlib". `tokenizer` is "byte",
     "bpe" (learns `vocab_size` tokens, 4096 by default, from the training text) or the path of a tokenizer
-    file. The directory appears whole or not at all; several processes may build it at once. Building the same
-    again changes nothing. ValueError names what is wrong: a pattern without a match, a file that is empty or
-    cannot be read or tokenized, too little text, an `out` that holds something else.
+    file. The directory appears whole or not at all; several processes may build the same one at once.
+    `overwrite` replaces a token dataset that is there, once the new one is complete.
+
+    ValueError names what is wrong: a pattern without a match, a file that is empty or cannot be read or
+    tokenized, too little text, an `out` that holds something else; DatasetExists for one that holds a token
+    dataset, without `overwrite`.
     """
     out = Path(out)
     if not 0.0 <= validation_fraction <= 0.5:
         raise ValueError(f"validation_fraction must be in [0, 0.5], got {validation_fraction}")
     if vocab_size is not None and tokenizer != "bpe":
         raise ValueError(f"vocab_size {vocab_size} goes with tokenizer bpe, not {tokenizer!r}")
-    _refuse_other_content(out)
+    _check_free(out, overwrite)
     documents = find_documents(inputs)
     train, held_out = split_documents(documents, validation_fraction)
     if not train or (validation_fraction > 0 and not held_out):
@@ -90,12 +98,12 @@ def build(
         "validation_fraction": validation_fraction,
     }
     try:
-        with staged(out) as stage:
+        with staged(out, replace=overwrite) as stage:
             index = _write(stage, train, held_out, _tokenizer(tokenizer, vocab_size, train), source)
     except FileExistsError:
         if read_index(out) != index:
-            raise ValueError(
-                f"{out} already holds another dataset: remove it, or choose another directory"
+            raise DatasetExists(
+                f"{out} was built with other text or options meanwhile: choose another directory"
             ) from None
     except OSError as error:
         raise ValueError(f"{out}: cannot be written ({error.strerror or error})") from None
@@ -293,13 +301,16 @@ def _stdlib() -> list[Document]:
     return [_file(path) for path in paths if path.is_file() and path.stat().st_size > 0]
 
 
-def _refuse_other_content(out: Path) -> None:
-    """Look before working for minutes: `out` must not exist, or be empty, or hold an intact dataset."""
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Look before working for minutes: `out` must not exist or be empty, or be a dataset to overwrite."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not (out / "index.json").exists():
         raise ValueError(f"{out} exists and is not a token dataset: choose another directory")
-    _open_all(out)
+    if not overwrite:
+        raise DatasetExists(
+            f"{out} holds a token dataset already: choose another directory, or replace it (--overwrite)"
+        )
 
 
 def _open_all(out: Path) -> None:

@@ -12,6 +12,7 @@ The state of a run is its step alone: a step's global batch is the same set of s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import sys
 import zlib
@@ -24,7 +25,7 @@ import numpy.typing as npt
 
 from fastmp.commands import Parser
 from fastmp.config import DataConfig
-from fastmp.train.corpus import build
+from fastmp.train.corpus import DatasetExists, build
 from fastmp.train.sampling import sample_starts
 from fastmp.train.tokenfile import Split, open_split, open_tokenizer, read_index, verify
 from fastmp.train.tokenize import load_tokenizer
@@ -38,8 +39,8 @@ IGNORE_INDEX = -100  # target of padding, which the loss leaves out
 class TokenDataset:
     """Fixed-length samples of a token directory; see the top of this module.
 
-    Opening checks sizes, checksums of the small files and the largest token id: ValueError names the
-    damaged file. `batch` checks every id it hands out.
+    Opening checks sizes and the checksums of the small files: ValueError names the damaged file. `batch`
+    checks each block of 64 KiB that it reads from for the first time, and every id.
     """
 
     def __init__(self, directory: str | Path, *, seq_len: int, micro_batch_size: int, seed: int) -> None:
@@ -75,12 +76,13 @@ class TokenDataset:
             name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
             directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}"
             if not directory.exists():
-                build(
-                    [config.text],
-                    directory,
-                    tokenizer=config.tokenizer,
-                    validation_fraction=config.validation_fraction,
-                )
+                with contextlib.suppress(DatasetExists):  # another process has just built it
+                    build(
+                        [config.text],
+                        directory,
+                        tokenizer=config.tokenizer,
+                        validation_fraction=config.validation_fraction,
+                    )
         return cls(
             directory, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed
         )
@@ -149,13 +151,14 @@ class TokenDataset:
 
 
 def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
-    """(len(starts), seq_len + 1) tokens of the ring from each start; ValueError on an impossible id."""
+    """(len(starts), seq_len + 1) tokens of the ring from each start; ValueError where the file is damaged."""
     total = split.info.num_tokens
     result = np.empty((len(starts), seq_len + 1), np.int64)
     for row, start in enumerate(starts.tolist()):
         head = min(seq_len + 1, total - start)
-        result[row, :head] = split.tokens[start : start + head]
-        result[row, head:] = split.tokens[: seq_len + 1 - head]
+        result[row, :head] = split.read(start, start + head)
+        if head <= seq_len:
+            result[row, head:] = split.read(0, seq_len + 1 - head)
     if result.max(initial=0) > split.info.max_token:
         raise ValueError(
             f"{split.path}: damaged: token id {result.max()}, the index says {split.info.max_token} at most"
@@ -181,6 +184,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input", nargs="+", required=True, metavar="PATTERN", help="'docs/**/*.md', or pydoc, stdlib"
     )
     make.add_argument("--out", required=True, metavar="DIR", help="directory to make")
+    make.add_argument(
+        "--overwrite", action="store_true", help="replace the token files in DIR, if there are any"
+    )
     make.add_argument("--tokenizer", default="byte", help="byte, bpe, or the path of a tokenizer.json (byte)")
     make.add_argument("--vocab-size", type=int, default=None, help="tokens that bpe learns (4096)")
     make.add_argument(
@@ -206,6 +212,7 @@ def main(argv: list[str] | None = None) -> int:
                 tokenizer=options.tokenizer,
                 vocab_size=options.vocab_size,
                 validation_fraction=options.validation_fraction,
+                overwrite=options.overwrite,
             )
         else:
             directory = Path(options.dir)

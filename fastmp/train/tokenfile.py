@@ -3,12 +3,16 @@
 index.json          what is below, with its own checksum
 train.bin           token ids, little-endian uint16 or uint32; every document begins with end-of-text
 train.documents     int64 offsets of the documents in train.bin, and its number of tokens
-validation.bin, validation.documents    the held-out text; absent if none was held out
+train.checksums     uint32 CRC-32 of each block of 64 KiB of train.bin
+validation.*        the same three files of the held-out text; absent if none was held out
 tokenizer.json      absent for the byte tokenizer
+
+A block is held against its checksum when a process first reads from it.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
 import errno
 import fcntl
@@ -29,20 +33,21 @@ import numpy.typing as npt
 
 from fastmp.train.tokenize import BpeTokenizer, ByteTokenizer, TokenIds, Tokenizer, unigram_entropy
 
-FORMAT = "fastmp-tokens-1"
+FORMAT = "fastmp-tokens-2"
+BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
 INDEX_LIMIT = 1 << 20  # bytes; an index is about 1 kB whatever the size of the data
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """One split as the index describes it. `unigram_entropy` is that of its bytes, in nats per byte."""
+    """What the index says of one split. `unigram_entropy` is the entropy of its bytes, in nats per byte."""
 
     num_tokens: int
     num_documents: int
     num_bytes: int
     max_token: int
-    tokens_crc32: int
+    checksums_crc32: int
     documents_crc32: int
     unigram_entropy: float
 
@@ -68,6 +73,33 @@ class Index:
         return json.dumps({"crc32": _crc_of(content), "content": content}, indent=1)
 
 
+class _BlockChecksums:
+    """The CRC-32 of each block of a file, from its bytes in order."""
+
+    def __init__(self) -> None:
+        self._blocks = array.array("I")
+        self._crc = self._filled = 0
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            part = data[: BLOCK_BYTES - self._filled]
+            data = data[len(part) :]
+            self._crc = zlib.crc32(part, self._crc)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._end_block()
+
+    def finish(self) -> bytes:
+        """The content of the file of checksums."""
+        if self._filled:
+            self._end_block()
+        return np.array(self._blocks, "<u4").tobytes()
+
+    def _end_block(self) -> None:
+        self._blocks.append(self._crc)
+        self._crc = self._filled = 0
+
+
 class SplitWriter:
     """Appends documents to the files of one split in an unfinished directory."""
 
@@ -76,7 +108,8 @@ class SplitWriter:
         self._dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
         self._file = (directory / f"{name}.bin").open("wb")
         self._offsets = [0]
-        self._crc = self._num_bytes = self._max_token = 0
+        self._checksums = _BlockChecksums()
+        self._num_bytes = self._max_token = 0
         self._histogram = np.zeros(256, np.int64)
 
     def add(self, text: bytes, ids: TokenIds) -> None:
@@ -91,23 +124,24 @@ class SplitWriter:
             )
         piece = np.concatenate(([self._tokenizer.end_of_text], ids)).astype(self._dtype)
         self._file.write(memoryview(piece).cast("B"))
-        self._crc = zlib.crc32(memoryview(piece).cast("B"), self._crc)
+        self._checksums.add(memoryview(piece).cast("B"))
         self._max_token = max(self._max_token, int(piece.max()))
         self._num_bytes += len(text)
         self._histogram += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
         self._offsets.append(self._offsets[-1] + piece.size)
 
     def finish(self) -> SplitInfo:
-        """Write the document offsets, force both files to disk, and describe them."""
+        """Write offsets and checksums, force all three files to disk, and describe them."""
         sync_and_close(self._file)
-        offsets = np.array(self._offsets, "<i8").tobytes()
+        offsets, checksums = np.array(self._offsets, "<i8").tobytes(), self._checksums.finish()
         write_synced(self._directory / f"{self._name}.documents", offsets)
+        write_synced(self._directory / f"{self._name}.checksums", checksums)
         return SplitInfo(
             num_tokens=self._offsets[-1],
             num_documents=len(self._offsets) - 1,
             num_bytes=self._num_bytes,
             max_token=self._max_token,
-            tokens_crc32=self._crc,
+            checksums_crc32=zlib.crc32(checksums),
             documents_crc32=zlib.crc32(offsets),
             unigram_entropy=unigram_entropy(self._histogram),
         )
@@ -118,12 +152,38 @@ class SplitWriter:
 
 @dataclass(frozen=True)
 class Split:
-    """One split, memory-mapped: `tokens` (num_tokens,), `documents` (num_documents + 1,) offsets into it."""
+    """One split, memory-mapped: `tokens` (num_tokens,), `documents` (num_documents + 1,) offsets into it.
+
+    checksums: CRC-32 of each block of the file of tokens. checked: which blocks have been compared with it.
+    """
 
     path: Path
     info: SplitInfo
     tokens: npt.NDArray[Any]
     documents: npt.NDArray[np.int64]
+    checksums: npt.NDArray[np.uint32]
+    checked: npt.NDArray[np.bool_]
+
+    def read(self, begin: int, end: int) -> npt.NDArray[Any]:
+        """Tokens `begin` to `end` - 1; ValueError naming file, block and bytes where they are damaged."""
+        size = self.tokens.itemsize
+        for block in range(begin * size // BLOCK_BYTES, -(-end * size // BLOCK_BYTES)):
+            if not self.checked[block]:
+                self.check(block)
+        return self.tokens[begin:end]
+
+    def check(self, block: int) -> None:
+        """Read a block and compare its checksum; ValueError as `read`."""
+        begin = block * BLOCK_BYTES
+        end = min(begin + BLOCK_BYTES, self.tokens.nbytes)
+        data = memoryview(self.tokens).cast("B")[begin:end]
+        found, expected = zlib.crc32(data), int(self.checksums[block])
+        if found != expected:
+            raise ValueError(
+                f"{self.path}: damaged: block {block} (bytes {begin} to {end - 1}) has checksum "
+                f"{found:08x}, {self.path.stem}.checksums says {expected:08x}"
+            )
+        self.checked[block] = True
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -154,6 +214,11 @@ def read_index(directory: Path) -> Index:
         raise ValueError(f"{path}: damaged: not an index in JSON") from None
     if not intact:
         raise ValueError(f"{path}: damaged: its checksum does not match its content")
+    if isinstance(content, dict) and content.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}: format {content.get('format')!r}, this version reads {FORMAT!r}: build it again "
+            "(fastmp data build --overwrite), or remove it if fastmp train made it"
+        )
     try:
         return _index_of(content)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
@@ -170,7 +235,10 @@ def open_split(directory: Path, index: Index, name: str) -> Split:
         raise ValueError(
             f"{directory / name}.documents: damaged: offsets do not run from 0 to {info.num_tokens}"
         )
-    return Split(path, info, tokens, documents)
+    num_blocks = -(-tokens.nbytes // BLOCK_BYTES)
+    checksums = _map(path.with_suffix(".checksums"), np.dtype("<u4"), num_blocks)
+    _compare(path.with_suffix(".checksums"), checksums, info.checksums_crc32)
+    return Split(path, info, tokens, documents, checksums, np.zeros(num_blocks, np.bool_))
 
 
 def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
@@ -193,24 +261,19 @@ def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
 
 
 def verify(split: Split) -> None:
-    """Read a whole split and compare checksums; ValueError names the damaged file (one bit is enough)."""
-    for path, data, crc in (
-        (split.path, split.tokens, split.info.tokens_crc32),
-        (split.path.with_suffix(".documents"), split.documents, split.info.documents_crc32),
-    ):
-        running, view = 0, memoryview(data).cast("B")
-        for begin in range(0, len(view), 1 << 24):
-            running = zlib.crc32(view[begin : begin + (1 << 24)], running)
-        if running != crc:
-            raise ValueError(f"{path}: damaged: checksum {running:08x}, the index says {crc:08x}")
+    """Read a whole split and compare checksums; ValueError names what is damaged (one bit is enough)."""
+    _compare(split.path.with_suffix(".documents"), split.documents, split.info.documents_crc32)
+    for block in range(len(split.checksums)):
+        split.check(block)
 
 
 @contextlib.contextmanager
-def staged(out: Path) -> Iterator[Path]:
-    """A new directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
+def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Make a directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
 
-    FileExistsError if something stands at `out` by then: the first of several builders wins. A builder holds
-    a lock on its directory; one that nobody holds was left by a killed builder, and the next one removes it.
+    FileExistsError if something stands at `out` by then: the first of several builders wins. With `replace`,
+    that is moved away and deleted. A builder holds a lock on its directory; one that nobody holds was left by
+    a killed builder, and the next one removes it.
     """
     prefix = f".{out.name}.building-"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -227,6 +290,10 @@ def staged(out: Path) -> Iterator[Path]:
                 held.enter_context(_locked(stage))
         yield stage
         sync_directory(stage)
+        if replace and out.exists():
+            old = out.parent / f"{prefix}{secrets.token_hex(8)}"
+            os.rename(out, old)
+            held.callback(shutil.rmtree, old, ignore_errors=True)
         try:
             os.rename(stage, out)
         except OSError as error:
@@ -281,6 +348,12 @@ def _crc_of(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
+def _compare(path: Path, data: npt.NDArray[Any], expected: int) -> None:
+    found = zlib.crc32(memoryview(data).cast("B"))
+    if found != expected:
+        raise ValueError(f"{path}: damaged: checksum {found:08x}, the index says {expected:08x}")
+
+
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
     try:
         size = path.stat().st_size
@@ -294,8 +367,6 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
 
 def _index_of(content: Any) -> Index:
     """The Index of a parsed `content`; ValueError, TypeError or KeyError on anything unexpected."""
-    if content["format"] != FORMAT:
-        raise ValueError(f"format {content['format']!r}, this version reads {FORMAT!r}")
     vocab_size = _integer(content, "vocab_size", 1, 1 << 32)
     if content["dtype"] != dtype_for(vocab_size):
         raise ValueError(f"dtype {content['dtype']!r} does not go with a vocabulary of {vocab_size}")
@@ -330,7 +401,7 @@ def _split_of(raw: Any, vocab_size: int) -> SplitInfo:
         num_documents=_integer(raw, "num_documents", 1, 1 << 56),
         num_bytes=_integer(raw, "num_bytes", 1, 1 << 56),
         max_token=_integer(raw, "max_token", 0, 1 << 32),
-        tokens_crc32=_integer(raw, "tokens_crc32", 0, (1 << 32) - 1),
+        checksums_crc32=_integer(raw, "checksums_crc32", 0, (1 << 32) - 1),
         documents_crc32=_integer(raw, "documents_crc32", 0, (1 << 32) - 1),
         unigram_entropy=float(entropy),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import zlib
@@ -11,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fastmp.train import corpus, tokenfile
-from fastmp.train.corpus import build
+from fastmp.train.corpus import DatasetExists, build
 from fastmp.train.data import TokenDataset, main
 from fastmp.train.tokenfile import open_split, open_tokenizer, read_index, staged, verify
 
@@ -54,6 +57,8 @@ def extend(path):
         "validation.bin",
         "train.documents",
         "validation.documents",
+        "train.checksums",
+        "validation.checksums",
         "tokenizer.json",
         "index.json",
     ],
@@ -76,7 +81,7 @@ def test_what_is_wrong_is_said(out):
         open_all(out.parent / "absent")
 
 
-@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.documents"])
+@pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.documents", "train.checksums"])
 def test_check_finds_one_flipped_bit_anywhere(out, name, capsys):
     raw = bytearray((out / name).read_bytes())
     for bit in (0, len(raw) * 4 + 3, len(raw) * 8 - 1):
@@ -89,10 +94,84 @@ def test_check_finds_one_flipped_bit_anywhere(out, name, capsys):
     assert main(["check", str(out)]) == 0
 
 
-def test_an_impossible_token_is_noticed_when_it_is_read(out):
-    tokens = np.memmap(out / "train.bin", "<u2", mode="r+")
-    tokens[:] = 60_000
+@pytest.fixture(scope="module")
+def several_blocks(tmp_path_factory):
+    """Tokens of three blocks and a part of a fourth."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for i in range(9):
+        (folder / f"{i}.txt").write_bytes(bytes(range(32, 127)) * (120 + i))
+    return build([f"{folder}/*.txt"], folder / "d", validation_fraction=0.0)
+
+
+def flip(path, byte):
+    raw = bytearray(path.read_bytes())
+    raw[byte] ^= 1
+    path.write_bytes(raw)
+
+
+def test_a_damaged_block_is_one_error_and_only_when_it_is_read(several_blocks):
+    size = tokenfile.BLOCK_BYTES
+    path, total = several_blocks / "train.bin", (several_blocks / "train.bin").stat().st_size
+    assert 3 * size < total < 4 * size
+    for byte, block, last in ((0, 0, size - 1), (2 * size, 2, 3 * size - 1), (total - 1, 3, total - 1)):
+        flip(path, byte)
+        try:
+            train = open_all(several_blocks).train
+            named = rf"train\.bin: damaged: block {block} \(bytes {block * size} to {last}\) has checksum"
+            for begin in (0, size, 2 * size, 3 * size):  # the last of a block, and the first of the next
+                before, behind = begin // 2 - 3, min(begin // 2 + 3, train.info.num_tokens)
+                if begin // size == block or (begin // size - 1 == block and before > 0):
+                    with pytest.raises(ValueError, match=named):
+                        train.read(max(before, 0), behind)
+                else:
+                    train.read(max(before, 0), behind)
+            with pytest.raises(ValueError, match=named):
+                verify(train)
+        finally:
+            flip(path, byte)
+    verify(open_all(several_blocks).train)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_flipped_bit_is_trained_on(several_blocks, seed):
+    """Wherever the bit is: the batches that hold its block raise, all others are those of the whole file."""
+    path = several_blocks / "train.bin"
+    byte = np.random.default_rng(seed).integers(path.stat().st_size)
+    expected = TokenDataset(several_blocks, seq_len=2000, micro_batch_size=1, seed=0)
+    expected = [expected.batch(step, 0, 1, 0, 1) for step in range(80)]
+    flip(path, byte)
+    raised = 0
+    try:
+        data = TokenDataset(several_blocks, seq_len=2000, micro_batch_size=1, seed=0)
+        for step, batch in enumerate(expected):
+            try:
+                assert torch.equal(data.batch(step, 0, 1, 0, 1)["tokens"], batch["tokens"])
+            except ValueError as error:
+                assert f"block {byte // tokenfile.BLOCK_BYTES} " in str(error)
+                raised += 1
+    finally:
+        flip(path, byte)
+    assert raised
+
+
+def test_a_block_is_checked_once(several_blocks, monkeypatch):
+    data = open_all(several_blocks)
+    data.batch(0, 0, 1, 0, 1)
+    monkeypatch.setattr(tokenfile.zlib, "crc32", None)
+    data.batch(0, 0, 1, 0, 1)
+
+
+def test_held_out_text_is_checked_too(out):
+    flip(out / "validation.bin", 5)
     data = open_all(out)
+    with pytest.raises(ValueError, match=r"validation\.bin: damaged: block 0 "):
+        list(data.validation_batches())
+
+
+def test_an_impossible_token_is_noticed_when_it_is_read(out):
+    (out / "train.bin").write_bytes(np.full(read_index(out).splits["train"].num_tokens, 60_000, "<u2"))
+    data = open_all(out)
+    data.train.checked[:] = True  # as if the checksums were those of such tokens
     with pytest.raises(ValueError, match=r"train\.bin: damaged: token id 60000, the index says \d+ at most"):
         data.batch(0, 0, 1, 0, 1)
 
@@ -124,7 +203,6 @@ def content_of(directory):
         (["splits", "train", "unigram_entropy"], float("nan"), "unigram_entropy nan"),
         (["splits", "train", "unigram_entropy"], "3", "unigram_entropy '3'"),
         (["splits", "../train"], {}, r"\.\./train"),
-        (["format"], "fastmp-tokens-2", "fastmp-tokens-2"),
         (["dtype"], "O", "dtype 'O'"),
         (["dtype"], "uint32", "dtype 'uint32'"),
         (["vocab_size"], 0, "vocab_size 0"),
@@ -148,6 +226,14 @@ def test_an_index_that_lies_is_refused(out, path, value, named):
     with pytest.raises(
         ValueError, match=rf"index\.json: damaged: .*{named}" if path else r"index\.json: damaged"
     ):
+        read_index(out)
+
+
+def test_an_older_format_says_what_to_do(out):
+    content = content_of(out)
+    content["format"] = "fastmp-tokens-1"
+    rewrite(out, content)
+    with pytest.raises(ValueError, match=r"index\.json: format 'fastmp-tokens-1'.*build it again"):
         read_index(out)
 
 
@@ -355,11 +441,29 @@ def snapshot(directory):
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in directory.iterdir()}
 
 
-def test_building_again_changes_nothing_and_other_data_is_kept(texts, out):
+def test_a_dataset_that_is_there_is_kept_unless_it_is_to_be_overwritten(texts, out, capsys):
     before = snapshot(out)
-    build([f"{texts}/*.txt"], out, tokenizer="bpe", vocab_size=270, validation_fraction=0.2)
-    with pytest.raises(ValueError, match="already holds another dataset"):
+    with pytest.raises(DatasetExists, match=r"/d holds a token dataset already: .*--overwrite"):
         build([f"{texts}/*.txt"], out)
+    command = ["build", "--input", f"{texts}/*.txt", "--out", str(out)]
+    assert main(command) == 1
+    assert "holds a token dataset already" in capsys.readouterr().err
+    assert snapshot(out) == before
+    assert main([*command, "--overwrite"]) == 0
+    assert open_all(out).vocab_size == 257
+    (out / "index.json").write_text("damaged")
+    assert main([*command, "--overwrite"]) == 0
+    assert main(["check", str(out)]) == 0
+    assert_nothing_built(out.parent)
+
+
+def test_a_failure_while_overwriting_leaves_the_old_or_the_new(texts, out, monkeypatch):
+    before = snapshot(out)
+    with pytest.raises(ValueError, match="no file matches"):
+        build(["absent/*"], out, overwrite=True)
+    (texts / "99.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        build([f"{texts}/*.txt"], out, tokenizer="bpe", vocab_size=270, overwrite=True)
     assert snapshot(out) == before
     assert_nothing_built(out.parent)
 
@@ -367,8 +471,9 @@ def test_building_again_changes_nothing_and_other_data_is_kept(texts, out):
 def test_a_directory_of_something_else_is_not_touched(texts, tmp_path):
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ValueError, match="exists and is not a token dataset"):
-        build([f"{texts}/*.txt"], tmp_path / "d")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="exists and is not a token dataset"):
+            build([f"{texts}/*.txt"], tmp_path / "d", overwrite=overwrite)
     (tmp_path / "f").write_text("a file")
     with pytest.raises(ValueError, match="not a token dataset"):
         build([f"{texts}/*.txt"], tmp_path / "f")
@@ -404,10 +509,11 @@ def test_a_failure_at_any_point_leaves_nothing(texts, tmp_path, monkeypatch, cal
         finally:
             monkeypatch.setattr(os, call, real)
         if (tmp_path / "d").exists():  # only the last fsync, of the parent, comes after the rename
-            assert call == "fsync" and failing == 6
+            assert call == "fsync" and failing == 8
             open_all(tmp_path / "d")
+            shutil.rmtree(tmp_path / "d")
         assert_nothing_built(tmp_path)
-    assert failing == {"fsync": 7, "rename": 1}[call]
+    assert failing == {"fsync": 9, "rename": 1}[call]
 
 
 def fork(action):
@@ -422,7 +528,7 @@ def fork(action):
 
 
 def test_what_a_killed_builder_left_is_removed_by_the_next(texts, tmp_path):
-    for kill_at in range(6):
+    for kill_at in range(8):
 
         def dying_build(kill_at=kill_at):
             calls = []
@@ -459,7 +565,9 @@ def test_a_living_builder_is_left_alone(tmp_path):
 
 def test_builders_at_the_same_time_are_harmless(texts, tmp_path):
     def same():
-        open_all(build([f"{texts}/*.txt"], tmp_path / "d"))
+        with contextlib.suppress(DatasetExists):  # if another was there before this one had begun
+            build([f"{texts}/*.txt"], tmp_path / "d")
+        open_all(tmp_path / "d")
 
     children = [fork(same) for _ in range(4)]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0, 0, 0]
