@@ -20,7 +20,6 @@ _PACKAGES = (
     "numpy",
     "safetensors",
     "tokenizers",
-    "rich",
     "matplotlib",
     "transformer-engine",
 )

@@ -1,4 +1,4 @@
-"""What a run shows and records: a live line on a terminal (plain lines otherwise), runs/NAME/metrics.jsonl.
+"""What a run shows and records: a line every few steps, and runs/NAME/metrics.jsonl.
 
 metrics.jsonl has one JSON object a line; a number that is not finite is null. Every record has "kind" and
 "step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
@@ -17,9 +17,10 @@ import json
 import math
 import re
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -69,53 +70,35 @@ def expert_loads(counts: list[list[int]]) -> list[list[float]]:
     return [[count * len(layer) / max(sum(layer), 1) for count in layer] for layer in counts]
 
 
-class Display(Protocol):
-    def update(self, line: str, done: float) -> None: ...
-    def note(self, line: str) -> None: ...
-    def close(self) -> None: ...
+class Display:
+    """Lines for people. On a terminal they fit its width and stand above the step that is being done."""
 
+    def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
+        self._stream, self._clock = stream, clock
+        self._terminal, self._shown = stream.isatty(), -math.inf
 
-class PlainDisplay:
-    """One printed line per update: for files and pipes."""
+    def line(self, *fields: str, first_to_go: Sequence[str] = ()) -> None:
+        """Print `fields` on a line; where that is too long for a terminal, without some of `first_to_go`."""
+        kept, leaving = list(fields), list(first_to_go)
+        while self._terminal and len("  ".join(kept)) > shutil.get_terminal_size().columns and leaving:
+            kept.remove(leaving.pop(0))
+        print(_CLEAR * self._terminal + "  ".join(kept), file=self._stream, flush=True)
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def update(self, line: str, done: float) -> None:
-        print(line, file=self._stream, flush=True)
-
-    def note(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class LiveDisplay:
-    """One line that stays at the bottom of a terminal, with a bar; notes scroll above it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        # No refresh thread: the line changes when there is something new, and nothing outlives the run.
-        self._live = Live(console=Console(file=stream), auto_refresh=False, redirect_stdout=False)
-        self._live.start()
-
-    def update(self, line: str, done: float) -> None:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        grid = Table.grid(padding=(0, 1))
-        grid.add_row(ProgressBar(total=1.0, completed=done, width=16), Text(line))  # wraps if narrow
-        self._live.update(grid, refresh=True)
-
-    def note(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False)
+    def progress(self, text: str) -> None:
+        """Rewrite the last line of a terminal, ten times a second at most."""
+        now = self._clock()
+        if self._terminal and now - self._shown > 0.1:
+            self._shown = now
+            print(
+                _CLEAR + text[: shutil.get_terminal_size().columns - 1], end="", file=self._stream, flush=True
+            )
 
     def close(self) -> None:
-        self._live.stop()
+        """Leave the cursor at the beginning of an empty line."""
+        print(_CLEAR * self._terminal, end="", file=self._stream, flush=True)
+
+
+_CLEAR = "\r\x1b[K"  # to the beginning of the line, and erase it
 
 
 class TrainLog:
@@ -149,7 +132,7 @@ class TrainLog:
         self._peak = peak_flops(name)
         stream = sys.stdout if stream is None else stream
         self._file = _open_for_append(Path(directory) / "metrics.jsonl")
-        self._display: Display = _display(stream)
+        self._display, self._eta = Display(stream, clock), ""
         self.record("run", start_step, schema=SCHEMA, **{**asdict(run), "device": name})
 
     def due(self, step: int) -> bool:
@@ -163,8 +146,10 @@ class TrainLog:
 
         experts: losses per token and counts (layers, experts) of the steps since the last report.
         """
-        if not self._active or not self.due(step):
+        if not self._active:
             return
+        if not self.due(step):
+            return self._display.progress(f"{self._progress(step)}{self._eta}")
         values = {"loss": float(loss), "grad_norm": float(grad_norm), "lr": float(lr)}
         now = self._clock()
         seconds = max(now - self._window_begin - self._paused, 1e-9)
@@ -191,19 +176,15 @@ class TrainLog:
             eta_seconds=eta,
             elapsed_seconds=now - self._begin,
         )
+        self._eta = f"  ETA {_clock_time(eta)}"
+        norm, lr = f"norm {values['grad_norm']:.3f}", f"lr {values['lr']:.2e}"
+        speed, used = _speed(flops_per_second, mfu), f"{_scaled(memory)}B"
         loads = [] if experts is None else self._experts(step, experts)
-        parts = [
-            self._progress(step),
-            f"loss {values['loss']:.4f}",
-            *loads,
-            f"norm {values['grad_norm']:.3f}",
-            f"lr {values['lr']:.2e}",
-            f"{_scaled(tokens_per_second)}tok/s",
-            *_speed(flops_per_second, mfu),
-            f"{_scaled(memory)}B",
-            f"ETA {_clock_time(eta)}",
-        ]
-        self._display.update("  ".join(parts), step / max(self._run.total_steps, 1))
+        self._display.line(
+            *(self._progress(step), f"loss {values['loss']:.4f}", *loads, norm, lr),
+            *(f"{_scaled(tokens_per_second)}tok/s", *speed, used, self._eta.strip()),
+            first_to_go=(*speed, used, lr, *loads, norm),
+        )
 
     def _experts(self, step: int, experts: Experts) -> list[str]:
         """Record the load of the experts; for the line, that of the busiest of all layers."""
@@ -235,17 +216,16 @@ class TrainLog:
             unigram_entropy=unigram_entropy,
             elapsed_seconds=self._clock() - self._begin,
         )
-        line = f"{self._progress(step)}  held-out loss {value:.4f}"
+        fields = [self._progress(step), f"held-out loss {value:.4f} nats/token"]
         if loss_per_byte is not None:
-            line += f"  {loss_per_byte:.4f} nats/byte"
-        if unigram_entropy is not None:
-            line += f"  (unigram entropy {unigram_entropy:.4f})"
-        self._display.note(line)
+            fields.append(f"{loss_per_byte:.4f} nats/byte")
+        entropy = [] if unigram_entropy is None else [f"unigram entropy {unigram_entropy:.4f}"]
+        self._display.line(*fields, *entropy, first_to_go=entropy)
 
     def note(self, line: str) -> None:
         """Show a line of text, for people only."""
         if self._active:
-            self._display.note(line)
+            self._display.line(line)
 
     def record(self, kind: str, step: int, **fields: Any) -> None:
         """Append one record to metrics.jsonl and flush it."""
@@ -265,7 +245,7 @@ class TrainLog:
             self._paused += self._clock() - begin
 
     def close(self) -> None:
-        """End the live line and close the file; more calls do nothing."""
+        """Close the file and leave the terminal clean; more calls do nothing."""
         if self._active:
             self._active = False
             self._display.close()
@@ -318,15 +298,6 @@ def _open_for_append(path: Path) -> TextIO:
             content = file.read()
             file.truncate(content.rfind(b"\n") + 1)
     return path.open("a", encoding="utf-8")
-
-
-def _display(stream: TextIO) -> Display:
-    if stream.isatty():
-        try:
-            return LiveDisplay(stream)
-        except ImportError:
-            pass
-    return PlainDisplay(stream)
 
 
 def _device_name(device: str) -> str:

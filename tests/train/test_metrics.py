@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import sys
 
 import pytest
 import torch
 
-from fastmp.train.metrics import LiveDisplay, RunInfo, TrainLog, peak_flops, read_metrics
+from fastmp.train.metrics import Display, RunInfo, TrainLog, peak_flops, read_metrics
 from fastmp.train.plot import plot_loss
 
 RUN = RunInfo(total_steps=20, tokens_per_step=1000, flops_per_token=2e6, bytes_per_token=4.0)
@@ -78,35 +79,51 @@ def test_plain_lines(tmp_path):
     lines = stream.getvalue().splitlines()
     assert lines[0].startswith("step  1/20  loss 8.0000  norm 0.500  lr 1.00e-03  500 tok/s  1 GFLOP/s  ")
     assert lines[0].endswith("B  ETA 0:38")
-    assert lines[3] == "step 10/20  held-out loss 0.4000  0.1000 nats/byte  (unigram entropy 3.2500)"
+    assert lines[3] == "step 10/20  held-out loss 0.4000 nats/token  0.1000 nats/byte  unigram entropy 3.2500"
     assert len(lines) == 7 and "\x1b" not in stream.getvalue()
 
 
-def test_live_line_on_a_terminal(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
+def shown_on(width, tmp_path, monkeypatch):
+    """The lines that a terminal of `width` columns has in the end."""
+    monkeypatch.setenv("COLUMNS", str(width))
     stream = Terminal()
     log_run(tmp_path, stream=stream)
-    shown = stream.getvalue()
-    assert "\x1b[" in shown and "loss 0.4000" in shown and "held-out loss 0.4000" in shown
-    assert shown.rstrip().endswith("\x1b[?25h")  # the cursor is back
+    written = stream.getvalue()
+    assert max(map(len, re.split(r"\n|\r\x1b\[K", written))) <= width
+    return written, [line.rpartition("\x1b[K")[2] for line in written.split("\n")]
 
 
-def test_plain_lines_on_a_terminal_without_rich(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    stream = Terminal()
-    log_run(tmp_path, stream=stream)
-    assert "\x1b" not in stream.getvalue() and len(stream.getvalue().splitlines()) == 7
+def test_a_terminal_keeps_a_line_of_every_report_above_the_step_that_is_done(tmp_path, monkeypatch):
+    written, lines = shown_on(200, tmp_path, monkeypatch)
+    assert [line.split("  ")[0] for line in lines[:3]] == ["step  1/20", "step  5/20", "step 10/20"]
+    assert lines[-1] == "" and len(lines) == 8
+    assert "lr 1.00e-03  500 tok/s  1 GFLOP/s" in lines[0] and "unigram entropy 3.2500" in lines[3]
+    assert "step  7/20  ETA 0:30" in written and not any("step  7/20" in line for line in lines)
 
 
-def test_the_terminal_is_restored_after_an_error(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERM", "xterm")
+def test_a_line_fits_a_narrow_terminal(tmp_path, monkeypatch):
+    _, lines = shown_on(64, tmp_path, monkeypatch)
+    assert len(lines) == 8 and lines[0] == "step  1/20  loss 8.0000  norm 0.500  500 tok/s  ETA 0:38"
+    assert lines[3] == "step 10/20  held-out loss 0.4000 nats/token  0.1000 nats/byte"
+    fields = ("step 1000/5000", "loss 3.6564", "max load 3.64", "norm 2.310", "lr 1.00e-03", "7.63 ktok/s")
+    fields += ("70 GFLOP/s", "415 MB", "ETA 1:06:00")
+    monkeypatch.setenv("COLUMNS", "80")
+    Display(stream := Terminal(), lambda: 0.0).line(
+        *fields, first_to_go=("70 GFLOP/s", "415 MB", "lr 1.00e-03")
+    )
+    kept = "step 1000/5000  loss 3.6564  max load 3.64  norm 2.310  7.63 ktok/s  ETA 1:06:00"
+    assert stream.getvalue() == f"\r\x1b[K{kept}\n"
+
+
+def test_the_terminal_is_left_clean_after_an_error(tmp_path):
     stream = Terminal()
     with pytest.raises(RuntimeError, match="step failed"):
         with TrainLog(tmp_path, RUN, stream=stream) as log:
-            assert isinstance(log._display, LiveDisplay)
             log.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
+            log.step(2, loss=1.0, grad_norm=1.0, lr=1.0)
+            assert "step  2/20" in stream.getvalue().rpartition("\x1b[K")[2]
             raise RuntimeError("step failed")
-    assert stream.getvalue().rstrip().endswith("\x1b[?25h")
+    assert stream.getvalue().endswith("\r\x1b[K")
 
 
 def test_tensors_are_read_only_where_a_step_is_shown(tmp_path):
