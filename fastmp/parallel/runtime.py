@@ -104,11 +104,12 @@ def init(
 def main_guard(main: Callable[[], int | None]) -> int:
     """Run `main()` as this rank's whole program and return its exit status (None counts as 0).
 
-    An exception becomes one line on stderr, `fastmp: rank R: Type: message` (with the traceback under
-    FASTMP_DEBUG=1; a ValueError that lists mistakes keeps its indented lines), and status 1. In a job of
-    several ranks the process then leaves at once, without the interpreter's clean-up, which could wait for
-    peers; torchrun or the closed connections end the others within seconds. A crash in native code and a
-    collective that NCCL aborts at its timeout leave the Python stack on stderr.
+    An exception becomes one line on stderr, `fastmp: rank R: Type: message`, and status 1; FASTMP_DEBUG=1
+    adds the traceback. A process alone has no rank in it. A ValueError is a user's mistake: it has no type
+    in it and keeps its indented lines. In a job of several ranks the process then leaves at once, without
+    the interpreter's clean-up, which could wait for peers; torchrun or the closed connections end the others
+    within seconds. A crash in native code and a collective that NCCL aborts at its timeout leave the Python
+    stack on stderr.
     """
     try:
         env = Environment.read()
@@ -236,7 +237,8 @@ def _seconds(duration: timedelta) -> str:
 
 
 def _say(env: Environment, message: str) -> None:
-    sys.stderr.write(f"fastmp: rank {env.rank or 0}: {message}\n")  # one write: the lines of ranks stay whole
+    rank = f"rank {env.rank or 0}: " if env.world_size > 1 else ""
+    sys.stderr.write(f"fastmp: {rank}{message}\n")  # one write: the lines of ranks stay whole
     sys.stderr.flush()
 
 
@@ -252,8 +254,9 @@ def _summary(error: BaseException, env: Environment) -> str:
     """
     parts = str(error).split("\n  ") if isinstance(error, ValueError) else [str(error)]
     message = "\n  ".join(" ".join(part.split()) for part in parts)
-    names = [*(" ".join(note.split()) for note in getattr(error, "__notes__", ())), type(error).__name__]
-    text = ": ".join([*names, message] if message else names)
+    notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
+    kind = [] if type(error) is ValueError and message else [type(error).__name__]
+    text = ": ".join([*notes, *kind, *([message] if message else [])])
     if env.world_size > 1 and _lost_peer(error):
         return f"another rank is gone ({text.split('. ')[0]})"
     if isinstance(error, (ValueError, OSError)) or env.debug:

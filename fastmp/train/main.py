@@ -186,7 +186,7 @@ def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
             ranks = layout.pp * math.lcm(dense, experts)
             others = "".join(f"\n  {problem}" for problem in problems(recipe, ranks))
             raise ValueError(
-                f"fastmp train: parallel.{name} is {size}, but world_size is 1; start the ranks with "
+                f"parallel.{name} is {size}, but world_size is 1; start the ranks with "
                 f"torchrun --nproc-per-node {ranks} -m fastmp train{others}"
             )
     check_layout(recipe, runtime.world_size)
@@ -220,7 +220,7 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
     """The token files of `recipe`: the first rank of every machine builds them, the others wait for it."""
     cache_dir = Path(recipe.train.run_dir) / "data"
     if recipe.train.name == cache_dir.name:
-        raise ValueError(f"fastmp train: {cache_dir} is for token files; choose another name for the run")
+        raise ValueError(f"{cache_dir} is for token files; choose another name for the run")
     if runtime.local_rank == 0:
         data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
     if runtime.world_size > 1:
@@ -229,7 +229,7 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
         data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
     if data.vocab_size > recipe.model.vocab_size:
         raise ValueError(
-            f"fastmp train: the data has a vocabulary of {data.vocab_size} tokens, "
+            f"the data has a vocabulary of {data.vocab_size} tokens, "
             f"model.vocab_size is {recipe.model.vocab_size}"
         )
     if recipe.train.eval_interval:
@@ -246,7 +246,7 @@ def _claimed(run_dir: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(
-                f"fastmp train: another process is training into {run_dir}; choose another train.name"
+                f"another process is training into {run_dir}; choose another train.name"
             ) from None
         except OSError:
             pass  # a file system that cannot lock a directory (NFS) does without

@@ -121,8 +121,8 @@ def run_under_nsight(arguments: Sequence[str], recipe: Recipe) -> None:
     command = nsight_command(tool, arguments, recipe)
     print(shlex.join(command), flush=True)
     if shutil.which(tool) is None:
-        raise ValueError(f"fastmp train: {tool} is not on the PATH; the command above runs where it is")
+        raise ValueError(f"{tool} is not on the PATH; the command above runs where it is")
     if not torch.cuda.is_available():
-        raise ValueError(f"fastmp train: {tool} needs a GPU, and there is none; --profile torch does without")
+        raise ValueError(f"{tool} needs a GPU, and there is none; --profile torch does without")
     Path(recipe.train.run_dir).mkdir(parents=True, exist_ok=True)
     os.execvp(command[0], command)

@@ -249,7 +249,7 @@ def guarded(error: BaseException | None):
     ("error", "status", "line"),
     [
         (None, 0, ""),
-        (ValueError("heads 6\nis not  divisible by tp 4"), 1, "ValueError: heads 6 is not divisible by tp 4"),
+        (ValueError("heads 6\nis not  divisible by tp 4"), 1, "heads 6 is not divisible by tp 4"),
         (
             FileNotFoundError(2, "no such file", "text.bin"),
             1,
@@ -262,26 +262,26 @@ def guarded(error: BaseException | None):
 )
 def test_a_failure_is_one_line(launcher, capsys, error, status, line):
     assert main_guard(guarded(error)) == status
-    assert capsys.readouterr().err == (f"fastmp: rank 0: {line}\n" if line else "")
+    assert capsys.readouterr().err == (f"fastmp: {line}\n" if line else "")
 
 
 def test_mistakes_that_are_listed_stay_a_list(launcher, capsys):
     assert main_guard(guarded(ValueError("2 mistakes:\n  tp is 3\n  pp  is 5"))) == 1
-    assert capsys.readouterr().err == "fastmp: rank 0: ValueError: 2 mistakes:\n  tp is 3\n  pp is 5\n"
+    assert capsys.readouterr().err == "fastmp: 2 mistakes:\n  tp is 3\n  pp is 5\n"
 
 
 def test_a_note_says_where(launcher, capsys):
     error = KeyError("x")
     error.add_note("step 3")
     assert main_guard(guarded(error)) == 1
-    assert capsys.readouterr().err.startswith("fastmp: rank 0: step 3: KeyError: 'x' (")
+    assert capsys.readouterr().err.startswith("fastmp: step 3: KeyError: 'x' (")
 
 
 def test_debugging_adds_the_traceback(launcher, capsys):
     launcher(FASTMP_DEBUG=1)
     assert main_guard(guarded(KeyError("x"))) == 1
     err = capsys.readouterr().err
-    assert "Traceback" in err and err.endswith("fastmp: rank 0: KeyError: 'x'\n")
+    assert "Traceback" in err and err.endswith("fastmp: KeyError: 'x'\n")
 
 
 def test_the_status_of_the_program_is_kept(launcher):
@@ -339,7 +339,7 @@ def test_a_layout_that_does_not_fit_the_ranks_ends_the_job_with_a_clear_line(wor
     # a rank that is still connecting when the first one leaves can only say that
     lines = [line for line in lines if "another rank is gone" not in line]
     assert lines and all(
-        line.endswith("ValueError: RankGrid: world_size 3 is not a multiple of tp 2 x cp 1 x pp 1 = 2")
+        line.endswith(": RankGrid: world_size 3 is not a multiple of tp 2 x cp 1 x pp 1 = 2")
         for line in lines
     )
     assert time.monotonic() - start < 60 and not list(tmp_path.glob("result-*"))

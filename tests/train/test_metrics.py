@@ -95,7 +95,7 @@ def shown_on(width, tmp_path, monkeypatch):
 
 def test_a_terminal_keeps_a_line_of_every_report_above_the_step_that_is_done(tmp_path, monkeypatch):
     written, lines = shown_on(200, tmp_path, monkeypatch)
-    assert [line.split("  ")[0] for line in lines[:3]] == ["step  1/20", "step  5/20", "step 10/20"]
+    assert [line[:10] for line in lines[:3]] == ["step  1/20", "step  5/20", "step 10/20"]
     assert lines[-1] == "" and len(lines) == 8
     assert "lr 1.00e-03  500 tok/s  1 GFLOP/s" in lines[0] and "unigram entropy 3.2500" in lines[3]
     assert "step  7/20  ETA 0:30" in written and not any("step  7/20" in line for line in lines)
