@@ -37,7 +37,7 @@ from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import order
+from fastmp.parallel.schedule import Schedule
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
@@ -170,7 +170,7 @@ def host_times() -> Iterator[str]:
     yield f"{'inputs':>8}{'':>28}{'forward':>18}{'backward':>18}{'copies, a pair':>40}"
     for width in (1, 8):
         chain = LayerChain([_Wide(width)])
-        manager = GraphManager([chain], order(0, 1, MICROBATCHES), backend=NoBackend())
+        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=NoBackend())
         GradBuffer(chain.named_parameters())
         ours = Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step)
         bare = Host.of(lambda x, n=width: _Bare.apply(*(x,) * n), lambda: None)
@@ -240,7 +240,7 @@ def layer_case(
         GradBuffer(own.named_parameters())
         return own
 
-    steps = order(0, 1, MICROBATCHES)
+    steps = Schedule(1, MICROBATCHES).order(0)
     add(OURS, own_layer())
     chain = LayerChain([own_layer()])
     backend = RecordingBackend() if device == "cpu" else CudaBackend()
@@ -298,7 +298,7 @@ def steps_and_memory(rounds: int = 9) -> Iterator[str]:
         manager = None
         if name != "eager":
             backend = CudaBackend(rng) if on_gpu else RecordingBackend(rng)
-            steps = order(0, 1, MICROBATCHES)
+            steps = Schedule(1, MICROBATCHES).order(0)
             manager = GraphManager([model.layers], steps, backend=backend, scope=scope)
         times = []
         for _ in range(WARMUP + rounds):

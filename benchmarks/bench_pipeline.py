@@ -21,7 +21,7 @@ from fastmp.ops.wgrad import deferral
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.schedule import SCHEDULES, Step, orders
+from fastmp.parallel.schedule import SCHEDULES, Schedule, Step
 from fastmp.parallel.simulate import Costs, simulate
 from fastmp.testing import run_ranks
 
@@ -43,7 +43,7 @@ class _Shift(nn.Module):
 def make() -> tuple[Callable[[], object], Callable[[], object]]:
     """A step of the executor, and the bare loop."""
     chunks, data = [_Shift() for _ in range(CHUNKS)], [torch.zeros(1)] * MICROBATCHES
-    order = orders(1, MICROBATCHES, CHUNKS)
+    order = Schedule(1, MICROBATCHES, CHUNKS).orders()
     pipeline = Pipeline(chunks, order, group=None, inputs=lambda x: x, loss=lambda y, _: y.sum())
 
     def bare() -> None:
@@ -77,7 +77,7 @@ def between_ranks(rank: int, world: int) -> tuple[float, float]:
     group = ParallelGroups.create(RankGrid(world_size=world, pp=world)).pp
     chunk, data = _Shift(), [torch.zeros(1)] * MICROBATCHES
     options: dict[str, Any] = {"inputs": lambda x: x, "loss": lambda y, _: y.sum()}
-    pipeline = Pipeline([chunk], orders(world, MICROBATCHES), group=group, **options)
+    pipeline = Pipeline([chunk], Schedule(world, MICROBATCHES).orders(), group=group, **options)
     other = {"group": group, "group_dst": 1 - rank}
 
     def receive() -> Tensor:
@@ -175,7 +175,7 @@ def run_asleep(every: Sequence[Sequence[Step]], vpp: int, costs: Costs) -> tuple
 
 def bubble(rank: int, world: int, vpp: int, number: int, schedule: str, costs: Costs) -> float:
     """Idle over working time of all ranks, measured; for `run_ranks`."""
-    took, busy = run_asleep(orders(world, number, vpp, schedule=schedule), vpp, costs)
+    took, busy = run_asleep(Schedule(world, number, vpp, name=schedule).orders(), vpp, costs)
     return (world * took - busy) / busy
 
 
@@ -184,7 +184,7 @@ def bubbles() -> Iterator[str]:
     yield "bubble in % of the work, 4 ranks that sleep, 4 microbatches: measured, simulated"
     for vpp in (1, 2):
         for schedule in SCHEDULES:
-            expected = simulate(orders(4, 4, vpp, schedule=schedule), costs).bubble
+            expected = simulate(Schedule(4, 4, vpp, name=schedule).orders(), costs).bubble
             measured = run_ranks(bubble, 4, vpp, 4, schedule, costs)[0]
             yield f"{schedule:>12} vpp {vpp}{100 * measured:>10.2f}{100 * expected:>8.2f}"
 

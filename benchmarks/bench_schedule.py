@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from fastmp.parallel.schedule import SCHEDULES, order, orders
+from fastmp.parallel.schedule import SCHEDULES, Schedule
 from fastmp.parallel.simulate import Costs, simulate
 
 WORKLOADS = ()
@@ -41,7 +41,9 @@ def bubbles() -> Iterator[str]:
     for pp, vpp, num_microbatches in LAYOUTS:
         cells = []
         for costs in COSTS.values():
-            runs = {s: simulate(orders(pp, num_microbatches, vpp, schedule=s), costs) for s in SCHEDULES}
+            runs = {
+                s: simulate(Schedule(pp, num_microbatches, vpp, name=s).orders(), costs) for s in SCHEDULES
+            }
             for schedule, run in runs.items():
                 least = theory(pp, vpp, num_microbatches, schedule, costs)
                 assert run.bubble > least if costs.p2p else abs(run.bubble - least) < 1e-9, (schedule, costs)
@@ -56,8 +58,8 @@ def speeds(rounds: int = 3) -> Iterator[str]:
     yield f"{'pp':>4}{'vpp':>5}{'microbatches':>14}{'one order':>16}{'simulate all':>16}{'a step':>16}"
     for pp, vpp, num_microbatches in SPEEDS:
         steps = 2 * pp * vpp * num_microbatches
-        one = _least(partial(order, 0, pp, num_microbatches, vpp), 20)
-        ranks = orders(pp, num_microbatches, vpp)
+        one = _least(partial(Schedule(pp, num_microbatches, vpp).order, 0), 20)
+        ranks = Schedule(pp, num_microbatches, vpp).orders()
         whole = _least(partial(simulate, ranks), 1 if steps > 1_000_000 else rounds)
         times = (f"{one * 1e6:.0f} us", f"{whole * 1e3:.1f} ms", f"{whole / steps * 1e9:.0f} ns")
         yield f"{pp:>4}{vpp:>5}{num_microbatches:>14}" + "".join(f"{text:>16}" for text in times)
@@ -73,11 +75,11 @@ def _least(call: Callable[[], object], rounds: int) -> float:
 
 
 def test_order(benchmark):
-    benchmark(order, 0, 64, 512, 2)
+    benchmark(Schedule(64, 512, 2).order, 0)
 
 
 def test_simulate(benchmark):
-    benchmark(simulate, orders(64, 128, 2))
+    benchmark(simulate, Schedule(64, 128, 2).orders())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from fastmp.parallel.schedule import SCHEDULES
+
 
 def _option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
     """A field with this default, the `text` that `--help` shows for it, and the only values it may have."""
@@ -271,7 +273,7 @@ class ParallelConfig(_Checked):
     ep: int = _option(1, "expert parallelism: ranks that divide the experts")
     etp: int | None = _option(None, "ranks that divide each expert; none: tp")
     vpp: int = _option(1, "chunks of layers of a pipeline rank")
-    schedule: str = _option("1f1b", "order in which a pipeline rank works", ("1f1b", "zero_bubble"))
+    schedule: str = _option("1f1b", "order in which a pipeline rank works", SCHEDULES)
     microbatch_group_size: int | None = _option(
         None, "microbatches through a chunk before the next chunk; none: pp"
     )

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from fastmp.config import ParallelConfig, Recipe
 from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.schedule import warmup
+from fastmp.parallel.schedule import Schedule
 
-__all__ = ["Problem", "check_layout", "make_grid", "problems"]
+__all__ = ["Problem", "check_layout", "make_grid", "make_schedule", "problems"]
 
 
 class Problem(NamedTuple):
@@ -31,6 +31,11 @@ def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
     return RankGrid(
         world_size=world_size, tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
     )
+
+
+def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
+    """The schedule of `layout`; ValueError where it has no order for so many microbatches."""
+    return Schedule(layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
 
 
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
@@ -101,12 +106,11 @@ def _of_schedule(recipe: Recipe) -> Iterator[Problem]:
 
 def _refused(layout: ParallelConfig, num_microbatches: int | None = None) -> str | None:
     """Why there is no order for so many microbatches; None: for a whole number of groups."""
-    group_size = layout.microbatch_group_size
-    number = (group_size or layout.pp) if num_microbatches is None else num_microbatches
+    whole_group = layout.microbatch_group_size or layout.pp
     try:
-        warmup(0, layout.pp, number, layout.vpp, group_size, layout.schedule)
+        make_schedule(layout, whole_group if num_microbatches is None else num_microbatches)
     except ValueError as error:
-        return str(error).removeprefix("schedule: ").replace("group_size", "microbatch_group_size")
+        return str(error).removeprefix("Schedule: ").replace("group_size", "microbatch_group_size")
     return None
 
 

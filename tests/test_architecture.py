@@ -19,7 +19,7 @@ ALLOWED = {
     "fastmp._lazy": set(),
     "fastmp.__main__": {"cli"},
     "fastmp.commands": set(),
-    "fastmp.config": set(),
+    "fastmp.config": {"parallel.schedule"},
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
     "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},

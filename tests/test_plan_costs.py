@@ -22,7 +22,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import orders, peak_in_flight
+from fastmp.parallel.schedule import Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
 from fastmp.plan.memory import memory
@@ -163,7 +163,7 @@ def test_bytes_that_autograd_keeps(name, dtype):
     assert kept.bytes == 0
     with Kept(model) as kept:
         loss_of(model, *batch(made))
-    held = memory(made, shapes, orders(1, 1))[0]
+    held = memory(made, shapes, Schedule(1, 1).orders())[0]
     assert kept.most == pytest.approx(held.activations + on_cpu(shapes), rel=CLOSE)
 
 
@@ -260,7 +260,7 @@ def run_step(rank, size, made):
 def run_pipeline(made, shapes, groups, stages, tokens, targets):
     pipeline = Pipeline(
         stages,
-        orders(shapes.grid.pp, shapes.num_microbatches, made.parallel.vpp),
+        Schedule(shapes.grid.pp, shapes.num_microbatches, made.parallel.vpp).orders(),
         group=groups.pp,
         inputs=lambda item: item[0],
         loss=lambda hidden, item: stages[-1].token_losses(hidden, item[1], loss_grad_BS=1.0).sum(),
@@ -274,7 +274,7 @@ def test_bytes_on_ranks(made, dp):
     shapes, layout = shapes_of(made, size), made.parallel
     results = run_ranks(run_step, size, made)
     expected = traffic.step(made, shapes)
-    held = memory(made, shapes, orders(layout.pp, shapes.num_microbatches, layout.vpp))
+    held = memory(made, shapes, Schedule(layout.pp, shapes.num_microbatches, layout.vpp).orders())
     for rank, (sent, kept, owned) in enumerate(results):
         stage = rank // (size // layout.pp)
         assert owned == {name: getattr(held[stage], name) for name in owned}
@@ -290,19 +290,19 @@ def test_bytes_on_ranks(made, dp):
 def test_activations_follow_the_schedule(schedule):
     """Of equal chunks the fullest moment has as many as the schedule says."""
     made = recipe(replace(GPT2, num_layers=24), pp=4, vpp=2, microbatches=8, schedule=schedule)
-    sizes = (4, 8, 2, None, schedule)
+    planned = Schedule(4, 8, 2, name=schedule)
     shapes = shapes_of(made, 4)
     layer = sum(activations.layer_parts(shapes).values())
     ends = {0: activations.embedding(shapes), 3: activations.loss(shapes)}
-    for rank, held in enumerate(memory(made, shapes, orders(*sizes))):
-        chunks = peak_in_flight(rank, *sizes)
+    for rank, held in enumerate(memory(made, shapes, planned.orders())):
+        chunks = planned.peak_in_flight(rank)
         assert 0 <= held.activations - chunks * 3 * layer <= chunks * ends.get(rank, 0)
         if schedule == "1f1b":
             most = chunks * (3 * activations.layer_input(shapes, False) + ends.get(rank, 0)) + layer
             assert held.recomputed <= most < held.activations
-    last = memory(recipe(GPT2, pp=2, stage_layers=(2, 0), microbatches=4), shapes_of(made, 4), orders(2, 4))[
-        1
-    ]
+    last = memory(
+        recipe(GPT2, pp=2, stage_layers=(2, 0), microbatches=4), shapes_of(made, 4), Schedule(2, 4).orders()
+    )[1]
     assert last.activations == activations.loss(shapes)
 
 

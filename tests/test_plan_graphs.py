@@ -17,7 +17,7 @@ from fastmp.layout import make_grid, problems
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import peak_in_flight
+from fastmp.parallel.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.memory import stage_layers
 from fastmp.plan.segments import runs, whole_runs
@@ -143,7 +143,7 @@ def test_buffers_follow_what_is_in_flight():
     for number in (8, 32):
         made = recipe(replace(DENSE, num_layers=16), microbatches=number, pp=4, vpp=2)
         ranks = graph_facts(scoped(made, ["attention"]), 4)["ranks"]
-        peaks = [peak_in_flight(rank, 4, number, 2) for rank in range(4)]
+        peaks = [Schedule(4, number, 2).peak_in_flight(rank) for rank in range(4)]
         assert [own["inputs"] for own in ranks] == [2 * peak for peak in peaks] == [22, 18, 14, 10]
         assert [own["graphs"] for own in ranks] == [2 * 4 * number] * 4
 

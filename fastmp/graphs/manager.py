@@ -45,8 +45,8 @@ class GraphManager:
 
     chains: a `LayerChain` for each chunk; its forward is replaced until `remove`, or until nobody holds the
         manager. Copies of a chain run by themselves.
-    order: the steps of this rank (see `fastmp.parallel.schedule.order`), for the number of microbatches that
-        every training step has.
+    order: the steps of this rank, from `Schedule.order(rank)`, for the number of microbatches that every
+        training step has.
     backend: `RecordingBackend` on a CPU; one of its own, for graphs share memory in the order of a step.
     scope: what to capture, see `fastmp.graphs.plan.captured_segments`; None: all that can be.
     warmup: training steps that run eagerly first, one or more; the last of them shows shapes.

@@ -11,7 +11,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "grid": "RankGrid",
-        "schedule": "Step",
+        "schedule": "Schedule Step",
         "simulate": "Costs",
         "pipeline": "Pipeline PipelineError PipelineResult StageOutput",
         "groups": "ParallelGroups",

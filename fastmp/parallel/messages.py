@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step, table
+from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
 from fastmp.parallel.simulate import simulate
 
 __all__ = ["Message", "Program", "forward_orders", "program"]
@@ -74,4 +74,5 @@ def program(rank: int, orders: Sequence[Sequence[Step]], *, forward_only: bool =
 
 def forward_orders(pp: int, num_microbatches: int, vpp: int = 1) -> tuple[tuple[Step, ...], ...]:
     """Orders of all ranks for forwards alone, as in evaluation; any number of microbatches."""
-    return (tuple(Step(FORWARD, *entry) for entry in table(num_microbatches, vpp, pp)),) * pp
+    table = Schedule(pp, num_microbatches, vpp, check=False).table()  # a short last group is no matter here
+    return (tuple(Step(FORWARD, *entry) for entry in table),) * pp

@@ -98,7 +98,7 @@ class Pipeline:
     A chunk returns a tensor, a sequence of tensors or a `StageOutput`.
 
     chunks: this rank's modules, the same number on every rank.
-    orders: for every rank its steps, as `schedule.orders` gives them. Where backwards are split, the weights
+    orders: the steps of every rank, as `Schedule.orders()` gives them. Where backwards are split, the weights
         of fastmp's linear layers and experts get their gradients in "backward_weight"; everything else,
         modules of other kinds included, in "backward_input".
     group: the pipeline's ranks; None for this rank alone.

@@ -12,6 +12,7 @@ the next. Backwards walk the same table with the chunks reversed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ FORWARD, BACKWARD = "forward", "backward"
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
 KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 SCHEDULES = ("1f1b", "zero_bubble")
+SPLIT_SCHEDULES = ("zero_bubble",)  # a backward is two steps, of inputs and of weights
 
 
 class Step(NamedTuple):
@@ -36,84 +38,134 @@ class Step(NamedTuple):
         return f"{self.kind} of microbatch {self.microbatch} chunk {self.chunk}"
 
 
-def order(
-    rank: int,
-    pp: int,
-    num_microbatches: int,
-    vpp: int = 1,
-    group_size: int | None = None,
-    schedule: str = "1f1b",
-) -> tuple[Step, ...]:
-    """What pipeline rank `rank` of `pp` does in one training step with `num_microbatches` microbatches.
+@dataclass(frozen=True)
+class Schedule:
+    """The orders in which the ranks of a pipeline run one training step.
+
+    pp: pipeline ranks.
+    num_microbatches: microbatches of one step.
+    vpp: chunks of the model on each rank.
+    group_size: microbatches that go through a chunk before the next chunk; None: pp. Ignored where vpp is 1.
+    name: one of `SCHEDULES`.
 
     "1f1b" with pp 1 is a forward and its backward for each microbatch; with vpp 1 it is 1F1B with a flush
-    (Narayanan et al. 2020, arXiv:2006.09503); with vpp chunks a rank it is interleaved 1F1B (Narayanan et al.
-    2021, arXiv:2104.04473), which passes `group_size` microbatches (None: pp) through a chunk before it turns
-    to the next. "zero_bubble" splits backwards and puts those of weights off to where 1F1B idles (ZB-H1 of
-    Qi et al. 2023, arXiv:2401.10241, here with any vpp).
+    (Narayanan et al. 2020, arXiv:2006.09503); with more chunks it is interleaved 1F1B (Narayanan et al. 2021,
+    arXiv:2104.04473). "zero_bubble" splits backwards and defers those of weights to where 1F1B idles (ZB-H1
+    of Qi et al. 2023, arXiv:2401.10241, here with any vpp).
 
     ValueError if a size is not positive, or if an interleaved order would deadlock or stall: group_size < pp,
-    or a last group of fewer than pp microbatches.
+    or a last group of fewer than pp microbatches. With `check=False` such orders are made all the same, for a
+    simulator to show why.
     """
-    group_size = _check(pp, num_microbatches, vpp, group_size, schedule)
-    _check_rank(rank, pp)
-    return build(rank, pp, num_microbatches, vpp, group_size, schedule)
 
+    pp: int
+    num_microbatches: int
+    vpp: int = 1
+    group_size: int | None = None
+    name: str = "1f1b"
+    check: InitVar[bool] = field(default=True, kw_only=True)
 
-def orders(
-    pp: int, num_microbatches: int, vpp: int = 1, group_size: int | None = None, schedule: str = "1f1b"
-) -> tuple[tuple[Step, ...], ...]:
-    """The orders of all ranks; arguments and errors as in `order`."""
-    group_size = _check(pp, num_microbatches, vpp, group_size, schedule)
-    return tuple(build(rank, pp, num_microbatches, vpp, group_size, schedule) for rank in range(pp))
+    def __post_init__(self, check: bool) -> None:
+        sizes = {"pp": self.pp, "num_microbatches": self.num_microbatches, "vpp": self.vpp}
+        if self.group_size is not None:
+            sizes["group_size"] = self.group_size
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"Schedule: {name} must be a positive integer, got {size!r}")
+        if self.name not in SCHEDULES:
+            raise ValueError(f"Schedule: unknown schedule {self.name!r}; choose from {', '.join(SCHEDULES)}")
+        if check and self.vpp > 1:
+            self._check_groups()
 
+    def _check_groups(self) -> None:
+        group_size, last = self._group_size, self.num_microbatches % self._group_size
+        if group_size < self.pp:
+            raise ValueError(
+                f"Schedule: group_size {group_size} is less than pp {self.pp}: with vpp {self.vpp} the ranks "
+                f"would wait for each other; use {self.pp} or more"
+            )
+        if 0 < last < self.pp:
+            raise ValueError(
+                f"Schedule: num_microbatches {self.num_microbatches} leaves a last group of {last} for "
+                f"group_size {group_size}, fewer than pp {self.pp}: with vpp {self.vpp} the ranks would wait "
+                f"for each other; use a multiple of {group_size} or another group_size"
+            )
 
-def warmup(
-    rank: int,
-    pp: int,
-    num_microbatches: int,
-    vpp: int = 1,
-    group_size: int | None = None,
-    schedule: str = "1f1b",
-) -> int:
-    """How many forwards a rank runs before its first forward-backward pair; arguments as in `order`."""
-    group_size = _check(pp, num_microbatches, vpp, group_size, schedule)
-    _check_rank(rank, pp)
-    return _warmup(rank, pp, num_microbatches, vpp, group_size, schedule)
+    def order(self, rank: int) -> tuple[Step, ...]:
+        """The steps of pipeline rank `rank`. ValueError for a rank outside the pipeline, here and below."""
+        forwards, first = self._steps(FORWARD), self.warmup(rank)
+        both, rest = len(forwards) - first, forwards[first:]
+        if not self.splits_backwards:
+            backwards = self._steps(BACKWARD)
+            steady = [step for pair in zip(rest, backwards) for step in pair]
+            return (*forwards[:first], *steady, *backwards[both:])
+        inputs, weights = self._steps(BACKWARD_INPUT), self._steps(BACKWARD_WEIGHT)
+        delay = self._delay(rank)
+        out = list(forwards[:first])
+        for i, step in enumerate(inputs):
+            if i < both:
+                out.append(rest[i])
+            out.append(step)
+            if i >= delay:
+                out.append(weights[i - delay])
+        return (*out, *weights[max(len(weights) - delay, 0) :])
 
+    def orders(self) -> tuple[tuple[Step, ...], ...]:
+        """The orders of all ranks."""
+        return tuple(self.order(rank) for rank in range(self.pp))
 
-def peak_in_flight(
-    rank: int,
-    pp: int,
-    num_microbatches: int,
-    vpp: int = 1,
-    group_size: int | None = None,
-    schedule: str = "1f1b",
-) -> int:
-    """How many chunk activations a rank holds at most: forwards that are not wholly backwarded.
+    def warmup(self, rank: int) -> int:
+        """How many forwards a rank runs before its first forward-backward pair.
 
-    1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble: deferred backwards of weights come on top,
-    as many as the number of the rank. Arguments and errors as in `order`.
-    """
-    group_size = _check(pp, num_microbatches, vpp, group_size, schedule)
-    _check_rank(rank, pp)
-    deferred = _delay(rank, schedule)
-    return min(
-        _warmup(rank, pp, num_microbatches, vpp, group_size, schedule) + 1 + deferred, num_microbatches * vpp
-    )
+        It lasts until the first backward has come up from the last stage. With interleaved 1F1B that is two
+        forwards for each rank on the way: each takes the time of a forward and a backward until the first
+        backward comes up, and a rank that idled meanwhile would keep those behind it waiting. Backwards of
+        inputs alone are fast enough for one forward a rank.
+        """
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.pp:
+            raise ValueError(f"Schedule: rank must be in [0, {self.pp}), the pipeline ranks, got {rank!r}")
+        behind = self.pp - 1 - rank
+        if self.vpp > 1 and self.splits_backwards:
+            behind += (self.vpp - 1) * min(self._group_size, self.num_microbatches)
+        elif self.vpp > 1:
+            behind += behind + (self.vpp - 1) * self._group_size
+        return min(behind, self.num_microbatches * self.vpp)
 
+    def peak_in_flight(self, rank: int) -> int:
+        """How many chunk activations a rank holds at most: forwards whose backward is not complete.
 
-def table(num_microbatches: int, vpp: int = 1, group_size: int = 1) -> tuple[tuple[int, int], ...]:
-    """(microbatch, chunk) of the k-th forward, the same for every rank. The last group may be short.
+        1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble: the deferred backwards of weights, as
+        many as the number of the rank, come on top.
+        """
+        return min(self.warmup(rank) + 1 + self._delay(rank), self.num_microbatches * self.vpp)
 
-    The k-th backward has the same microbatch, and chunk vpp - 1 - chunk.
-    """
-    return tuple(
-        (microbatch, chunk)
-        for first in range(0, num_microbatches, group_size)
-        for chunk in range(vpp)
-        for microbatch in range(first, min(first + group_size, num_microbatches))
-    )
+    def table(self) -> tuple[tuple[int, int], ...]:
+        """(microbatch, chunk) of the k-th forward, the same for every rank. The last group may be short.
+
+        The k-th backward has the same microbatch, and chunk vpp - 1 - chunk.
+        """
+        return _table(self.num_microbatches, self.vpp, self._group_size)
+
+    @property
+    def _group_size(self) -> int:
+        return self.pp if self.group_size is None else self.group_size
+
+    @property
+    def splits_backwards(self) -> bool:
+        """Whether backwards of inputs and of weights are steps of their own."""
+        return self.name in SPLIT_SCHEDULES
+
+    def _delay(self, rank: int) -> int:
+        """By how many backwards of inputs a rank's backwards of weights lag.
+
+        The lag grows with the rank, for the end of the step: the last rank runs out of other work first, and
+        rank 0 has backwards of weights between the last gradients that come up to it. The warm-up shrinks as
+        the lag grows, so every rank holds as many activations.
+        """
+        return rank if self.splits_backwards else 0
+
+    def _steps(self, kind: str) -> tuple[Step, ...]:
+        return _steps(kind, self.num_microbatches, self.vpp, self._group_size)
 
 
 def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
@@ -141,29 +193,14 @@ def integers(steps: Iterable[Step]) -> list[int]:
     return numbers
 
 
-def build(
-    rank: int, pp: int, num_microbatches: int, vpp: int, group_size: int, schedule: str
-) -> tuple[Step, ...]:
-    """`order` without its checks: also the orders that it refuses, for a simulator to show why."""
-    split = schedule == "zero_bubble"
-    forwards = _steps(FORWARD, num_microbatches, vpp, group_size)
-    first = _warmup(rank, pp, num_microbatches, vpp, group_size, schedule)
-    both, rest = len(forwards) - first, forwards[first:]
-    if not split:
-        backwards = _steps(BACKWARD, num_microbatches, vpp, group_size)
-        steady = [step for pair in zip(rest, backwards) for step in pair]
-        return (*forwards[:first], *steady, *backwards[both:])
-    inputs = _steps(BACKWARD_INPUT, num_microbatches, vpp, group_size)
-    weights = _steps(BACKWARD_WEIGHT, num_microbatches, vpp, group_size)
-    delay = _delay(rank, schedule)
-    out = list(forwards[:first])
-    for i, step in enumerate(inputs):
-        if i < both:
-            out.append(rest[i])
-        out.append(step)
-        if i >= delay:
-            out.append(weights[i - delay])
-    return (*out, *weights[max(len(weights) - delay, 0) :])
+@lru_cache(maxsize=32)
+def _table(num_microbatches: int, vpp: int, group_size: int) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (microbatch, chunk)
+        for first in range(0, num_microbatches, group_size)
+        for chunk in range(vpp)
+        for microbatch in range(first, min(first + group_size, num_microbatches))
+    )
 
 
 @lru_cache(maxsize=32)
@@ -172,60 +209,5 @@ def _steps(kind: str, num_microbatches: int, vpp: int, group_size: int) -> tuple
     last = vpp - 1
     return tuple(
         Step(kind, microbatch, chunk if kind == FORWARD else last - chunk)
-        for microbatch, chunk in table(num_microbatches, vpp, group_size)
+        for microbatch, chunk in _table(num_microbatches, vpp, group_size)
     )
-
-
-def _warmup(rank: int, pp: int, num_microbatches: int, vpp: int, group_size: int, schedule: str) -> int:
-    """Until the first backward has come up from the last stage.
-
-    Interleaved 1F1B, two a rank: each rank on the way takes a forward and a backward's time until the first
-    backward comes up, and a rank that idled meanwhile would keep those behind it waiting. Backwards of inputs
-    alone are fast enough for one a rank.
-    """
-    behind = pp - 1 - rank
-    if vpp > 1 and schedule == "zero_bubble":
-        behind += (vpp - 1) * min(group_size, num_microbatches)
-    elif vpp > 1:
-        behind += behind + (vpp - 1) * group_size
-    return min(behind, num_microbatches * vpp)
-
-
-def _delay(rank: int, schedule: str) -> int:
-    """By how many backwards of inputs a rank's backwards of weights lag.
-
-    Rank by rank more, for the end: the last rank runs out of other work first, rank 0 has weights to do in
-    between the last backwards that come up to it. With the warm-up, which is rank by rank less, every rank
-    holds as much.
-    """
-    return rank if schedule == "zero_bubble" else 0
-
-
-def _check(pp: int, num_microbatches: int, vpp: int, group_size: int | None, schedule: str) -> int:
-    """The group size, or ValueError."""
-    sizes = {"pp": pp, "num_microbatches": num_microbatches, "vpp": vpp}
-    for name, size in (sizes if group_size is None else {**sizes, "group_size": group_size}).items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"schedule: {name} must be a positive integer, got {size!r}")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule: unknown schedule {schedule!r}; choose from {', '.join(SCHEDULES)}")
-    group_size = pp if group_size is None else group_size
-    if vpp == 1:
-        return group_size
-    if group_size < pp:
-        raise ValueError(
-            f"schedule: group_size {group_size} is less than pp {pp}: with vpp {vpp} the ranks would wait "
-            f"for each other; use {pp} or more"
-        )
-    if 0 < num_microbatches % group_size < pp:
-        raise ValueError(
-            f"schedule: num_microbatches {num_microbatches} leaves a last group of "
-            f"{num_microbatches % group_size} for group_size {group_size}, fewer than pp {pp}: with vpp "
-            f"{vpp} the ranks would wait for each other; use a multiple of {group_size} or another group_size"
-        )
-    return group_size
-
-
-def _check_rank(rank: int, pp: int) -> None:
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < pp:
-        raise ValueError(f"schedule: rank must be in [0, {pp}), the pipeline ranks, got {rank!r}")

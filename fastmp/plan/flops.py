@@ -8,6 +8,7 @@ vocabulary. Attention counts the keys that a token sees; loads of experts are al
 from __future__ import annotations
 
 from fastmp.config import Recipe
+from fastmp.parallel.schedule import SPLIT_SCHEDULES
 from fastmp.plan.memory import stage_layers
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_flops_per_token
@@ -40,6 +41,6 @@ def _not_repeated(recipe: Recipe) -> float:
     A product whose weight gradient can be deferred keeps its input only behind it.
     """
     model = recipe.model
-    if model.moe is not None or model.dropout or recipe.parallel.schedule == "zero_bubble":
+    if model.moe is not None or model.dropout or recipe.parallel.schedule in SPLIT_SCHEDULES:
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_size

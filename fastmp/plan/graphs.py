@@ -11,13 +11,12 @@ from typing import Any
 
 from fastmp.config import Recipe
 from fastmp.graphs.plan import RunSpec, TensorSpec, captured_segments, plan
+from fastmp.layout import make_schedule
 from fastmp.parallel.schedule import (
     BACKWARD,
     BACKWARD_WEIGHT,
     FORWARD,
     Step,
-    order,
-    peak_in_flight,
     with_loss,
 )
 from fastmp.plan.memory import stage_layers
@@ -94,11 +93,11 @@ def _rank_facts(
     recipe: Recipe, num_microbatches: int, rank: int, chunks: Sequence[Sequence[RunSpec]]
 ) -> dict[str, Any]:
     layout = recipe.parallel
-    sizes = (rank, layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
-    steps: Sequence[Step] = order(*sizes)
+    schedule = make_schedule(layout, num_microbatches)
+    steps: Sequence[Step] = schedule.order(rank)
     if len(chunks) > layout.vpp:
         steps = [*with_loss(steps, layout.vpp - 1)]
-    planned, peak = plan(steps, chunks), peak_in_flight(*sizes)
+    planned, peak = plan(steps, chunks), schedule.peak_in_flight(rank)
     kinds = [len({step.kind for step in steps if step.chunk == chunk}) for chunk in range(len(chunks))]
     graphs = sum(
         1 if run.gradients is None else own for runs, own in zip(chunks, kinds, strict=True) for run in runs

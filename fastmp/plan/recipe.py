@@ -11,8 +11,7 @@ from typing import Any
 
 from fastmp.commands import Parser
 from fastmp.config import Recipe
-from fastmp.layout import problems
-from fastmp.parallel.schedule import orders
+from fastmp.layout import make_schedule, problems
 from fastmp.parallel.simulate import Costs, Simulation, simulate
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
@@ -123,8 +122,7 @@ def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
         backward_input=[number * (2 if layout.recompute else 1) for number in layers],
         backward_weight=layers,
     )
-    sizes = (layout.pp, shapes.num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
-    return simulate(orders(*sizes), costs)
+    return simulate(make_schedule(layout, shapes.num_microbatches).orders(), costs)
 
 
 def _positive(sent: Mapping[str, int]) -> dict[str, int]:

@@ -12,10 +12,9 @@ from fastmp.parallel.schedule import (
     BACKWARD_WEIGHT,
     FORWARD,
     SCHEDULES,
+    Schedule,
     Step,
     integers,
-    orders,
-    warmup,
 )
 from fastmp.parallel.simulate import Costs, Simulation, simulate
 
@@ -52,16 +51,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--plot", metavar="FILE", help="draw it: png, svg or pdf")
     options = parser.parse_args(arguments)
     costs = Costs(options.forward, options.backward_input, options.backward_weight, options.p2p)
-    chosen = (options.schedule, options.group_size)
+    sizes = (options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule)
     try:
-        run = simulate(
-            orders(options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule),
-            costs,
-        )
+        schedule = Schedule(*sizes)
+        run = simulate(schedule.orders(), costs)
         if options.plot:
-            _plot_schedule(run, options.schedule, options.plot)
+            _plot_schedule(run, schedule, options.plot)
     except (ValueError, OSError) as error:
-        what = str(error).removeprefix("schedule: ").removeprefix("simulate: ")
+        what = str(error).removeprefix("Schedule: ").removeprefix("simulate: ")
         print(f"fastmp plan schedule: {what}", file=sys.stderr)
         return 2
     except ImportError:
@@ -69,32 +66,29 @@ def main(arguments: list[str]) -> int:
         print(f"fastmp plan schedule: {what}", file=sys.stderr)
         return 2
     print(
-        json.dumps(schedule_facts(run, *chosen))
+        json.dumps(schedule_facts(run, schedule))
         if options.json
-        else "\n".join(describe_schedule(run, *chosen))
+        else "\n".join(describe_schedule(run, schedule))
     )
     return 0
 
 
-def schedule_facts(run: Simulation, schedule: str, group_size: int | None) -> dict[str, object]:
+def schedule_facts(run: Simulation, schedule: Schedule) -> dict[str, object]:
     """Orders, as integers or, with split backwards, as [kind, microbatch, chunk], and their figures."""
-    pp = len(run.orders)
-    split = schedule != "1f1b"
-    sizes = (pp, run.num_microbatches, run.vpp, group_size, schedule)
+    split = schedule.splits_backwards
     return {
         "orders": [[list(step) for step in order] if split else integers(order) for order in run.orders],
-        "warmup": [warmup(rank, *sizes) for rank in range(pp)],
+        "warmup": [schedule.warmup(rank) for rank in range(schedule.pp)],
         "peak_in_flight": list(run.peak_activations),
         "bubble": run.bubble,
     }
 
 
-def describe_schedule(run: Simulation, schedule: str, group_size: int | None) -> Iterator[str]:
+def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
     """The lines a person reads: figures, then each rank's steps as chunk + 1, with - for a backward."""
-    pp, path = len(run.orders), run.critical_path
-    sizes = (pp, run.num_microbatches, run.vpp, group_size, schedule)
-    groups = f" in groups of {group_size or pp}" if run.vpp > 1 else ""
-    yield f"{schedule}: pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
+    pp, path = schedule.pp, run.critical_path
+    groups = f" in groups of {schedule.group_size or pp}" if run.vpp > 1 else ""
+    yield f"{schedule.name}: pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
     yield (
         f"bubble {run.bubble:.4g} of the work: ranks idle {run.bubble / (1 + run.bubble):.1%} of "
         f"{run.makespan:g}, while a forward takes {run.costs.forward:g}, its backward "
@@ -111,7 +105,7 @@ def describe_schedule(run: Simulation, schedule: str, group_size: int | None) ->
         texts = [_short(step) for step in order]
         if len(texts) > _MOST_STEPS:
             texts = [*texts[: _MOST_STEPS // 2], "...", *texts[-_MOST_STEPS // 4 :]]
-        first, peak = warmup(rank, *sizes), run.peak_activations[rank]
+        first, peak = schedule.warmup(rank), run.peak_activations[rank]
         yield f"rank {rank:<{width}}  warm-up {first:<3} peak {peak:<3}  {' '.join(texts)}"
 
 
@@ -122,11 +116,9 @@ def _short(step: Step) -> str:
     return f"{sign}{step.chunk + 1}{half}"
 
 
-def _plot_schedule(run: Simulation, schedule: str, out: str) -> None:
+def _plot_schedule(run: Simulation, schedule: Schedule, out: str) -> None:
     from fastmp.parallel.schedule_plot import draw
 
-    pp = len(run.orders)
-    title = (
-        f"{schedule}, pp {pp}, vpp {run.vpp}, {run.num_microbatches} microbatches: bubble {run.bubble:.3g}"
-    )
-    draw([run.timeline(rank) for rank in range(pp)], out, title=title)
+    sizes = f"pp {schedule.pp}, vpp {schedule.vpp}, {schedule.num_microbatches} microbatches"
+    title = f"{schedule.name}, {sizes}: bubble {run.bubble:.3g}"
+    draw([run.timeline(rank) for rank in range(schedule.pp)], out, title=title)

@@ -19,7 +19,7 @@ from fastmp.nn.stages import GPTStage, gpt_stages, layers_of_stages, sum_tied_gr
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.context import cut_sequence, own_positions
 from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import Schedule
 from fastmp.train.data import IGNORE_INDEX
 from fastmp.train.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
 
@@ -107,7 +107,7 @@ def pipeline_next_logits(
 
     pipeline = Pipeline(
         stages,
-        orders(pp, pp, vpp),
+        Schedule(pp, pp, vpp).orders(),
         group=group,
         inputs=lambda batch: cut_sequence(batch[0], cp_group),
         loss=logits,

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fastmp.nn.segment import LayerChain
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
-from fastmp.parallel.schedule import Step, order, orders, with_loss
+from fastmp.parallel.schedule import Schedule, Step, with_loss
 from fastmp.profiling import region
 from fastmp.train.whole import Whole
 
@@ -63,7 +63,7 @@ class PipelineLoss:
 
     inputs: (batch) -> tensors for the first stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
-    schedule, group_size: the order of the steps, as in `fastmp.parallel.schedule.order`.
+    schedule, group_size: `name` and `group_size` of the `fastmp.parallel.schedule.Schedule`.
     after_reduce: called on every rank once the gradients of a step are summed over data-parallel ranks: for
         parameters that several stages share. Later sums could give each of their copies other bits.
     layout: JSON-able facts that say which stage holds what; a checkpoint with others is refused.
@@ -101,7 +101,7 @@ class WholeModel:
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """The steps of this rank in training."""
-        return order(0, 1, num_microbatches)
+        return Schedule(1, num_microbatches).order(0)
 
     def whole(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
         """Chains for graphs that hold all of a step's microbatches, which train through them from now on, and
@@ -168,7 +168,7 @@ class Chunks:
         _check_something_to_train(self.chunks, self.group)
         self.pipeline = Pipeline(
             self.chunks,
-            orders(pp, num_microbatches, vpp, functions.group_size, functions.schedule),
+            Schedule(pp, num_microbatches, vpp, functions.group_size, functions.schedule).orders(),
             group=self.group,
             inputs=functions.inputs,
             loss=self._loss,

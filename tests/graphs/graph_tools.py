@@ -13,7 +13,7 @@ from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import order
+from fastmp.parallel.schedule import Schedule
 
 SMALL = {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 64, "max_seq_len": 16}
 DENSE = GPTConfig(**SMALL, dropout=0.2, attention_dropout=0.1)
@@ -55,7 +55,9 @@ def train(
     manager = None
     if graphs:
         backend = RecordingBackend(rng) if device == "cpu" else CudaBackend(rng)
-        manager = GraphManager([model.layers], order(0, 1, num_microbatches), backend=backend, scope=scope)
+        manager = GraphManager(
+            [model.layers], Schedule(1, num_microbatches).order(0), backend=backend, scope=scope
+        )
     data, seen = torch.Generator().manual_seed(5), []
     for _ in range(steps):
         zero()

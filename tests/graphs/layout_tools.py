@@ -21,7 +21,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import Schedule
 
 STEPS = 20
 # Vocabulary and sequence are small: what is in graphs are the layers.
@@ -95,7 +95,7 @@ class Training:
             self.optimizer = AdamW(self.grads.parameters.items(), lr=1e-2)
         else:
             self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-2)
-        order = orders(group_size(pp), layout.microbatches, layout.vpp, None, layout.schedule)
+        order = Schedule(group_size(pp), layout.microbatches, layout.vpp, None, layout.schedule).orders()
         self.pipeline = Pipeline(self.stages, order, group=pp, inputs=lambda batch: batch[0], loss=self._loss)
         self.manager = None
         if graphs:

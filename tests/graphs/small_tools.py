@@ -10,7 +10,7 @@ from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import Segment, SingleSegment
 from fastmp.nn.segment import SegmentedLayer
-from fastmp.parallel.schedule import order
+from fastmp.parallel.schedule import Schedule
 
 SHAPE = (3, 4)
 
@@ -46,7 +46,7 @@ class Parts(SegmentedLayer):
 
 def managed(chain, graphs, microbatches=2, **options):
     options.setdefault("backend", RecordingBackend())
-    return GraphManager([chain], order(0, 1, microbatches), **options) if graphs else None
+    return GraphManager([chain], Schedule(1, microbatches).order(0), **options) if graphs else None
 
 
 def total(outputs):

@@ -19,7 +19,7 @@ from fastmp.graphs.manager import GraphManager
 from fastmp.nn import GPT, LayerChain
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import order
+from fastmp.parallel.schedule import Schedule
 
 pytestmark = pytest.mark.gpu
 CUDA = {"device": "cuda"}
@@ -59,7 +59,7 @@ def managed():
     """A model in graphs, and a step of it: two microbatches of equal tokens, and their losses."""
     rng = RngTracker(3, device="cuda")
     model = GPT(DENSE, groups=ParallelGroups.alone(), rng=rng, device="cuda", dtype=torch.bfloat16)
-    manager = GraphManager([model.layers], order(0, 1, 2), backend=CudaBackend(rng))
+    manager = GraphManager([model.layers], Schedule(1, 2).order(0), backend=CudaBackend(rng))
     ids = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
 
     def step():
@@ -169,7 +169,7 @@ def test_training_goes_on_after_a_capture_that_failed():
         rng = RngTracker(3, device="cuda")
         torch.manual_seed(0)
         chain, seen = LayerChain([nn.Linear(4, 4), Reads(), nn.Linear(4, 4)]).cuda(), []
-        manager = GraphManager([chain], order(0, 1, 1), backend=CudaBackend(rng)) if graphs else None
+        manager = GraphManager([chain], Schedule(1, 1).order(0), backend=CudaBackend(rng)) if graphs else None
         for step in range(7):
             chain[1].module.now = graphs and step == 2
             if graphs:
@@ -200,7 +200,7 @@ class Reduced(nn.Linear):
 def test_a_process_group_is_destroyed_behind_its_graphs():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     chain, x = LayerChain([Reduced(4, 4)]).cuda(), torch.ones(2, 4, device="cuda")
-    manager = GraphManager([chain], order(0, 1, 1), backend=CudaBackend())
+    manager = GraphManager([chain], Schedule(1, 1).order(0), backend=CudaBackend())
     for _ in range(4):
         manager.begin_step()
         (y,) = chain(x)

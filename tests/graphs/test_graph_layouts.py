@@ -13,7 +13,7 @@ from layout_tools import DENSE_4, MOE_4, SOME, Layout, assert_same, train
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import peak_in_flight
+from fastmp.parallel.schedule import Schedule
 from fastmp.testing import run_ranks
 
 DENSE_2, MOE_2 = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))
@@ -37,7 +37,7 @@ def num_runs(layout, scope, groups):
 def check_counts(layout, scope, groups, manager):
     pp, rank = group_size(groups.pp), group_rank(groups.pp)
     runs, plan = num_runs(layout, scope, groups), manager.plan
-    peak = peak_in_flight(rank, pp, layout.microbatches, layout.vpp, None, layout.schedule)
+    peak = Schedule(pp, layout.microbatches, layout.vpp, None, layout.schedule).peak_in_flight(rank)
     kinds = 3 if layout.schedule == ZERO_BUBBLE else 2
     turns = layout.microbatches * layout.vpp if peak > 1 else 1  # one after the other they share graphs
     assert plan.num_graphs == kinds * runs * turns

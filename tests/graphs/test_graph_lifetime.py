@@ -17,7 +17,7 @@ from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import LayerChain
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.parallel.schedule import order
+from fastmp.parallel.schedule import Schedule
 
 
 def step(chain, manager=None):
@@ -79,7 +79,7 @@ def test_removed_twice_and_on_the_way():
 def test_removed_before_the_gradients_of_weights_are_made():
     chain, queue = LayerChain([linear()]), WgradQueue()
     manager = GraphManager(
-        [chain], order(0, 1, 1, schedule="zero_bubble"), backend=RecordingBackend(), warmup=1
+        [chain], Schedule(1, 1, name="zero_bubble").order(0), backend=RecordingBackend(), warmup=1
     )
     for number in range(4):
         manager.begin_step()
@@ -151,7 +151,7 @@ def test_two_managers_for_the_layers_of_two_models():
     def run(graphs):
         chains = [LayerChain([linear(), nn.Tanh(), linear()]) for _ in range(2)]
         managers = [
-            GraphManager([chain], order(0, 1, 1), backend=RecordingBackend(), warmup=warmup)
+            GraphManager([chain], Schedule(1, 1).order(0), backend=RecordingBackend(), warmup=warmup)
             for chain, warmup in zip(chains, (1, 3))
             if graphs
         ]

@@ -13,7 +13,7 @@ from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 
 SCOPES = [
     (DENSE, None, 1),
@@ -87,7 +87,7 @@ def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, time
 
 def managed():
     model = GPT(DENSE, groups=ParallelGroups.alone())
-    manager = GraphManager([model.layers], order(0, 1, 2), backend=RecordingBackend())
+    manager = GraphManager([model.layers], Schedule(1, 2).order(0), backend=RecordingBackend())
 
     def microbatch():
         model.loss(
@@ -138,7 +138,7 @@ def test_a_scope_without_a_segment():
     ):
         GraphManager(
             [GPT(DENSE, groups=ParallelGroups.alone()).layers],
-            order(0, 1, 1),
+            Schedule(1, 1).order(0),
             backend=RecordingBackend(),
             scope=["moe"],
         )

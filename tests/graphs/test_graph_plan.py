@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastmp.graphs.plan import Lease, RunSpec, TensorSpec, captured_segments, plan, problems
-from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order, peak_in_flight
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 INDICES = TensorSpec((8, 2), "int32")
@@ -24,7 +24,7 @@ def chunks(vpp, *runs):
 
 @pytest.mark.parametrize("num_microbatches", (8, 32))
 def test_buffers_follow_what_is_in_flight(num_microbatches):
-    plans = [plan(order(rank, 4, num_microbatches, 2), chunks(2, FRONT, FRONT)) for rank in range(4)]
+    plans = [plan(Schedule(4, num_microbatches, 2).order(rank), chunks(2, FRONT, FRONT)) for rank in range(4)]
     assert [own.inputs(HIDDEN) for own in plans] == [22, 18, 14, 10]
     assert [len(own.buffers) - own.inputs() for own in plans] == [1] * 4  # gradients
     assert [own.num_graphs for own in plans] == [2 * 2 * 2 * num_microbatches] * 4
@@ -33,7 +33,7 @@ def test_buffers_follow_what_is_in_flight(num_microbatches):
 
 def test_graphs_of_one_rank():
     runs = chunks(1, FRONT, BACK)
-    in_turn = plan(order(0, 1, 4), runs)
+    in_turn = plan(Schedule(1, 4).order(0), runs)
     assert in_turn.num_graphs == 2 * 2 and in_turn.inputs(HIDDEN) == 2 and in_turn.inputs(INDICES) == 1
     assert [replay.graph for replay in in_turn.replays] == [0, 1, 2, 3] * 4
     assert [replay.run for replay in in_turn.replays] == [0, 1, 1, 0] * 4
@@ -44,9 +44,9 @@ def test_graphs_of_one_rank():
 
 def test_split_backwards_hold_inputs_and_gradients_until_their_weights_are_done():
     for rank in range(4):
-        own = plan(order(rank, 4, 8, schedule="zero_bubble"), chunks(1, FRONT))
+        own = plan(Schedule(4, 8, name="zero_bubble").order(rank), chunks(1, FRONT))
         assert own.num_graphs == 3 * 8
-        assert own.inputs() == peak_in_flight(rank, 4, 8, schedule="zero_bubble")
+        assert own.inputs() == Schedule(4, 8, name="zero_bubble").peak_in_flight(rank)
         assert len(own.buffers) - own.inputs() == rank + 1  # deferred weight gradients
 
 
@@ -60,7 +60,7 @@ def test_rounds_that_differ_do_not_share_graphs():
 
 
 def test_rounds_share_buffers_where_runs_need_different_numbers_of_them():
-    own = plan(order(0, 1, 3), chunks(1, ROUTER, FRONT)).replays
+    own = plan(Schedule(1, 3).order(0), chunks(1, ROUTER, FRONT)).replays
     buffers = [replay.buffers for replay in own]
     assert [replay.graph for replay in own] == [0, 1, 2, 3] * 3 and buffers == buffers[:4] * 3
 
@@ -74,10 +74,10 @@ def test_rounds_share_buffers_where_runs_need_different_numbers_of_them():
 )
 def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
     for rank in range(pp):
-        own = plan(order(rank, pp, pp * groups, vpp, schedule=schedule), runs[:vpp])
+        own = plan(Schedule(pp, pp * groups, vpp, name=schedule).order(rank), runs[:vpp])
         assert not list(problems(own))
-        alike = plan(order(rank, pp, pp * groups, vpp, schedule=schedule), chunks(vpp, FRONT, FRONT))
-        assert alike.inputs() == 2 * peak_in_flight(rank, pp, pp * groups, vpp, schedule=schedule)
+        alike = plan(Schedule(pp, pp * groups, vpp, name=schedule).order(rank), chunks(vpp, FRONT, FRONT))
+        assert alike.inputs() == 2 * Schedule(pp, pp * groups, vpp, name=schedule).peak_in_flight(rank)
         seen = {}
         for replay in own.replays:  # a graph has its run and its buffers for good
             what = (replay.step.kind, replay.step.chunk, replay.run, replay.buffers)
@@ -86,7 +86,7 @@ def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
 
 @given(data=st.data(), rank=st.integers(0, 2), schedule=st.sampled_from(("1f1b", "zero_bubble")))
 def test_a_lease_cut_short_is_found(data, rank, schedule):
-    own = plan(order(rank, 3, 6, 2, schedule=schedule), chunks(2, FRONT, BACK))
+    own = plan(Schedule(3, 6, 2, name=schedule).order(rank), chunks(2, FRONT, BACK))
     long = [i for i, lease in enumerate(own.leases) if lease.last > lease.first]
     i = data.draw(st.sampled_from(long))
     leases = list(own.leases)
@@ -96,7 +96,7 @@ def test_a_lease_cut_short_is_found(data, rank, schedule):
 
 
 def test_a_buffer_that_is_reused_too_early_is_found():
-    own = plan(order(0, 2, 4), chunks(1, FRONT))
+    own = plan(Schedule(2, 4).order(0), chunks(1, FRONT))
     first, second = (replay.buffers[0] for replay in own.replays[:2])
     replays = [
         replay._replace(buffers=tuple(first if buffer == second else buffer for buffer in replay.buffers))

@@ -16,7 +16,7 @@ from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import GPT, LayerChain, Segment, SingleSegment
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import order
+from fastmp.parallel.schedule import Schedule
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def assert_equal(graphed, eager):
 def test_training_is_that_of_the_modules_themselves(make):
     model = make().double()
     chain = LayerChain(copy.deepcopy(list(model)))
-    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
     assert explain(chain, torch.randn(2, 5, 16).double()).captured  # which leaves the manager in its place
     assert_equal(train(chain, manager), train(model))
     assert manager.plan.num_graphs == 2
@@ -86,7 +86,7 @@ def test_a_module_that_cannot_be_captured_runs_between_graphs():
     model = nn.Sequential(Block(), Thresholded(), Block()).double()
     first, eager, last = copy.deepcopy(list(model))
     chain = LayerChain([first, SingleSegment(eager, reason="reads a value"), last])
-    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
     assert_equal(train(chain, manager), train(model))
     assert manager.plan.num_graphs == 4
     assert [(link.segment.name, link.segment.reason) for link in chain.links()] == [
@@ -111,7 +111,7 @@ def test_a_whole_model_with_its_loss():
     torch.manual_seed(0)
     whole = Language().double()
     chain = LayerChain([SingleSegment(copy.deepcopy(whole))])
-    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend(), verify_every=4)
+    manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend(), verify_every=4)
 
     def train(model, before_step=lambda: None):
         optimizer, data, seen = torch.optim.SGD(model.parameters(), lr=1e-3), torch.Generator(), []
@@ -145,7 +145,7 @@ def test_ids_that_do_not_fit_are_refused_also_in_graphs():
             return self.model.loss(tokens, targets).sum()
 
     chain, ids = LayerChain([SingleSegment(Loss())]), torch.zeros(1, 8, dtype=torch.int64)
-    manager = GraphManager([chain], order(0, 1, 1), backend=RecordingBackend())
+    manager = GraphManager([chain], Schedule(1, 1).order(0), backend=RecordingBackend())
     assert explain(chain, ids, ids).captured  # the chain of layers is a part of it
     wrong = torch.full_like(ids, 4096)
     with pytest.raises(ValueError, match="GPT: token id 4096 is outside the vocabulary of 64"):
@@ -162,7 +162,7 @@ def test_ids_that_do_not_fit_are_refused_also_in_graphs():
 
 def test_an_error_of_a_capture_names_run_segment_and_line():
     chain = LayerChain([Block(), Thresholded(), Block()]).double()
-    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
     with pytest.raises(
         CaptureError,
         match=r"capture of the forward of microbatch 0 chunk 0, run '0.Block to 2.Block', segment "
@@ -187,7 +187,7 @@ def test_an_error_in_a_backward_names_run_and_line():
             return Reads.apply(super().forward(x))
 
     chain = LayerChain([Layer(16, 16)]).double()
-    manager = GraphManager([chain], order(0, 1, 2), backend=RecordingBackend())
+    manager = GraphManager([chain], Schedule(1, 2).order(0), backend=RecordingBackend())
     with pytest.raises(CaptureError, match=r"backward of microbatch 0 .* '0.Layer': .*py:\d+, .*on the host"):
         train(chain, manager)
 
@@ -202,7 +202,7 @@ def test_an_error_of_a_capture_names_the_segment_of_a_layer_that_is_called():
             )
 
     chain = LayerChain([Two(Thresholded())], call=lambda function, *tensors: function(*tensors))
-    manager = GraphManager([chain], order(0, 1, 1), backend=RecordingBackend(), warmup=1)
+    manager = GraphManager([chain], Schedule(1, 1).order(0), backend=RecordingBackend(), warmup=1)
     x = torch.ones(3, requires_grad=True)
     manager.begin_step()
     chain(x)[0].sum().backward()

@@ -29,7 +29,7 @@ from fastmp.graphs.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, order
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 from fastmp.train.graphs import make_graphs
 from fastmp.train.language import token_loss
 from fastmp.train.microbatches import WholeModel
@@ -40,7 +40,7 @@ RUN = RunSpec("run", (HIDDEN,), (HIDDEN,))
 
 
 def test_the_order_of_a_rank_and_its_samples():
-    steps = order(0, 4, 8, 2)
+    steps = Schedule(4, 8, 2).order(0)
     own = arguments(plan(steps, [[RUN, RUN], [RUN]]), steps)
     assert own.order[:12] == [1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, -2] and own.layers == [2, 1]
     assert list(own.samples)[:5] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 2, 0)]
@@ -51,7 +51,7 @@ def test_the_order_of_a_rank_and_its_samples():
 def test_every_forward_has_its_sample(pp, vpp, groups, data):
     runs = [[RUN] * data.draw(st.integers(1, 3)) for _ in range(vpp)]
     rank = data.draw(st.integers(0, pp - 1))
-    steps = order(rank, pp, pp * groups, vpp)
+    steps = Schedule(pp, pp * groups, vpp).order(rank)
     own = arguments(plan(steps, runs), steps)
     assert len(own.samples) == pp * groups * sum(own.layers) and list(own.samples) == sorted(own.samples)
     for chunk in range(vpp):
@@ -70,7 +70,7 @@ def test_every_forward_has_its_sample(pp, vpp, groups, data):
 
 
 def test_orders_that_it_does_not_take():
-    steps = order(0, 2, 2, schedule="zero_bubble")
+    steps = Schedule(2, 2, name="zero_bubble").order(0)
     with pytest.raises(ValueError, match="takes whole backwards, and there is a backward_input of"):
         arguments(plan(steps, [[RUN]]), steps)
     steps = [Step(FORWARD, 1, 0), Step(BACKWARD, 1, 0), Step(FORWARD, 0, 0), Step(BACKWARD, 0, 0)]
@@ -93,7 +93,7 @@ def test_without_the_package(monkeypatch):
 def test_layers_that_are_recomputed_are_refused():
     layers = GPT(DENSE, groups=ParallelGroups.alone(), recompute=True).layers
     with pytest.raises(ValueError, match="Transformer Engine captures nothing that is recomputed; use rec"):
-        TransformerEngineManager([layers], order(0, 1, 1))
+        TransformerEngineManager([layers], Schedule(1, 1).order(0))
 
 
 def source():
@@ -191,7 +191,7 @@ def run_rank(config, rank, pp, vpp, num_microbatches, graphs, own_buffers, scope
     chains = [GPT(config, groups=ParallelGroups.alone(), dtype=torch.float64).layers for _ in range(vpp)]
     names = [(f"{i}.{name}", p) for i, chain in enumerate(chains) for name, p in chain.named_parameters()]
     buffer = GradBuffer(names) if own_buffers else None
-    steps_of_rank, sent = order(rank, pp, num_microbatches, vpp), []
+    steps_of_rank, sent = Schedule(pp, num_microbatches, vpp).order(rank), []
     manager = None
     if graphs:
         manager = TransformerEngineManager(chains, steps_of_rank, scope=scope, warmup=1)

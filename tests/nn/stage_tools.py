@@ -20,7 +20,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import global_grad_norm
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import orders, peak_in_flight
+from fastmp.parallel.schedule import Schedule
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 GPT2, LLAMA, MIXTRAL = (replace(config, num_layers=4) for config in (SMALL, QWEN, EXPERTS))
@@ -116,10 +116,10 @@ def compare(
         named = [(f"{i}.{name}", param) for (i, name), param in numbered.items()]
         grads = GradBuffer(named, dp_group=dp_cp, tp_group=tp, edp_group=groups.edp)
     pp, rank = groups.grid.pp, group_rank(groups.pp)
-    order = (pp, number, vpp, microbatch_group_size, schedule)
+    planned = Schedule(pp, number, vpp, microbatch_group_size, schedule)
     pipeline = Pipeline(
         stages,
-        orders(*order),
+        planned.orders(),
         group=groups.pp,
         inputs=lambda batch: batch[0],
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=promise).sum(),
@@ -127,8 +127,8 @@ def compare(
     )
     own = own_batches(config, max(number, EVALUATED), groups)
     result = pipeline.train(own[:number])
-    assert result.trace == orders(*order)[rank]
-    assert result.peak == peak_in_flight(rank, *order)
+    assert result.trace == planned.order(rank)
+    assert result.peak == planned.peak_in_flight(rank)
     if grads is not None:
         grads.all_reduce()
     sum_tied_gradients(stages, groups)

@@ -23,7 +23,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import Schedule
 from fastmp.testing import run_ranks
 from fastmp.testing.parallel import count_collectives
 
@@ -140,7 +140,7 @@ def stages_case(rank, world):
     grads = GradBuffer(names, dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp)
     pipeline = Pipeline(
         stages,
-        orders(2, 2, 2),
+        Schedule(2, 2, 2).orders(),
         group=groups.pp,
         inputs=lambda batch: batch[0],
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1]).sum(),

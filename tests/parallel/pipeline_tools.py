@@ -13,7 +13,7 @@ from fastmp.ops.wgrad import deferral
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.collectives import group_size as size_of
 from fastmp.parallel.pipeline import Pipeline
-from fastmp.parallel.schedule import orders, peak_in_flight
+from fastmp.parallel.schedule import Schedule
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SIZE = 6
@@ -107,7 +107,7 @@ def make(
     size = size_of(groups.pp)
     return Pipeline(
         own_chunks(groups, vpp) if chunks is None else chunks,
-        orders(size, number, vpp, group_size, schedule),
+        Schedule(size, number, vpp, group_size, schedule).orders(),
         group=groups.pp,
         inputs=first,
         loss=loss,
@@ -128,11 +128,11 @@ def check_parity(groups, vpp, number, schedule, batched, group_size=None, depths
     chunks = [Counted(c * size + rank, depths[c * size + rank], alive) for c in range(vpp)]
     options = {"group_size": group_size, "schedule": schedule, "batched": batched}
     pipeline = make(groups, vpp, number, chunks=chunks, **options)
-    planned = (size, number, vpp, group_size, schedule)
+    planned = Schedule(size, number, vpp, group_size, schedule)
     for step in (1, 2):  # the second with the shapes of the first
         result = pipeline.train(data)
-        assert result.trace == orders(*planned)[rank], label
-        assert result.peak == peak_in_flight(rank, *planned), label
+        assert result.trace == planned.order(rank), label
+        assert result.peak == planned.peak_in_flight(rank), label
         assert max(chunk.most for chunk in chunks) == result.peak and not alive, label
         assert (result.loss is not None) == (rank == size - 1), label
         if result.loss is not None:

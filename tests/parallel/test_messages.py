@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fastmp.parallel.messages import forward_orders, program
-from fastmp.parallel.schedule import BACKWARD, FORWARD, Step, orders
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 
 # pp, microbatches, vpp, group size, schedule
 SHAPES = [
@@ -18,7 +18,7 @@ SHAPES = [
 
 
 def plans(pp, microbatches, vpp, group_size, schedule):
-    every = orders(pp, microbatches, vpp, group_size, schedule)
+    every = Schedule(pp, microbatches, vpp, group_size, schedule).orders()
     return [program(rank, every) for rank in range(pp)]
 
 

@@ -16,7 +16,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ColumnParallelLinear
 from fastmp.parallel.pipeline import Pipeline, PipelineError
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import Schedule
 from fastmp.testing import RankError, run_ranks
 
 
@@ -102,7 +102,7 @@ def callbacks_case(rank, world, where):
         raise LookupError("nothing there")
 
     callbacks = {"inputs": first, "loss": square} | {where: fail}
-    Pipeline([Block(rank)], orders(2, 2), group=groups.pp, **callbacks).train(batches(2))
+    Pipeline([Block(rank)], Schedule(2, 2).orders(), group=groups.pp, **callbacks).train(batches(2))
 
 
 @pytest.mark.parametrize("where", ["inputs", "loss"])

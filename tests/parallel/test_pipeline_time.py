@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.bench_pipeline import bubble, run_asleep
-from fastmp.parallel.schedule import orders
+from fastmp.parallel.schedule import Schedule
 from fastmp.parallel.simulate import Costs, simulate
 from fastmp.testing import run_ranks
 
@@ -24,7 +24,7 @@ from fastmp.testing import run_ranks
 )
 def test_the_bubble_is_the_simulated_one(vpp, schedule, unit):
     costs = Costs(forward=4 * unit, backward_input=5 * unit, backward_weight=3 * unit)
-    expected = simulate(orders(4, 4, vpp, schedule=schedule), costs).bubble
+    expected = simulate(Schedule(4, 4, vpp, name=schedule).orders(), costs).bubble
     measured = run_ranks(bubble, 4, vpp, 4, schedule, costs)[0]
     assert 0.95 * expected <= measured <= 1.05 * expected
 
@@ -60,7 +60,7 @@ def test_messages_travel_while_ranks_compute():
     """In groups of 4 microbatches, two ranks with two chunks hide messages that take as long as a forward:
     all but two of them. Ranks that waited for their messages would take two thirds longer."""
     costs = Costs(forward=0.03, backward_input=0.03, backward_weight=0.03, p2p=0.03)
-    every = orders(2, 8, 2, group_size=4)
+    every = Schedule(2, 8, 2, group_size=4).orders()
     expected = simulate(every, costs).makespan
     assert expected == pytest.approx(0.03 * (51 + 2))
     took = run_ranks(slow_link_case, 2, every, costs)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -15,13 +16,9 @@ from fastmp.parallel.schedule import (
     BACKWARD_WEIGHT,
     FORWARD,
     SCHEDULES,
+    Schedule,
     Step,
     integers,
-    order,
-    orders,
-    peak_in_flight,
-    table,
-    warmup,
     with_loss,
 )
 
@@ -51,12 +48,12 @@ def accepted(draw: st.DrawFn, most_ranks: int = 9) -> tuple[int, int, int, int]:
 
 
 def test_the_order_everybody_quotes():
-    rank0 = order(0, 4, 8, vpp=2)
+    rank0 = Schedule(4, 8, vpp=2).order(0)
     assert integers(rank0) == PP4_VPP2_M8_RANK0 != DRAWN_BY_HAND
     assert rank0[0] == Step("forward", 0, 0) and rank0[11] == Step("backward", 0, 1)
     assert rank0[-1] == ("backward", 7, 0)
-    assert [warmup(rank, 4, 8, vpp=2) for rank in range(4)] == [10, 8, 6, 4]
-    assert [peak_in_flight(rank, 4, 8, vpp=2) for rank in range(4)] == [11, 9, 7, 5]
+    assert [Schedule(4, 8, vpp=2).warmup(rank) for rank in range(4)] == [10, 8, 6, 4]
+    assert [Schedule(4, 8, vpp=2).peak_in_flight(rank) for rank in range(4)] == [11, 9, 7, 5]
 
 
 def test_the_order_drawn_by_hand_runs_a_backward_too_early():
@@ -67,27 +64,29 @@ def test_the_order_drawn_by_hand_runs_a_backward_too_early():
 
 
 def test_without_a_pipeline_each_forward_is_followed_by_its_backward():
-    assert order(0, 1, 3) == tuple(Step(kind, m, 0) for m in range(3) for kind in (FORWARD, BACKWARD))
-    assert (warmup(0, 1, 3), peak_in_flight(0, 1, 3)) == (0, 1)
+    assert Schedule(1, 3).order(0) == tuple(
+        Step(kind, m, 0) for m in range(3) for kind in (FORWARD, BACKWARD)
+    )
+    assert (Schedule(1, 3).warmup(0), Schedule(1, 3).peak_in_flight(0)) == (0, 1)
 
 
 def test_1f1b():
-    assert [warmup(rank, 4, 8) for rank in range(4)] == [3, 2, 1, 0]
-    assert [peak_in_flight(rank, 4, 8) for rank in range(4)] == [4, 3, 2, 1]
-    assert integers(order(2, 4, 4)) == [1, 1, -1, 1, -1, 1, -1, -1]
-    assert [s.microbatch for s in order(2, 4, 4)] == [0, 1, 0, 2, 1, 3, 2, 3]
+    assert [Schedule(4, 8).warmup(rank) for rank in range(4)] == [3, 2, 1, 0]
+    assert [Schedule(4, 8).peak_in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert integers(Schedule(4, 4).order(2)) == [1, 1, -1, 1, -1, 1, -1, -1]
+    assert [s.microbatch for s in Schedule(4, 4).order(2)] == [0, 1, 0, 2, 1, 3, 2, 3]
 
 
 def test_fewer_microbatches_than_warmup():
-    assert integers(order(0, 8, 2)) == [1, 1, -1, -1]
-    assert (warmup(0, 8, 2), peak_in_flight(0, 8, 2)) == (2, 2)
-    assert integers(order(0, 2, 2, vpp=3)) == [1, 1, 2, 2, 3, 3, -3, -3, -2, -2, -1, -1]
+    assert integers(Schedule(8, 2).order(0)) == [1, 1, -1, -1]
+    assert (Schedule(8, 2).warmup(0), Schedule(8, 2).peak_in_flight(0)) == (2, 2)
+    assert integers(Schedule(2, 2, vpp=3).order(0)) == [1, 1, 2, 2, 3, 3, -3, -3, -2, -2, -1, -1]
 
 
 def test_the_table():
     whole = [(m, c) for first in (0, 4) for c in (0, 1) for m in range(first, first + 4)]
-    assert table(8, 2, 4) == tuple(whole)
-    short = table(5, 2, 3)
+    assert Schedule(4, 8, 2).table() == tuple(whole)
+    short = Schedule(3, 5, 2, check=False).table()
     assert short == ((0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1))
 
 
@@ -95,12 +94,12 @@ def test_zero_bubble_puts_weights_off_rank_by_rank():
     def letters(rank: int) -> str:
         return "".join({FORWARD: "F", BACKWARD_INPUT: "I", BACKWARD_WEIGHT: "W"}[s.kind] for s in steps[rank])
 
-    steps = orders(4, 6, schedule="zero_bubble")
+    steps = Schedule(4, 6, name="zero_bubble").orders()
     assert letters(0) == "FFF" + "FIW" * 3 + "IW" * 3
     assert letters(1) == "FF" + "FI" + "FIW" * 3 + "IW" * 2 + "W"
     assert letters(3) == "FI" * 3 + "FIW" * 3 + "WWW"
     assert [s.microbatch for s in steps[3] if s.kind == BACKWARD_WEIGHT] == list(range(6))
-    assert [peak_in_flight(rank, 4, 6, schedule="zero_bubble") for rank in range(4)] == [4] * 4
+    assert [Schedule(4, 6, name="zero_bubble").peak_in_flight(rank) for rank in range(4)] == [4] * 4
     with pytest.raises(ValueError, match=r"step 4, backward_input of microbatch 0 chunk 0, has no integer"):
         integers(steps[0])
 
@@ -111,8 +110,9 @@ def test_every_forward_has_its_backward(sizes, schedule):
     pp, num_microbatches, vpp, group_size = sizes
     every = Counter((m, c) for m in range(num_microbatches) for c in range(vpp))
     kinds = (FORWARD, BACKWARD) if schedule == "1f1b" else (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-    for rank, steps in enumerate(orders(pp, num_microbatches, vpp, group_size, schedule)):
-        assert steps == order(rank, pp, num_microbatches, vpp, group_size, schedule)
+    planned = Schedule(pp, num_microbatches, vpp, group_size, schedule)
+    for rank, steps in enumerate(planned.orders()):
+        assert steps == planned.order(rank)
         assert {s.kind for s in steps} == set(kinds)
         places = {step: i for i, step in enumerate(steps)}
         for kind in kinds:
@@ -126,21 +126,21 @@ def test_every_forward_has_its_backward(sizes, schedule):
 @given(sizes=accepted(), schedule=st.sampled_from(SCHEDULES))
 def test_activations_in_flight_are_bounded(sizes, schedule):
     pp, num_microbatches, vpp, group_size = sizes
-    for rank, steps in enumerate(orders(pp, num_microbatches, vpp, group_size, schedule)):
+    planned = Schedule(pp, num_microbatches, vpp, group_size, schedule)
+    for rank, steps in enumerate(planned.orders()):
         held = peak = 0
         for step in steps:
             held += (step.kind == FORWARD) - (step.kind in (BACKWARD, BACKWARD_WEIGHT))
             peak = max(peak, held)
         assert held == 0
-        arguments = (rank, pp, num_microbatches, vpp, group_size, schedule)
-        assert peak == peak_in_flight(*arguments)
+        assert peak == planned.peak_in_flight(rank)
         first_backward = next(i for i, step in enumerate(steps) if step.kind != FORWARD)
-        assert first_backward == min(warmup(*arguments) + 1, num_microbatches * vpp)
+        assert first_backward == min(planned.warmup(rank) + 1, num_microbatches * vpp)
         if schedule == "1f1b":
-            assert peak == min(warmup(*arguments) + 1, num_microbatches * vpp)
+            assert peak == min(planned.warmup(rank) + 1, num_microbatches * vpp)
             behind = pp - 1 - rank
             formula = behind if vpp == 1 else 2 * behind + (vpp - 1) * group_size
-            assert warmup(*arguments) == min(formula, num_microbatches * vpp)
+            assert planned.warmup(rank) == min(formula, num_microbatches * vpp)
         else:
             most = pp + (vpp - 1) * min(group_size, num_microbatches)
             assert peak <= min(most, num_microbatches * vpp)
@@ -170,7 +170,7 @@ def test_messages_of_a_kind_are_needed_in_the_order_they_are_sent(sizes, schedul
     """So a queue for each pair of ranks and kind suffices. With two ranks, one for both kinds does not."""
     pp, _, vpp, _ = sizes
     assume(pp > 1)
-    sent, needed = messages(orders(*sizes, schedule), vpp)
+    sent, needed = messages(Schedule(*sizes, schedule).orders(), vpp)
     assert sent.keys() == needed.keys()
     for pair in sent:
         for one in (FORWARD, BACKWARD):
@@ -179,7 +179,7 @@ def test_messages_of_a_kind_are_needed_in_the_order_they_are_sent(sizes, schedul
 
 
 def test_two_ranks_with_two_chunks_cross_their_messages():
-    sent, needed = messages(orders(2, 4, vpp=2, group_size=4), vpp=2)
+    sent, needed = messages(Schedule(2, 4, vpp=2, group_size=4).orders(), vpp=2)
     assert sent[0, 1] != needed[0, 1] and sent[1, 0] != needed[1, 0]
 
 
@@ -196,32 +196,30 @@ def test_two_ranks_with_two_chunks_cross_their_messages():
         ({"vpp": 1.5}, "vpp must be a positive integer, got 1.5"),
         ({"pp": True}, "pp must be a positive integer, got True"),
         ({"group_size": -4}, "group_size must be a positive integer, got -4"),
-        ({"schedule": "gpipe"}, "unknown schedule 'gpipe'; choose from 1f1b, zero_bubble"),
+        ({"name": "gpipe"}, "unknown schedule 'gpipe'; choose from 1f1b, zero_bubble"),
     ],
 )
-@pytest.mark.parametrize("function", [order, warmup, peak_in_flight, orders])
-def test_refused(function, arguments, message):
-    sizes = {"pp": 4, "num_microbatches": 8, "vpp": 2, **arguments}
-    rank = () if function is orders else (0,)
-    with pytest.raises(ValueError, match=rf"^schedule: {re.escape(message)}"):
-        function(*rank, **sizes)
+def test_refused(arguments, message):
+    with pytest.raises(ValueError, match=rf"^Schedule: {re.escape(message)}"):
+        Schedule(**{"pp": 4, "num_microbatches": 8, "vpp": 2, **arguments})
 
 
-@pytest.mark.parametrize("function", [order, warmup, peak_in_flight])
+@pytest.mark.parametrize("function", [Schedule.order, Schedule.warmup, Schedule.peak_in_flight])
 @pytest.mark.parametrize("rank", [-1, 4, 1.0])
 def test_a_rank_outside_the_pipeline(function, rank):
     with pytest.raises(ValueError, match=rf"rank must be in \[0, 4\), the pipeline ranks, got {rank}"):
-        function(rank, 4, 8)
+        function(Schedule(4, 8), rank)
 
 
 def test_a_group_size_is_no_matter_with_one_chunk():
-    assert order(1, 4, 7, group_size=2) == order(1, 4, 7)
-    assert order(1, 4, 7, group_size=5, schedule="zero_bubble") == order(1, 4, 7, schedule="zero_bubble")
+    assert Schedule(4, 7, group_size=2).order(1) == Schedule(4, 7).order(1)
+    split = Schedule(4, 7, group_size=5, name="zero_bubble")
+    assert split.order(1) == replace(split, group_size=None).order(1)
 
 
 def test_the_loss_is_one_more_chunk_behind_the_last_one():
-    steps = order(1, 2, 2, 2)
+    steps = Schedule(2, 2, 2).order(1)
     assert [*integers(with_loss(steps, 1))] == [1, 1, 2, 3, -3, -2, 2, 3, -3, -2, -1, -1]
-    split = [str(step) for step in with_loss(order(1, 2, 1, schedule="zero_bubble"), 0)]
+    split = [str(step) for step in with_loss(Schedule(2, 1, name="zero_bubble").order(1), 0)]
     kinds = (FORWARD, 0), (FORWARD, 1), (BACKWARD, 1), (BACKWARD_INPUT, 0), (BACKWARD_WEIGHT, 0)
     assert split == [f"{kind} of microbatch 0 chunk {chunk}" for kind, chunk in kinds]

@@ -18,11 +18,8 @@ from fastmp.parallel.schedule import (
     BACKWARD_WEIGHT,
     FORWARD,
     SCHEDULES,
+    Schedule,
     Step,
-    build,
-    order,
-    orders,
-    peak_in_flight,
 )
 from fastmp.parallel.simulate import Costs, simulate
 
@@ -42,7 +39,7 @@ def accepted(draw: st.DrawFn) -> tuple[int, int, int, int]:
 
 
 def test_the_example():
-    run = simulate(orders(4, 8, vpp=2))  # a forward takes 1, a backward 2
+    run = simulate(Schedule(4, 8, vpp=2).orders())  # a forward takes 1, a backward 2
     assert run.makespan == 8 * 2 * 3 + 3 * 3 and run.busy == (48.0,) * 4
     assert run.bubble == 3 / (8 * 2)
     assert run.peak_activations == (11, 9, 7, 5)
@@ -54,16 +51,18 @@ def test_the_example():
 @given(sizes=accepted(), schedule=st.sampled_from(SCHEDULES), p2p=st.sampled_from([0.0, 0.25]))
 def test_every_accepted_order_ends_within_its_memory(sizes, schedule, p2p):
     pp, num_microbatches, vpp, _ = sizes
-    run = simulate(orders(*sizes, schedule), Costs(p2p=p2p))
+    run = simulate(Schedule(*sizes, schedule).orders(), Costs(p2p=p2p))
     assert (run.num_microbatches, run.vpp) == (num_microbatches, vpp)
-    assert run.peak_activations == tuple(peak_in_flight(rank, *sizes, schedule) for rank in range(pp))
+    assert run.peak_activations == tuple(
+        Schedule(*sizes, schedule).peak_in_flight(rank) for rank in range(pp)
+    )
 
 
 @settings(max_examples=200)
 @given(sizes=accepted(), forward=st.integers(1, 4), backward=st.integers(1, 8))
 def test_the_bubble_of_1f1b_is_that_of_theory(sizes, forward, backward):
     pp, num_microbatches, vpp, _ = sizes
-    run = simulate(orders(*sizes), Costs(forward, backward, 0))
+    run = simulate(Schedule(*sizes).orders(), Costs(forward, backward, 0))
     assert run.makespan == (num_microbatches * vpp + pp - 1) * (forward + backward)
     assert math.isclose(run.bubble, (pp - 1) / (num_microbatches * vpp), abs_tol=1e-12)
 
@@ -75,28 +74,32 @@ def test_the_bubble_of_zero_bubble_is_that_of_theory(sizes, times):
     pp, num_microbatches, vpp, _ = sizes
     assume(num_microbatches >= pp)
     forward, inputs, weight = times
-    run = simulate(orders(*sizes, "zero_bubble"), Costs(*times))
+    run = simulate(Schedule(*sizes, "zero_bubble").orders(), Costs(*times))
     work = num_microbatches * vpp * sum(times)
     assert run.makespan == work + (pp - 1) * max(forward, inputs, forward + inputs - weight)
 
 
 def test_weights_fill_the_bubble_in_no_more_memory():
     for pp, vpp in product((2, 4, 8), (1, 2, 4)):
-        whole, split = (simulate(orders(pp, 4 * pp, vpp, schedule=name)) for name in SCHEDULES)
+        whole, split = (simulate(Schedule(pp, 4 * pp, vpp, name=name).orders()) for name in SCHEDULES)
         assert math.isclose(split.bubble, whole.bubble / 3)
         assert max(split.peak_activations) <= max(whole.peak_activations)
 
 
 def test_messages_and_unequal_stages_take_their_time():
-    run = simulate(orders(2, 1), Costs(forward=[1, 5], backward_input=[2, 3], backward_weight=0, p2p=0.5))
+    run = simulate(
+        Schedule(2, 1).orders(), Costs(forward=[1, 5], backward_input=[2, 3], backward_weight=0, p2p=0.5)
+    )
     assert [e[2:] for e in (*run.timeline(0), *run.timeline(1))] == [(0, 1), (10, 12), (1.5, 6.5), (6.5, 9.5)]
     assert run.bubble == (2 * 12 - 11) / 11
-    one_rank = simulate(orders(1, 2, vpp=2), Costs(p2p=9.0))
+    one_rank = simulate(Schedule(1, 2, vpp=2).orders(), Costs(p2p=9.0))
     assert one_rank.bubble == 0 and one_rank.makespan == 12  # no message leaves the rank
 
 
 def test_forward_only():
-    forwards = [[step for step in order(rank, 4, 8, vpp=2) if step.kind == FORWARD] for rank in range(4)]
+    forwards = [
+        [step for step in Schedule(4, 8, vpp=2).order(rank) if step.kind == FORWARD] for rank in range(4)
+    ]
     run = simulate(forwards, forward_only=True)
     assert run.makespan == 16 + 3 and run.peak_activations == (1,) * 4
     with pytest.raises(ValueError, match="step 1, backward of microbatch 0 chunk 0: is not a forward"):
@@ -139,9 +142,8 @@ def any_orders(draw: st.DrawFn) -> tuple[tuple[tuple[Step, ...], ...], int]:
     """Complete orders of 1 to 3 ranks, most of them by swapping steps of good ones; many deadlock."""
     pp, vpp, num_microbatches = draw(st.integers(1, 3)), draw(st.integers(1, 2)), draw(st.integers(1, 4))
     split = draw(st.booleans())
-    ranks = []
-    for rank in range(pp):
-        steps = list(build(rank, pp, num_microbatches, vpp, pp, "zero_bubble" if split else "1f1b"))
+    ranks, name = [], "zero_bubble" if split else "1f1b"
+    for steps in map(list, Schedule(pp, num_microbatches, vpp, name=name, check=False).orders()):
         for i in draw(st.lists(st.integers(0, len(steps) - 2), max_size=6)):
             if steps[i][1:] != steps[i + 1][1:]:  # a microbatch keeps its own turn
                 steps[i : i + 2] = steps[i + 1], steps[i]
@@ -184,7 +186,7 @@ def check_critical_path(run, p2p):
 
 
 def test_the_critical_path_turns_at_the_last_stage():
-    run = simulate(orders(4, 8), Costs(p2p=0.1))
+    run = simulate(Schedule(4, 8).orders(), Costs(p2p=0.1))
     check_critical_path(run, 0.1)
     ranks = [event.rank for event in run.critical_path]
     assert ranks[:4] == [0, 1, 2, 3] and ranks[-4:] == [3, 2, 1, 0]
@@ -197,9 +199,9 @@ def test_why_orders_are_refused():
         sizes = (pp, num_microbatches, vpp, group_size)
         best = (num_microbatches * vpp + pp - 1) * 3.0
         try:
-            steps, fine = orders(*sizes), True
+            steps, fine = Schedule(*sizes).orders(), True
         except ValueError:
-            steps, fine = [build(rank, *sizes, "1f1b") for rank in range(pp)], False
+            steps, fine = Schedule(*sizes, check=False).orders(), False
         refused += not fine
         try:
             makespan = simulate(steps).makespan
@@ -214,7 +216,7 @@ def test_why_orders_are_refused():
 
 def test_a_deadlock_names_who_waits_for_whom():
     with pytest.raises(ValueError, match="deadlock") as caught:
-        simulate([build(rank, 4, 8, 2, 3, "1f1b") for rank in range(4)])
+        simulate(Schedule(4, 8, 2, 3, check=False).orders())
     assert str(caught.value) == (
         "simulate: deadlock: rank 0 waits in step 21, forward of microbatch 7 chunk 1, for the forward of "
         "microbatch 7 chunk 0 on rank 3; rank 3 waits in step 22, backward of microbatch 3 chunk 0, for the "
@@ -259,10 +261,13 @@ def test_a_long_circle_is_shortened():
         ([[F00, I00]], "step 0, forward of microbatch 0 chunk 0: its backward_weight is missing"),
         ([[F00, B00], [F00]], "rank 1 step 0, forward of microbatch 0 chunk 0: its backward is missing"),
         (
-            [order(0, 2, 3), order(1, 2, 2)],
+            [Schedule(2, 3).order(0), Schedule(2, 2).order(1)],
             "rank 0 step 3, forward of microbatch 2 chunk 0: rank 1 does not run this microbatch",
         ),
-        ([order(0, 2, 2), order(1, 2, 3)], "rank 1 step 4, forward of microbatch 2 chunk 0: rank 0 does not"),
+        (
+            [Schedule(2, 2).order(0), Schedule(2, 3).order(1)],
+            "rank 1 step 4, forward of microbatch 2 chunk 0: rank 0 does not",
+        ),
         ([[Step(FORWARD, 1, 0), Step(BACKWARD, 1, 0)]], "no rank has the forward of microbatch 0 chunk 0"),
     ],
 )
@@ -282,11 +287,11 @@ def test_a_malformed_order_names_the_step(steps, message):
 )
 def test_costs_that_are_none(costs, message):
     with pytest.raises(ValueError, match=message):
-        simulate(orders(2, 2, vpp=2), costs)
+        simulate(Schedule(2, 2, vpp=2).orders(), costs)
 
 
 def test_a_thousand_stages():
-    steps = orders(1024, 64)
+    steps = Schedule(1024, 64).orders()
     began = time.process_time()
     run = simulate(steps, Costs(p2p=0.5))
     assert len(run.critical_path) >= 2 * 1024
@@ -294,7 +299,7 @@ def test_a_thousand_stages():
     assert run.bubble > 1023 / 64 and run.peak_activations[0] == 64
     assert simulate(steps).bubble == 1023 / 64
     with pytest.raises(ValueError, match="deadlock") as caught:
-        simulate([build(rank, 256, 257, 2, 255, "1f1b") for rank in range(256)])
+        simulate(Schedule(256, 257, 2, 255, check=False).orders())
     assert len(str(caught.value)) < 2000
 
 
@@ -353,7 +358,7 @@ def test_torch_has_the_same_orders_and_bubbles(name, schedule, pp, num_microbatc
         tuple(Step(KINDS[a.computation_type], a.microbatch_index, a.stage_index // pp) for a in rank if a)
         for rank in slots
     )
-    ours = orders(pp, num_microbatches, vpp, group_size, schedule)
+    ours = Schedule(pp, num_microbatches, vpp, group_size, schedule).orders()
     assert ours == torch_orders
     actions = {rank: [a for a in row if a] for rank, row in enumerate(slots)}
     torch_schedules._validate_schedule(actions, pp, pp * vpp, num_microbatches)
