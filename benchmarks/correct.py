@@ -52,7 +52,7 @@ def check_ops(family: str, device: str) -> Rows:
         try:
             results = check_op(op, device, backend=backend)
         except Exception as error:
-            rows.append({"op": op, "backend": backend, "ok": False, "raised": _message(error)})
+            rows.append({"op": op, "backend": backend, "ok": False, "raised": message(error)})
         else:
             rows += [{**asdict(result), "backend": backend, "ok": result.ok} for result in results]
     return rows
@@ -72,7 +72,7 @@ def check_functions(family: str, device: str, draws: int = DRAWS) -> Rows:
                 wrong = [seed for seed in range(draws) if not _agrees(function, dtype, device, seed)]
                 error, bound = _large_error(function, dtype, device)
             except Exception as error:
-                rows.append({**row, "ok": False, "raised": _message(error)})
+                rows.append({**row, "ok": False, "raised": message(error)})
             else:
                 right = not wrong and error <= bound
                 rows.append({**row, "ok": right, "error": error, "bound": bound, "wrong_draws": wrong})
@@ -119,7 +119,7 @@ def _large_error(function: Function, dtype: torch.dtype, device: str) -> tuple[f
     return max(pairs, key=lambda pair: pair[0] / pair[1])
 
 
-def _message(error: Exception) -> str:
+def message(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

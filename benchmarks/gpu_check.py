@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks import correct, sanitizer
-from benchmarks.cases import Workload, title
+from benchmarks.cases import Case, Workload, title
 from benchmarks.compare import compare
 from benchmarks.conftest import size
 from benchmarks.measure import (
@@ -165,7 +166,16 @@ def kernel_rows(
         backends = backends_of(op)
         for dtype in sizes.dtypes if backends else ():
             if budget.allows(f"kernel {title(op, shape, dtype)}"):
-                yield from _kernel_rows(family, op, shape, dtype, device, sizes, backends, ceilings)
+                rows = _kernel_rows(family, op, shape, dtype, device, sizes, backends, ceilings)
+                yield from or_error(rows, {"op": op, "shape": shape, "dtype": name_of(dtype)})
+
+
+def or_error(rows: Iterator[dict[str, Any]], what: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows, and where making them raises, one of `what` with the error: the others go on."""
+    try:
+        yield from rows
+    except Exception as error:
+        yield {**what, "raised": correct.message(error)}
 
 
 def _kernel_rows(
@@ -224,17 +234,29 @@ def function_rows(
     """Public functions through autograd beside their rivals; a rival that raised is a row with the error."""
     for work, shape in listed:
         for dtype in (dtype for dtype in sizes.dtypes if dtype in work.dtypes):
-            case = None
+            name = title(work.name, shape, dtype)
+            case = cache(partial(work.case, shape, dtype, device))  # for both directions
             for direction in reversed(work.directions):  # forward and backward first
-                if not budget.allows(f"{title(work.name, shape, dtype)} {direction}"):
-                    continue
-                case = case or work.case(shape, dtype, device)
-                compared = compare(case, direction, ceilings, device, rounds=sizes.rounds, seconds=20.0)
-                what = {"case": case.name, "workload": work.name, "direction": direction}
-                for row in compared.rows.values():
-                    yield {**what, **row.columns()}
-                for rival, reason in compared.failed.items():
-                    yield {**what, "rival": rival, "raised": reason}
+                if budget.allows(f"{name} {direction}"):
+                    rows = _function_rows(work, case, direction, device, sizes, ceilings)
+                    yield from or_error(rows, {"case": name, "direction": direction})
+
+
+def _function_rows(
+    work: Workload,
+    make: Callable[[], Case],
+    direction: str,
+    device: str,
+    sizes: Sizes,
+    ceilings: Ceilings,
+) -> Iterator[dict[str, Any]]:
+    case = make()
+    compared = compare(case, direction, ceilings, device, rounds=sizes.rounds, seconds=20.0)
+    what = {"case": case.name, "workload": work.name, "direction": direction}
+    for row in compared.rows.values():
+        yield {**what, **row.columns()}
+    for rival, reason in compared.failed.items():
+        yield {**what, "rival": rival, "raised": reason}
 
 
 def check(
@@ -245,18 +267,24 @@ def check(
     seconds: float = BUDGET,
     listed: Sequence[tuple[Workload, tuple]] | None = None,
     result: dict[str, Any] | None = None,
+    save: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The whole run; "ok" says whether everything was right. `result` is filled as the run goes on."""
+    """The whole run; "ok" says whether everything was right, and every row of times could be made.
+
+    `result` is filled as the run goes on, and `save` called after each phase and each row.
+    """
     result = {} if result is None else result
     budget = Budget(seconds)
     result |= {"environment": environment(device), "ok": False, "dropped": budget.dropped}
     with tempfile.TemporaryDirectory() as folder:
         checked = correctness(device, 0.5 * seconds, Path(folder))
         result["correctness"] = checked
+        save()
         on_gpu = torch.device(device).type == "cuda"
         watched = sanitizer.run(ROOT, Path(folder), min(0.3 * seconds, budget.left())) if on_gpu else []
         result["sanitizer"] = watched
     result["ok"] = all(row["ok"] for row in checked) and all(row["ok"] for row in watched)
+    save()
     if not timing:
         return result
     right = {(r["op"], r["backend"]) for r in checked if "backend" in r and r["ok"]}
@@ -269,12 +297,16 @@ def check(
     def backends_of(op: str) -> list[str]:
         return [backend for backend in timed if (op, backend) in right]
 
-    rows = result["kernels"] = []
-    for row in kernel_rows(device, sizes, backends_of, ceilings, budget):
-        rows.append(row)
-    rows = result["functions"] = []
-    for row in function_rows(device, sizes, listed or list(workloads(device)), ceilings, budget):
-        rows.append(row)
+    phases = {
+        "kernels": kernel_rows(device, sizes, backends_of, ceilings, budget),
+        "functions": function_rows(device, sizes, listed or list(workloads(device)), ceilings, budget),
+    }
+    for phase, rows in phases.items():
+        result[phase] = []
+        for row in rows:
+            result[phase].append(row)
+            result["ok"] &= "raised" not in row or "rival" in row  # a rival may fail
+            save()
     return result
 
 
@@ -299,13 +331,16 @@ def report(result: dict[str, Any]) -> list[str]:
         values = value.items() if isinstance(value, dict) else [("", value)]
         lines += [f"{name} {kind} {figure:.4g}".replace("  ", " ") for kind, figure in values]
     for row in result.get("kernels", ()):
+        if "raised" in row:
+            lines.append(f"RAISED {row['op']} {list(row['shape'])} {row['dtype']}: {row['raised']}")
+            continue
         name = f"{row['op']} {list(row['shape'])} {row['dtype']} {row['backend']}"
         times = f"{row['ms'] * 1e3:10.1f} us {row['gbs']:8.0f} GB/s {row['of_floor']:6.1%} of floor"
         lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra")
     for row in result.get("functions", ()):
-        name = f"{row['case']} {row['direction']} {row['rival']}"
+        name = f"{row['case']} {row['direction']} {row.get('rival', '')}"
         if "raised" in row:
-            lines.append(f"{name:<60} {row['raised']}")
+            lines.append(f"{'RAISED ' * ('rival' not in row)}{name:<60} {row['raised']}")
             continue
         times = f"{row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor {row['over_peer']:6.2f}x best peer"
         lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra [{row['timing']}]")
@@ -315,7 +350,10 @@ def report(result: dict[str, Any]) -> list[str]:
 
 def write(result: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        out.write_text(json.dumps(result, indent=2, default=str) + "\n")
+        content = json.dumps(result, indent=2, default=str) + "\n"
+        part = out.with_name(f"{out.name}.part")  # so that the file is whole whenever the process dies
+        part.write_text(content)
+        part.replace(out)
 
 
 def give_up(result: dict[str, Any], out: Path | None) -> None:
@@ -341,10 +379,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watchdog = threading.Timer(options.seconds + _GRACE, give_up, (result, options.out))
     watchdog.daemon = True
     watchdog.start()
-    check("cuda", Sizes(), timing=not options.no_timing, seconds=options.seconds, result=result)
+    options_of_check = {"timing": not options.no_timing, "seconds": options.seconds}
+    check("cuda", Sizes(), **options_of_check, result=result, save=partial(write, result, options.out))
     watchdog.cancel()
     print("\n".join(report(result)))
-    write(result, options.out)
     return 0 if result["ok"] else 1
 
 

@@ -118,6 +118,7 @@ def _read_gpu_check(path: str, content: dict[str, Any]) -> Result:
             rival=row["backend"],
         )
         for row in content.get("kernels", ())
+        if "raised" not in row
     ]
     functions = [_timing(row) for row in content.get("functions", ()) if "raised" not in row]
     checked = content["correctness"]
@@ -269,11 +270,12 @@ H200_GOALS = (
 
 
 def goal_rows(results: Sequence[Result]) -> list[list[str]]:
-    """What, wanted, measured, state: the goals on an H200, then those on a CPU that a file holds."""
-    on_h200 = [t for r in results if r.on_gpu and "H200" in r.environment["device"] for t in r.timings]
+    """On, what, goal, measured, state: goals on an H200 where a file is of one, then those of CPU files."""
+    on_h200 = [r for r in results if r.on_gpu and "H200" in r.environment["device"]]
+    timings = [timing for result in on_h200 for timing in result.timings]
     rows = []
-    for goal in H200_GOALS:
-        value = goal.worst(on_h200)
+    for goal in H200_GOALS if on_h200 else ():
+        value = goal.worst(timings)
         sign = "at most" if goal.most else "at least"
         state = NOT_MEASURED if value is None else "met" if goal.met(value) else "missed"
         measured = "" if value is None else f"{value:.4g}"
@@ -288,8 +290,6 @@ def goal_rows(results: Sequence[Result]) -> list[list[str]]:
             wanted += f", at most {goal['extra_bytes']:.4g} of its extra memory"
             factor += f", {share:.3f}"
         rows.append(["CPU", what, wanted, factor, "met" if entry["ok"] else "missed"])
-    if not entries:
-        rows.append(["CPU", "python -m benchmarks.cpu_goals --out FILE", "", "", NOT_MEASURED])
     return rows
 
 
@@ -317,9 +317,10 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """The goals and where they stand, then every file's own table."""
-    lines = ["# Benchmarks", "", "## Goals", ""]
-    lines += _table(["on", "what", "goal", "measured", "state"], goal_rows(results))
+    """Where the goals of the devices in the files stand, then every file's own table."""
+    lines = ["# Benchmarks"]
+    if rows := goal_rows(results):
+        lines += ["", "## Goals", "", *_table(["on", "what", "goal", "measured", "state"], rows)]
     for result in results:
         lines += ["", f"## {result.title}", "", f"`{Path(result.path).name}`"]
         lines += [f"- {remark}" for remark in (*_ceilings(result), *result.remarks)]

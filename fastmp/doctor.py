@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -101,6 +101,19 @@ def _grouped() -> list[str]:
     return lines
 
 
+def _serving(table: Mapping[str, tuple[str, str]]) -> list[str]:
+    """Which implementation serves which of the ops, given as {op: (implementation, reason)}.
+
+    The one that serves most of them comes first and without their names.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, served in table.items():
+        groups.setdefault(served, []).append(name)
+    most, *others = sorted(groups, key=lambda served: -len(groups[served]))
+    lines = [f"all {len(table)} ops: {most[0]} ({most[1]})" + (", except" if others else "")]
+    return lines + [f"  {who} ({why}): {', '.join(sorted(groups[who, why]))}" for who, why in others]
+
+
 def _check(device: str) -> tuple[list[str], bool]:
     from fastmp.ops import OPS
     from fastmp.testing import check_op
@@ -136,11 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     _print("versions", _versions())
     _print("build", _build(build))
     _print("devices", _devices(build.get("archs", [])))
-    table = backends()
-    width = max(map(len, table))
     for device in ("cpu", "cuda"):
-        rows = {name: served[device] for name, served in table.items()}
-        _print(f"ops on {device}", [f"{name:<{width}}  {who} ({why})" for name, (who, why) in rows.items()])
+        _print(f"ops on {device}", _serving({name: served[device] for name, served in backends().items()}))
     _print("experts' products in one launch (grouped) or one after another (loop)", _grouped())
     if not options.check:
         return 0

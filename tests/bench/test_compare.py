@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastmp import bench
+from benchmarks import report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -130,7 +130,7 @@ def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp
         assert outcome.wanted == wanted and outcome.factor > 0 and outcome.over_compile > 0
     described = {"device": "x", "goals": [outcome.record()]}
     (tmp_path / "out.json").write_text(json.dumps(described))
-    read = bench.read(tmp_path / "out.json")
+    read = report.read(tmp_path / "out.json")
     assert [timing.rival for timing in read.timings] == ["fastmp", "torch eager", "torch.compile"]
     ours = replace(outcome.ours, ms=1.0, extra_bytes=10)
     other, compiled = replace(outcome.other, ms=5.0, extra_bytes=99), replace(outcome.other, ms=1.5)
@@ -180,7 +180,7 @@ def test_pytest_prints_the_table_and_writes_it_as_json(tmp_path):
     assert {(b["extra_info"]["rival"], b["extra_info"]["direction"]) for b in result["benchmarks"]} == {
         (rival, direction) for rival in ("fastmp", "torch eager") for direction in ("forward", "both")
     }
-    assert len(bench.read(tmp_path / "out.json").timings) == 4
+    assert len(report.read(tmp_path / "out.json").timings) == 4
     for entry in result["benchmarks"]:
         info = entry["extra_info"]
         assert entry["stats"]["min"] == pytest.approx(info["ms"] / 1e3, rel=1e-3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastmp import bench
+from benchmarks import report
 from fastmp.ops import OPS
 
 
@@ -78,8 +78,8 @@ def test_a_whole_run(sizes, one_family, listed, tmp_path):
     assert rows == [(d, r) for d in ("both", "forward") for r in ("fastmp", "torch eager")]
     assert len(gpu_check.report(result)) >= 5 + len(result["kernels"]) + len(rows)
     (tmp_path / "out.json").write_text(json.dumps(result))
-    read = bench.read(tmp_path / "out.json")
-    assert len(read.timings) == len(kernels) + len(rows) and "extra memory" in bench.markdown([read])
+    read = report.read(tmp_path / "out.json")
+    assert len(read.timings) == len(kernels) + len(rows) and "extra memory" in report.markdown([read])
 
 
 def test_what_the_time_budget_leaves_no_room_for_is_named(sizes, one_family, listed):
@@ -99,6 +99,37 @@ def test_what_the_time_budget_leaves_no_room_for_is_named(sizes, one_family, lis
     assert gpu_check.report({"environment": gpu_check.environment("cpu"), "dropped": over.dropped})[-1] == (
         "no time left for: tiny [] float32 forward"
     )
+
+
+def test_what_cannot_be_timed_is_a_row_and_the_others_go_on(sizes, one_family, listed, monkeypatch, tmp_path):
+    from benchmarks import bench_activation, gpu_check
+    from benchmarks.cases import Workload
+
+    arguments = bench_activation.arguments
+
+    def failing(op, *rest):
+        if op == "bias_gelu":
+            raise RuntimeError("a launch that fails\nwith a long story")
+        return arguments(op, *rest)
+
+    monkeypatch.setattr(bench_activation, "arguments", failing)
+    broken = Workload("broken", lambda dtype, device: 1 / 0, ((),), ())
+    saved, result = [], {}
+    options = {"listed": [(broken, ()), *listed], "result": result}
+    gpu_check.check("cpu", sizes, **options, save=lambda: saved.append(json.dumps(result, default=str)))
+    assert not result["ok"]
+    assert result["kernels"][0]["raised"].startswith("RuntimeError: a launch that fails")
+    assert [row["op"] for row in result["kernels"]] == ["bias_gelu", "bias_gelu_backward"]
+    assert [row.get("raised", "") for row in result["functions"]] == [
+        "ZeroDivisionError: division by zero"
+    ] * 2 + [""] * 4
+    assert len(saved) == 2 + 2 + 6 and len(json.loads(saved[0])["correctness"]) > 1
+    lines = gpu_check.report(result)
+    assert [line.partition(":")[0] for line in lines if line.startswith("RAISED bias")] == [
+        "RAISED bias_gelu [16, 256] float32"
+    ]
+    gpu_check.write(result, tmp_path / "out.json")
+    assert len(report.read(tmp_path / "out.json").timings) == 1 + 4
 
 
 def test_first_shapes_are_timed_before_second_ones(monkeypatch):
@@ -171,7 +202,7 @@ def test_a_wrong_function_is_told(monkeypatch):
 def test_touching_runs_every_implementation_and_nothing_else():
     from benchmarks import correct
 
-    assert list(correct.touch("activation", "cpu")) == [
+    assert sorted(correct.touch("activation", "cpu")) == [
         "bias_gelu reference",
         "bias_gelu_backward reference",
     ]
