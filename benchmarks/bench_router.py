@@ -61,7 +61,7 @@ def router_case(
         options |= {"num_groups": GROUPS, "group_topk": OPEN, "scale": SCALE}
 
     def ours() -> tuple[Tensor, ...]:
-        _, probs, counts, score_sums, z_sum = topk_router(logits, k, **options)
+        _, probs, counts, score_sums, z_sum, _ = topk_router(logits, k, balance=False, **options)
         return probs, score_sums * counts, z_sum
 
     eager = _eager_softmax if score == "softmax" else _eager_sigmoid
@@ -116,7 +116,7 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     wide = compute_dtype(dtype)
     bias = torch.randn(experts, device=device, generator=generator, dtype=wide) / 8
     if op == "topk_router":
-        return logits, bias, 8, "sigmoid", GROUPS, OPEN, True, SCALE
+        return logits, bias, 8, "sigmoid", GROUPS, OPEN, True, SCALE, False
     shapes = (tokens, 8), (experts,), ()
     grads = [torch.randn(s, device=device, generator=generator, dtype=wide) for s in shapes]
     indices = torch.rand(shape, device=device, generator=generator).argsort(-1)[:, :8].to(torch.int32)

@@ -39,6 +39,7 @@ struct RouterOut {
   double* score_sums;
   double* z_sum;
   int32_t* counts;
+  int32_t* balance_counts;  // or null
 };
 
 FASTMP_DECLARE(
@@ -239,6 +240,8 @@ void route(const Router& router, const RouterOut& out, int64_t begin, int64_t en
   constexpr int64_t kStep = num_lanes<V>;
   const int64_t num_experts = router.num_experts, num_sums = num_experts * router.num_sequences;
   const A* bias = static_cast<const A*>(router.bias);
+  Router ungrouped = router;
+  ungrouped.num_groups = ungrouped.group_topk = 1;
   Scratch<A> scratch(router);
   std::vector<A> sums(num_sums);
   const auto flush = [&] {
@@ -255,6 +258,10 @@ void route(const Router& router, const RouterOut& out, int64_t begin, int64_t en
     const A total = make_scores<T>(router, row, scratch);
     const A* values = router.score == Score::kLogits ? scratch.x.data() : scratch.scores.data();
     const A* keys = scratch.x.data();
+    if (out.balance_counts) {
+      choose(ungrouped, keys, keys, std::isnan(row.top), scratch, scratch.chosen.data());
+      for (const int32_t expert : scratch.chosen) ++out.balance_counts[place + expert];
+    }
     bool any_nan = std::isnan(row.top);
     if (bias) {
       V nan = {};
@@ -403,9 +410,9 @@ const void* checked(const char* op, const char* name, const std::optional<Tensor
   return kept->const_data_ptr();
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& logits, std::optional<Tensor> expert_bias,
-                                                              int64_t k, std::string score, int64_t num_groups,
-                                                              int64_t group_topk, bool normalize, double scale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(
+    const Tensor& logits, std::optional<Tensor> expert_bias, int64_t k, std::string score, int64_t num_groups,
+    int64_t group_topk, bool normalize, double scale, bool balance) {
   constexpr const char* kOp = "topk_router";
   check_dims(kOp, logits);
   const int64_t last = logits.dim() - 1, experts = logits.size(last);
@@ -419,12 +426,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& log
   Tensor indices = fastmp::empty(per_token, ScalarType::Int, logits), probs = fastmp::empty(per_token, dtype, logits);
   Tensor counts = fastmp::empty(per_expert, ScalarType::Int, logits), sums = fastmp::empty(per_expert, dtype, logits);
   Tensor z_sum = fastmp::empty({}, dtype, logits);
+  Tensor balance_counts = fastmp::empty(balance ? per_expert : std::vector<int64_t>{0}, ScalarType::Int, logits);
   const int64_t num_tokens = logits.numel() / experts, num_sums = counts.numel();
   const int64_t most = std::max<int64_t>(1, kStripSums / std::max<int64_t>(1, num_sums));
   const int64_t per_strip = std::max(kStripTokens, (num_tokens + most - 1) / most);
   const int64_t num_strips = (num_tokens + per_strip - 1) / per_strip;
   std::vector<double> partials(num_strips * (num_sums + 1));
-  std::vector<int32_t> loads(num_strips * num_sums);
+  const int64_t num_counts = num_sums * (balance ? 2 : 1);  // of a strip: those for balancing come second
+  std::vector<int32_t> loads(num_strips * num_counts);
   dispatch_float(logits.scalar_type(), kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -445,23 +454,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> topk_router(const Tensor& log
           RouterOut out = all;
           out.score_sums = partials.data() + strip * (num_sums + 1);
           out.z_sum = out.score_sums + num_sums;
-          out.counts = loads.data() + strip * num_sums;
+          out.counts = loads.data() + strip * num_counts;
+          out.balance_counts = balance ? out.counts + num_sums : nullptr;
           kernel(router, out, strip * per_strip, std::min(num_tokens, (strip + 1) * per_strip));
         }
       });
     }
     std::vector<double> total(num_sums + 1);
-    std::vector<int32_t> load(num_sums);
+    std::vector<int32_t> load(num_counts);
     for (int64_t strip = 0; strip < num_strips; ++strip) {
       for (int64_t i = 0; i <= num_sums; ++i) total[i] += partials[strip * (num_sums + 1) + i];
-      for (int64_t i = 0; i < num_sums; ++i) load[i] += loads[strip * num_sums + i];
+      for (int64_t i = 0; i < num_counts; ++i) load[i] += loads[strip * num_counts + i];
     }
-    std::copy(load.begin(), load.end(), counts.mutable_data_ptr<int32_t>());
+    std::copy(load.begin(), load.begin() + num_sums, counts.mutable_data_ptr<int32_t>());
+    std::copy(load.begin() + num_sums, load.end(), balance_counts.mutable_data_ptr<int32_t>());
     std::transform(total.begin(), total.end() - 1, static_cast<A*>(sums.mutable_data_ptr()),
                    [](double value) { return static_cast<A>(value); });
     *static_cast<A*>(z_sum.mutable_data_ptr()) = static_cast<A>(total.back());
   });
-  return {indices, probs, counts, sums, z_sum};
+  return {indices, probs, counts, sums, z_sum, balance_counts};
 }
 
 Tensor topk_router_backward(std::optional<Tensor> grad_probs, std::optional<Tensor> grad_sums,

@@ -1,9 +1,14 @@
 """topk_router: scores, experts, probabilities, loads and sums for the losses of a mixture of experts.
 
 A token's E logits are read once and stay in registers: scores, k rounds of choosing the best expert, the
-probabilities of the chosen ones. What the balancing losses need is summed in the same launch: how many tokens
-each expert has (integers), the scores over all tokens and the squared log-sum-exps (fixed order). The
-backward saves logits and indices, and makes the rest again.
+probabilities of the chosen ones. The same launch sums what the balancing losses need: how many tokens each
+expert has (integers), the scores over all tokens and the squared log-sum-exps (fixed order). The backward
+saves logits and indices and computes the rest again.
+
+Balancing losses count the k best scores of each token, without bias and groups, as the sequence-wise balance
+loss of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and Megatron-LM do: a bias that has evened out the loads
+must not hide from the loss that the scores are uneven. These are `balance_counts`; `counts` are the experts'
+real loads.
 
 Choosing. A token chooses by its scores plus the expert's bias. Without a bias it compares the logits
 themselves, whose order is the same and which no rounding makes equal; so indices are the same whoever serves.
@@ -41,6 +46,8 @@ class RouterOutput(NamedTuple):
     counts: (E,) or (B, E) int32, tokens that chose each expert.
     score_sums: (E,) or (B, E), sum over tokens of the scores, normalised to 1 a token.
     z_sum: 0-dim, sum over tokens of the squared log-sum-exp of the logits.
+    balance_counts: like `counts`, tokens that would choose each expert without bias and groups; `counts`
+        itself where there are none; None with `balance=False`.
     """
 
     indices: Tensor
@@ -48,6 +55,7 @@ class RouterOutput(NamedTuple):
     counts: Tensor
     score_sums: Tensor
     z_sum: Tensor
+    balance_counts: Tensor | None
 
 
 # Ops name what a token chooses by: "softmax", "sigmoid", or "logits" for a softmax after the choice.
@@ -82,6 +90,16 @@ def _choose(
     return order.gather(-1, closed.to(torch.uint8).sort(dim=-1, stable=True).indices[..., :k])
 
 
+def _count(indices: Tensor, logits: Tensor) -> Tensor:
+    """int32 (E,) or (B, E): how often each expert stands in `indices` (..., k)."""
+    if logits.dim() == 3:
+        indices = indices + torch.arange(logits.shape[1], device=logits.device)[:, None] * logits.shape[-1]
+    counts = torch.zeros(math.prod(logits.shape[1:]), dtype=torch.int32, device=logits.device)
+    indices = indices.flatten()
+    counts.index_add_(0, indices, torch.ones_like(indices, dtype=torch.int32))
+    return counts.view(logits.shape[1:])
+
+
 def reference(
     logits: Tensor,
     expert_bias: Tensor | None,
@@ -91,8 +109,9 @@ def reference(
     group_topk: int,
     normalize: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five outputs of `RouterOutput`."""
+    balance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The outputs of `RouterOutput`; the last is empty unless `balance`."""
     x = logits.to(compute_dtype(logits.dtype))
     scores = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
     indices = _choose(x, scores, expert_bias, k, score, num_groups, group_topk)
@@ -103,18 +122,13 @@ def reference(
         probs = probs / (probs.sum(-1, keepdim=True) + TINY) if normalize else probs
     if score == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + TINY)
-    place = indices
-    if logits.dim() == 3:
-        place = place + torch.arange(logits.shape[1], device=x.device)[:, None] * x.shape[-1]
-    counts = torch.zeros(logits.shape[1:].numel(), dtype=torch.int32, device=x.device)
-    place = place.flatten()
-    counts.index_add_(0, place, torch.ones_like(place, dtype=torch.int32))
     return (
         indices.to(torch.int32),
         (probs * scale).contiguous(),
-        counts.view(logits.shape[1:]),
+        _count(indices, logits),
         sum_rows(scores),
         sum_rows(x.logsumexp(-1).square().flatten()),
+        _count(_first(x, k), logits) if balance else logits.new_empty(0, dtype=torch.int32),
     )
 
 
@@ -171,7 +185,7 @@ def reference_backward(
     return dx.to(logits.dtype).contiguous()
 
 
-def _fake(logits, expert_bias, k, score, num_groups, group_topk, normalize, scale):
+def _fake(logits, expert_bias, k, score, num_groups, group_topk, normalize, scale, balance):
     wide = compute_dtype(logits.dtype)
     sums = logits.shape[1:]
     return (
@@ -180,6 +194,7 @@ def _fake(logits, expert_bias, k, score, num_groups, group_topk, normalize, scal
         logits.new_empty(sums, dtype=torch.int32),
         logits.new_empty(sums, dtype=wide),
         logits.new_empty((), dtype=wide),
+        logits.new_empty(sums if balance else (0,), dtype=torch.int32),
     )
 
 
@@ -221,23 +236,24 @@ _topk_router_backward = register(
 
 
 def _setup(ctx, inputs, output) -> None:
-    logits, _, _, score, _, _, normalize, scale = inputs
+    logits, _, _, score, _, _, normalize, scale, _ = inputs
     ctx.options = score, normalize, scale
     ctx.save_for_backward(logits, output[0])
     ctx.set_materialize_grads(False)
 
 
 @traced("fastmp.topk_router_backward")
-def _backward(ctx, _indices, grad_probs, _counts, grad_sums, grad_z):
+def _backward(ctx, _indices, grad_probs, _counts, grad_sums, grad_z, _balance_counts):
     logits, indices = ctx.saved_tensors
     dlogits = _topk_router_backward(grad_probs, grad_sums, grad_z, logits, indices, *ctx.options)
-    return dlogits, None, None, None, None, None, None, None
+    return dlogits, None, None, None, None, None, None, None, None
 
 
 _topk_router = register(
     "topk_router(Tensor logits, Tensor? expert_bias, int k, str score, int num_groups, int group_topk,"
-    " bool normalize, float scale)"
-    " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum)",
+    " bool normalize, float scale, bool balance)"
+    " -> (Tensor indices, Tensor probs, Tensor counts, Tensor score_sums, Tensor z_sum,"
+    " Tensor balance_counts)",
     reference=reference,
     fake=_fake,
     triton=launch,
@@ -273,6 +289,7 @@ def topk_router(
     expert_bias: Tensor | None = None,
     normalize: bool = False,
     scale: float = 1.0,
+    balance: bool = True,
 ) -> RouterOutput:
     """The k experts of each token with their probabilities, and sums for the balancing losses, in one launch.
 
@@ -290,6 +307,8 @@ def topk_router(
             gradient.
         normalize: divide the k probabilities by their sum (softmax: exactly the softmax of the k logits).
         scale: multiplies the probabilities last.
+        balance: whether `balance_counts` is wanted. With a bias or groups it takes another k rounds of
+            choosing; without them it is `counts` and free.
 
     Returns:
         `RouterOutput`. Arithmetic is in float32 (float64). NaN logits are chosen first, and make the token's
@@ -322,6 +341,8 @@ def topk_router(
         expert_bias = expert_bias.detach().to(compute_dtype(logits.dtype))
     if score == "softmax" and not pre_softmax:
         score, normalize = "logits", True
-    return RouterOutput(
-        *_topk_router(logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale))
+    twice = balance and (expert_bias is not None or group_topk < num_groups)
+    *out, balance_counts = _topk_router(
+        logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale), twice
     )
+    return RouterOutput(*out, balance_counts if twice else out[2] if balance else None)

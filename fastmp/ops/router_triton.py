@@ -120,7 +120,7 @@ def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: 
 
 @jit
 def router_kernel(
-    logits, bias, indices, probs, counts, score_sums, z_sum, partials, z_partials,
+    logits, bias, indices, probs, counts, score_sums, z_sum, balance_counts, partials, z_partials,
     num_steps, num_sequences, strip_steps, pitch, scale: tl.float64,
     K: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OPEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -129,8 +129,8 @@ def router_kernel(
 ):  # fmt: skip
     """One strip of one sequence; logits are (num_steps, num_sequences) rows, their pitch counts vectors.
 
-    `counts` are 0, and so is the number behind them, in which programs count themselves. Keys below that of
-    -inf mean: LOWEST, cannot be chosen; LOWEST + 1, has been.
+    `counts` and `balance_counts`, if there are any, are 0, and so is the number behind `counts`, in which
+    programs count themselves. Keys below that of -inf mean: LOWEST, cannot be chosen; LOWEST + 1, has been.
     """
     COMPUTE: tl.constexpr = probs.dtype.element_ty
     WIDTH: tl.constexpr = ALL * EACH
@@ -149,6 +149,7 @@ def router_kernel(
     factor = tl.full([1, 1], scale, COMPUTE)
     sums = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
     loads = tl.zeros([BLOCK_M, WIDTH], tl.int32)
+    wishes = tl.zeros([BLOCK_M, WIDTH], tl.int32)
     squares = tl.zeros([BLOCK_M], COMPUTE)
     for start in range(0, strip_steps, BLOCK_M):
         step = strip * strip_steps + start + tl.arange(0, BLOCK_M)
@@ -177,6 +178,11 @@ def router_kernel(
             best, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH)
             chosen = tl.where(slots == slot, best[:, None], chosen)
         loads += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
+        if balance_counts is not None:  # once more, without bias and groups
+            keys = tl.where(here[None, :], _sortable(x), LOWEST)
+            for _ in range(K):
+                _, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH)
+            wishes += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
         if GROUPS > 1:
             chosen = chosen // EACH * SIZE + chosen % EACH
         out = there[:, None] & (slots < K)
@@ -194,6 +200,9 @@ def router_kernel(
         tl.store(probs + tokens * K + slots, value * factor, mask=out)
     num_sums = num_sequences * EXPERTS
     tl.atomic_add(counts + sequence * EXPERTS + cols, tl.sum(loads, 0), mask=here, sem="relaxed")
+    if balance_counts is not None:
+        wished = balance_counts + sequence * EXPERTS + cols
+        tl.atomic_add(wished, tl.sum(wishes, 0), mask=here, sem="relaxed")
     tl.store(partials + strip * num_sums + sequence * EXPERTS + cols, tl.sum(sums, 0), mask=here)
     tl.store(z_partials + tl.program_id(0), tl.sum(squares, 0))
     tl.debug_barrier()  # what all threads of the program wrote is released by the one that counts
@@ -313,7 +322,8 @@ def launch(
     group_topk: int,
     normalize: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    balance: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(logits.dtype)
     experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
     num_sums = num_sequences * experts
@@ -324,8 +334,10 @@ def launch(
     score_sums = torch.empty(logits.shape[1:], dtype=wide, device=logits.device)
     z_sum = torch.empty((), dtype=wide, device=logits.device)
     loads = counts[:num_sums].view(score_sums.shape)
+    shape = score_sums.shape if balance else (0,)
+    balance_counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
     if logits.numel() == 0:
-        return indices, probs, loads, score_sums.zero_(), z_sum.zero_()
+        return indices, probs, loads, score_sums.zero_(), z_sum.zero_(), balance_counts
     fixed = constants(num_steps * num_sequences, experts, k, score, num_groups, group_topk, wide)
     # a quarter of the usual number of strips, for one program adds them all
     num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, fixed["BLOCK_M"], 1)
@@ -342,6 +354,7 @@ def launch(
             counts,
             score_sums,
             z_sum,
+            balance_counts if balance else None,
             partials,
             z_partials,
             num_steps,
@@ -354,7 +367,7 @@ def launch(
             VECTOR=vector,
             **fixed,
         )
-    return indices, probs, loads, score_sums, z_sum
+    return indices, probs, loads, score_sums, z_sum, balance_counts
 
 
 def launch_backward(

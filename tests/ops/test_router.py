@@ -116,6 +116,29 @@ def test_sums_make_the_balancing_loss():
     assert out.counts.sum() == 4 * 300 and not out.counts.requires_grad
 
 
+def _counted(chosen: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(chosen, EXPERTS).sum((0, -2)).int()
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
+@pytest.mark.parametrize("shape", [(200,), (50, 4)], ids=["tokens", "sequences"])
+def test_balance_counts_know_neither_bias_nor_groups(name, shape):
+    """As Megatron-LM's compute_routing_scores_for_aux_loss and the sequence-wise loss of DeepSeek-V3."""
+    _, k, options = PUBLISHED[name]
+    logits = _logits(*shape, EXPERTS)
+    out = topk_router(logits, k, **options)
+    scores = logits.sigmoid() if name == "DeepSeek-V3" else logits.softmax(-1)
+    assert torch.equal(out.balance_counts, _counted(scores.topk(k, -1).indices))
+    assert torch.equal(out.counts, _counted(out.indices.long()))
+    assert not torch.equal(out.counts, out.balance_counts)
+    assert topk_router(logits, k, balance=False, **options).balance_counts is None
+
+
+def test_balance_counts_are_the_counts_without_bias_and_groups():
+    out = topk_router(_logits(20, EXPERTS), 4, num_groups=GROUPS)
+    assert out.balance_counts is out.counts
+
+
 def test_sums_are_per_sequence():
     """Logits (S, B, E) have what each sequence alone has, and one sum of squares."""
     logits = _logits(37, 5, EXPERTS)
@@ -313,7 +336,7 @@ def test_wrong_dtypes():
 
 def test_cost_formulas():
     logits = torch.zeros(10, 8, dtype=torch.bfloat16)
-    options = ("softmax", 1, 1, False, 1.0)
+    options = ("softmax", 1, 1, False, 1.0, False)
     forward, backward = OPS["topk_router"], OPS["topk_router_backward"]
     assert forward.traffic(logits, None, 2, *options) == 10 * 8 * 2 + 10 * 2 * (4 + 4)
     indices, probs = torch.zeros(10, 2, dtype=torch.int32), torch.zeros(10, 2)
@@ -339,7 +362,7 @@ def test_block_shapes(num_tokens, width, itemsize):
 def test_reference_serves_where_nothing_else_does():
     """The op by its reference gives the tensors that the fake promises."""
     for arguments in ((_logits(5, 6), None, 2), (_logits(5, 3, 6), None, 2)):
-        options = ("sigmoid", 2, 1, True, 1.0)
+        options = ("sigmoid", 2, 1, True, 1.0, True)
         real = router.reference(*arguments, *options)
         fake = router._fake(*arguments, *options)
         assert [(t.shape, t.dtype) for t in real] == [(t.shape, t.dtype) for t in fake]

@@ -34,11 +34,14 @@ def forward(name: str, dtype: str) -> Launch:
     constants |= {"HAS_BIAS": with_bias, "NORMALIZE": normalize, "VECTOR": 16 // ITEMSIZE[dtype]}
     wide = f"*{compute(dtype)}"
     tensors = dict.fromkeys(("bias", "probs", "score_sums", "z_sum", "partials", "z_partials"), wide)
-    tensors |= {"logits": f"*{dtype}", "indices": "*i32", "counts": "*i32"}
+    tensors |= {"logits": f"*{dtype}", "indices": "*i32", "counts": "*i32", "balance_counts": "*i32"}
     tensors = {n: tensors[n] for n in router_triton.router_kernel.arg_names if n in tensors}
     if not with_bias:
         del tensors["bias"]
         constants["bias"] = None
+    if not with_bias and opened == groups:
+        del tensors["balance_counts"]
+        constants["balance_counts"] = None
     sizes = ("num_steps", "num_sequences", "strip_steps", "pitch")
     return Launch(router_triton.router_kernel, tensors, sizes, constants, num_warps, kinds={"scale": "fp64"})
 

@@ -37,6 +37,7 @@ def _check(
     """Forward, and backward of all three gradients; with `each` also of one at a time and of none."""
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     options = (k, score, groups, opened, normalize, 1.5)
+    options = (*options, bias is not None or opened < groups)
     expected = router.reference(logits, bias, *options)
     with poisoned_memory():
         results = router_triton.launch(logits, bias, *options)
@@ -44,7 +45,7 @@ def _check(
         assert value.is_contiguous() and value.dtype == want.dtype
         torch.testing.assert_close(value, want, equal_nan=True, **TOLERANCE[wide])
     indices = expected[0]
-    grads = [_random(*t.shape, dtype=wide, seed=n) for n, t in enumerate((expected[1], *expected[3:]))]
+    grads = [_random(*t.shape, dtype=wide, seed=n) for n, t in enumerate((expected[1], *expected[3:5]))]
     for given in (grads, [grads[0], None, None], [None, *grads[1:]], [None] * 3)[: 4 if each else 1]:
         arguments = (*given, logits, indices, score, normalize, 1.5)
         with poisoned_memory():
@@ -120,7 +121,7 @@ def test_special_values(score, normalize):
 
 def test_the_scale_is_not_rounded_to_float32():
     logits = _random(4, 16, dtype=torch.float64)
-    options = (None, 2, "softmax", 1, 1, False, 1 / 3)
+    options = (None, 2, "softmax", 1, 1, False, 1 / 3, False)
     torch.testing.assert_close(
         router_triton.launch(logits, *options)[1], router.reference(logits, *options)[1], rtol=1e-14, atol=0
     )

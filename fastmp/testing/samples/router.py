@@ -38,10 +38,11 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         bias = torch.randperm(groups if groups > 1 else experts, generator=generator).to(wide) / groups
         bias = bias.repeat_interleave(experts // len(bias)) if with_bias else None
         if op == "topk_router":
-            yield logits, bias, k, score, groups, opened, normalize, scale
+            balance = bias is not None or opened < groups
+            yield logits, bias, k, score, groups, opened, normalize, scale, balance
             continue
         route = OPS["topk_router"].implementations["reference"]
-        indices = route(logits.double(), bias, k, score, groups, opened, normalize, scale)[0]
+        indices = route(logits.double(), bias, k, score, groups, opened, normalize, scale, False)[0]
         grads = [
             torch.randn(size, generator=generator, dtype=torch.float64).to(wide)
             for size in ((*lead, k), logits.shape[1:], ())
@@ -74,9 +75,11 @@ def _eager_router(logits, k, *, score, pre_softmax, num_groups, group_topk, expe
         probs = probs / (probs.sum(-1, keepdim=True) + 1e-20) if normalize else probs
     if score == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    counts = (indices[..., None] == torch.arange(logits.shape[-1], device=logits.device)).sum((0, -2))
+    experts = torch.arange(logits.shape[-1], device=logits.device)
+    best = (logits.detach() + 0.0).sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    counts, balance_counts = ((chosen[..., None] == experts).sum((0, -2)) for chosen in (indices, best))
     z_sum = logits.logsumexp(-1).square().sum()
-    return indices, probs * scale, counts, scores.sum(0), z_sum
+    return indices, probs * scale, counts, scores.sum(0), z_sum, balance_counts
 
 
 def _sigmoid(logits):
