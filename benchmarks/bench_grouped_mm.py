@@ -193,7 +193,7 @@ def mlp_in_case(
         return F.silu(gate) * up
 
     rivals: dict[str, Callable[[], Any]] = {
-        OURS: lambda: grouped_mlp_in(x, w, offsets, activation="swiglu"),
+        OURS: lambda: grouped_mlp_in(x, w, offsets, form="silu", gated=True),
         IN_TWO: lambda: swiglu(grouped_mm(x, w, offsets)),
         EAGER: lambda: activated(one_by_one(x, w)),
     }
@@ -205,7 +205,7 @@ def mlp_in_case(
         (x, w),
         grad,
         rivals,
-        op.traffic(x, w, None, offsets, "swiglu", False),
+        op.traffic(x, w, None, offsets, "silu", True, False),
         OPS["grouped_mm"].traffic(x, w, offsets, False) + OPS["grouped_mm_wgrad"].traffic(grad, x, offsets),
         flops=(product, 2 * product),
     )
@@ -278,7 +278,7 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     if op == "grouped_mm":
         return x, w, offsets, False
     if op == "grouped_mlp_in":
-        return x, w, None, offsets, "swiglu", True
+        return x, w, None, offsets, "silu", True, True
     if op == "grouped_mm_wgrad":
         return grad, x, offsets
     return torch.zeros(w.shape, dtype=compute_dtype(dtype), device=device), grad, x, offsets

@@ -143,13 +143,6 @@ void gated_backward_tile(const GatedTile& tile) {
 namespace fastmp {
 namespace {
 
-Form form_of(const char* op, const std::string& activation) {
-  if (activation == "silu") return Form::kSilu;
-  if (activation == "gelu_tanh") return Form::kGeluTanh;
-  FASTMP_CHECK(activation == "gelu", op, ": activation must be 'silu', 'gelu_tanh' or 'gelu', got '", activation, "'");
-  return Form::kGelu;
-}
-
 void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
   FASTMP_CHECK(x.dim() > 0 && x.size(x.dim() - 1) % 2 == 0, op, ": x must end in a dimension of even size");
   dispatch_float(x.scalar_type(), op, [](auto) {});

@@ -27,9 +27,9 @@ struct Operand {
   int64_t outer, term;
 };
 
-enum class Epilogue { kStore, kAdd, kSwiglu, kGelu };
+enum class Epilogue { kStore, kAdd, kActivate, kGate };
 
-// `cols` columns of the product, beginning where `b` does; kSwiglu has as many again that begin at `up`. `out` is
+// `cols` columns of the product, beginning where `b` does; kGate has as many again that begin at `up`. `out` is
 // where the block's first element goes, `kept` (or null) the same of the pre-activation, `bias` of the first column;
 // up's are `up_offset` elements further in `kept` and `bias`.
 struct ProductJob {
@@ -41,6 +41,7 @@ struct ProductJob {
   int64_t rows, cols, terms, out_pitch, kept_pitch, up_offset;
   ScalarType dtype, out_dtype;
   Epilogue epilogue;
+  Form form;  // of the activation, for kActivate and kGate
 };
 
 // Memory that a thread packs into; it grows, and lives as long as one call of an op.
@@ -164,8 +165,8 @@ struct VectorUnit {
   }
 };
 
-// One row of the epilogue: `sums`, and for kSwiglu `up`, hold job.cols columns.
-template <class T, class Out, Epilogue epilogue>
+// One row of the epilogue: `sums`, and for kGate `up`, hold job.cols columns.
+template <class T, class Out, Epilogue epilogue, Form form>
 FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_of<T>* sums, const scalar_of<T>* up) {
   using V = lanes_of<T>;
   Out* out = static_cast<Out*>(job.out) + row * job.out_pitch;
@@ -174,16 +175,15 @@ FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_o
   for_vectors<num_lanes<V>>(job.cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
     V v = load(sums + col, count, 0);
     if constexpr (epilogue == Epilogue::kAdd) v += load(out + col, count, 0);
-    if constexpr (epilogue == Epilogue::kSwiglu || epilogue == Epilogue::kGelu) {
+    if constexpr (epilogue == Epilogue::kActivate || epilogue == Epilogue::kGate) {
       if (bias) v += load(bias + col, count, 0);
       if (kept) store(kept + col, v, count);
-      if constexpr (epilogue == Epilogue::kSwiglu) {
+      v = activation<form>(v);
+      if constexpr (epilogue == Epilogue::kGate) {
         V u = load(up + col, count, 0);
         if (bias) u += load(bias + job.up_offset + col, count, 0);
         if (kept) store(kept + job.up_offset + col, u, count);
-        v = activation<Form::kSilu>(v) * u;
-      } else {
-        v = activation<Form::kGeluTanh>(v);
+        v = v * u;
       }
     }
     store(out + col, v, count);
@@ -194,21 +194,29 @@ FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_o
 template <class T>
 void finish(const ProductJob& job, int64_t first, int64_t rows, const scalar_of<T>* sums, int64_t pitch,
             int64_t up_offset) {
-  const auto all = [&](auto out, auto epilogue) {
+  const auto all = [&](auto out, auto epilogue, auto form) {
     using Out = typename decltype(out)::type;
     for (int64_t i = 0; i < rows; ++i) {
-      finish_row<T, Out, epilogue.value>(job, first + i, sums + i * pitch, sums + i * pitch + up_offset);
+      finish_row<T, Out, epilogue.value, form.value>(job, first + i, sums + i * pitch, sums + i * pitch + up_offset);
     }
   };
   using Wide = TypeTag<scalar_of<T>>;
   using Same = TypeTag<T>;
+  constexpr std::integral_constant<Form, Form::kSilu> silu{};
+  const auto activated = [&](auto epilogue) {
+    switch (job.form) {
+      case Form::kSilu: return all(Same{}, epilogue, silu);
+      case Form::kGeluTanh: return all(Same{}, epilogue, std::integral_constant<Form, Form::kGeluTanh>{});
+      case Form::kGelu: return all(Same{}, epilogue, std::integral_constant<Form, Form::kGelu>{});
+    }
+  };
   switch (job.epilogue) {
-    case Epilogue::kStore: return all(Same{}, std::integral_constant<Epilogue, Epilogue::kStore>{});
-    case Epilogue::kSwiglu: return all(Same{}, std::integral_constant<Epilogue, Epilogue::kSwiglu>{});
-    case Epilogue::kGelu: return all(Same{}, std::integral_constant<Epilogue, Epilogue::kGelu>{});
+    case Epilogue::kStore: return all(Same{}, std::integral_constant<Epilogue, Epilogue::kStore>{}, silu);
+    case Epilogue::kActivate: return activated(std::integral_constant<Epilogue, Epilogue::kActivate>{});
+    case Epilogue::kGate: return activated(std::integral_constant<Epilogue, Epilogue::kGate>{});
     case Epilogue::kAdd: {
       constexpr std::integral_constant<Epilogue, Epilogue::kAdd> add{};
-      return job.out_dtype == job.dtype ? all(Same{}, add) : all(Wide{}, add);
+      return job.out_dtype == job.dtype ? all(Same{}, add, silu) : all(Wide{}, add, silu);
     }
   }
 }
@@ -220,7 +228,7 @@ void multiply_job(const ProductJob& job, Scratch& scratch) {
   using S = scalar_of<T>;
   constexpr int64_t kRows = Unit::kRows, kCols = Unit::kCols;
   const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
-  const bool pair = job.epilogue == Epilogue::kSwiglu;
+  const bool pair = job.epilogue == Epilogue::kGate;
   const int64_t width = round_up(job.cols, kCols), pitch = pair ? 2 * width : width;
   const int64_t terms = round_up(job.terms, Unit::kTermUnit), strip_pitch = job.a.term == 1 ? terms : 0;
   const int64_t packed = (pitch + Unit::kStrips * kRows) * terms;
@@ -338,8 +346,8 @@ void run_products(const std::vector<ProductJob>& products, const Tensor& x, cons
 
 // Rows of x times the weight of their expert, through the epilogue; kept (or null): the pre-activation.
 Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<Tensor> bias, const Tensor& offsets,
-               bool transposed, Epilogue epilogue, const Tensor* kept) {
-  const bool pair = epilogue == Epilogue::kSwiglu;
+               bool transposed, Epilogue epilogue, Form form, const Tensor* kept) {
+  const bool pair = epilogue == Epilogue::kGate;
   const int64_t columns = w.size(transposed ? 2 : 1), cols = pair ? columns / 2 : columns;
   FASTMP_CHECK(x.size(1) == w.size(transposed ? 1 : 2) && offsets.numel() == w.size(0) && (!pair || columns % 2 == 0),
                op, ": shapes do not fit");
@@ -361,7 +369,7 @@ Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<T
     if (kept) job.kept = place(*kept, first * columns);
     job.rows = rows, job.cols = cols, job.terms = x.size(1);
     job.out = place(y, first * cols), job.out_pitch = cols, job.kept_pitch = columns, job.up_offset = cols;
-    job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = epilogue;
+    job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = epilogue, job.form = form;
     products.push_back(job);
   });
   run_products(products, x, y);
@@ -373,20 +381,17 @@ Tensor product(const char* op, const Tensor& x, const Tensor& w, std::optional<T
 Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets, bool transposed) {
   constexpr const char* kOp = "grouped_mm";
   check_operands(kOp, x, w, 2, 3);
-  return product(kOp, x, w, std::nullopt, offsets, transposed, Epilogue::kStore, nullptr);
+  return product(kOp, x, w, std::nullopt, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
 }
 
 std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
-                                          const Tensor& offsets, std::string activation, bool keep) {
+                                          const Tensor& offsets, std::string form, bool gated, bool keep) {
   constexpr const char* kOp = "grouped_mlp_in";
   check_operands(kOp, x, w, 2, 3);
-  const bool gated = activation == "swiglu";
-  FASTMP_CHECK(gated || activation == "bias_gelu", kOp, ": activation must be 'swiglu' or 'bias_gelu', got '",
-               activation, "'");
   const int64_t columns = w.size(1);
   Tensor h = keep ? fastmp::empty({x.size(0), columns}, x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
-  const Epilogue epilogue = gated ? Epilogue::kSwiglu : Epilogue::kGelu;
-  return {product(kOp, x, w, bias, offsets, false, epilogue, keep ? &h : nullptr), h};
+  const Epilogue epilogue = gated ? Epilogue::kGate : Epilogue::kActivate;
+  return {product(kOp, x, w, bias, offsets, false, epilogue, form_of(kOp, form), keep ? &h : nullptr), h};
 }
 
 void weight_gradient(const char* op, const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets,

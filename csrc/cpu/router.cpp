@@ -1,10 +1,10 @@
 // topk_router and its backward on the CPU.
 //
 // A token's logits are read once into a row of fp32 (f64) scratch, where scores, choice and probabilities are made.
-// The best k so far are kept in order, and a vector none of whose lanes beats the last of them is passed over, which
-// is nearly all of them. Tokens come in strips that depend on the shape alone; a strip sums its scores in fp32 over a
+// Tokens come in strips that depend on the shape alone; a strip sums its scores in fp32 over a
 // few tokens at a time and in f64 over all of them, and strips are added in order: results do not depend on the number
 // of threads. The semantics are those of the references in fastmp/ops/router.py.
+#include "best.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -52,52 +52,6 @@ namespace FASTMP_ISA {
 constexpr double kTiny = 1e-20;    // as in the reference
 constexpr int64_t kFlush = 16;     // tokens of a sequence that are summed in fp32
 constexpr int64_t kInsert = 64;    // from so many experts on, sorting beats insertion
-
-// NaN is above everything; equal keys keep their order.
-template <typename A>
-bool above(A a, A b) {
-  return a > b || (std::isnan(a) && !std::isnan(b));
-}
-
-// The first `count` of all indices, by key.
-template <typename A>
-void sort_first(const A* keys, int32_t* indices, int64_t size, int64_t count) {
-  std::iota(indices, indices + size, 0);
-  std::partial_sort(indices, indices + count, indices + size, [&](int32_t i, int32_t j) {
-    return above(keys[i], keys[j]) || (!above(keys[j], keys[i]) && i < j);
-  });
-}
-
-// The best experts in order of descending key, ties to the lower one; keys must not be NaN.
-template <typename A>
-struct Best {
-  A* keys;
-  int32_t* experts;
-  int64_t k, filled = 0;
-
-  FASTMP_INLINE void offer(A key, int32_t expert) {
-    if (filled == k && !(key > keys[k - 1])) return;
-    int64_t place = filled < k ? filled++ : k - 1;
-    for (; place > 0 && key > keys[place - 1]; --place) {
-      keys[place] = keys[place - 1];
-      experts[place] = experts[place - 1];
-    }
-    keys[place] = key;
-    experts[place] = expert;
-  }
-
-  FASTMP_INLINE void offer(const A* from, int64_t begin, int64_t end) {
-    using V = std::conditional_t<std::is_same_v<A, double>, doubles, floats>;
-    constexpr int64_t kStep = num_lanes<V>;
-    int64_t i = begin;
-    for (; i < end && filled < k; ++i) offer(from[i], static_cast<int32_t>(i));
-    for (; i + kStep <= end; i += kStep) {
-      if (!any_greater(load(from + i), broadcast<V>(keys[k - 1]))) continue;
-      for (int64_t lane = 0; lane < kStep; ++lane) offer(from[i + lane], static_cast<int32_t>(i + lane));
-    }
-    for (; i < end; ++i) offer(from[i], static_cast<int32_t>(i));
-  }
-};
 
 // Scratch of one thread.
 template <typename A>

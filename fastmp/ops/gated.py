@@ -63,7 +63,7 @@ def reference_backward(
 
 
 @jit
-def _activation(h, FORM: tl.constexpr):
+def activate(h, FORM: tl.constexpr):
     if FORM == "silu":
         return h * (1.0 / (1.0 + tl.exp2(-1.4426950408889634 * h)))
     else:
@@ -110,7 +110,7 @@ def gated_activation_kernel(
         gate += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
         up += tl.load(bias + num_cols + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
     out = y + rows[:, None] * num_vectors * VECTOR + cols[None, :]
-    tl.store(out, _activation(gate, FORM) * up, mask=mask)
+    tl.store(out, activate(gate, FORM) * up, mask=mask)
 
 
 @jit

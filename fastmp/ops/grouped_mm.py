@@ -15,9 +15,11 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.ops import gated, grouped_mm_triton
+from fastmp.ops import gated as gated_activation
+from fastmp.ops import grouped_mm_triton
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
 from fastmp.ops.registry import autocast, compute_dtype, register, without_autocast
@@ -25,7 +27,7 @@ from fastmp.ops.wgrad import deferral
 from fastmp.profiling import traced
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_ACTIVATIONS = ("swiglu", "bias_gelu")
+_FORMS = {"gelu_tanh": "tanh", "gelu": "none", "silu": None}  # and what torch calls it as an `approximate`
 # Tiles of 128 x 256 that every product of a loop must have: about two for each multiprocessor of an H200.
 _TILES_OF_A_LOOP = 256
 
@@ -81,18 +83,26 @@ def reference_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> N
                 total.copy_(torch.addmm(total.to(dtype), rows.t(), columns))
 
 
-def _activated(h: Tensor, activation: str) -> Tensor:
-    if activation == "swiglu":
-        return gated.reference(h, None, "silu")
-    return bias_gelu_reference(h, None, "tanh")
+def _activated(h: Tensor, form: str, gated: bool) -> Tensor:
+    if gated:
+        return gated_activation.reference(h, None, form)
+    return F.silu(h) if form == "silu" else bias_gelu_reference(h, None, _FORMS[form])
+
+
+def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Tensor:
+    """The gradient of h from that of activation(h)."""
+    if gated:
+        return torch.ops.fastmp.gated_activation_backward(grad, h, None, form)[0]
+    if form == "silu":
+        return torch.ops.aten.silu_backward(grad.contiguous(), h)
+    return torch.ops.fastmp.bias_gelu_backward(grad, h, None, _FORMS[form])[0]
 
 
 def reference_mlp_in(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """(activation(h), h) of h = grouped_mm(x, w) + bias; each rounded once. Without `keep` h is empty."""
-    width = _width(w, activation)
-    y = x.new_empty(len(x), width)
+    y = x.new_empty(len(x), w.shape[1] // (1 + gated))
     h = x.new_empty((len(x), w.shape[1]) if keep else (0,))
     dtype, end = compute_dtype(x.dtype), 0
     with without_autocast(x.device.type):
@@ -102,18 +112,13 @@ def reference_mlp_in(
             part = _product(x[start:end], w[expert].t(), dtype)
             if bias is not None:
                 part += bias[expert]
-            y[start:end] = _activated(part, activation)
+            y[start:end] = _activated(part, form, gated)
             if keep:
                 h[start:end] = part
     y[end:] = 0
     if keep:
         h[end:] = 0
     return y, h
-
-
-def _width(w: Tensor, activation: str) -> int:
-    """Columns of the result: one for each pair of rows of w, if they are gate and up."""
-    return w.shape[1] // 2 if activation == "swiglu" else w.shape[1]
 
 
 def _fake(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
@@ -125,10 +130,10 @@ def _fake_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _fake_mlp_in(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
     kept = (x.shape[0], w.shape[1]) if keep else (0,)
-    return x.new_empty(x.shape[0], _width(w, activation)), x.new_empty(kept)
+    return x.new_empty(x.shape[0], w.shape[1] // (1 + gated)), x.new_empty(kept)
 
 
 # Costs are those of rows that all belong to an expert; where they end only the device knows.
@@ -158,10 +163,10 @@ def _traffic_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> in
 
 
 def _traffic_mlp_in(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> int:
     """Read x, w and bias, write y, and h if it is kept."""
-    columns = _width(w, activation) + (w.shape[1] if keep else 0)
+    columns = w.shape[1] // (1 + gated) + (w.shape[1] if keep else 0)
     read = x.numel() + w.numel() + (0 if bias is None else bias.numel())
     return (read + len(x) * columns) * x.element_size()
 
@@ -191,7 +196,7 @@ register(
     traffic=_traffic_wgrad_,
 )
 register(
-    "grouped_mlp_in(Tensor x, Tensor w, Tensor? bias, Tensor offsets, str activation, bool keep)"
+    "grouped_mlp_in(Tensor x, Tensor w, Tensor? bias, Tensor offsets, str form, bool gated, bool keep)"
     " -> (Tensor, Tensor)",
     reference=reference_mlp_in,
     fake=_fake_mlp_in,
@@ -297,11 +302,11 @@ class _GroupedMM(torch.autograd.Function):
 
 class _GroupedMLPIn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, w, bias, offsets, main_grad, activation):
-        y, h = torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, activation, True)
+    def forward(ctx, x, w, bias, offsets, main_grad, form, gated):
+        y, h = torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, True)
         ctx.save_for_backward(x, w, offsets, h)
         ctx.defer = deferral(w)
-        ctx.main_grad, ctx.activation = main_grad, activation
+        ctx.main_grad, ctx.form, ctx.gated = main_grad, form, gated
         return y
 
     @staticmethod
@@ -309,10 +314,7 @@ class _GroupedMLPIn(torch.autograd.Function):
     def backward(ctx, grad):
         _refuse_create_graph("grouped_mlp_in")
         x, w, offsets, h = ctx.saved_tensors
-        if ctx.activation == "swiglu":
-            dh, _ = torch.ops.fastmp.gated_activation_backward(grad, h, None, "silu")
-        else:
-            dh, _ = torch.ops.fastmp.bias_gelu_backward(grad, h, None, "tanh")
+        dh = _activation_backward(grad, h, ctx.form, ctx.gated)
         dx = dw = dbias = None
         if ctx.needs_input_grad[0]:
             dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)
@@ -320,7 +322,7 @@ class _GroupedMLPIn(torch.autograd.Function):
             dw = _wgrad_or_defer(ctx.defer, dh, x, offsets, ctx.main_grad)
         if ctx.needs_input_grad[2]:  # column sums of each expert's rows: a product with a column of ones
             dbias = torch.ops.fastmp.grouped_mm_wgrad(dh, dh.new_ones(len(dh), 1), offsets).squeeze(2)
-        return dx, dw, dbias, None, None, None
+        return dx, dw, dbias, None, None, None, None
 
 
 def _check(
@@ -414,13 +416,21 @@ def grouped_mm(
     return _GroupedMM.apply(x, w, offsets, main_grad if w.requires_grad else None, transposed, sizes)
 
 
+def _apply(h: Tensor, form: str, gated: bool) -> Tensor:
+    """The activation as an op of its own."""
+    if form == "silu":
+        return gated_activation.swiglu(h) if gated else F.silu(h)
+    return (gated_activation.geglu if gated else bias_gelu)(h, approximate=_FORMS[form])
+
+
 @traced("fastmp.grouped_mlp_in")
 def grouped_mlp_in(
     x: Tensor,
     w: Tensor,
     offsets: Tensor,
     *,
-    activation: str,
+    form: str,
+    gated: bool,
     bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
@@ -431,27 +441,27 @@ def grouped_mlp_in(
 
     Args:
         x, w, offsets: as for `grouped_mm`, not transposed.
-        activation: "swiglu", silu(gate) * up with the rows of w[e] being [gate | up]; or "bias_gelu", gelu in
-            its tanh form.
+        form: the activation: "silu", "gelu" (exact, by the error function) or "gelu_tanh".
+        gated: the rows of w[e] are [gate | up], and the result is form(gate) * up; else it is form(h).
         bias: (E, N) of the same dtype and device, or None.
         sizes: as for `grouped_mm`: where a loop is faster, and there is no bias, the activation comes after.
 
     Returns:
-        (M, N / 2) for "swiglu", else (M, N), contiguous, of x's dtype; rounded once. Rows from the last
+        (M, N / 2) if gated, else (M, N), contiguous, of x's dtype; rounded once. Rows from the last
         offset on are zeros.
 
     Raises:
-        ValueError: as `grouped_mm`; another activation, an odd number of rows of w[e] for "swiglu", a bias
-            that does not fit.
+        ValueError: as `grouped_mm`; another form, an odd number of rows of w[e] if gated, a bias that does
+            not fit.
 
     Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(f"grouped_mlp_in: activation must be one of {_ACTIVATIONS}, got {activation!r}")
+    if form not in _FORMS:
+        raise ValueError(f"grouped_mlp_in: form must be one of {tuple(_FORMS)}, got {form!r}")
     given, main_grad = (x, w), getattr(w, "main_grad", None)
     x, w, bias = autocast(x, w, bias)
     _check("grouped_mlp_in", x, w, offsets, 2, sizes)
-    if activation == "swiglu" and w.shape[1] % 2:
+    if gated and w.shape[1] % 2:
         raise ValueError(f"grouped_mlp_in: w {tuple(w.shape)} has an odd number of rows: no [gate | up]")
     if bias is not None:
         if bias.shape != w.shape[:2]:
@@ -462,9 +472,8 @@ def grouped_mlp_in(
         if bias.device != x.device:
             raise ValueError(f"grouped_mlp_in: x is on {x.device}, but bias is on {bias.device}")
     if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:
-        h = grouped_mm(*given, offsets, sizes=sizes)
-        return gated.swiglu(h) if activation == "swiglu" else bias_gelu(h)
+        return _apply(grouped_mm(*given, offsets, sizes=sizes), form, gated)
     differentiable = (t.requires_grad for t in (x, w, bias) if t is not None)
     if not (torch.is_grad_enabled() and any(differentiable)):
-        return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, activation, False)[0]
-    return _GroupedMLPIn.apply(x, w, bias, offsets, main_grad if w.requires_grad else None, activation)
+        return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, False)[0]
+    return _GroupedMLPIn.apply(x, w, bias, offsets, main_grad if w.requires_grad else None, form, gated)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import TensorDescriptor, cdiv, jit, next_power_of_2, tl
-from fastmp.ops.activation import gelu
+from fastmp.ops.gated import activate
 from fastmp.ops.rows import vector_width
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
@@ -86,74 +86,80 @@ def _load_weight(
 
 @jit
 def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """Left and right half: all of a block, and what its activation needs, are too many registers."""
+    """The left and the right half of a block's columns."""
     return block.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
 
 
 @jit
 def _store_activated(
     y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
-    FORM: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_N: tl.constexpr,
+    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Columns from `first_n` on of y = form(h), and of h if it is kept; "silu" has `up` beside them."""
+    """Store columns from `first_n` on of y = form(h), times `up` if GATED, and of h if it is kept."""
     cols = first_n + tl.arange(0, BLOCK_N)
     mask = (rows < end)[:, None] & (cols < width)[None, :]
-    num_n = 2 * width if FORM == "silu" else width
+    num_n = 2 * width if GATED else width
     if HAS_BIAS:
         owned = (cols < width) & (expert < num_experts)
         shift = bias + expert.to(tl.int64) * num_n + cols
         acc += tl.load(shift, mask=owned, other=0.0).to(acc.dtype)[None, :]
-        if FORM == "silu":
+        if GATED:
             up += tl.load(shift + width, mask=owned, other=0.0).to(acc.dtype)[None, :]
     if KEEP:
         kept = h + rows[:, None].to(tl.int64) * num_n + cols[None, :]
         tl.store(kept, acc, mask=mask)
-        if FORM == "silu":
+        if GATED:
             tl.store(kept + width, up, mask=mask)
-    if FORM == "silu":
-        acc = acc * (1.0 / (1.0 + tl.exp2(-1.4426950408889634 * acc))) * up
-    elif FORM == "gelu_tanh":
-        acc = gelu(acc, True)
+    if FORM != "none":
+        acc = activate(acc, FORM)
+    if GATED:
+        acc *= up
     tl.store(y + rows[:, None].to(tl.int64) * width + cols[None, :], acc, mask=mask)
 
 
 @jit
+def _store_parts(
+    y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
+    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """`_store_activated` in PARTS turns, so that what an activation needs fits into registers."""
+    if PARTS == 1:
+        _store_activated(
+            y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
+            BLOCK_N,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        MORE: tl.constexpr = PARTS // 2
+        acc_left, acc_right = _halves(acc, BLOCK_M, HALF)
+        up_left, up_right = _halves(up, BLOCK_M, HALF)
+        _store_parts(
+            y, h, bias, expert, num_experts, acc_left, up_left, rows, end, first_n, width, FORM, GATED, KEEP,
+            HAS_BIAS, BLOCK_M, HALF, MORE,
+        )  # fmt: skip
+        _store_parts(
+            y, h, bias, expert, num_experts, acc_right, up_right, rows, end, first_n + HALF, width, FORM,
+            GATED, KEEP, HAS_BIAS, BLOCK_M, HALF, MORE,
+        )  # fmt: skip
+
+
+@jit
 def grouped_mm_kernel(
-    x,
-    w,
-    bias,
-    offsets,
-    y,
-    h,
-    num_rows,
-    num_experts,
-    n_vectors,
-    k_vectors,
-    x_pitch,
-    w_jump,
-    w_pitch,
-    FORM: tl.constexpr,
-    KEEP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    TMA: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    N_VECTOR: tl.constexpr,
-    K_VECTOR: tl.constexpr,
-    W_VECTOR: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    x, w, bias, offsets, y, h, num_rows, num_experts, n_vectors, k_vectors, x_pitch, w_jump, w_pitch,
+    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
+    K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """y = form(h), h = x times the weight of each row's expert, plus its bias. num_n columns, num_k terms.
 
-    FORM "silu": the columns of h are [gate | up], a tile has a block of each, and y = silu(gate) * up. Sizes
+    GATED: the columns of h are [gate | up], a tile has a block of each, and y = form(gate) * up. Sizes
     and pitches count vectors of N_VECTOR (columns), K_VECTOR and W_VECTOR elements: that proves alignment.
     """
     width, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
-    num_n, experts = 2 * width if FORM == "silu" else width, tl.arange(0, BLOCK_E)
+    num_n, experts = 2 * width if GATED else width, tl.arange(0, BLOCK_E)
     ends = _expert_ends(offsets, experts, num_experts, num_rows)
     starts = _expert_ends(offsets, experts - 1, num_experts, num_rows)
     tiles_n = tl.cdiv(width, BLOCK_N)
@@ -180,57 +186,25 @@ def grouped_mm_kernel(
                 BLOCK_N, BLOCK_K,
             )  # fmt: skip
             acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-            if FORM == "silu":
+            if GATED:
                 b = _load_weight(
                     w, expert, width + first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED,
                     W_VECTOR, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 up = tl.dot(a, b, up, input_precision="ieee", out_dtype=COMPUTE)
-        if FORM == "none":
-            _store_activated(
-                y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, KEEP, HAS_BIAS,
-                BLOCK_N,
-            )  # fmt: skip
-        else:
-            HALF: tl.constexpr = BLOCK_N // 2
-            acc_left, acc_right = _halves(acc, BLOCK_M, HALF)
-            up_left, up_right = _halves(up, BLOCK_M, HALF)
-            _store_activated(
-                y, h, bias, expert, num_experts, acc_left, up_left, rows, end, first_n, width, FORM, KEEP,
-                HAS_BIAS, HALF,
-            )  # fmt: skip
-            _store_activated(
-                y, h, bias, expert, num_experts, acc_right, up_right, rows, end, first_n + HALF, width, FORM,
-                KEEP, HAS_BIAS, HALF,
-            )  # fmt: skip
+        _store_parts(
+            y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
+            BLOCK_M, BLOCK_N, PARTS=1 if FORM == "none" else 4 if GATED and FORM == "gelu" else 2,
+        )  # fmt: skip
 
 
 @jit
 def grouped_wgrad_kernel(
-    grad,
-    x,
-    offsets,
-    out,
-    num_rows,
-    n_vectors,
-    k_vectors,
-    grad_pitch,
-    x_pitch,
-    out_jump,
-    out_pitch,
-    ACCUMULATE: tl.constexpr,
-    TMA: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    N_VECTOR: tl.constexpr,
-    K_VECTOR: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    GROUP: tl.constexpr,
-    grad_rows=None,
-    x_rows=None,
-):
+    grad, x, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
+    K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, GROUP: tl.constexpr, grad_rows=None, x_rows=None,
+):  # fmt: skip
     """One tile of the sum over an expert's rows of grad^T x, stored or added to `out`. See grouped_mm_kernel.
 
     With TMA, `grad_rows` and `x_rows` are descriptors of `grad` and `x`.
@@ -385,22 +359,23 @@ def _compute(x: Tensor) -> Any:
 
 
 def _product(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, form: str, keep: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(y, h): y = form(h), h = x times the weights + bias, which is None unless `keep`."""
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, form: str, gated: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(y, h): y = form(h), or form(gate) * up; h = x times the weights + bias is None unless `keep`."""
     num_rows, (num_experts, num_n, num_k) = len(x), w.shape
     if transposed:
         num_n, num_k = num_k, num_n
-    width = num_n // 2 if form == "silu" else num_n
+    width = num_n // 2 if gated else num_n
     y = x.new_empty(num_rows, width)
     h = x.new_empty(num_rows, num_n) if keep else None
     if y.numel() == 0:
         return y, h
     x, w, offsets = _along_rows(x), _along_rows(w), offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
-    rows_each, pair = num_rows / max(num_experts, 1), form == "silu"
+    rows_each = num_rows / max(num_experts, 1)
     tma = use_tma(x, w)
-    blocks = product_blocks(rows_each, width, num_k, x.element_size(), tile_architecture(x, tma), pair)
+    blocks = product_blocks(rows_each, width, num_k, x.element_size(), tile_architecture(x, tma), gated)
     widest, along, pitches = 16 // x.element_size(), (num_n if transposed else num_k), w.stride()[:2]
     w_vector = math.gcd(widest, along, *pitches)
     k_vector = math.gcd(widest, num_k, x.stride(0), *(() if transposed else pitches))
@@ -408,7 +383,7 @@ def _product(
     x_block = (blocks.rows, blocks.terms)
     w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
     tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
-    programs = num_programs(x, tiles, blocks.programs_each(x.element_size(), pair))
+    programs = num_programs(x, tiles, blocks.programs_each(x.element_size(), gated))
     with torch.cuda.device_of(x):
         grouped_mm_kernel[(programs,)](
             _descriptor(x, *x_block) if tma else x,
@@ -425,6 +400,7 @@ def _product(
             w.stride(0) // w_vector,
             w.stride(1) // w_vector,
             FORM=form,
+            GATED=gated,
             KEEP=keep,
             HAS_BIAS=bias is not None,
             TRANSPOSED=transposed,
@@ -445,14 +421,13 @@ def _product(
 
 
 def launch(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    return _product(x, w, None, offsets, transposed, "none", False)[0]
+    return _product(x, w, None, offsets, transposed, "none", False, False)[0]
 
 
 def launch_mlp_in(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, activation: str, keep: bool
+    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    form = {"swiglu": "silu", "bias_gelu": "gelu_tanh"}[activation]
-    y, h = _product(x, w, bias, offsets, False, form, keep)
+    y, h = _product(x, w, bias, offsets, False, form, gated, keep)
     return y, x.new_empty(0) if h is None else h
 
 

@@ -53,23 +53,36 @@ PATTERNS = {
 }
 
 
+FUSED = {
+    "swiglu": {"form": "silu", "gated": True},
+    "geglu": {"form": "gelu_tanh", "gated": True},
+    "gelu": {"form": "gelu", "gated": False},
+    "silu": {"form": "silu", "gated": False},
+}
+
+
+def activated(h, form, gated):
+    gate, up = h.chunk(2, -1) if gated else (h, 1)
+    if form == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh" if form == "gelu_tanh" else "none") * up
+
+
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", ("grouped_mm", "swiglu", "bias_gelu"))
+@pytest.mark.parametrize("name", ("grouped_mm", *FUSED))
 def test_patterns(name, pattern):
     """Values and gradients, in poisoned memory."""
     sizes, spare = PATTERNS[pattern]
     x, w, offsets, grad = problem(sizes, spare)
     truth = by_hand(x, w, sizes)
-    if name == "swiglu":
-        gate, up = truth.chunk(2, 1)
-        truth, grad = F.silu(gate) * up, grad[:, : N // 2]
-    elif name == "bias_gelu":
-        truth = F.gelu(truth, approximate="tanh")
+    if name in FUSED:
+        truth = activated(truth, **FUSED[name])
+        grad = grad[:, : truth.shape[1]]
     with poisoned_memory():
         y = (
             grouped_mm(x, w, offsets)
             if name == "grouped_mm"
-            else grouped_mlp_in(x, w, offsets, activation=name)
+            else grouped_mlp_in(x, w, offsets, **FUSED[name])
         )
         grads = torch.autograd.grad(y, (x, w), grad)
     wanted = torch.autograd.grad(truth, (x, w), grad)
@@ -108,12 +121,12 @@ def test_neither_nan_of_another_expert_nor_of_nobody_comes_through(dtype):
     for rows in (y, dx):
         assert rows[:3].isfinite().all() and rows[7:].isfinite().all() and not rows[9:].any()
     assert dw[[0, 2]].isfinite().all() and dw[1].isnan().all()
-    h = grouped_mlp_in(x, w, offsets, activation="swiglu")
+    h = grouped_mlp_in(x, w, offsets, form="silu", gated=True)
     assert h[[0, 1, 2, 7, 8]].isfinite().all() and not h[9:].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ("grouped_mm", "transposed", "swiglu", "bias_gelu"))
+@pytest.mark.parametrize("name", ("grouped_mm", "transposed", "swiglu", "gelu"))
 def test_main_gradients_are_summed(name, dtype):
     """Two microbatches: `main_grad` is what autograd would sum up, rounded less often; autograd gets none."""
     sizes = [0, 6, 11, 1]
@@ -124,7 +137,7 @@ def test_main_gradients_are_summed(name, dtype):
     def call(x, w, offsets):
         if name in ("grouped_mm", "transposed"):
             return grouped_mm(x, w, offsets, transposed=name == "transposed")
-        return grouped_mlp_in(x, w, offsets, activation=name)
+        return grouped_mlp_in(x, w, offsets, **FUSED[name])
 
     for seed in (1, 2):
         x, _, offsets, grad = problem(sizes, 2, dtype, seed=seed)
@@ -174,7 +187,7 @@ def test_only_the_gradient_that_is_wanted(wanted):
     assert leaves[1 - wanted].grad is None and torch.equal(leaves[wanted].grad, both[wanted])
 
 
-@pytest.mark.parametrize("call", (grouped_mm, lambda *a: grouped_mlp_in(*a, activation="swiglu")))
+@pytest.mark.parametrize("call", (grouped_mm, lambda *a: grouped_mlp_in(*a, form="silu", gated=True)))
 def test_second_derivatives_are_refused(call):
     x, w, offsets, grad = problem([4, 5])
     y = call(x, w, offsets)
@@ -189,15 +202,15 @@ def test_the_op_itself_checks_the_bias():
     x, w, offsets, _ = problem([4, 5])
     short = torch.zeros(w.shape[0], w.shape[1] - 2, dtype=x.dtype)
     with pytest.raises(RuntimeError, match=r"bias must be|must match|broadcast"):
-        torch.ops.fastmp.grouped_mlp_in(x.detach(), w.detach(), short, offsets, "swiglu", False)
+        torch.ops.fastmp.grouped_mlp_in(x.detach(), w.detach(), short, offsets, "silu", True, False)
 
 
 def test_without_gradients_the_pre_activation_is_not_kept():
     x, w, offsets, _ = problem([4, 5])
     with torch.no_grad():
-        y = grouped_mlp_in(x, w, offsets, activation="swiglu")
-    assert torch.equal(y, grouped_mlp_in(x, w, offsets, activation="swiglu").detach())
-    out, h = torch.ops.fastmp.grouped_mlp_in(x.detach(), w.detach(), None, offsets, "swiglu", False)
+        y = grouped_mlp_in(x, w, offsets, form="silu", gated=True)
+    assert torch.equal(y, grouped_mlp_in(x, w, offsets, form="silu", gated=True).detach())
+    out, h = torch.ops.fastmp.grouped_mlp_in(x.detach(), w.detach(), None, offsets, "silu", True, False)
     assert torch.equal(out, y) and h.shape == (0,)
 
 
@@ -228,8 +241,8 @@ class TestLoop:
             x.grad = None
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
-    @pytest.mark.parametrize("activation", ("swiglu", "bias_gelu"))
-    def test_first_product(self, activation):
+    @pytest.mark.parametrize("name", FUSED)
+    def test_first_product(self, name):
         """The activation comes after the loop; with a bias of each expert there is none."""
         sizes, spare = PATTERNS["first and last empty"]
         x, w, offsets, _ = problem(sizes, spare)
@@ -238,15 +251,13 @@ class TestLoop:
         for known in (None, sizes):
             param, rows = nn.Parameter(w.clone()), x.clone().requires_grad_()
             param.main_grad = torch.ones_like(param)
-            y = grouped_mlp_in(rows, param, offsets, activation=activation, sizes=known)
+            y = grouped_mlp_in(rows, param, offsets, **FUSED[name], sizes=known)
             y.square().sum().backward()
             assert param.grad is None
             results.append([y, rows.grad, param.main_grad])
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
         bias = torch.randn(w.shape[:2], dtype=w.dtype)
-        pair = [
-            grouped_mlp_in(x, w, offsets, activation=activation, bias=bias, sizes=s) for s in (None, sizes)
-        ]
+        pair = [grouped_mlp_in(x, w, offsets, **FUSED[name], bias=bias, sizes=s) for s in (None, sizes)]
         assert torch.equal(*pair)
 
 
@@ -308,7 +319,7 @@ SIZES = {
     "sizes [5, 4] do not add up to offsets [4, 9]": [5, 4],
 }
 MLP = {
-    "activation must be one of ('swiglu', 'bias_gelu'), got 'relu'": {"activation": "relu"},
+    "form must be one of ('gelu_tanh', 'gelu', 'silu'), got 'relu'": {"form": "relu"},
     "w (2, 7, 5) has an odd number of rows: no [gate | up]": {"w": torch.zeros(2, 7, 5)},
     "bias of shape (6,) does not fit w of shape (2, 6, 5)": {"bias": torch.zeros(6)},
     "x is torch.float32, but bias is torch.float64": {"bias": torch.zeros(2, 6).double()},
@@ -323,7 +334,7 @@ def arguments():
 @pytest.mark.parametrize("message", ERRORS)
 @pytest.mark.parametrize("name", ("grouped_mm", "grouped_mlp_in"))
 def test_errors(name, message):
-    call, more = (grouped_mm, {}) if name == "grouped_mm" else (grouped_mlp_in, {"activation": "swiglu"})
+    call, more = (grouped_mm, {}) if name == "grouped_mm" else (grouped_mlp_in, FUSED["swiglu"])
     with pytest.raises(ValueError) as caught:
         call(**arguments() | ERRORS[message], **more)
     assert str(caught.value).startswith(f"{name}: {message}")
@@ -339,7 +350,7 @@ def test_errors_of_sizes(message):
 @pytest.mark.parametrize("message", MLP)
 def test_errors_of_the_fused_form(message):
     with pytest.raises(ValueError) as caught:
-        grouped_mlp_in(**arguments() | {"activation": "swiglu"} | MLP[message])
+        grouped_mlp_in(**arguments() | FUSED["swiglu"] | MLP[message])
     assert str(caught.value) == f"grouped_mlp_in: {message}"
 
 
@@ -357,8 +368,8 @@ def test_costs():
         ("grouped_mm", (grad, w, offsets, True), 2 * (9 * K + 2 * N * K + 9 * N)),
         ("grouped_mm_wgrad", (grad, x, offsets), 2 * (9 * K + 2 * N * K + 9 * N)),
         ("grouped_mm_wgrad_", (total, grad, x, offsets), 2 * 9 * (K + N) + 8 * 2 * N * K),
-        ("grouped_mlp_in", (x, w, None, offsets, "swiglu", True), 2 * (9 * K + 2 * N * K + 27 * N // 2)),
-        ("grouped_mlp_in", (x, w, None, offsets, "bias_gelu", False), 2 * (9 * K + 2 * N * K + 9 * N)),
+        ("grouped_mlp_in", (x, w, None, offsets, "silu", True, True), 2 * (9 * K + 2 * N * K + 27 * N // 2)),
+        ("grouped_mlp_in", (x, w, None, offsets, "gelu_tanh", False, False), 2 * (9 * K + 2 * N * K + 9 * N)),
     ):
         assert OPS[name].flops(*call) == products
         assert OPS[name].traffic(*call) == traffic

@@ -13,7 +13,12 @@ from fastmp.ops import grouped_mm_triton as kernels
 
 N, K = 4096, 7168
 TOKENS = {"decode": 1, "few": 48, "fine": 200, "large": 4096}
-FORMS = {"none": "none", "swiglu": "silu", "bias_gelu": "gelu_tanh"}
+FORMS = {
+    "none": ("none", False),
+    "swiglu": ("silu", True),
+    "geglu": ("gelu", True),
+    "gelu": ("gelu_tanh", False),
+}
 SIZES = ("num_rows", "num_experts", "n_vectors", "k_vectors", "x_pitch", "w_jump", "w_pitch")
 WGRAD_SIZES = ("num_rows", "n_vectors", "k_vectors", "grad_pitch", "x_pitch", "out_jump", "out_pitch")
 
@@ -24,8 +29,8 @@ def tma_of(dtype: str, arch: int) -> bool:
 
 def product(form: str, tokens: str, transposed: bool, dtype: str, arch: int, tma: bool) -> Launch:
     """As launched for so many tokens an expert, up to 255 experts."""
-    pair = FORMS[form] == "silu"
-    blocks = kernels.product_blocks(TOKENS[tokens], N, K, ITEMSIZE[dtype], arch if tma else 80, pair)
+    activation, gated = FORMS[form]
+    blocks = kernels.product_blocks(TOKENS[tokens], N, K, ITEMSIZE[dtype], arch if tma else 80, gated)
     data, fused = f"*{dtype}", form != "none"
     tensors = dict.fromkeys(("x", "w", "bias", "offsets", "y", "h"), data) | {"offsets": "*i32"}
     kinds = {}
@@ -37,7 +42,8 @@ def product(form: str, tokens: str, transposed: bool, dtype: str, arch: int, tma
         }
     absent = {} if fused else {"bias": None, "h": None}
     constants = {
-        "FORM": FORMS[form],
+        "FORM": activation,
+        "GATED": gated,
         "KEEP": fused,
         "HAS_BIAS": fused,
         "TRANSPOSED": transposed,
@@ -95,7 +101,7 @@ NAMES = (
     *(f"none {tokens}" for tokens in TOKENS),
     "none large transposed",
     "none decode transposed",
-    *(f"{form} {tokens}" for form in ("swiglu", "bias_gelu") for tokens in ("fine", "large")),
+    *(f"{form} {tokens}" for form in ("swiglu", "geglu", "gelu") for tokens in ("fine", "large")),
     "wgrad accumulating",
     "wgrad writing",
 )

@@ -51,10 +51,10 @@ def calls(sizes, spare, n, k, dtype):
         ("grouped_mm", (grad, w, offsets, True)),
         ("grouped_mm_wgrad", (grad, x, offsets)),
         ("grouped_mm_wgrad_", (random(experts, n, k, dtype=wide, seed=4), grad, x, offsets)),
-        ("grouped_mlp_in", (x, w, bias, offsets, "swiglu", True)),
-        ("grouped_mlp_in", (x, w, None, offsets, "swiglu", False)),
-        ("grouped_mlp_in", (x, w, bias, offsets, "bias_gelu", True)),
-        ("grouped_mlp_in", (x, w, None, offsets, "bias_gelu", False)),
+        ("grouped_mlp_in", (x, w, bias, offsets, "silu", True, True)),
+        ("grouped_mlp_in", (x, w, None, offsets, "gelu", True, False)),
+        ("grouped_mlp_in", (x, w, bias, offsets, "gelu_tanh", False, True)),
+        ("grouped_mlp_in", (x, w, None, offsets, "silu", False, False)),
     ]
 
 

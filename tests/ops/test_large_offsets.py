@@ -52,7 +52,9 @@ def equals_when_apart(op: str, call, dtype: torch.dtype, **tolerance: float) -> 
 @ON_CPU
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 def test_rows_far_apart(op, backend, dtype):
-    equals_when_apart(op, implementation(op, backend), dtype, rtol=0, atol=0)
+    """Our kernels promise equal bits; plain torch rounds differently in another memory layout."""
+    rounding = 0.0 if backend == "c++" else 8 * torch.finfo(dtype).eps
+    equals_when_apart(op, implementation(op, backend), dtype, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.interpret

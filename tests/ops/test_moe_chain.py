@@ -32,7 +32,7 @@ def chain(x: Tensor, router: Tensor, w1: Tensor, w2: Tensor, k: int, capacity: i
         indices, probs = apply_capacity(indices, probs, len(w1), capacity, "probs")
     row_of, offsets = permutation(indices, len(w1))
     rows = permute(x, row_of, row_of.numel())
-    hidden = grouped_mlp_in(rows, w1, offsets, activation="swiglu")
+    hidden = grouped_mlp_in(rows, w1, offsets, form="silu", gated=True)
     return unpermute(grouped_mm(hidden, w2, offsets), row_of, probs), chosen.z_sum, offsets
 
 
@@ -159,7 +159,7 @@ def test_error_in_narrow_types_is_that_of_plain_torch(dtype):
     def run(dtype: torch.dtype, ours: bool) -> Tensor:
         tokens, first, second = (t.to(dtype) for t in (x, w1, w2))
         if ours:
-            hidden = grouped_mlp_in(permute(tokens, row_of, 512), first, offsets, activation="swiglu")
+            hidden = grouped_mlp_in(permute(tokens, row_of, 512), first, offsets, form="silu", gated=True)
             return unpermute(grouped_mm(hidden, second, offsets), row_of, probs.to(torch.float32))
         gate, up = torch.einsum("th,tkfh->tkf", tokens, first[indices.long()]).chunk(2, -1)
         parts = torch.einsum("tkf,tkhf->tkh", F.silu(gate) * up, second[indices.long()])

@@ -21,7 +21,7 @@ PRODUCTS = {
     "grouped": (lambda x, w: grouped_mm(x, w, OFFSETS), (3, 5, 4)),
     "grouped, loop": (lambda x, w: grouped_mm(x, w, OFFSETS, sizes=[3, 0, 5]), (3, 5, 4)),
     "grouped, transposed": (lambda x, w: grouped_mm(x, w, OFFSETS, transposed=True), (3, 4, 5)),
-    "mlp": (lambda x, w: grouped_mlp_in(x, w, OFFSETS, activation="swiglu"), (3, 6, 4)),
+    "mlp": (lambda x, w: grouped_mlp_in(x, w, OFFSETS, form="silu", gated=True), (3, 6, 4)),
 }
 
 

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.config import ACTIVATIONS, Activation, GPTConfig
-from fastmp.nn.activation import activation_function
+from fastmp.config import ACTIVATIONS, GPTConfig
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.router import moe_config
@@ -30,9 +29,6 @@ from fastmp.parallel.layers import ParallelAttributes, ParallelModule, shard_of
 from fastmp.parallel.rng import seeded
 
 __all__ = ["GroupedExperts", "SharedExperts"]
-
-# Activations that the first product's kernel computes at once, as `grouped_mlp_in` names them.
-_FUSED = {Activation("silu", blocks=2): "swiglu", Activation("gelu_tanh"): "bias_gelu"}
 
 
 class GroupedExperts(ParallelModule):
@@ -76,9 +72,7 @@ class GroupedExperts(ParallelModule):
         self.num_experts, self.num_local_experts = moe.num_experts, moe.num_experts // ep
         self.first_expert = group_rank(ep_group) * self.num_local_experts
         activation = ACTIVATIONS[config.activation]
-        self.activation, self.blocks = config.activation, activation.blocks
-        self.activate = activation_function("GroupedExperts", activation)
-        self.fused = _FUSED.get(activation)
+        self.activation, self.form, self.blocks = config.activation, activation.form, activation.blocks
         L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
         place = {"device": device, "dtype": dtype}
         self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **place))
@@ -124,10 +118,9 @@ class GroupedExperts(ParallelModule):
         offsets_L: int32, where each expert's rows end; rows from the last one on give zeros. sizes: rows of
         each expert, where the host knows them.
         """
-        if self.fused is None:
-            ffn_MF = self.activate(grouped_mm(rows_MH, self.fc1, offsets_L, sizes=sizes))
-        else:
-            ffn_MF = grouped_mlp_in(rows_MH, self.fc1, offsets_L, activation=self.fused, sizes=sizes)
+        ffn_MF = grouped_mlp_in(
+            rows_MH, self.fc1, offsets_L, form=self.form, gated=self.blocks == 2, sizes=sizes
+        )
         return grouped_mm(ffn_MF, self.fc2, offsets_L, sizes=sizes)
 
     def extra_repr(self) -> str:

@@ -131,19 +131,19 @@ class Router(ParallelModule):
             expert_bias=self.expert_bias,
             normalize=moe.normalize_topk,
             scale=moe.routed_scale,
+            balance=self.training and (moe.aux_loss > 0.0 or moe.sequence_aux_loss > 0.0),
         )
-        loss = self._loss(logits, chosen) if self.training else chosen.z_sum.new_zeros(())
+        loss = self._loss(chosen) if self.training else chosen.z_sum.new_zeros(())
         counts, k = chosen.counts, moe.top_k
         if counts.dim() == 2:
             counts = counts.sum(0, dtype=counts.dtype)
         return chosen.indices.view(-1, k), chosen.probs.view(-1, k), loss, counts
 
-    def _loss(self, logits: torch.Tensor, chosen: RouterOutput) -> torch.Tensor:
+    def _loss(self, chosen: RouterOutput) -> torch.Tensor:
         moe, sums = self.moe, chosen.score_sums
         loss = sums.new_zeros(())
-        if moe.aux_loss > 0.0 or moe.sequence_aux_loss > 0.0:
-            moved = self.expert_bias is not None or moe.group_topk < moe.num_groups
-            counts = _best_counts(logits, moe.top_k) if moved else chosen.counts
+        if chosen.balance_counts is not None:
+            counts = chosen.balance_counts
             if moe.sequence_aux_loss > 0.0:
                 shares = _shares(counts, self.groups.tp_cp, sums.dtype)
                 loss = loss + moe.sequence_aux_loss * moe.num_experts * (shares * sums).sum()
@@ -179,12 +179,6 @@ class Router(ParallelModule):
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _best_counts(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """How many tokens have each expert among their k best scores: (E,), or (B, E) for logits (S, B, E)."""
-    best = torch.zeros_like(logits, dtype=torch.int32)
-    return best.scatter_(-1, logits.detach().topk(k).indices, 1).sum(0)
 
 
 def _shares(counts: torch.Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> torch.Tensor:

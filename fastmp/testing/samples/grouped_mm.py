@@ -39,9 +39,9 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             yield x, w, offsets, False
             yield grad, w, offsets, True
         elif op == "grouped_mlp_in":
-            yield x, w, None, offsets, "swiglu", True
-            yield x, w, bias, offsets, "bias_gelu", True
-            yield x, w, bias, offsets, "swiglu", False
+            yield x, w, None, offsets, "silu", True, True
+            yield x, w, bias, offsets, "gelu_tanh", False, True
+            yield x, w, bias, offsets, "gelu", True, False
         elif op == "grouped_mm_wgrad":
             yield grad, x, offsets
         else:
@@ -66,16 +66,16 @@ def _eager_grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -
 
 
 def _eager_grouped_mlp_in(
-    x: Tensor, w: Tensor, offsets: Tensor, activation: str, bias: Tensor | None
+    x: Tensor, w: Tensor, offsets: Tensor, form: str, gated: bool, bias: Tensor | None
 ) -> Tensor:
     h = _eager_grouped_mm(x, w, offsets, False)
     expert = _of_each_row(offsets, len(x))
     if bias is not None:
         h = h + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
-    if activation == "bias_gelu":
-        return F.gelu(h, approximate="tanh")
-    gate, up = h.chunk(2, -1)
-    return F.silu(gate) * up
+    gate, up = h.chunk(2, -1) if gated else (h, None)
+    gelu = {"gelu": "none", "gelu_tanh": "tanh"}
+    y = F.silu(gate) if form == "silu" else F.gelu(gate, approximate=gelu[form])
+    return y if up is None else y * up
 
 
 def draw_offsets(draw: Draw, rows: int, experts: int) -> Tensor:
@@ -115,11 +115,11 @@ def _draw_grouped_mm(draw: Draw) -> tuple[tuple, dict[str, Any]]:
 
 def _draw_grouped_mlp_in(draw: Draw) -> tuple[tuple, dict[str, Any]]:
     rows, n, k, offsets = _draw(draw)
-    activation = draw.choice(["swiglu", "bias_gelu"])
-    n = 2 * n if activation == "swiglu" else n
+    form, gated = draw.choice(["silu", "gelu", "gelu_tanh"]), draw.flag()
+    n = 2 * n if gated else n
     bias = draw.tensor(len(offsets), n) if draw.flag() else None
     x, w = draw.tensor(rows, k), draw.tensor(len(offsets), n, k, scale=2 * max(k, 1) ** -0.5)
-    return (x, w, offsets), {"activation": activation, "bias": bias}
+    return (x, w, offsets), {"form": form, "gated": gated, "bias": bias}
 
 
 FUNCTIONS = (
