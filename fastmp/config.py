@@ -207,7 +207,7 @@ class GPTConfig(_Checked):
     num_layers: int = _option(4, "transformer layers")
     hidden_size: int = _option(192, "width of the residual stream")
     num_heads: int = _option(6, "attention heads")
-    vocab_size: int = _option(257, "tokens of the vocabulary")
+    vocab_size: int = _option(0, "tokens of the vocabulary; 0: as many as the data has")
     max_seq_len: int = _option(256, "longest sequence, in tokens")
     num_kv_heads: int | None = _option(None, "heads of keys and values (GQA); none: num_heads")
     ffn_hidden_size: int | None = _option(None, "hidden units of the MLP; none: 4 x hidden_size")
@@ -235,7 +235,8 @@ class GPTConfig(_Checked):
             if not 0.0 <= getattr(self, name) < 1.0:
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"
         yield from self._not_positive("init_std", "layernorm_epsilon", "rope_base", "ffn_size")
-        sizes = ("num_layers", "hidden_size", "num_heads", "vocab_size", "max_seq_len", "num_kv_heads")
+        yield from self._negative("vocab_size")
+        sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
         wrong = list(self._not_positive(*sizes, "head_size"))
         yield from wrong or self._head_problems()
 

@@ -5,14 +5,18 @@ Layers and the trainer refuse each of these mistakes as well, one at a time and 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
-from fastmp.config import ParallelConfig, Recipe
+from fastmp.config import DataConfig, ParallelConfig, Recipe
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.schedule import Schedule
 
-__all__ = ["Problem", "check_layout", "make_grid", "make_schedule", "problems"]
+__all__ = ["Problem", "check_layout", "expected_vocab_size", "make_grid", "make_schedule", "problems"]
+
+VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe learns fewer where text is short
 
 
 class Problem(NamedTuple):
@@ -36,6 +40,17 @@ def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
 def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
     """The schedule of `layout`; ValueError where it has no order for so many microbatches."""
     return Schedule(layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
+
+
+def expected_vocab_size(data: DataConfig) -> int:
+    """How many tokens the vocabulary of `data` will have; 0 if only its tokenizer's file says so."""
+    if data.path is None:
+        return VOCAB_SIZES.get(data.tokenizer, 0)
+    try:
+        size = json.loads((Path(data.path) / "index.json").read_bytes())["content"]["vocab_size"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return 0
+    return size if type(size) is int else 0
 
 
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:

@@ -266,3 +266,19 @@ def test_planning_does_not_import_torch():
     )
     command = [sys.executable, "-c", code, "plan", "groups", *LAYOUT]
     assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_a_plan_takes_the_vocabulary_from_the_data(capsys, tmp_path):
+    def parameters(*options):
+        file = str(CONFIGS / "gpt-small.toml")
+        return json.loads(run(capsys, "recipe", file, "--world-size", "1", "--json", *options))["parameters"]
+
+    (tmp_path / "index.json").write_text('{"content": {"vocab_size": 300}}')
+    byte, width = parameters(), load_recipe(CONFIGS / "gpt-small.toml").model.hidden_size
+    assert parameters("--model.vocab-size", "257") == byte
+    assert parameters("--data.path", str(tmp_path)) == byte + 43 * width
+    assert parameters("--data.tokenizer", "bpe") == byte + (4096 - 257) * width
+    assert (
+        plan.main(["recipe", str(CONFIGS / "gpt-small.toml"), "--world-size", "1", "--data.path", "no"]) == 2
+    )
+    assert "model.vocab_size is not given" in capsys.readouterr().err

@@ -6,12 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from fastmp.commands import Parser
 from fastmp.config import Recipe
-from fastmp.layout import make_schedule, problems
+from fastmp.layout import expected_vocab_size, make_schedule, problems
 from fastmp.parallel.simulate import Costs, Simulation, simulate
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
@@ -52,6 +52,11 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
     except ValueError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return None
+    if not found.model.vocab_size:
+        size = expected_vocab_size(found.data)
+        found = replace(found, model=replace(found.model, vocab_size=size))
+        if not size:
+            errors.append("model.vocab_size is not given, and the data does not say it: give it")
     # With sizes that could not be read, how many ranks there would be of what is not known.
     sizes = {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
     known = options.world_size if unused.isdisjoint(sizes) else None

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,11 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
     groups = make_groups(recipe, runtime)
+    data = open_data(recipe, runtime)
+    if not recipe.model.vocab_size:
+        recipe = replace(recipe, model=replace(recipe.model, vocab_size=data.vocab_size))
     rng = RngTracker(recipe.train.seed, device=runtime.device, **_streams(groups))
     model, loss = build_model(recipe, groups, rng, runtime.device)
-    data = open_data(recipe, runtime)
     trainer = Trainer(
         model,
         data,
@@ -227,10 +229,10 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
         dist.barrier()
     if runtime.local_rank != 0:
         data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
-    if data.vocab_size > recipe.model.vocab_size:
+    if 0 < recipe.model.vocab_size < data.vocab_size:
         raise ValueError(
-            f"the data has a vocabulary of {data.vocab_size} tokens, "
-            f"model.vocab_size is {recipe.model.vocab_size}"
+            f"the data has a vocabulary of {data.vocab_size} tokens, model.vocab_size is "
+            f"{recipe.model.vocab_size}; leave it out, and it is that of the data"
         )
     if recipe.train.eval_interval:
         _ = data.validation  # raises now rather than at the first evaluation

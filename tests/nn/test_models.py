@@ -115,6 +115,7 @@ def test_the_formula_counts_what_a_rank_holds(config, ep, etp):
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_model_of_a_recipe_can_be_made(path):
     config = load_recipe(path).model
+    config = replace(config, vocab_size=config.vocab_size or 257)  # 0: that of the data
     model = GPT(
         replace(config, num_layers=1), groups=ParallelGroups.alone(), device="meta", dtype=torch.bfloat16
     )
@@ -345,7 +346,7 @@ def test_sizes_that_tp_does_not_divide_are_refused():
     (
         ({"hidden_size": 34}, "hidden_size 34 is not divisible by num_heads 8"),
         ({"num_kv_heads": 3}, "num_heads 8 is not divisible by num_kv_heads 3"),
-        ({"vocab_size": 0}, "vocab_size must be positive, got 0"),
+        ({"vocab_size": -1}, "vocab_size must not be negative, got -1"),
         ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
         ({"init_std": -0.1}, "init_std must be positive, got -0.1"),
         ({"head_size": 0}, "head_size must be positive, got 0"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import subprocess
@@ -57,6 +58,19 @@ def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
 def test_resume_without_a_checkpoint_says_so(tmp_path, tokens, capsys):
     assert main([*arguments(tmp_path, tokens), "--resume"]) == 0
     assert f"no checkpoint in {tmp_path / 'tiny'}: starting at step 0" in capsys.readouterr().out
+
+
+def test_the_vocabulary_is_that_of_the_data_unless_given(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
+    bpe = build([str(text)], tmp_path / "bpe", tokenizer="bpe", vocab_size=300)
+    for vocab_size, expected in ((None, 300), (320, 320)):
+        given = {} if vocab_size is None else {"model__vocab_size": vocab_size}
+        assert main(arguments(tmp_path, bpe, str(vocab_size), train__steps=1, **given)) == 0
+        made = json.loads((tmp_path / str(vocab_size) / "recipe.json").read_text())
+        assert made["model"]["vocab_size"] == expected
+    options = ["--recipe", str(ROOT / "configs" / "gpt-small.toml"), "--data.path", str(bpe)]
+    assert main([*options, "--train.run-dir", str(tmp_path), "--steps", "1"]) == 0
 
 
 def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, tokens, capsys):
