@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastmp.parallel.schedule import SCHEDULES
 
@@ -55,17 +55,36 @@ class _Checked:
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 
 
+class Launched(NamedTuple):
+    """One of `count` processes that `launcher` ("srun", "mpirun" or "mpiexec") started together."""
+
+    launcher: str
+    index: int
+    count: int
+
+
+# What a launcher calls a process's number, and the processes of a step: in a batch script, Slurm's job may
+# have more tasks than the step that runs.
+_LAUNCHERS = {
+    "mpirun": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
+    "srun": ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
+    "mpiexec": ("PMI_RANK", ("PMI_SIZE",)),
+}
+
+
 @dataclass(frozen=True)
 class Environment:
     """What fastmp reads from environment variables, and the only place that reads them.
 
-    `rank` is None outside torchrun. `agent_store` says that torchrun's agent already serves a store at
+    `rank` is None outside torchrun. `launched` is how srun or mpirun started this process, if not alone.
+    `agent_store` says that torchrun's agent already serves a store at
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
     `debug` is FASTMP_DEBUG (full tracebacks), `profiled` FASTMP_PROFILED (this process runs under Nsight).
     `registers_segments`: NCCL registers the memory of graphs, and torch's allocator moves borders in it.
     """
 
     rank: int | None = None
+    launched: Launched | None = None
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
@@ -90,9 +109,17 @@ class Environment:
             except ValueError:
                 raise ValueError(f"environment: {name} must be an integer, got {text!r}") from None
 
+        def launched() -> Launched | None:
+            for launcher, (index, counts) in _LAUNCHERS.items():
+                count = next((name for name in counts if name in variables), None)
+                if index in variables and count is not None and integer(count, 1) > 1:
+                    return Launched(launcher, integer(index, 0), integer(count, 1))
+            return None
+
         allocator = variables.get("PYTORCH_CUDA_ALLOC_CONF", "") + variables.get("PYTORCH_ALLOC_CONF", "")
         return cls(
             rank=integer("RANK", 0) if "RANK" in variables else None,
+            launched=launched(),
             world_size=integer("WORLD_SIZE", 1),
             local_rank=integer("LOCAL_RANK", 0),
             local_world_size=integer("LOCAL_WORLD_SIZE", 1),

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -21,10 +23,17 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from fastmp.config import Environment
+from fastmp.config import Environment, Launched
 
 _POLL_SECONDS = 0.02
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
+# What to type under a launcher that names ranks otherwise.
+_VARIABLES = {
+    "srun": "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS",
+    "mpirun": "RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK "
+    "WORLD_SIZE=$OMPI_COMM_WORLD_SIZE",
+    "mpiexec": "RANK=$PMI_RANK LOCAL_RANK=$MPI_LOCALRANKID WORLD_SIZE=$PMI_SIZE",
+}
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -63,8 +72,9 @@ def init(
     Safe under `torchrun --max-restarts`: a restarted job never reads what dead workers left in the agent's
     store.
 
-    Raises ValueError for variables that contradict each other or the machine; RuntimeError where ranks
-    are missing when the time is up (they are named), and where torch.distributed is already initialised.
+    Raises ValueError for variables that contradict each other or the machine, and for several processes that
+    srun or mpirun started without RANK; RuntimeError where ranks are missing when the time is up (they are
+    named), where another program has the port, and where torch.distributed is already initialised.
     """
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f"fastmp.init: backend must be None, 'gloo' or 'nccl', got {backend!r}")
@@ -79,6 +89,8 @@ def init(
     env = Environment.read()
     device = _device(env, backend)
     if env.rank is None:
+        if env.launched is not None:
+            raise ValueError(_no_ranks(env.launched))
         if env.world_size > 1:
             raise ValueError(
                 f"fastmp.init: WORLD_SIZE is {env.world_size} but RANK is not set; "
@@ -157,24 +169,91 @@ def _device(env: Environment, backend: str | None) -> torch.device:
     return device
 
 
+def _no_ranks(launched: Launched) -> str:
+    """Why processes that know nothing of each other are refused; one of them says it all."""
+    launcher, index, count = launched
+    if index:
+        return f"fastmp.init: process {index} of {count} has no RANK; process 0 says what to type"
+    return (
+        f"fastmp.init: {launcher} started {count} processes, but RANK is not set: each would be a run of its "
+        "own; use torchrun on every machine, or\n  "
+        f"{launcher} ... bash -c '{_VARIABLES[launcher]} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500 "
+        'exec "$@"\' - COMMAND\n  '
+        "RANK=0 WORLD_SIZE=1 COMMAND, for runs that are meant to be alone"
+    )
+
+
 def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
-    address = f"{env.master_addr}:{env.master_port}"
+    """The store that rank 0, or torchrun's agent, serves at the master address."""
+    address, deadline = f"{env.master_addr}:{env.master_port}", time.monotonic() + timeout.total_seconds()
+    serves = rank == 0 and not env.agent_store
+    if not serves:
+        _wait_for_listener(env, rank, deadline, timeout)
+    left = max(deadline - time.monotonic(), 1.0)
+    options = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
     try:
-        store = dist.TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.world_size,
-            is_master=rank == 0 and not env.agent_store,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
+        store = _within(
+            left + 1.0,
+            lambda: dist.TCPStore(
+                env.master_addr, env.master_port, env.world_size, timeout=timedelta(seconds=left), **options
+            ),
         )
     except RuntimeError as error:
+        if serves and "EADDRINUSE" in str(error):
+            raise RuntimeError(
+                f"fastmp.init: rank 0 cannot listen on port {env.master_port}: another program has it; set "
+                "another MASTER_PORT"
+            ) from error
         raise RuntimeError(
-            f"fastmp.init: rank {rank} cannot reach the store of rank 0 at {address} in "
-            f"{_seconds(timeout)}: {error}"
+            f"fastmp.init: rank {rank} cannot use the store of rank 0 at {address}: {error}; where another "
+            "program has the port, set another MASTER_PORT"
         ) from error
+    if store is None:
+        raise RuntimeError(
+            f"fastmp.init: rank {rank} reached {address}, but the store of rank 0 did not answer in "
+            f"{_seconds(timeout)}: another program may have the port; set another MASTER_PORT"
+        )
     return fresh_store(store, rank, env.world_size, timeout)
+
+
+def _wait_for_listener(env: Environment, rank: int, deadline: float, timeout: timedelta) -> None:
+    """Return once something listens at the master address. torch's own wait for it takes twice as long as it
+    is told, and prints a traceback for each attempt."""
+    while True:
+        try:
+            left = max(deadline - time.monotonic(), 0.1)
+            socket.create_connection((env.master_addr, env.master_port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RuntimeError(
+                    f"fastmp.init: rank {rank} cannot reach the store of rank 0 at {env.master_addr}:"
+                    f"{env.master_port} in {_seconds(timeout)} ({error.strerror or error}); start rank 0 "
+                    "there, or set MASTER_ADDR and MASTER_PORT to where it runs"
+                ) from error
+        time.sleep(_POLL_SECONDS)
+
+
+def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store | None:
+    """What `make` returns or raises; None where it takes longer than `seconds`.
+
+    torch's client waits without end for the first answer of a store. It is left waiting in a thread that no
+    exit waits for.
+    """
+    done: list[dist.Store | BaseException] = []
+
+    def run() -> None:
+        try:
+            done.append(make())
+        except BaseException as error:
+            done.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if done and isinstance(done[0], BaseException):
+        raise done[0]
+    return done[0] if done else None
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

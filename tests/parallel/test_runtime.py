@@ -20,7 +20,11 @@ from fastmp.parallel import Runtime, main_guard
 from fastmp.parallel.runtime import fresh_store
 from fastmp.testing import run_ranks
 
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FASTMP_DEBUG")
+VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FASTMP_DEBUG"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"),
+)
 
 WORKER = """
 import json, os, signal, sys, time
@@ -182,10 +186,76 @@ def test_a_store_that_is_not_there_is_named():
     port = free_port()
     (message,) = run_ranks(no_store, 1, port, timeout=30)
     assert f"rank 1 cannot reach the store of rank 0 at localhost:{port} in 1 s" in message
+    assert "onnection refused" in message and message.endswith(
+        "set MASTER_ADDR and MASTER_PORT to where it runs"
+    )
 
 
-def test_a_job_without_one_of_its_ranks_is_gone_within_ten_seconds(worker, tmp_path):
-    """From where the last rank that did start waits for it; nobody supervises the ranks, nothing is set."""
+def test_without_rank_0_the_others_say_one_line(worker, tmp_path):
+    rank = subprocess.run(
+        [sys.executable, str(worker), "plain", str(tmp_path)],
+        env=child_environment(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, MASTER_PORT=free_port()),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert rank.returncode == 1
+    assert rank.stderr.startswith("fastmp: rank 1: ") and rank.stderr.count("\n") == 1, rank.stderr
+
+
+def meet_a_stranger(rank: int, world_size: int, port: int) -> str:
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    with pytest.raises(RuntimeError) as caught:
+        fastmp.init(backend="gloo", join_seconds=1)
+    return str(caught.value)
+
+
+def test_a_port_that_another_program_has_is_named_by_every_rank():
+    """The other program takes connections and never answers."""
+    with socket.socket() as stranger:
+        stranger.bind(("localhost", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        messages = run_ranks(meet_a_stranger, 2, port, timeout=30)
+    assert messages == [
+        f"fastmp.init: rank 0 cannot listen on port {port}: another program has it; set another MASTER_PORT",
+        f"fastmp.init: rank 1 reached localhost:{port}, but the store of rank 0 did not answer in 1 s: "
+        "another program may have the port; set another MASTER_PORT",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("launcher_name", "index", "count"),
+    [
+        ("srun", "SLURM_PROCID", "SLURM_NTASKS"),
+        ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+        ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ],
+)
+def test_processes_of_a_launcher_without_ranks_are_refused(launcher, launcher_name, index, count):
+    """Each would be a run of its own. The first says what to type, the others point to it."""
+    launcher(**{index: 0, count: 4})
+    with pytest.raises(ValueError) as caught:
+        fastmp.init(backend="gloo")
+    assert f"{launcher_name} started 4 processes, but RANK is not set" in str(caught.value)
+    assert f"RANK=${index} " in str(caught.value) and "torchrun" in str(caught.value)
+    launcher(**{index: 3})
+    with pytest.raises(ValueError, match="process 3 of 4 has no RANK; process 0 says what to type"):
+        fastmp.init(backend="gloo")
+    launcher(RANK=0, WORLD_SIZE=1, MASTER_PORT=free_port())
+    fastmp.init(backend="gloo").close()
+
+
+def test_one_process_of_a_launcher_is_a_world_of_one(launcher):
+    """Also in a batch script: its job may have more tasks than the step that runs here."""
+    launcher(SLURM_PROCID=0, SLURM_NTASKS=8, SLURM_STEP_NUM_TASKS=1, OMPI_COMM_WORLD_SIZE=1, PMI_SIZE=1)
+    assert fastmp.init(backend="gloo").world_size == 1
+
+
+def test_a_job_without_one_of_its_ranks_ends(worker, tmp_path):
+    """Nobody supervises the ranks, nothing is set: they end long before a collective's timeout, a minute."""
     port = free_port()
     run = f"import runpy; print('here', flush=True); runpy.run_path({str(worker)!r}, run_name='__main__')"
     ranks = [
@@ -201,9 +271,7 @@ def test_a_job_without_one_of_its_ranks_is_gone_within_ten_seconds(worker, tmp_p
     try:
         for process in ranks:
             assert process.stdout is not None and process.stdout.readline() == "here\n"
-        started = time.monotonic()
-        errors = [process.communicate(timeout=30)[1] for process in ranks]
-        assert time.monotonic() - started < 10
+        errors = [process.communicate(timeout=50)[1] for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -296,7 +364,7 @@ def test_a_malformed_variable_is_one_line(launcher, capsys):
     assert capsys.readouterr().err == "fastmp: environment: RANK must be an integer, got 'one'\n"
 
 
-def test_an_exception_on_one_rank_ends_all_within_ten_seconds(worker, tmp_path):
+def test_an_exception_on_one_rank_ends_all(worker, tmp_path):
     """With nobody to supervise the ranks: the closed connection is what ends the other one."""
     port = free_port()
     ranks = [
@@ -310,9 +378,7 @@ def test_an_exception_on_one_rank_ends_all_within_ten_seconds(worker, tmp_path):
     ]
     try:
         _, first = ranks[1].communicate(timeout=60)
-        failed = time.monotonic()
-        _, other = ranks[0].communicate(timeout=10)
-        assert time.monotonic() - failed < 10
+        _, other = ranks[0].communicate(timeout=50)
     finally:
         for process in ranks:
             process.kill()
@@ -332,7 +398,6 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(worker, tmp_path):
 
 
 def test_a_layout_that_does_not_fit_the_ranks_ends_the_job_with_a_clear_line(worker, tmp_path):
-    start = time.monotonic()
     done = torchrun("--standalone", "--nproc-per-node=3", worker, "plain", tmp_path)
     assert done.returncode != 0
     lines = lines_of_ranks(done.stderr)
@@ -342,7 +407,7 @@ def test_a_layout_that_does_not_fit_the_ranks_ends_the_job_with_a_clear_line(wor
         line.endswith(": RankGrid: world_size 3 is not a multiple of tp 2 x cp 1 x pp 1 = 2")
         for line in lines
     )
-    assert time.monotonic() - start < 60 and not list(tmp_path.glob("result-*"))
+    assert not list(tmp_path.glob("result-*"))
 
 
 @pytest.mark.exhaustive
