@@ -1,8 +1,9 @@
-"""What autograd keeps of one microbatch on one rank, in bytes: the tensors that the ops save for backward.
+"""Activations: the bytes that autograd keeps of one microbatch on one rank, op by op.
 
-Shapes are the only inputs; a test counts the same tensors in a run. Attention is taken to be fused: it keeps
-queries, keys, values, its output and a float32 number for each row and head, as the flash kernels of CPUs and
-GPUs do. Not counted: parameters, a few numbers for each expert, and what is there within one op only.
+All functions take the sizes of a rank and return bytes; a test counts the same tensors in a run. Attention is
+assumed to be fused: it keeps queries, keys, values, its output and a float32 number for each row and head, as
+the flash kernels of CPUs and GPUs do. Parameters, a few numbers for each expert, and tensors that live within
+one op only are not counted.
 """
 
 from __future__ import annotations
@@ -16,42 +17,46 @@ LOSS_WORKSPACE = 1 << 30  # bytes of logits that a GPU makes at a time
 
 
 def layer_parts(shapes: Shapes) -> dict[str, int]:
-    """Bytes that one layer keeps: its attention and its MLP or experts, each with the norm before it.
+    """Return what one layer keeps: its attention and its MLP or experts, each with the norm before it.
 
-    The input of a layer is kept by its first norm.
+    The first norm keeps the input of the layer.
     """
     return {"attention": attention(shapes), "mlp" if shapes.model.moe is None else "moe": mlp(shapes)}
 
 
 def layer_input(shapes: Shapes, shard: bool) -> int:
-    """Bytes that a recomputed layer keeps: its input, or a tensor-parallel rank's part of it."""
+    """Return what a recomputed layer keeps: its input, or a tensor-parallel rank's shard of it."""
     return shapes.hidden // shapes.grid.tp if shard else shapes.hidden
 
 
 def attention(shapes: Shapes) -> int:
+    """Return what attention keeps, with the norm before it and both projections."""
     model, tokens, cp = shapes.model, shapes.tokens, shapes.grid.cp
-    head = tokens * model.head_dim * shapes.itemsize  # of one head
+    head = tokens * model.head_dim * shapes.itemsize  # one head
     q, kv = shapes.heads * head, 2 * shapes.kv_heads * head
     rope, projected = model.position == "rope", q + kv
     grouped = shapes.kv_heads != shapes.heads
-    kept = norm(shapes) + shapes.hidden  # of the norm, and its output: the input of the projection
+    kept = norm(shapes) + shapes.hidden  # the norm, and its output, which the projection takes
     if model.qk_norm:
         kept += (shapes.heads + shapes.kv_heads) * tokens * _STATISTIC
     if model.qk_norm or cp == 1:  # the norms' inputs, and the values, are views of what was projected
         kept += projected
-    elif not (rope or grouped):  # so are queries
+    elif not (rope or grouped):  # the queries are such views too
         kept += projected
     if rope or model.qk_norm:
         kept += q + (kv // 2 if cp == 1 else 0)
     elif grouped:
         kept += q  # copied into the order that attention takes
     if cp > 1:
-        kept += cp * kv + q  # those of all ranks; the outputs of both slices, and one tensor of them
-        kept += shapes.length * model.head_dim * _STATISTIC if rope else 0  # its part of the tables
+        kept += cp * kv + q  # keys and values of all ranks; the output, as two slices and as one tensor
+        kept += (
+            shapes.length * model.head_dim * _STATISTIC if rope else 0
+        )  # this rank's part of the rotary tables
     return kept + q + shapes.heads * tokens * _STATISTIC
 
 
 def mlp(shapes: Shapes) -> int:
+    """Return what the MLP or the experts keep, with the norm before them."""
     moe = shapes.model.moe
     kept = norm(shapes) + shapes.hidden
     if moe is None:
@@ -64,32 +69,30 @@ def mlp(shapes: Shapes) -> int:
 
 
 def experts(shapes: Shapes) -> int:
-    """Of the router and the experts, with loads that are all equal."""
+    """Return what the router and the routed experts keep, where all experts get equally many tokens."""
     moe, grid = shapes.model.moe, shapes.grid
     assert moe is not None
     row = shapes.model.hidden_size * shapes.itemsize
-    choices = shapes.own * moe.top_k
-    kept = shapes.own * moe.num_experts * _STATISTIC + choices * _INDEX  # logits and choices
+    choices = shapes.routed * moe.top_k
+    kept = shapes.routed * moe.num_experts * _STATISTIC + choices * _INDEX  # logits and choices
     if shapes.model.moe is not None and moe.jitter:
-        kept += 2 * shapes.own * row  # the tokens times noise, and the noise
+        kept += 2 * shapes.routed * row  # the tokens times noise, and the noise
     arrived = shapes.pairs * grid.etp
     kept += arrived * row + _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
-    if (
-        shapes.dispatcher == "alltoall"
-    ):  # rows are sorted on both sides; they are weighed where they came from
+    if shapes.dispatcher == "alltoall":  # both sides sort rows; those that sent them weight the results
         return kept + arrived * _INDEX + choices * (_INDEX + _STATISTIC) + shapes.pairs * row
     gathered = {"local": 1, "sharing": grid.etp, "allgather": grid.etp * grid.ep}[shapes.dispatcher]
     return kept + gathered * choices * (_INDEX + _STATISTIC) + arrived * row
 
 
 def norm(shapes: Shapes) -> int:
-    """Of a norm of hidden states, its output apart: its input and a number or two for each row."""
+    """Return what a norm of hidden states keeps: its input and one or two numbers for each row."""
     numbers = 1 if shapes.model.norm == "rmsnorm" else 2
     return shapes.hidden + numbers * shapes.rows * _STATISTIC
 
 
 def embedding(shapes: Shapes) -> int:
-    """Of the first stage: ids, which of them are this rank's, and the mask of dropout."""
+    """Return what the embedding keeps: token ids, which of them are this rank's, and dropout's mask."""
     kept = shapes.tokens * _TARGET
     if shapes.grid.tp > 1:
         kept += shapes.tokens
@@ -97,19 +100,25 @@ def embedding(shapes: Shapes) -> int:
 
 
 def loss(shapes: Shapes) -> int:
-    """Of the last stage: the final norm, the gradient of its output, which is made with the loss, and the
-    targets and the gradient of each token's loss."""
+    """Return what the last stage keeps behind its layers.
+
+    The final norm; the gradient of its output, which the loss makes in the forward pass; the targets; and the
+    gradient of each token's loss.
+    """
     return norm(shapes) + shapes.hidden + shapes.tokens * (_TARGET + _STATISTIC)
 
 
 def loss_workspace(shapes: Shapes) -> int:
-    """What is there while the loss is made: the logits of a chunk of tokens or two, and over tensor-parallel
-    ranks the hidden states of all tokens and their gradient, where they are not kept."""
+    """Return what lives only while the loss is computed.
+
+    These are the logits of one or two chunks of tokens. Under sequence parallelism the hidden states of all
+    tokens and their gradient come on top.
+    """
     logits = min(LOSS_WORKSPACE, shapes.tokens * shapes.vocab * shapes.itemsize)
     whole = shapes.tokens * shapes.model.hidden_size * shapes.itemsize
     return logits + (2 * whole if shapes.sequence_parallel else 0)
 
 
 def _ffn(shapes: Shapes, width: int, rows: int) -> int:
-    """Of an MLP, its input apart: what goes into the activation, and what comes out."""
+    """Return what an MLP keeps besides its input: the input of the activation, and its output."""
     return (shapes.blocks + 1) * width * rows * shapes.itemsize

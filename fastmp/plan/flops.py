@@ -1,8 +1,8 @@
-"""Floating-point operations of a rank in one step: what its matrix products and attention really do.
+"""Hardware FLOPs: the floating-point operations that a rank's matrix products and attention do in one step.
 
-Model FLOPs (`fastmp.sizes`) are what the mathematics asks for. On top of them come the scores that fused
-attention makes again in its backward, the layers that recomputation runs again, and the padding of the
-vocabulary. Attention counts the keys that a token sees; loads of experts are all equal.
+Model FLOPs (`fastmp.sizes`) are those that the mathematics asks for. Hardware FLOPs also have the scores that
+fused attention computes again in its backward, the layers that recomputation runs again, and the padding of
+the vocabulary. Attention counts the keys that a token sees. All experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from fastmp.plan.memory import stage_layers
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_flops_per_token
 
-_ATTENTION_BACKWARD = 2.5  # of its forward: five products for two
+_ATTENTION_BACKWARD = 2.5  # backward over forward: five products for two
 
 
 def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> list[float]:
-    """Of one step, for a rank of each of the pipeline's ranks; `causal` as in `flops_per_token`."""
+    """Return the FLOPs of one step for each pipeline rank; `causal` as in `flops_per_token`."""
     model, grid, layers = recipe.model, shapes.grid, stage_layers(recipe)
     matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
     layer = 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention
@@ -36,9 +36,10 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
 
 
 def _not_repeated(recipe: Recipe) -> float:
-    """A token's part of the last product of an MLP: a recomputation ends where all that is kept is there.
+    """Return the FLOPs of a token in the last product of an MLP, where recomputation leaves it out.
 
-    A product whose weight gradient can be deferred keeps its input only behind it.
+    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product. A
+    product whose weight gradient is deferred saves its input after it has run, so there it is repeated.
     """
     model = recipe.model
     if model.moe is not None or model.dropout or recipe.parallel.schedule in SPLIT_SCHEDULES:

@@ -1,8 +1,8 @@
-"""What a rank of each pipeline stage holds at the fullest moment of a step, in bytes by class.
+"""Memory: the bytes that a rank of each pipeline stage holds at the fullest moment of a step, by kind.
 
-Gradients accumulate in float32; the optimizer keeps two averages and, of bfloat16 parameters, a master in
-float32. Activations come and go in the order of the schedule. Not counted: gradients of activations and other
-tensors of a moment, buffers of communication, and what allocators waste.
+Gradients accumulate in float32. The optimizer keeps two averages and, for bfloat16 parameters, a float32
+master. Activations come and go in the order of the schedule. Gradients of activations and other short-lived
+tensors, communication buffers and what allocators waste are not counted.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from fastmp.plan import activations
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_parameters, norm_parameters, position_parameters
 
-_MAIN = 4  # bytes of a float32 gradient, average or master
+_FLOAT32 = 4  # bytes of a gradient, an average or a master
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, and its parameters.
+    """Bytes that one rank holds, and how many parameters it has.
 
-    `activations`: what is kept without recomputation; `recomputed`: with it, and with the layer that is being
-    run again. `total` has those of the recipe. `loss`: what there is while the loss is made.
+    `activations` are those kept without recomputation; `recomputed` those kept with it, and those of the layer
+    that is being run again. `total` has the one that the recipe asks for. `loss` lives while the loss is
+    computed.
     """
 
     expert_parameters: int
@@ -39,7 +40,7 @@ class Memory:
 
 
 def stage_layers(recipe: Recipe) -> list[int]:
-    """Layers of each stage, first to last."""
+    """Return how many layers each stage has, first to last."""
     layout = recipe.parallel
     stages = layout.pp * layout.vpp
     if layout.stage_layers is not None:
@@ -48,7 +49,7 @@ def stage_layers(recipe: Recipe) -> list[int]:
 
 
 def memory(recipe: Recipe, shapes: Shapes, orders: Sequence[Sequence[Step]]) -> list[Memory]:
-    """Of a rank of each of the pipeline's ranks, which run `orders`."""
+    """Return the memory of each pipeline rank; rank i runs the steps `orders[i]`."""
     return [_of_rank(recipe, shapes, rank, order) for rank, order in enumerate(orders)]
 
 
@@ -58,9 +59,9 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
     own = range(rank, len(layers), pp)
     experts, others = _parameters(shapes, [layers[stage] for stage in own], 0 in own, last in own)
     held = experts + others
-    wide = shapes.itemsize == _MAIN
-    weights, gradients = held * shapes.itemsize, held * _MAIN
-    optimizer = held * _MAIN * (2 if wide else 3)
+    wide = shapes.itemsize == _FLOAT32
+    weights, gradients = held * shapes.itemsize, held * _FLOAT32
+    optimizer = held * _FLOAT32 * (2 if wide else 3)
     whole_layer = sum(activations.layer_parts(shapes).values())
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [
@@ -80,21 +81,27 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
 
 
 def _parameters(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> tuple[int, int]:
-    """(of experts, all others): with the table of a tied embedding on the first and the last stage."""
+    """Return how many parameters of experts and how many others a rank has.
+
+    Both the first and the last stage have the table of a tied embedding.
+    """
     model, grid = shapes.model, shapes.grid
     experts, others = layer_parameters(model).per_rank(grid.tp, grid.ep, grid.etp)
-    words = shapes.vocab * model.hidden_size
+    table = shapes.vocab * model.hidden_size
     experts, others = sum(layers) * experts, sum(layers) * others
     if first:
-        others += words + position_parameters(model)
+        others += table + position_parameters(model)
     if last:
-        others += norm_parameters(model) + (0 if model.tie_embeddings and first else words)
+        others += norm_parameters(model) + (0 if model.tie_embeddings and first else table)
     return experts, others
 
 
 def _peak(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[int]) -> int:
-    """Most bytes held at once: a chunk's `kept` from its forward to its backward, `until_weights` from the
-    backward of its inputs to that of its weights."""
+    """Return the most bytes held at once.
+
+    A chunk holds its `kept` from its forward to its backward. Where the backward is split, it holds its
+    `until_weights` from the backward of its inputs to that of its weights.
+    """
     held = most = 0
     for step in order:
         if step.kind == FORWARD:

@@ -144,8 +144,8 @@ class _Parts:
 
     def router(self, hidden: Tensor) -> Tensors:
         shapes, moe = self.shapes, self.moe
-        choices = (shapes.own, moe.top_k)
-        tokens = Tensor((shapes.own, shapes.model.hidden_size), self.dtype, grad=True)
+        choices = (shapes.routed, moe.top_k)
+        tokens = Tensor((shapes.routed, shapes.model.hidden_size), self.dtype, grad=True)
         indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
         aux, counts = Tensor((), "float32", grad=self.balanced), Tensor((moe.num_experts,), "int32")
         return tokens, indices, probs, aux, counts, self.hidden(), hidden
@@ -153,9 +153,9 @@ class _Parts:
     def preprocess(self, tokens: Tensor, indices: Tensor, probs: Tensor, *rest: Tensor) -> Tensors:
         shapes, moe = self.shapes, self.moe
         if moe.capacity_factor is not None:
-            choices = (shapes.own, moe.top_k)
+            choices = (shapes.routed, moe.top_k)
             indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
-        everyones = Tensor((self._sharing * shapes.own, moe.top_k), "int32")
+        everyones = Tensor((self._sharing * shapes.routed, moe.top_k), "int32")
         matrix = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
         plan = {
             "alltoall": (probs, everyones, matrix),
@@ -187,5 +187,5 @@ class _Parts:
         return self.shapes.grid.etp if self.shapes.dispatcher == "sharing" else 1
 
     def _rows(self) -> Tensor:
-        rows = self._sharing * self.shapes.own * self.moe.top_k
+        rows = self._sharing * self.shapes.routed * self.moe.top_k
         return Tensor((rows, self.shapes.model.hidden_size), self.dtype, grad=True)

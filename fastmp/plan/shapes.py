@@ -1,4 +1,4 @@
-"""The sizes that one rank works with: what a microbatch and a layer are to it."""
+"""Shapes: the sizes of a microbatch and of a layer on one rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from fastmp.sizes import pad_vocab
 
 @dataclass(frozen=True)
 class Shapes:
-    """`tokens` of a microbatch go through this rank's products; `rows` of them are there as hidden states
-    between tensor-parallel regions, and `own` go through its router. `length`: its part of a sequence.
-    `itemsize` is that of parameters and activations. Heads, hidden units and vocabulary are this rank's.
+    """The sizes of one rank of a recipe; heads, hidden units and vocabulary are this rank's share.
+
+    Of a microbatch, `tokens` go through this rank's products, `rows` are its hidden states between
+    tensor-parallel regions (fewer under sequence parallelism), and `routed` go through its router. `length`
+    is its part of a sequence. `itemsize` is the bytes of a parameter and of an activation.
     """
 
     model: GPTConfig
@@ -25,11 +27,11 @@ class Shapes:
     length: int
     tokens: int
     rows: int
-    own: int
+    routed: int
 
     @property
     def hidden(self) -> int:
-        """Bytes of the hidden states of `rows`."""
+        """Bytes of the hidden states between tensor-parallel regions."""
         return self.rows * self.model.hidden_size * self.itemsize
 
     @property
@@ -42,7 +44,7 @@ class Shapes:
 
     @property
     def blocks(self) -> int:
-        """How many products the first one of an MLP is."""
+        """Blocks in the output of an MLP's first product: 2 with a gate."""
         return ACTIVATIONS[self.model.activation].blocks
 
     @property
@@ -51,7 +53,7 @@ class Shapes:
 
     @property
     def dispatcher(self) -> str:
-        """How tokens come to experts; "local" and "sharing" where every rank has all of them."""
+        """How tokens get to experts; "local" or, with etp, "sharing" where every rank has all experts."""
         assert self.model.moe is not None
         if self.grid.ep == 1:
             return "local" if self.grid.etp == 1 else "sharing"
@@ -59,18 +61,21 @@ class Shapes:
 
     @property
     def pairs(self) -> int:
-        """Pairs of `own` tokens and experts, with loads that are all equal: capacity drops what is below."""
+        """Pairs of a routed token and an expert, where all experts get equally many tokens.
+
+        A capacity factor below 1 drops the rest.
+        """
         moe = self.model.moe
         assert moe is not None
         kept = 1.0 if moe.capacity_factor is None else min(1.0, moe.capacity_factor)
-        return round(self.own * moe.top_k * kept)
+        return round(self.routed * moe.top_k * kept)
 
 
 def shapes_of(recipe: Recipe, world_size: int) -> Shapes:
-    """Those of a rank of `recipe`, which fits `world_size` ranks."""
+    """Return the sizes of a rank of `recipe`, which must fit `world_size` ranks."""
     layout, data, grid = recipe.parallel, recipe.data, make_grid(recipe, world_size)
     length = data.seq_len // grid.cp
-    tokens, own = length * data.micro_batch_size, -(-length // grid.tp) * data.micro_batch_size
+    tokens, routed = length * data.micro_batch_size, -(-length // grid.tp) * data.micro_batch_size
     return Shapes(
         model=recipe.model,
         grid=grid,
@@ -79,6 +84,6 @@ def shapes_of(recipe: Recipe, world_size: int) -> Shapes:
         itemsize=4 if recipe.train.dtype == "float32" else 2,
         length=length,
         tokens=tokens,
-        rows=own if layout.sequence_parallel else tokens,
-        own=own,
+        rows=routed if layout.sequence_parallel else tokens,
+        routed=routed,
     )

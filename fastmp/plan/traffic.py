@@ -1,9 +1,9 @@
-"""What one rank sends, in bytes, by group: for a layer and microbatch, and for a whole step.
+"""Traffic: the bytes that one rank sends in each group, for a layer and microbatch and for a whole step.
 
-Collectives are counted as rings, the least that any algorithm sends on each rank: of X bytes over n ranks an
-all-gather, a reduce-scatter and an all-to-all send (n - 1) / n X, where X is the larger side, an all-reduce
-twice that. Not counted are what does not grow with the model (counts of tokens, gradient norms), and
-checkpoints and evaluation. Loads of experts are all equal.
+Collectives are counted as rings, the least that any algorithm sends on each rank. Over n ranks an all-gather,
+a reduce-scatter or an all-to-all sends (n - 1) / n X, where X is the bytes of the larger side, and an
+all-reduce sends twice that. What does not grow with the model (counts of tokens, gradient norms), checkpoints
+and evaluation are not counted. All experts get equally many tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from fastmp.plan.memory import stage_layers
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_parameters, norm_parameters, position_parameters
 
-_MAIN = 4  # bytes of a gradient
+_FLOAT32 = 4  # bytes of a gradient
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
 _PROBABILITY, _INDEX = 4, 4
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes sent forward and backward, and by what a recomputation of the forward repeats: {group: bytes}."""
+    """Bytes sent in the forward, in the backward, and once more by recomputation: {group: bytes}."""
 
     forward: Counter[str] = field(default_factory=Counter)
     backward: Counter[str] = field(default_factory=Counter)
     repeated: Counter[str] = field(default_factory=Counter)
 
     def gather(self, group: str, total: float, ranks: int, *, last: bool = False) -> None:
-        """An all-gather of `total` bytes forward, whose backward is a reduce-scatter, or the other way round.
+        """Count an all-gather of `total` bytes whose backward is a reduce-scatter, or the other way round.
 
-        `last`: no tensor is kept behind it, so that a recomputation ends before.
+        `last` says that no tensor is kept behind it, so that recomputation stops before it.
         """
         sent = _ring(total, ranks)
         self.forward[group] += sent
@@ -41,6 +41,7 @@ class Traffic:
             self.repeated[group] += sent
 
     def sent(self, recompute: bool) -> Counter[str]:
+        """Return the bytes of forward and backward, and with `recompute` those of recomputation."""
         total = self.forward + self.backward
         return total + self.repeated if recompute else total
 
@@ -50,14 +51,14 @@ def _ring(total: float, ranks: int) -> int:
 
 
 def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
-    """Of one layer and one microbatch."""
+    """Return what one layer sends for one microbatch."""
     found, model, grid = Traffic(), shapes.model, shapes.grid
     if shard_recompute_input:
         found.repeated["tp"] += _ring(_whole(shapes), grid.tp)
     if grid.cp > 1:
         keys = shapes.tokens * grid.cp * 2 * shapes.kv_heads * model.head_dim * shapes.itemsize
         found.gather("cp", keys, grid.cp)
-    dropped = bool(model.dropout)  # then a seed is kept behind the sums
+    dropped = bool(model.dropout)  # then a seed is kept behind the all-reduce
     _pair(found, shapes, last=False)
     if model.moe is None:
         _pair(found, shapes, last=not dropped)
@@ -65,8 +66,8 @@ def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
     if model.moe.shared_expert_ffn_hidden_size:
         _pair(found, shapes, last=False)
     _experts(found, shapes)
-    if grid.tp > 1 and not shapes.sequence_parallel:  # every rank has its part of the tokens
-        sent = _ring(shapes.own * grid.tp * model.hidden_size * shapes.itemsize, grid.tp)
+    if grid.tp > 1 and not shapes.sequence_parallel:  # each rank routes its part of the tokens
+        sent = _ring(shapes.routed * grid.tp * model.hidden_size * shapes.itemsize, grid.tp)
         found.forward["tp"] += sent
         found.backward["tp"] += sent
         found.repeated["tp"] += sent if dropped else 0
@@ -74,14 +75,14 @@ def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
 
 
 def _pair(found: Traffic, shapes: Shapes, *, last: bool) -> None:
-    """A column-parallel product and the row-parallel one that follows it."""
+    """Count a column-parallel product and the row-parallel one that follows it."""
     total, tp = _whole(shapes), shapes.grid.tp
     if tp == 1:
         return
     if shapes.sequence_parallel:
         found.gather("tp", total, tp)
         found.gather("tp", total, tp, last=last)
-        found.backward["tp"] += _ring(total, tp)  # the gathered input is not kept
+        found.backward["tp"] += _ring(total, tp)  # gathered again: the gathered input is not kept
         return
     sent = 2 * _ring(total, tp)
     found.forward["tp"] += sent
@@ -100,7 +101,7 @@ def _experts(found: Traffic, shapes: Shapes) -> None:
     elif dispatcher != "local":
         group = "etp" if dispatcher == "sharing" else "etp-ep"
         ranks = grid.etp * grid.ep
-        tokens = shapes.own * ranks
+        tokens = shapes.routed * ranks
         found.gather(group, tokens * row, ranks)
         found.gather(group, tokens * row, ranks, last=True)
         found.gather(group, tokens * moe.top_k * _PROBABILITY, ranks)
@@ -114,7 +115,7 @@ def _whole(shapes: Shapes) -> int:
 
 
 def embedding(shapes: Shapes) -> Traffic:
-    """Of the first stage and one microbatch."""
+    """Return what the embedding sends for one microbatch."""
     found, tp = Traffic(), shapes.grid.tp
     if shapes.sequence_parallel:
         found.gather("tp", _whole(shapes), tp)
@@ -124,17 +125,17 @@ def embedding(shapes: Shapes) -> Traffic:
 
 
 def loss(shapes: Shapes) -> Traffic:
-    """Of the last stage and one microbatch: the gradient is made, and summed, in the forward pass."""
+    """Return what the loss sends for one microbatch; its gradient is computed and summed in the forward."""
     found, tp = Traffic(), shapes.grid.tp
     found.forward["tp"] += _ring(shapes.tokens * _STATISTICS * tp, tp) + 2 * _ring(_whole(shapes), tp)
     return found
 
 
 def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
-    """Of a step, for a rank of each of the pipeline's ranks: {group: bytes}, without those that send nothing.
+    """Return what each pipeline rank sends in a step: {group: bytes}, without groups that send nothing.
 
-    "tp", "cp", "ep", "etp" ("etp-ep"), "pp" (activations and gradients), "dp-cp" and "edp" (gradients),
-    "embedding" (those of a tied table).
+    The groups are "tp", "cp", "ep", "etp" or "etp-ep", "pp" (activations and their gradients), "dp-cp" and
+    "edp" (gradients of parameters), and "embedding" (the gradient of a tied table).
     """
     layers, layout, grid = stage_layers(recipe), recipe.parallel, shapes.grid
     a_layer = layer(shapes, shard_recompute_input=layout.shard_recompute_input).sent(layout.recompute)
@@ -158,29 +159,29 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
 
 
 def _gradients(shapes: Shapes, num_layers: int, first: bool, last: bool) -> Counter[str]:
-    """All-reduces after the last backward of a step."""
+    """Return what the all-reduces of gradients after a step's last backward send."""
     model, grid, found = shapes.model, shapes.grid, Counter[str]()
     count = layer_parameters(model)
     experts, others = (num_layers * number for number in count.per_rank(grid.tp, grid.ep, grid.etp))
-    # Each tensor-parallel rank sees a part of the tokens, or of the heads, that these serve.
+    # These serve all tokens or heads, of which a tensor-parallel rank sees a part.
     partial = num_layers * _partial(shapes)
-    words = shapes.vocab * model.hidden_size
+    table = shapes.vocab * model.hidden_size
     if first:
-        others += words + position_parameters(model)
+        others += table + position_parameters(model)
         partial += position_parameters(model) if shapes.sequence_parallel else 0
     if last:
-        others += norm_parameters(model) + (0 if model.tie_embeddings and first else words)
+        others += norm_parameters(model) + (0 if model.tie_embeddings and first else table)
         partial += norm_parameters(model) if shapes.sequence_parallel else 0
-    found["dp-cp"] += 2 * _ring(others * _MAIN, grid.dp * grid.cp)
-    found["edp"] += 2 * _ring(experts * _MAIN, grid.edp)
-    found["tp"] += 2 * _ring(partial * _MAIN, grid.tp)
+    found["dp-cp"] += 2 * _ring(others * _FLOAT32, grid.dp * grid.cp)
+    found["edp"] += 2 * _ring(experts * _FLOAT32, grid.edp)
+    found["tp"] += 2 * _ring(partial * _FLOAT32, grid.tp)
     if model.tie_embeddings and grid.pp > 1 and (first or last):
-        found["embedding"] += 2 * _ring(words * _MAIN, 2)
+        found["embedding"] += 2 * _ring(table * _FLOAT32, 2)
     return found
 
 
 def _partial(shapes: Shapes) -> int:
-    """Parameters of a layer whose gradients are summed over the tensor-parallel group."""
+    """Return how many parameters of a layer have gradients that are summed over the tensor-parallel group."""
     model = shapes.model
     moe = model.moe
     partial = 2 * model.head_dim * model.qk_norm
