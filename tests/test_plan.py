@@ -135,7 +135,7 @@ def test_the_page_about_planning_shows_what_is_printed(capsys, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     page = (CONFIGS.parent / "docs" / "planning.md").read_text()
     shown = re.findall(r"```\n\$ fastmp plan (recipe configs/.*)\n((?:.*\n)*?)```", page)
-    assert len(shown) == 3
+    assert len(shown) == 4
     for command, expected in shown:
         assert run(capsys, *command.split()) == expected
 

@@ -16,7 +16,7 @@ _LINE_WIDTH, _MAX_RUNS = 80, 8  # longer lists are shortened for people, never i
 
 
 def main(arguments: list[str]) -> int:
-    """Print the groups of a layout; 0, or 2 with one line on stderr where something does not fit."""
+    """Print the groups of a layout; return 0, or 2 with one line on stderr where something does not fit."""
     parser = Parser(prog="fastmp plan groups", description="Print which ranks of a layout form which groups.")
     _add_arguments(parser)
     options = vars(parser.parse_args(arguments))
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options; their names are those of `RankGrid`."""
+    """Add an option for each argument of `RankGrid`, under its name."""
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
     for name, text in [
         ("tp", "tensor-parallel size"),
@@ -51,7 +51,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def groups(grid: RankGrid) -> dict[str, dict[str, list[list[int]]]]:
-    """All groups of both grids: {"dense": {"tp": [[...]], ...}, "expert": {"etp": ..., ...}}."""
+    """Return all groups of both grids: {"dense": {"tp": [[...]], ...}, "expert": {"etp": ..., ...}}."""
     return {
         "dense": {name: grid.ranks(name) for name in DENSE},
         "expert": {name: grid.ranks(name) for name in EXPERT},
@@ -59,7 +59,7 @@ def groups(grid: RankGrid) -> dict[str, dict[str, list[list[int]]]]:
 
 
 def describe(grid: RankGrid) -> Iterator[str]:
-    """The lines a person reads; long lists are shortened and say how many groups there are."""
+    """Yield the lines that a person reads; long lists are shortened."""
     yield f"{grid}"
     yield f"order {'-'.join(grid.order)}: {grid.order[0]} varies fastest"
     for title, table in groups(grid).items():
@@ -70,7 +70,7 @@ def describe(grid: RankGrid) -> Iterator[str]:
 
 
 def _shorten(lists: list[list[int]]) -> str:
-    """As many groups as fit on a line, and the last one."""
+    """Return as many groups as fit on a line, and the last one."""
     text = _members(lists[0])
     for i, group in enumerate(lists[1:], start=1):
         member_text = _members(group)
@@ -81,7 +81,7 @@ def _shorten(lists: list[list[int]]) -> str:
 
 
 def _members(group: list[int]) -> str:
-    """[0-3,8-11]: runs of neighbouring ranks, with the middle of a long group left out."""
+    """Return a group as [0-3,8-11]: runs of neighbouring ranks, without the middle of a long group."""
     runs: list[list[int]] = []
     for rank in group:
         if runs and rank == runs[-1][-1] + 1:

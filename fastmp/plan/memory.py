@@ -23,8 +23,8 @@ _FLOAT32 = 4  # bytes of a gradient, an average or a master
 class Memory:
     """Bytes that one rank holds, and how many parameters it has.
 
-    `activations` are those kept without recomputation; `recomputed` those kept with it, and those of the layer
-    that is being run again. `total` has the one that the recipe asks for. `loss` lives while the loss is
+    `activations` are kept without recomputation. `recomputed` are kept with it, together with those of the
+    layer that is being run again. `total` has what the recipe asks for. `loss` is held while the loss is
     computed.
     """
 

@@ -1,4 +1,4 @@
-"""`fastmp plan recipe`: whether a recipe fits a number of ranks, and what each of them would hold."""
+"""`fastmp plan recipe`: whether a recipe fits a number of ranks, and what each holds, computes and sends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from fastmp.train.recipe import add_options, given_options, read_recipe
 
 
 def main(arguments: list[str]) -> int:
-    """Print what a recipe means for its ranks; 0, or 2 with all that does not fit on stderr."""
+    """Print what each rank of a recipe would do; return 0, or 2 with all that does not fit on stderr."""
     parser = recipe_parser(
-        "fastmp plan recipe", "Check a recipe for a number of ranks, and print what each of them would hold."
+        "fastmp plan recipe",
+        "Check a recipe for a number of ranks; print what each would hold, compute and send.",
     )
     options = parser.parse_args(arguments)
     found = fitting_recipe(parser.prog, options)
@@ -36,7 +37,7 @@ def main(arguments: list[str]) -> int:
 
 
 def recipe_parser(prog: str, description: str) -> Parser:
-    """A parser of a recipe file, a number of ranks, and the options of `fastmp train`."""
+    """Return a parser that takes a recipe file, a number of ranks, and the options of `fastmp train`."""
     parser = Parser(prog=prog, usage=f"{prog} FILE --world-size N [options]", description=description)
     parser.add_argument("file", metavar="FILE", help="TOML file of the run, as in configs/")
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
@@ -46,7 +47,7 @@ def recipe_parser(prog: str, description: str) -> Parser:
 
 
 def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
-    """The recipe, if it fits the ranks; else None, with all that does not fit on stderr."""
+    """Return the recipe that `options` name; None, with all that does not fit on stderr, if it is wrong."""
     try:
         found, errors, unused = read_recipe(options.file, given_options(options))
     except ValueError as error:
@@ -57,7 +58,7 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
         found = replace(found, model=replace(found.model, vocab_size=size))
         if not size:
             errors.append("model.vocab_size is not given, and the data does not say it: give it")
-    # With sizes that could not be read, how many ranks there would be of what is not known.
+    # Where a parallel size could not be read, nothing can be said about the number of ranks.
     sizes = {"parallel.tp", "parallel.cp", "parallel.pp", "parallel.ep", "parallel.etp"}
     known = options.world_size if unused.isdisjoint(sizes) else None
     errors += [str(each) for each in problems(found, known) if not unused & set(each.fields)]
@@ -73,7 +74,7 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
 
 
 def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """What `recipe` is on `world_size` ranks, where it has no `problems`; sizes are in bytes."""
+    """Return what `recipe`, which must fit `world_size` ranks, asks of each of them; sizes are in bytes."""
     model, layout, shapes = recipe.model, recipe.parallel, shapes_of(recipe, world_size)
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     run = _simulate(recipe, shapes)
@@ -120,7 +121,10 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
 
 
 def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
-    """The schedule, in units of a layer's forward: its backward takes two, one more with recomputation."""
+    """Simulate the schedule. A layer's forward takes one unit of time, its backward two.
+
+    With recomputation the backward takes three.
+    """
     layout, layers = recipe.parallel, stage_layers(recipe)
     costs = Costs(
         forward=layers,
@@ -135,7 +139,7 @@ def _positive(sent: Mapping[str, int]) -> dict[str, int]:
 
 
 def describe_recipe(facts: dict[str, Any]) -> Iterator[str]:
-    """The lines a person reads."""
+    """Yield the lines that a person reads."""
     yield f"{facts['name']}: {_short(facts['parameters'])} parameters in {facts['dtype']}" + (
         f", {_short(facts['active_parameters'])} of them for one token"
         if facts["active_parameters"] != facts["parameters"]
@@ -204,7 +208,7 @@ def _describe_traffic(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _runs(ranks: list[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(first, last, what each of them holds) of neighbours that print alike."""
+    """Yield (first, last, facts of one) for each run of neighbouring ranks that print alike."""
     shown = [{**rank, "sent": None, "flops": None, "peak_in_flight": None} for rank in ranks]
     first = 0
     for last in range(len(ranks)):
@@ -214,7 +218,7 @@ def _runs(ranks: list[dict[str, Any]]) -> Iterator[tuple[int, int, dict[str, Any
 
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Columns under their names, to the right but for the first."""
+    """Yield a table's lines: columns under their names, aligned right except the first."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]

@@ -1,4 +1,4 @@
-"""`fastmp plan schedule`: what pipeline ranks do in which order, and what that costs."""
+"""`fastmp plan schedule`: what pipeline ranks do in which order, and how long they idle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_RANKS, _MOST_STEPS = 32, 128  # longer lists are shortened for people, nev
 
 
 def main(arguments: list[str]) -> int:
-    """Print a schedule, and draw it on request; 0, or 2 with one line on stderr where it is refused."""
+    """Print a schedule, and draw it on request; return 0, or 2 with one line on stderr if it is refused."""
     parser = Parser(
         prog="fastmp plan schedule",
         description="Print what each pipeline rank does in one step, in which order, and what that costs.",
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def schedule_facts(run: Simulation, schedule: Schedule) -> dict[str, object]:
-    """Orders, as integers or, with split backwards, as [kind, microbatch, chunk], and their figures."""
+    """Return the orders and their figures; a step is an integer, or [kind, microbatch, chunk] if split."""
     split = schedule.splits_backwards
     return {
         "orders": [[list(step) for step in order] if split else integers(order) for order in run.orders],
@@ -85,7 +85,7 @@ def schedule_facts(run: Simulation, schedule: Schedule) -> dict[str, object]:
 
 
 def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
-    """The lines a person reads: figures, then each rank's steps as chunk + 1, with - for a backward."""
+    """Yield the lines that a person reads: figures, then each rank's steps as `_short` writes them."""
     pp, path = schedule.pp, run.critical_path
     groups = f" in groups of {schedule.group_size or pp}" if run.vpp > 1 else ""
     yield f"{schedule.name}: pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
@@ -110,7 +110,7 @@ def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
 
 
 def _short(step: Step) -> str:
-    """chunk + 1, - for a backward, i or w for the halves of one."""
+    """Return a step as its chunk + 1, after - if it is a backward, before i or w if it is half of one."""
     sign = "" if step.kind == FORWARD else "-"
     half = {BACKWARD_INPUT: "i", BACKWARD_WEIGHT: "w"}.get(step.kind, "")
     return f"{sign}{step.chunk + 1}{half}"
