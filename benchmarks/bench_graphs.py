@@ -31,7 +31,7 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.graphs.transformer_engine import TransformerEngineManager
+from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.nn import GPT, LayerChain, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.grads import GradBuffer

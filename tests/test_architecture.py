@@ -30,8 +30,8 @@ ALLOWED = {
     "fastmp.plan": {
         "plan",
         "commands",
-        "graphs.plan",
-        "graphs.plot",
+        "graphs.buffers",
+        "graphs.scope",
         "layout",
         "parallel.grid",
         "parallel.schedule",
@@ -44,8 +44,9 @@ ALLOWED = {
     "fastmp.ops": {"ops", "config", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
     "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy"},
-    "fastmp.graphs.plan": {"parallel.schedule"},
-    "fastmp.graphs.plot": set(),
+    "fastmp.graphs.buffers": {"parallel.schedule"},
+    "fastmp.graphs.scope": set(),
+    "fastmp.integrations": {"integrations", "graphs", "nn", "parallel", "ops", "profiling"},
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {
         *(
@@ -62,6 +63,16 @@ ALLOWED = {
             "_lazy",
         ),
     },
+    "fastmp.train.main": {
+        "integrations",
+        "train",
+        "nn",
+        "parallel",
+        "config",
+        "layout",
+        "profiling",
+        "_host",
+    },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.doctor": {"commands", "ops", "testing"},
     "fastmp.cli": {"commands", "train", "plan", "doctor"},
@@ -76,9 +87,16 @@ STDLIB_ONLY = (
         "fastmp.layout",
         "fastmp.sizes",
     ),
-    *("fastmp.graphs", "fastmp.graphs.plan"),
+    *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
     *(f"fastmp.parallel.{name}" for name in ("grid", "messages", "schedule", "simulate")),
-    *("fastmp.plan", *(f"fastmp.plan.{path.stem}" for path in (PACKAGE / "plan").glob("[a-z]*.py"))),
+    *(
+        "fastmp.plan",
+        *(
+            f"fastmp.plan.{path.stem}"
+            for path in (PACKAGE / "plan").glob("[a-z]*.py")
+            if "plot" not in path.stem
+        ),
+    ),
 )
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

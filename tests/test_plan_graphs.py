@@ -23,7 +23,7 @@ from fastmp.plan.memory import stage_layers
 from fastmp.plan.segments import runs, whole_runs
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing import run_ranks
-from fastmp.train.graphs import make_graphs
+from fastmp.train.graphing import make_graphs
 from fastmp.train.language import gpt_and_loss
 from fastmp.train.microbatches import Chunks, WholeModel
 
@@ -203,12 +203,12 @@ def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
         (
             ("--scope", "moe"),
             TRAIN,
-            "graphs: scope ['moe'] names no segment; there are ['attention', 'mlp']",
+            "graphs: scope ['moe'] names no segment; choose from ['attention', 'mlp']",
         ),
         (
             ("--scope", "full"),
             f"[parallel]\nep = 2\n[model.moe]\n{TRAIN}",
-            "graphs: scope 'full' cannot be captured, because of dispatch, experts, combine",
+            "graphs: scope 'full' cannot be captured, because dispatch, experts, combine must run eagerly",
         ),
         ((), "[parallel]\ntp = 4\n", "world_size 2 is not a multiple of tp 4"),
     ],

@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "errors": "CaptureError GraphError",
-        "explaining": "explain",
+        "explaining.report": "explain",
         "manager": "GraphManager",
         "recording": "RecordingBackend",
     },

@@ -1,18 +1,18 @@
-"""Graphs of CUDA: what a `GraphManager` needs on a GPU, over one memory pool and one stream of captures.
+"""CUDA graphs for a `GraphManager`, over one memory pool and one stream of captures.
 
-Captures happen in the middle of training, where a wait for the device may be one for ranks that wait for
-this one: nothing here waits, but for `prepare`. The stream of captures is the same for all graphs of a
-device: what autograd remembers of a forward is where its backward has to be captured, and a library that
-keeps a workspace for each stream keeps one. Other threads may go on as they like; that of autograd is part
-of a capture, for it runs backwards on the stream of their forwards.
+Captures happen in the middle of training, where a wait for the device may become a wait for ranks that wait
+for this one. So only `prepare` waits; torch 2.12 and 2.13 also do, once for each generator that a capture
+registers. All graphs of a device are captured on one stream: a backward has to be captured on the stream of
+its forward, and a library that keeps a workspace for each stream keeps one. Other threads may go on; the
+thread of autograd takes part in a capture, because it runs backwards on the stream of their forwards.
 
-Kernels know addresses only. What they read and no capture has made, a parameter or a tensor of Python's, is
-held as long as its graph: what lies there later would be another's.
+Kernels know addresses only. A graph holds what its kernels read and no capture has made, such as parameters:
+another tensor could lie there later.
 
-Random numbers. A replay starts every stream of random numbers where the stream stands, and moves it on. A
-recomputation must start where its forward started, and states cannot be read or set inside a capture. So each
-recomputed part gets generators of its own, which are set before the replay of its backward: to where the
-forward's replay started, and on by what the forward draws before that part, which an eager run has shown.
+Random numbers. A replay starts every random stream where the stream stands, and advances it. A recomputation
+must start where its forward started, and states cannot be read or set inside a capture. So each recomputed
+part gets generators of its own, which are set before its backward is replayed: to where the forward's replay
+started, advanced by what the forward draws before that part, which an eager run has shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,23 +36,35 @@ __all__ = ["CudaBackend", "CudaGraph", "Streams"]
 Generators = Mapping[str, torch.Generator]
 Offsets = dict[str, int]
 
-_NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory goes on asking them
+_NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory asks them for ever
+
+
+class Watched(NamedTuple):
+    """What an eager forward has drawn.
+
+    parts: for each part that will be recomputed, how far each stream had advanced when it began.
+    moved: the names of the streams that the forward advanced.
+    """
+
+    parts: list[Offsets]
+    moved: set[str]
 
 
 class Streams(Protocol):
-    """Streams of random numbers, as those of an `RngTracker`."""
+    """Random streams, as those of an `RngTracker`."""
 
     def generators(self) -> dict[str, torch.Generator]: ...
     def kept_by(self, keeper: Callable[[], Generators | None]) -> AbstractContextManager[None]: ...
 
 
 class CudaBackend:
-    """For a `GraphManager`: graphs on the current device.
+    """Captures and replays graphs on the current device.
 
     rng: the streams that the work draws from; None: torch's default generator only, and no recomputation.
 
-    A capture adds to the pool what is not free in it. A graph that nobody holds is gone; what it had in the
-    pool is free for others, and after `reset` for all. After a capture that failed, others have a new pool.
+    A capture takes memory that is free in the pool, and enlarges the pool where that is not enough. A graph
+    that nobody holds gives its memory back to the pool; `reset` frees the pool. After a failed capture the
+    next ones have a new pool.
     """
 
     runs_at_capture = False
@@ -64,12 +76,13 @@ class CudaBackend:
         self._leave()
 
     def _leave(self) -> None:
+        """Forget the pool; the next capture gets another."""
         self.pool: Any = None
-        self.made: set[int] = set()  # where storages lie that captures have made: in the pool
-        self._first: CudaGraph | None = None  # a pool without a graph would be let go, and never come back
+        self.made: set[int] = set()  # the addresses of storages in the pool
+        self._first: CudaGraph | None = None  # holds the pool while there is no other graph
 
     def _begin(self, generators: Sequence[torch.Generator] = ()) -> None:
-        """A new pool, whose first capture knows of `generators`."""
+        """Make a new pool, whose first capture registers `generators`."""
         self.pool = torch.cuda.graph_pool_handle()
         first = CudaGraph(self, generators)
         torch.zeros(1, device=self.stream.device)  # the first time loads the kernel
@@ -78,19 +91,20 @@ class CudaBackend:
         self._first = first
 
     def prepare(self) -> None:
-        """Before a step that captures. Eager steps have left memory that is free; inside a capture none of it
-        is given back, so a pool could not have it."""
+        """Free the memory that eager steps have cached: torch cannot do so inside a capture."""
+        _reset_releases_pool(self.stream)
         torch.cuda.empty_cache()
 
     def mend(self, failed: CudaGraph) -> None:
-        """After a capture that did not come to its end: its pool is still written to then, and generators
-        take it that a capture goes on, until one has ended that knows of them."""
+        """Recover from a capture that did not end.
+
+        Its pool may still be allocated from, and be held for ever; and generators think that the capture goes
+        on, until another one that registers them has ended.
+        """
         _NOT_ENDED.append(failed.graph)
+        begun = self._first is not None
         failed.reset()
-        place, begun = (self.stream.device.index, self.pool), self._first is not None
-        with suppress(RuntimeError):  # it came that far
-            torch._C._cuda_endAllocateToPool(*place)
-            torch._C._cuda_releasePool(*place)
+        _release_pool(self.stream, self.pool)
         self._leave()
         if begun:
             self._begin(failed.generators)
@@ -102,30 +116,39 @@ class CudaBackend:
         return sum(segment["total_size"] for segment in torch.cuda.memory_snapshot(self.pool))
 
     @contextmanager
-    def watch(self) -> Iterator[list[Offsets]]:
-        """Around an eager forward. How far each stream is on, when a part begins that will be recomputed."""
-        parts: list[Offsets] = []
+    def watch(self) -> Iterator[Watched]:
+        """Watch what an eager forward draws; what this yields is complete at its end."""
+        watched = Watched([], set())
         if self.rng is None:
-            yield parts
+            yield watched
             return
         first = {name: generator.get_offset() for name, generator in self.rng.generators().items()}
 
         def note() -> None:
+            watched.parts.append(advanced())
+
+        def advanced() -> Offsets:
             now = self.rng.generators()
-            parts.append({name: now[name].get_offset() - offset for name, offset in first.items()})
+            return {name: now[name].get_offset() - offset for name, offset in first.items()}
 
         with self.rng.kept_by(note):
-            yield parts
+            yield watched
+        watched.moved.update(name for name, offset in advanced().items() if offset)
 
-    def graph(self, forward: CudaGraph | None = None, watched: list[Offsets] | None = None) -> CudaGraph:
+    def graph(self, forward: CudaGraph | None = None, watched: Watched | None = None) -> CudaGraph:
+        """Make a graph. It registers the streams that the watched forward has advanced: each costs a wait."""
         if self.pool is None:
             self._begin()
         streams = {} if self.rng is None else self.rng.generators()
-        repeated = [] if forward is None else [own for _, part in forward.parts for own in part.values()]
-        graph = CudaGraph(self, [*streams.values(), *repeated], forward)
+        moved = watched.moved if watched is not None else set(streams) if forward is None else forward.moved
+        drawn = [generator for name, generator in streams.items() if name in moved]
+        if forward is not None:
+            drawn += [part[name] for _, part in forward.parts for name in part if name in moved]
+        graph = CudaGraph(self, drawn, forward)
+        graph.moved = moved
         graph.parts = [
             (offsets, {name: torch.Generator(stream.device) for name, stream in streams.items()})
-            for offsets in watched or []
+            for offsets in (watched.parts if watched is not None else [])
         ]
         self._graphs.add(graph)
         return graph
@@ -134,7 +157,7 @@ class CudaBackend:
         return _without_memory(tensor).detach
 
     def reset(self) -> None:
-        """Let go of all graphs; none may be replayed after that. Those that run come to their end."""
+        """Let go of all graphs; none may be replayed after that. Replays that have begun are finished."""
         for graph in (self._first, *self._graphs):
             if graph is not None:
                 graph.reset()
@@ -146,11 +169,11 @@ class CudaBackend:
 class CudaGraph:
     """`with graph.capture(): ...` notes work and does none of it; `replay()` does it on the current stream.
 
-    generators: whose random numbers the work may draw, besides torch's default one.
+    generators: those that the work may draw from, besides torch's default one.
     forward: the graph whose backward this is. `parts`: what is recomputed, see `CudaBackend.watch`, and the
-        generators of each.
+        generators of each. `moved`: the names of the streams that the forward draws from.
 
-    RuntimeError of CUDA for work that it cannot capture: a value read on the host, a wait for the device.
+    RuntimeError from CUDA for work that cannot be captured: a value read on the host, a wait for the device.
     """
 
     def __init__(
@@ -159,6 +182,7 @@ class CudaGraph:
         self.backend, self.generators, self.forward = backend, list(generators), forward
         self.graph = torch.cuda.CUDAGraph()
         self.parts: list[tuple[Offsets, Generators]] = []
+        self.moved: set[str] = set()
         self._starts: dict[str, tuple[int, int]] = {}  # seeds and offsets at the last replay
         self._held: list[torch.UntypedStorage] = []
         for generator in self.generators:
@@ -184,7 +208,7 @@ class CudaGraph:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """After an error inside, ending the capture fails as well: that error says less."""
+        """Begin and end the capture. After an error inside, ending fails too: that error says less."""
         try:
             self.graph.capture_begin(pool=self.backend.pool, capture_error_mode="thread_local")
             yield
@@ -202,7 +226,7 @@ class CudaGraph:
             raise
 
     def _kept(self) -> AbstractContextManager[None]:
-        """What a recomputation gets for states: the generators of its part, or in backward those in use."""
+        """Give a recomputation the generators of its part, or in a backward those in use, as its states."""
         rng = self.backend.rng
         if rng is None:
             return nullcontext()
@@ -241,17 +265,16 @@ class CudaGraph:
 
 
 class _Reads(TorchDispatchMode):
-    """Inside, `outside` collects the storages that ops read or write and that no op of a capture has made.
+    """Collects in `outside` the storages that ops read or write and that no captured op has made.
 
-    made: where those lie that were made on `device`, in this capture and in others: the memory of a pool is
-        nobody else's.
+    made: the addresses of those that captured ops have made on `device`; memory of the pool is nobody else's.
     """
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code runs as it is, where torch would else run what it was compiled from."""
+        """Run compiled code as it is; torch would otherwise run what it was compiled from."""
         return True
 
     def __init__(self, made: set[int], device: torch.device) -> None:
@@ -275,13 +298,55 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [each.untyped_storage() for each in tree_leaves(tree) if isinstance(each, Tensor)]
 
 
+def _release_pool(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Release the pool of a graph whose capture failed, where `reset` of the graph has not done so."""
+    place = stream.device.index, pool
+    with suppress(RuntimeError):  # torch 2.13 has ended it already, and says so
+        torch._C._cuda_endAllocateToPool(*place)
+    with suppress(RuntimeError):  # of a capture that did not begin, or of a device that is lost
+        if not _reset_releases_pool(stream):
+            torch._C._cuda_releasePool(*place)
+
+
+@functools.cache
+def _reset_releases_pool(stream: torch.cuda.Stream) -> bool:
+    """Whether torch gives back the pool of a graph whose capture failed when that is reset.
+
+    Torch 2.10 to 2.13 do not, later ones may; a pool that is released twice breaks the allocator. So let one
+    small capture fail in a pool of its own, and look whether the pool is gone.
+    """
+    pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+    with suppress(RuntimeError), torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with suppress(RuntimeError):
+            torch.zeros(1, device=stream.device)
+            stream.synchronize()  # which no capture allows
+        graph.capture_end()
+    _NOT_ENDED.append(graph)
+    graph.reset()
+    with suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+    after = torch.cuda.CUDAGraph()  # until a capture ends, generators think that the failed one goes on
+    with torch.cuda.stream(stream):
+        after.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+        torch.zeros(1, device=stream.device)
+        after.capture_end()
+    after.reset()
+    torch.cuda.empty_cache()
+    if not torch.cuda.memory_snapshot(pool):
+        return True
+    with suppress(RuntimeError):
+        torch._C._cuda_releasePool(stream.device.index, pool)
+    return False
+
+
 @functools.cache
 def _stream_of_captures(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """The same tensor by its address: it keeps no memory from others."""
+    """The same tensor by its address: it holds no memory."""
     storage = tensor.untyped_storage()
     place = {
         **{"nbytes": storage.nbytes(), "data_ptr": storage.data_ptr(), "device": tensor.device},

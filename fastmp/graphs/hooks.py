@@ -1,38 +1,52 @@
-"""Hooks of modules and parameters that a replay would skip: where there are any, a layer is called instead.
+"""Decides what becomes of the hooks of modules and parameters where graphs are replayed.
 
-A replay calls no module, and segments that run one by one call no layer. Only hooks before a forward that are
-marked, `hook.by_hand = True`, run all the same, as hook(module, ()): those that need the module alone, as to
-gather its parameters.
+A replay calls no module, and segments that run one by one call no layer, so most hooks would be skipped: a
+layer with such a hook runs eagerly as a whole. Two kinds of hooks are replayed, which means that they are
+called beside each replay: hooks before a forward with the mark `hook.replayed = True`, called as
+hook(module, ()), and hooks behind accumulated gradients, unless they are in the graph (`hook.in_graph`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.nn.modules import module as of_all
 
 from fastmp.nn.segment import Link, Segment, SegmentedLayer, Tensors
 
-__all__ = ["HookWatch", "Skipped", "called_whole"]
+if TYPE_CHECKING:
+    from fastmp.graphs.graph_set import Gradients, GraphSet, Slot
+    from fastmp.graphs.runs import Part
 
+__all__ = [
+    *("GradHook", "HookWatch", "Skipped", "call_grad_hooks", "call_pre_hooks", "called_whole"),
+    *("ReplayedHooks", "replayed_hooks", "suspended_hooks"),
+]
+
+GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
 _Hooks = Mapping[int, Callable]
 
 
 class Skipped(NamedTuple):
-    """A hook that a replay would skip. owner: whose it is, in words."""
+    """A hook that a replay would skip. owner: the module or parameter that has it, in words."""
 
     owner: str
     hook: Callable
 
 
 def called_whole(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, Skipped]]:
-    """The links of a chain, where a layer with a hook that a replay would skip is one, which calls it; and
-    these layers, with the hook."""
+    """Join the links of each layer that has a hook which a replay would skip into one link that calls it.
+
+    Returns the links, and these layers with the hook.
+    """
     every: list[Link] = []
     called: dict[nn.Module, Skipped] = {}
     for _, own in groupby(links, attrgetter("name")):
@@ -59,7 +73,7 @@ def _call(layer: SegmentedLayer) -> Callable[..., Tensors]:
 
 def _skipped(layer: nn.Module) -> Skipped | None:
     for module in layer.modules():
-        for hook in (*_unmarked([module._forward_pre_hooks]), *_all(_others(module))):
+        for hook in (*_not_replayed([module._forward_pre_hooks]), *_all(_others(module))):
             return Skipped(type(module).__name__, hook)
     for name, param in layer.named_parameters():
         for hook in _all([param._backward_hooks or {}]):
@@ -68,8 +82,10 @@ def _skipped(layer: nn.Module) -> Skipped | None:
 
 
 class HookWatch:
-    """Notices that hooks which are not run by hand have come or gone. Asked before every step, so it is kept
-    flat."""
+    """Notices that hooks which are not replayed have been added or removed since it was made.
+
+    It is asked before every step, so its lists are flat.
+    """
 
     def __init__(self, chains: Iterable[nn.Module]) -> None:
         modules = [module for chain in chains for layer in chain for module in layer.modules()]
@@ -81,7 +97,7 @@ class HookWatch:
     def _now(self) -> list[Callable]:
         of_gradients = filter(None, map(attrgetter("_backward_hooks"), self._parameters))
         return [
-            *_unmarked(filter(None, self._before)),
+            *_not_replayed(filter(None, self._before)),
             *_all(filter(None, self._others)),
             *_all(of_gradients),
         ]
@@ -106,5 +122,95 @@ def _all(several: Iterable[_Hooks]) -> Iterator[Callable]:
     return (hook for hooks in several for hook in hooks.values())
 
 
-def _unmarked(several: Iterable[_Hooks]) -> Iterator[Callable]:
-    return (hook for hook in _all(several) if not getattr(hook, "by_hand", False))
+def _not_replayed(several: Iterable[_Hooks]) -> Iterator[Callable]:
+    return (hook for hook in _all(several) if not getattr(hook, "replayed", False))
+
+
+def call_pre_hooks(modules: Iterable[nn.Module]) -> None:
+    """Call the marked hooks before the forward of `modules`, as hook(module, ())."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
+
+
+def replayed_hooks(params: Iterable[nn.Parameter]) -> list[GradHook]:
+    """The hooks behind accumulated gradients that are not in a graph, with their parameters."""
+    every = [(hook, p) for p in params for hook in (p._post_accumulate_grad_hooks or {}).values()]
+    return [(hook, param) for hook, param in every if not getattr(hook, "in_graph", False)]
+
+
+def call_grad_hooks(hooked: Iterable[GradHook]) -> None:
+    for hook, param in hooked:
+        hook(param)
+
+
+@contextmanager
+def suspended_hooks(part: Part) -> Iterator[list[nn.Parameter]]:
+    """Suspend the replayed hooks of a part while it is captured or compared.
+
+    Yields a list that collects the parameters whose gradients are accumulated meanwhile, in order.
+    """
+    inside = (module for layer in part.layers for module in layer.modules())
+    modules = [(module, module._forward_pre_hooks) for module in inside if module._forward_pre_hooks]
+    params = [(param, param._post_accumulate_grad_hooks) for param in part.parameters]
+    reached: list[nn.Parameter] = []
+    try:
+        for module, _ in modules:
+            module._forward_pre_hooks = OrderedDict()
+        for param, hooks in params:
+            kept = {key: hook for key, hook in (hooks or {}).items() if getattr(hook, "in_graph", False)}
+            param._post_accumulate_grad_hooks = OrderedDict({**kept, -1: reached.append})
+        yield reached
+    finally:
+        for module, hooks in modules:
+            module._forward_pre_hooks = hooks
+        for param, hooks in params:
+            param._post_accumulate_grad_hooks = hooks
+
+
+class ReplayedHooks:
+    """Calls the hooks of one training step that are replayed.
+
+    A hook behind an accumulated gradient is called once in a backward: right after the replay, or, where
+    another run may add to the gradient too, at the end of the backward (a deferred hook).
+    """
+
+    def __init__(self, graph_set: GraphSet, runs: Sequence[Sequence[Part]]) -> None:
+        self._graph_set, self._runs = graph_set, runs
+        self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and run
+        self._of_gradients: dict[
+            int, tuple[list[GradHook], list[GradHook]]
+        ] = {}  # by graph: at once, deferred
+        self._deferred: dict[GradHook, None] = {}
+
+    def before_forward(self, chunk: int, number: int) -> None:
+        """Call the marked hooks of the modules that a run calls."""
+        modules = self._modules.get((chunk, number))
+        if modules is None:
+            called = self._graph_set.observed[chunk, number].calls
+            modules = [module for module in called if module._forward_pre_hooks]
+            self._modules[chunk, number] = modules
+        call_pre_hooks(modules)
+
+    def after_gradients(self, slot: Slot, gradients: Gradients) -> None:
+        """Call the hooks behind the gradients that a graph has accumulated, or defer them."""
+        both = self._of_gradients.get(slot.graph)
+        if both is None:
+            hooked = replayed_hooks(gradients.reached)
+            own = self._runs[slot.step.chunk][slot.run]
+            others = [run for runs in self._runs for run in runs if run is not own] if hooked else []
+            shared = {param for run in others for param in run.parameters}
+            deferred = [each for each in hooked if each[1] in shared]
+            both = [each for each in hooked if each not in deferred], deferred
+            self._of_gradients[slot.graph] = both
+        now, deferred = both
+        call_grad_hooks(now)
+        if deferred:
+            if not self._deferred:
+                Variable._execution_engine.queue_callback(self._call_deferred)
+            self._deferred.update(dict.fromkeys(deferred))
+
+    def _call_deferred(self) -> None:
+        deferred = list(self._deferred)
+        self._deferred.clear()
+        call_grad_hooks(deferred)

@@ -1,14 +1,14 @@
-"""Captures the static parts of layers and replays them, in the order of a schedule; the rest runs eagerly.
+"""Captures the static parts of layers as graphs, and replays them in the order of a schedule.
 
-A chain of layers is cut into pieces: maximal runs of segments that can be captured, across the borders of
-layers, and what lies between them. The first steps run eagerly, and show which shapes cross the borders; then
-`plan` says which graph reads which buffer when. One step is captured while it trains: each graph where it is
-first needed, so that graphs share memory exactly as the step itself would free and take it. After that a run
-is a copy into its static inputs and a replay, forward and backward.
+A chain of layers is cut into runs, which are captured, and eager parts between them. The first steps run
+eagerly, and show which tensors enter and leave each run; then `plan_buffers` says which graph reads which
+buffer when. One step is captured while it trains: each graph where it is first needed, so that graphs share
+memory exactly as the step itself would free and take it. After that a run is a copy into its static inputs
+and a replay, forward and backward.
 
-Values may be overwritten once the step has gone on: what leaves a chain is the caller's own copy. Between two
-rounds of a step, where nothing is in flight, memory is free: the graphs of a round are captured all in one
-pass, so that what one of them holds is never taken by another.
+Values in graphs may be overwritten once the step has gone on, so what leaves a chain is a copy. Between two
+rounds of a step, where nothing is in flight, memory is free: the graphs of a round are captured in one pass,
+so that what one of them holds is never taken by another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,55 +24,95 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
-from fastmp.graphs import pieces
+from fastmp.graphs.backend import Backend, Graph
+from fastmp.graphs.buffers import BufferPlan, RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.errors import GraphError
-from fastmp.graphs.pieces import Piece, Shapes, cut, spec_of
-from fastmp.graphs.plan import GraphPlan, RunSpec, TensorSpec, plan
-from fastmp.graphs.standing import Standing
+from fastmp.graphs.graph_set import GraphSet, copies_of
+from fastmp.graphs.hooks import call_pre_hooks
+from fastmp.graphs.replay import Replay
+from fastmp.graphs.runs import EagerPart, Observed, Part, Run, called_modules, cut, keeps_gradients, spec_of
+from fastmp.graphs.snapshot import ModelSnapshot
 from fastmp.graphs.step import GraphedStep
-from fastmp.graphs.variant import Backend, Graph, Variant, copies_of
-from fastmp.graphs.verify import Verifier
+from fastmp.graphs.verify import VerifiedReplay
 from fastmp.nn.segment import LayerChain, Tensors, run_links
 from fastmp.parallel.schedule import Step
 
-__all__ = ["Backend", "Graph", "GraphError", "GraphManager"]
+__all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
 
 _MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
-_MOST_VARIANTS = 4  # shapes of a step that have graphs; each has static buffers of its own
+_MOST_GRAPH_SETS = 4  # signatures that have graphs; each has static buffers of its own
+
+Place = tuple[int, int]  # chunk, run
+Signature = tuple[Any, ...]  # of the first inputs of a step
+
+
+class StepRunner(Protocol):
+    """Runs the chains of one training step in which runs are graphs; see `GraphManager.begin_replays`.
+
+    Each method is called in the order in which the step runs. `shared` gets the addresses of storages that
+    later work writes to: the manager copies what leaves a chain from there.
+    """
+
+    def run(
+        self, chunk: int, number: int, run: Run, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
+        """What run `number` of a chunk hands on, and what its layers return besides."""
+
+    def between(
+        self, chunk: int, number: int, part: EagerPart, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
+        """The same of the eager part before run `number`."""
+
+    def skip(self, chunk: int) -> None:
+        """The next forward of a chunk runs eagerly, without this."""
+
+    def replays(self, chunk: int) -> bool:
+        """Whether the next forward of a chunk only replays."""
+
+    def end(self) -> None:
+        """The step is over, perhaps before all of it has run."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the step went on eagerly after a failed capture."""
 
 
 class GraphManager:
     """Runs the chains of a rank's chunks through graphs, once it has seen them run.
 
-    chains: a `LayerChain` for each chunk; its forward is replaced until `remove`, or until nobody holds the
+    chains: a `LayerChain` for each chunk. Its forward is replaced until `remove`, or until nobody holds the
         manager. Copies of a chain run by themselves.
-    order: the steps of this rank, from `Schedule.order(rank)`, for the number of microbatches that every
-        training step has.
-    backend: `RecordingBackend` on a CPU; one of its own, for graphs share memory in the order of a step.
-    scope: what to capture, see `fastmp.graphs.plan.captured_segments`; None: all that can be.
-    warmup: training steps that run eagerly first, one or more; the last of them shows shapes.
-    verify_every: every so many steps each run is held against its segments, run eagerly on the same inputs
-        and random numbers, bit for bit; 0: never. All ranks alike, for collectives run twice.
+    order: the steps of this rank, from `Schedule.order(rank)`, for the number of microbatches of every
+        training step.
+    backend: `RecordingBackend` on a CPU, `CudaBackend` on a GPU; one for each manager, because graphs share
+        memory in the order of a step.
+    scope: what to capture (see `fastmp.graphs.scope.captured_segments`); None: all that can be.
+    warmup: training steps that run eagerly first, at least one; the last of them is observed.
+    verify_every: every so many steps, each run is compared with its segments, run eagerly on the same inputs
+        and random numbers, bit for bit; 0: never. All ranks must say the same: collectives run twice.
     group: the ranks that segments have collectives with. In a step that is verified they agree before every
-        forward, and run it twice if all of them replay it: one may have other shapes than others.
+        forward, and verify it if all of them replay it.
+    fallback: a failed capture makes the rest of its step, and all later ones, run eagerly; `failure` says
+        why. Without it, a failed capture raises CaptureError.
 
-    `begin_step()` before each training step. Forwards without gradients or in evaluation mode run eagerly. A
-    step whose first shapes, or autocast, are new shows them, and has graphs of its own from the next time on
-    (at most four kinds do); a microbatch of other shapes or autocast than those of its step runs eagerly.
-    Where the mode of a module or what is trained has changed, graphs are captured anew.
+    Call `begin_step()` before each training step. Forwards without gradients or in evaluation mode run
+    eagerly. A step whose first inputs have a new signature (shapes, dtypes, autocast) is observed, and has
+    graphs of its own from the next time on, up to four signatures. A microbatch with another signature than
+    the first one of its step runs eagerly. Where the mode of a module or what is trained has changed at the
+    first forward of a step, graphs are captured anew.
 
-    Hooks of parameters behind their gradient run by hand at every replay, but those of a `GradBuffer`, which
-    are in the graph: once in a backward, at its end where layers of several runs have the parameter, and once
-    more where an eager segment uses it too. So do hooks of modules before their forward that have an
-    attribute `by_hand = True`, as hook(module, ()). A layer with any other hook, of its own or of a module in
-    it, runs eagerly as a whole. Hooks may come and go between steps.
+    Hooks behind accumulated gradients are called at every replay, except those of a `GradBuffer`, which are
+    in the graph: once in a backward, at its end where several runs have the parameter, and once more where an
+    eager segment uses it too. Hooks of modules before their forward that have an attribute `replayed = True`
+    are called as hook(module, ()). A layer with any other hook runs eagerly as a whole. Hooks may be added
+    and removed between steps.
 
-    A parameter of two runs, or of one and eager segments, gets two gradients, where eager autograd adds them
-    up first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
+    A parameter of two runs, or of one and eager segments, gets two gradients, which eager autograd adds up
+    first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
 
     ValueError for a scope that names no segment, and for the backend of another manager. GraphError where
-    forwards and backwards come in another order than planned, where a parameter has moved, and where a run is
-    not what its segments are; CaptureError where a segment cannot be captured.
+    forwards and backwards come in another order than planned, where a parameter has moved, and where a
+    verified run differs from its segments. CaptureError where a segment cannot be captured.
     """
 
     def __init__(
@@ -84,20 +125,21 @@ class GraphManager:
         warmup: int = 2,
         verify_every: int = 0,
         group: dist.ProcessGroup | None = None,
+        fallback: bool = False,
     ) -> None:
         self.chains, self.order, self.backend, self.group = list(chains), tuple(order), backend, group
-        self.warmup, self.verify_every = max(warmup, 1), verify_every
+        self.warmup, self.verify_every, self.fallback = max(warmup, 1), verify_every, fallback
         self.scope = scope
+        self.failure: str | None = None
         self._cut()
-        self._variants: dict[tuple, Variant | None] = {}  # by the first inputs of a step; None: runs eagerly
-        self._standing: Standing | None = None  # since a step has shown shapes
+        self._graph_sets: dict[Signature, GraphSet | None] = {}  # None: these steps run eagerly
+        self._snapshot: ModelSnapshot | None = None  # from the first step that is observed
         self._step = -1
-        self._verifier: Verifier | None = None
         self._begin()
         owner = getattr(backend, "owner", None)
         if owner is not None and owner() is not None:
             raise ValueError(
-                "graphs: the backend is that of another manager, whose graphs it holds; make a backend for "
+                "graphs: the backend belongs to another manager, whose graphs it holds; make a backend for "
                 "each manager, or call remove() of the other one first"
             )
         backend.owner = weakref.ref(self)
@@ -109,47 +151,61 @@ class GraphManager:
             chain.forward = forward
 
     def _cut(self) -> None:
-        self._pieces = [cut(chain, self.scope) for chain in self.chains]
-        self._runs = [[piece for piece in chain if piece.captured] for chain in self._pieces]
+        self._parts: list[list[Part]] = [cut(chain, self.scope) for chain in self.chains]
+        self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
 
     def _begin(self) -> None:
-        self._kind: tuple | None = None  # what the first inputs of the step are; None: not yet seen
-        self._seen: dict[tuple[int, int], Shapes] | None = None  # of a step that shows shapes
-        self._arrived: dict[tuple[int, int], list[TensorSpec]] = {}  # gradients as they came
-        self._reached: set[tuple[int, int]] = set()  # the runs to which any came
-        self._even = True
-        self._variant: Variant | None = None
-        self._graphed: GraphedStep | None = None
+        self._signature: Signature | None = None  # of the step's first inputs, once they are seen
+        self._observed: dict[Place, Observed] | None = None  # in a step that is observed
+        self._arrived: dict[Place, list[TensorSpec]] = {}  # the gradients of outputs, as they came
+        self._reached: set[Place] = set()  # the runs to which any gradient came
+        self._alike = True  # all microbatches had the same signatures
+        self._graph_set: GraphSet | None = None
+        self._runner: StepRunner | None = None
+        self._verifier: VerifiedReplay | None = None  # in a step that is verified
 
     @property
-    def plan(self) -> GraphPlan | None:
-        """Of the first shapes that have one."""
-        return next((variant.plan for variant in self._variants.values() if variant is not None), None)
+    def plan(self) -> BufferPlan | None:
+        """The plan of the first signature that has one."""
+        return next((each.plan for each in self._all()), None)
 
     @property
     def num_graphs(self) -> int:
-        """How many are captured."""
-        return sum(len(variant.done) for variant in self._variants.values() if variant is not None)
+        """How many graphs are captured."""
+        return sum(len(each.done) for each in self._all())
 
     @property
     def static_bytes(self) -> int:
-        """Of all static buffers there are."""
-        buffers = [b for variant in self._variants.values() if variant is not None for b in variant.buffers]
-        return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+        """The bytes of all static buffers."""
+        return sum(buffer.nbytes for each in self._all() for buffer in each.buffers)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are runs, and none of their signatures has all of its graphs yet."""
+        complete = any(len(each.done) == each.plan.num_graphs for each in self._all())
+        return any(self.runs) and self.failure is None and not complete
+
+    def _all(self) -> list[GraphSet]:
+        return [each for each in self._graph_sets.values() if each is not None]
 
     def describe(self) -> str:
-        """For a log."""
+        """A line for a log."""
+        if self.failure is not None:
+            return f"no graphs, all runs eagerly: {self.failure}"
         return (
-            f"{self.num_graphs} graphs of {sum(map(len, self._runs))} runs of segments, "
+            f"{self.num_graphs} graphs of {sum(map(len, self.runs))} runs of segments, "
             f"{self.static_bytes / 1e6:.2f} MB of static buffers, "
             f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
 
     def remove(self) -> None:
-        """Let the chains run by themselves again, and the graphs go: before process groups are destroyed, for
-        graphs hold on to communicators. Calling it twice is harmless."""
-        if self._graphed is not None:
-            self._graphed.end()
+        """Let the chains run by themselves again, and let go of the graphs.
+
+        Call it before process groups are destroyed, because graphs hold on to communicators. A second call
+        does nothing.
+        """
+        if self._runner is not None:
+            self._runner.end()
         for chain, forward in zip(self.chains, self._forwards):
             if vars(chain).get("forward") is forward:
                 del chain.forward
@@ -159,177 +215,209 @@ class GraphManager:
         if owner is not None and owner() is self:
             self.backend.owner = None
 
+    def give_up(self, reason: str) -> None:
+        """Run eagerly from now on, because of `reason`. Call it between steps."""
+        self.failure = reason
+        self.remove()
+
     def _forget(self) -> None:
-        """All graphs, and shapes that were shown; nothing is in flight."""
-        self._variant = self._standing = self._seen = None
-        if self._variants:
-            self._variants.clear()
+        """Let go of all graphs and of what was observed; nothing is in flight."""
+        self._graph_set = self._snapshot = self._observed = None
+        if self._graph_sets:
+            self._graph_sets.clear()
             self.backend.reset()
 
+    def end_step(self) -> None:
+        """End a training step, perhaps before all of it has run; `begin_step` does it too."""
+        if self._runner is None or self._signature is None:
+            return
+        self._runner.end()
+        failure = self._runner.failure
+        if self._graph_set is not None and self._graph_set.drops > _MOST_DROPS:
+            self._graph_sets[self._signature] = None
+        self._runner = None
+        if failure is not None:
+            self.give_up(str(failure))
+
     def begin_step(self) -> None:
-        """A training step begins, also where the last one stopped on the way.
+        """Begin a training step.
 
         GraphError where a parameter, buffer or main gradient is not where graphs would read or write it.
         """
-        if self._graphed is not None:
-            self._graphed.end()
-            if self._variant.drops > _MOST_DROPS:
-                self._variants[self._kind] = None
-        if self._standing is not None:
-            self._check_standing()
-        if self._seen is not None:
-            self._make_variant()
+        self.end_step()
+        if self.failure is not None:
+            return
+        if self._snapshot is not None:
+            self._check_snapshot(self._snapshot)
+        if self._observed is not None:
+            self._make_graph_set(self._observed)
         self._begin()
         self._step += 1
-        if not self._variants:
+        if not self._graph_sets:
             self._cut()
-        due = self.verify_every > 0 and self._step % self.verify_every == 0
-        self._verifier = Verifier(self.backend.rng) if due else None
 
-    def _check_standing(self) -> None:
-        moved = self._standing.moved()
-        if moved and self._variants:
+    def _check_snapshot(self, snapshot: ModelSnapshot) -> None:
+        moved = snapshot.moved()
+        if moved and self._graph_sets:
             raise GraphError(
                 f"graphs: {moved} or its main gradient has moved since graphs were captured, which go by "
                 "address; change its values in place, or make the manager afterwards"
             )
-        if moved or self._standing.other_modes() or self._standing.hooks.changed():
+        if moved or snapshot.modes_changed() or snapshot.hooks.changed():
             self._forget()
 
-    def _make_variant(self) -> None:
-        """Of the step that has shown its shapes, if it came to its end and was even."""
-        seen = self._seen
-        if not seen or len(seen) < sum(map(len, self._runs)):
+    def _make_graph_set(self, observed: dict[Place, Observed]) -> None:
+        """Plan the graphs of the step that was observed, if it came to its end and was even."""
+        if not observed or len(observed) < sum(map(len, self.runs)) or self._signature is None:
             return
-        if not self._even:
-            self._variants[self._kind] = None
+        if not self._alike:
+            self._graph_sets[self._signature] = None
             return
-        chunks = [[self._spec(c, i, run) for i, run in enumerate(runs)] for c, runs in enumerate(self._runs)]
-        self._variants[self._kind] = Variant(plan(self.order, chunks), seen, self._device)
+        chunks = [
+            [self._spec(observed, (c, i), run) for i, run in enumerate(runs)]
+            for c, runs in enumerate(self.runs)
+        ]
+        self._graph_sets[self._signature] = GraphSet(
+            plan_buffers(self.order, chunks), observed, self._device, self._signature[0]
+        )
 
-    def _spec(self, chunk: int, number: int, run: Piece) -> RunSpec:
-        place = chunk, number
+    def _spec(self, observed: dict[Place, Observed], place: Place, run: Run) -> RunSpec:
         gradients = tuple(self._arrived[place]) if place in self._reached else None
-        return RunSpec(run.name, tuple(spec for spec, _ in self._seen[place].inputs), gradients)
+        return RunSpec(run.name, tuple(spec for spec, _ in observed[place].inputs), gradients)
 
-    def _first_seen(self, tensors: Tensors) -> None:
-        """The first forward of the step says which kind of step it is."""
+    def _first_forward(self, tensors: Tensors) -> None:
+        """Decide by a step's first inputs whether it runs eagerly, is observed, or goes through graphs."""
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise GraphError(
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
                 "fastmp's GradBuffer, or hooks behind accumulated gradients"
             )
-        self._kind, self._device = (_autocast(tensors), *map(_given, tensors)), tensors[0].device
+        self._signature = (_autocast(tensors), *map(_spec_and_grad, tensors))
+        self._device = tensors[0].device
+        if self.verify_every > 0 and self._step % self.verify_every == 0:
+            self._verifier = VerifiedReplay(self.runs, self.backend.rng)
         if self._step < self.warmup - 1:
             return
-        if self._kind in self._variants:
-            self._variant = self._variants[self._kind]
-            if self._variant is not None:
-                self._graphed = GraphedStep(self._variant, self._runs, self.backend, self._verifier)
-        elif len(self._variants) < _MOST_VARIANTS:
-            self._seen = {}
-            if self._standing is None:
-                self._standing = Standing(self.chains)
+        if self._signature in self._graph_sets:
+            graph_set = self._graph_sets[self._signature]
+            # A mode that has changed since `begin_step`: the step runs eagerly, the next one captures anew.
+            if graph_set is not None and not self._snapshot_of_chains().modes_changed():
+                self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
+        elif len(self._graph_sets) < _MOST_GRAPH_SETS:
+            self._observed = {}
+            self._snapshot_of_chains()
+
+    def _snapshot_of_chains(self) -> ModelSnapshot:
+        if self._snapshot is None:
+            self._snapshot = ModelSnapshot(self.chains)
+        return self._snapshot
+
+    def begin_replays(self, graph_set: GraphSet) -> StepRunner:
+        """Make what runs one training step through the graphs of `graph_set`.
+
+        Override it, and nothing else, to have runs captured and replayed by another library: see
+        `fastmp.integrations.transformer_engine`.
+        """
+        if len(graph_set.done) < graph_set.plan.num_graphs:
+            self.backend.prepare()
+        replay = Replay() if self._verifier is None else self._verifier
+        return GraphedStep(graph_set, self.runs, self.backend, replay, fallback=self.fallback)
 
     def _forward(self, chunk: int, *tensors: Tensor) -> Tensors:
         chain = self.chains[chunk]
         if self._step < 0 or not torch.is_grad_enabled() or not chain.training:
             return type(chain).forward(chain, *tensors)
-        if self._kind is None:
-            self._first_seen(tensors)
-        graphed = self._graphed is not None and not (
-            self._standing.switched()
-            or _autocast(tensors) != self._kind[0]
-            or torch._C._are_functorch_transforms_active()
+        if self._signature is None:
+            self._first_forward(tensors)
+        runner = self._runner
+        graphed = runner is not None and not (
+            _autocast(tensors) != self._signature[0] or torch._C._are_functorch_transforms_active()
         )
         if self._verifier is not None and self.group is not None:
             self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors))
-        if self._variant is None and self._seen is None:
-            return type(chain).forward(chain, *tensors)
-        if self._graphed is not None and not graphed:
-            self._graphed.skip(chunk)
-            return type(chain).forward(chain, *tensors)
+        if runner is not None and graphed:
+            return self._through_graphs(runner, chunk, tensors)
+        if runner is not None:
+            runner.skip(chunk)
+        elif self._observed is not None:
+            return self._observe_chain(self._observed, chunk, tensors)
+        return type(chain).forward(chain, *tensors)
+
+    def _through_graphs(self, runner: StepRunner, chunk: int, tensors: Tensors) -> Tensors:
         others: Tensors = ()
-        shared: set[int] = set()  # where graphs have left what they made
-        number, keeps = 0, False
-        for piece in self._pieces[chunk]:
-            if not piece.captured:
-                given = tensors
-                tensors, more = self._between(chunk, number, piece, tensors, shared)
-                if self._variant is None:
-                    keeps |= pieces.keeps_gradients(piece, given, tensors)
-            else:
-                if self._variant is None:
-                    given = tensors
-                    # What comes before a chain is not known.
-                    tensors, more = self._observe(chunk, number, piece, tensors, keeps or number == 0)
-                    keeps |= any(t is each for t in (*tensors, *more) for each in given)
-                else:
-                    tensors, more = self._through_graph(chunk, number, piece, tensors, shared)
+        shared: set[int] = set()
+        number = 0
+        for part in self._parts[chunk]:
+            if isinstance(part, Run):
+                tensors, more = runner.run(chunk, number, part, tensors, shared)
                 number += 1
+            else:
+                call_pre_hooks(part.begins)
+                tensors, more = runner.between(chunk, number, part, tensors, shared)
             others += more
         made = (*tensors, *others)
-        theirs = [tensor.untyped_storage().data_ptr() in shared for tensor in made]
-        late = [tensor for tensor, is_theirs in zip(made, theirs) if is_theirs]
-        own = iter(_own(late))
-        return tuple([next(own) if is_theirs else tensor for tensor, is_theirs in zip(made, theirs)])
+        in_graphs = [tensor.untyped_storage().data_ptr() in shared for tensor in made]
+        own = iter(_copy_out([tensor for tensor, inside in zip(made, in_graphs) if inside]))
+        return tuple([next(own) if inside else tensor for tensor, inside in zip(made, in_graphs)])
 
     def _replays(self, chunk: int, tensors: Tensors) -> bool:
-        begins = self._pieces[chunk][0].captured
-        return self._graphed.replays(chunk) and (not begins or self._variant.takes(chunk, 0, tensors))
+        begins = isinstance(self._parts[chunk][0], Run)
+        return self._runner.replays(chunk) and (not begins or self._graph_set.takes(chunk, 0, tensors))
 
     def _all_replay(self, own: bool) -> bool:
-        """Whether all ranks of the group do as this one."""
+        """Whether all ranks of the group replay the next forward."""
         replay = torch.tensor(own, dtype=torch.int32, device=self._device)
         dist.all_reduce(replay, dist.ReduceOp.MIN, group=self.group)
         return bool(replay)
 
+    def _observe_chain(self, observed: dict[Place, Observed], chunk: int, tensors: Tensors) -> Tensors:
+        """Run a chain eagerly, and note what enters and leaves its runs."""
+        others: Tensors = ()
+        number, keeps = 0, False
+        for part in self._parts[chunk]:
+            call_pre_hooks(part.begins)
+            given = tensors
+            if isinstance(part, Run):
+                # What comes before a chain is not known: it may keep gradients.
+                tensors, more = self._observe(observed, (chunk, number), part, tensors, keeps or number == 0)
+                keeps |= any(t is each for t in (*tensors, *more) for each in given)
+                number += 1
+            else:
+                tensors, more = run_links(part.links, tensors, part.call)
+                keeps |= keeps_gradients(part, given, tensors)
+            others += more
+        return *tensors, *others
+
     def _observe(
-        self, chunk: int, number: int, run: Piece, tensors: Tensors, keeps: bool
+        self, observed: dict[Place, Observed], place: Place, run: Run, tensors: Tensors, keeps: bool
     ) -> tuple[Tensors, Tensors]:
-        pieces.call_pre_hooks(run.begins)
-        with pieces.calls() as called, self.backend.watch() as watched:
+        with called_modules() as called, self.backend.watch() as watched:
             handed_on, others = run_links(run.links, tensors, run.call)
         made = [t for t in (*handed_on, *others) if not any(t is given for given in tensors)]
         made = [t for t in made if t.requires_grad]
         outputs = [spec_of(t) for t in made]
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
-        shapes = Shapes(inputs, outputs, [*run.begins, *called], watched, keeps)
-        place = chunk, number
-        before = self._seen.get(place, shapes)
-        self._even &= before[:3] == shapes[:3]
-        self._seen[place] = before._replace(keeps=before.keeps or keeps)
+        now = Observed(inputs, outputs, [*run.begins, *called], watched, keeps)
+        before = observed.get(place, now)
+        self._alike &= before[:3] == now[:3]
+        observed[place] = before._replace(keeps=before.keeps or keeps)
         self._arrived.setdefault(place, list(outputs))
         for i, output in enumerate(made):
             output.register_hook(functools.partial(self._note_gradient, place, i))
         return handed_on, others
 
-    def _note_gradient(self, place: tuple[int, int], i: int, grad: Tensor | None) -> None:
+    def _note_gradient(self, place: Place, i: int, grad: Tensor | None) -> None:
         if grad is not None:
             self._reached.add(place)
             self._arrived[place][i] = spec_of(grad)
 
-    def _between(
-        self, chunk: int, number: int, piece: Piece, tensors: Tensors, shared: set[int]
-    ) -> tuple[Tensors, Tensors]:
-        """What runs eagerly before run `number`."""
-        pieces.call_pre_hooks(piece.begins)
-        if self._graphed is None:
-            return run_links(piece.links, tensors, piece.call)
-        return self._graphed.between(chunk, number, piece, tensors, shared)
 
-    def _through_graph(
-        self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
-    ) -> tuple[Tensors, Tensors]:
-        return self._graphed.run(chunk, number, run, tensors, shared)
-
-
-def _given(tensor: Tensor) -> tuple[TensorSpec, bool]:
+def _spec_and_grad(tensor: Tensor) -> tuple[TensorSpec, bool]:
     return spec_of(tensor), tensor.requires_grad
 
 
 def _autocast(tensors: Tensors) -> torch.dtype | bool:
-    """What it casts to now, where these are; False: it does not."""
+    """The dtype that autocast casts to on the device of `tensors`; False: it is off."""
     device = tensors[0].device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
@@ -337,19 +425,19 @@ def _autocast(tensors: Tensors) -> torch.dtype | bool:
 def _managed(
     manager: weakref.ref[GraphManager], chunk: int, chain: weakref.ref[LayerChain], *tensors: Tensor
 ) -> Tensors:
-    """In place of the forward of a chain, which is not to keep the manager and its graphs."""
+    """Stand in for the forward of a chain, without keeping the manager and its graphs."""
     own = manager()
     return type(chain()).forward(chain(), *tensors) if own is None else own._forward(chunk, *tensors)
 
 
-def _own(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     if len(tensors) < 2:
         return [tensor.clone() for tensor in tensors]
-    return _Own.apply(*tensors)
+    return _CopyOut.apply(*tensors)
 
 
-class _Own(Function):
-    """Copies of what graphs have made, in one go."""
+class _CopyOut(Function):
+    """Copies of what graphs have made, in one launch."""
 
     @staticmethod
     def forward(ctx, *tensors):

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,23 +26,14 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import CaptureError
 
-__all__ = ["CaptureError", "Pool", "RandomStreams", "RecordedGraph", "RecordingBackend", "is_static"]
+__all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend", "is_static"]
 
 _ALIGNMENT = 64
 _NOT_STATIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _HIDDEN = (str(Path(torch.__file__).parent), __file__)  # frames that an error does not tell of
-
-
-class RandomStreams(Protocol):
-    """Streams that take turns in the default generator, as those of an `RngTracker`."""
-
-    @property
-    def current(self) -> str: ...
-    def fork(self, name: str) -> AbstractContextManager[None]: ...
-    def states(self) -> dict[str, Tensor]: ...
-    def restore(self, states: dict[str, Tensor]) -> None: ...
 
 
 class _Block:
@@ -190,11 +181,6 @@ class RecordedGraph:
                     made = _bytes(flat[i].untyped_storage())
                     memory[: len(made)].copy_(made)
                 _finished(flat)
-
-    def moved(self) -> list[Tensor]:
-        """Tensors from outside that are not where they were at capture, where a GPU would still read."""
-        outside = [a for op in self._ops for a in op.arguments if isinstance(a, _Outside)]
-        return [each.held for each in outside if each.held.data_ptr() != each.address]
 
     def _drawn(self, op: _Op, args: Any, kwargs: Any) -> Any:
         draw, generator = op.draw, torch.default_generator

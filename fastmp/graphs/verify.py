@@ -1,180 +1,126 @@
-"""Holds a run against its segments: both on the same inputs and random numbers, compared bit by bit."""
+"""Compares replays with their segments, run eagerly on the same inputs and random numbers, bit by bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastmp.graphs.backend import RandomStreams
+from fastmp.graphs.eagerly import PartState, random_states, restore_random_states
 from fastmp.graphs.errors import GraphError
-from fastmp.graphs.pieces import Piece, hooks_aside
-from fastmp.graphs.variant import Slot
+from fastmp.graphs.graph_set import Captured, Key, Slot
+from fastmp.graphs.hooks import suspended_hooks
+from fastmp.graphs.replay import Replay
+from fastmp.graphs.runs import Run
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD
 
-if TYPE_CHECKING:
-    from fastmp.graphs.recording import RandomStreams
-
-__all__ = ["Verifier"]
+__all__ = ["VerifiedReplay"]
 
 
 class _Eager(NamedTuple):
-    """What is left of an eager forward until its backward."""
+    """What is left of an eager forward until its backward. outputs: those with a gradient."""
 
     inputs: list[Tensor]
-    outputs: list[Tensor]  # those with a gradient
+    outputs: list[Tensor]
     queue: WgradQueue | None
 
 
-class Verifier:
-    """Compares the replays of one step with what their segments do eagerly.
+class VerifiedReplay(Replay):
+    """Replays graphs and compares what they make with what their segments make eagerly.
 
     rng: the streams that segments draw from; None: torch's default generators.
 
-    `wanted`: whether the forward that is under way is to be compared; its backward is if it was.
+    `wanted`: whether the next forward is compared; its backward is if the forward was.
 
-    GraphError naming the run, the microbatch and the first tensor that differs. Hooks that run by hand do so
+    GraphError naming the run, the microbatch and the first tensor that differs. Replayed hooks are called
     once, after the comparison.
     """
 
-    def __init__(self, rng: RandomStreams | None) -> None:
-        self.rng, self.wanted = rng, True
-        self._eager: dict[tuple[int, int, int], _Eager] = {}
+    def __init__(self, runs: Sequence[Sequence[Run]], rng: RandomStreams | None) -> None:
+        self._runs, self._rng, self.wanted = runs, rng, True
+        self._eager: dict[Key, _Eager] = {}
 
-    def __contains__(self, key: tuple[int, int, int]) -> bool:
-        """Whether the backward of this microbatch, chunk and run is to be compared."""
-        return key in self._eager
-
-    def forward(
-        self,
-        slot: Slot,
-        piece: Piece,
-        inputs: list[Tensor],
-        work: Callable[[], Tensors],
-        split: bool,
-    ) -> Tensors:
-        """What `work()`, the replay, made.
-
-        inputs: copies of what it reads; split: the gradients of its weights are deferred.
-        """
-        streams, before = self._streams(), _State(piece)
-        made = work()
-        drawn, after = self._streams(), _State(piece)  # a fused loss has gradients in its forward
-        self._restore(streams)
+    def forward(self, slot: Slot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
+        if not self.wanted:
+            return super().forward(slot, captured, static)
+        run = self._run(slot)
+        inputs = [x.detach().clone().requires_grad_(needs) for x, needs in zip(static, captured.needs)]
+        streams, before = random_states(self._rng), PartState(run)
+        made = super().forward(slot, captured, static)
+        drawn, after = random_states(self._rng), PartState(run)  # a fused loss has gradients in its forward
+        restore_random_states(self._rng, streams)
         before.put_back()
-        queue = WgradQueue() if split else None
-        with torch.enable_grad(), hooks_aside(piece), defer_wgrad(queue):
-            tensors, others = run_links(piece.links, tuple(inputs), piece.call)
+        queue = None if captured.queue is None else WgradQueue()
+        with torch.enable_grad(), suspended_hooks(run), defer_wgrad(queue):
+            tensors, others = run_links(run.links, tuple(inputs), run.call)
         expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
         for i, pair in enumerate(zip(made, expected, strict=True)):
             _compare(slot, f"output {i}", *pair)
-        for name, state in self._streams().items():
+        for name, state in random_states(self._rng).items():
             _compare(slot, f"random stream {name!r}", drawn[name], state)
-        after.compare(slot)
+        _compare_states(slot, after)
         outputs = [output for output in expected if output.requires_grad]
         self._eager[slot.key] = _Eager(inputs, outputs, queue)
         return made
 
-    def backward(
-        self,
-        slot: Slot,
-        piece: Piece,
-        grads: Sequence[Tensor | None],
-        work: Callable[[], list[Tensor | None]],
-    ) -> list[Tensor | None]:
-        """What `work()`, the replay, made of `grads` for the inputs."""
-        eager = self._eager[slot.key]
+    def backward(self, slot: Slot, captured: Captured, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        eager = self._eager.get(slot.key)
+        if eager is None:
+            return super().backward(slot, captured, grads)
 
         def eagerly() -> None:
-            roots = [(out, grad.clone()) for out, grad in zip(eager.outputs, grads) if grad is not None]
-            torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
+            given = [grad for grad, there in zip(grads, captured.given) if there]
+            roots = [output for output, there in zip(eager.outputs, captured.given) if there]
+            torch.autograd.backward(roots, [grad.clone() for grad in given])
             if eager.queue is not None and slot.kind == BACKWARD:
                 WgradQueue.run(eager.queue.take())
 
-        own = self._both(slot, piece, work, eagerly)
+        own = self._both(slot, lambda: super(VerifiedReplay, self).backward(slot, captured, grads), eagerly)
         if slot.kind == BACKWARD or eager.queue is None:
             del self._eager[slot.key]
         for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
             _compare(slot, f"the gradient of input {i}", grad, given.grad)
         return own
 
-    def weights(self, slot: Slot, piece: Piece, work: Callable[[], list[Tensor | None]]) -> None:
-        """The same for the weights whose gradients the backward has deferred."""
-        eager = self._eager.pop(slot.key)
-        self._both(slot, piece, work, lambda: WgradQueue.run(eager.queue.take()))
+    def weights(self, slot: Slot, captured: Captured) -> None:
+        eager = self._eager.pop(slot.key, None)
+        if eager is None or eager.queue is None:
+            super().weights(slot, captured)
+            return
+        tasks = eager.queue.take()
+        self._both(
+            slot,
+            lambda: super(VerifiedReplay, self).weights(slot, captured) or [],
+            lambda: WgradQueue.run(tasks),
+        )
+
+    def _run(self, slot: Slot) -> Run:
+        return self._runs[slot.step.chunk][slot.run]
 
     def _both(
-        self,
-        slot: Slot,
-        piece: Piece,
-        work: Callable[[], list[Tensor | None]],
-        eagerly: Callable[[], None],
+        self, slot: Slot, replay: Callable[[], list[Tensor | None]], eagerly: Callable[[], None]
     ) -> list[Tensor | None]:
-        before = _State(piece)
-        own = work()
-        after = _State(piece)
+        run = self._run(slot)
+        before = PartState(run)
+        own = replay()
+        after = PartState(run)
         before.put_back()
-        with torch.enable_grad(), hooks_aside(piece):
+        with torch.enable_grad(), suspended_hooks(run):
             eagerly()
-        after.compare(slot)
+        _compare_states(slot, after)
         return own
 
-    def _streams(self) -> dict[str, Tensor]:
-        if self.rng is not None:
-            return self.rng.states()
-        cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
-        return {"cpu": torch.get_rng_state(), **cuda}
 
-    def _restore(self, states: dict[str, Tensor]) -> None:
-        if self.rng is not None:
-            self.rng.restore(states)
-            return
-        torch.set_rng_state(states["cpu"])
-        if "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"])
-
-
-class _State:
-    """What a run may change of its layers: buffers, and for each parameter its `grad` and `main_grad`."""
-
-    @torch.no_grad()
-    def __init__(self, piece: Piece) -> None:
-        self._piece = piece
-        self._grads = [param.grad for param in piece.parameters]
-        self._held = _held(piece)
-        self._values = [None if each is None else each.clone() for _, each in self._held]
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """As it was, in the tensors that were there: they may be views of one that is reduced."""
-        for param, grad in zip(self._piece.parameters, self._grads, strict=True):
-            param.grad = grad
-        for (_, tensor), value in zip(self._held, self._values, strict=True):
-            if tensor is not None:
-                tensor.data.copy_(value)  # autograd does not mind: other microbatches have saved it
-
-    def compare(self, slot: Slot) -> None:
-        """With what there is now, then put it back."""
-        for (name, now), value in zip(_held(self._piece), self._values, strict=True):
-            _compare(slot, name, value, now)
-        self.put_back()
-
-
-def _held(piece: Piece) -> list[tuple[str, Tensor | None]]:
-    layers = {link.layer: link.name for link in piece.links}
-    held = [
-        (f"buffer '{at}.{name}'", buffer)
-        for layer, at in layers.items()
-        for name, buffer in layer.named_buffers()
-    ]
-    names = {p: f"{at}.{name}" for layer, at in layers.items() for name, p in layer.named_parameters()}
-    for param in piece.parameters:
-        for grad in (param.grad, getattr(param, "main_grad", None)):
-            held.append((f"the gradient of parameter {names[param]!r}", grad))
-    return held
+def _compare_states(slot: Slot, replayed: PartState) -> None:
+    """Compare what a replay left with what is there now, and put the former back."""
+    for name, now in replayed.now().items():
+        _compare(slot, name, replayed.values[name], now)
+    replayed.put_back()
 
 
 def _compare(slot: Slot, what: str, graph: Tensor | None, eager: Tensor | None) -> None:

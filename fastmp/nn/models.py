@@ -23,7 +23,7 @@ from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
-from fastmp.ops.registry import may_look
+from fastmp.ops.registry import can_read_values
 from fastmp.parallel.collectives import group_rank, group_size, reduce_from_group
 from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
@@ -307,7 +307,7 @@ class GPT(nn.Module):
                 f"GPT: under sequence parallelism a sequence of {S} tokens{' of a rank' * (cp > 1)} must be "
                 f"divisible by the tensor-parallel size {tp}"
             )
-        if tokens_BS.numel() and may_look(tokens_BS):
+        if tokens_BS.numel() and can_read_values(tokens_BS):
             low, high = (int(id) for id in tokens_BS.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 wrong = low if low < 0 else high

@@ -32,15 +32,15 @@ class Segment:
     """One step of a layer: `run` takes the tensors that the segment before it returned.
 
     reason: why it is not `capturable`, in words.
-    lands: whether `run` takes `out=`, None or a tensor without a gradient, and writes the first tensor that
-        it returns there, if that has its shape, dtype and device.
+    accepts_out: whether `run` takes `out=`, None or a tensor without a gradient, and writes the first tensor
+        that it returns there, if that has its shape, dtype and device.
     """
 
     name: str
     run: Callable[..., Tensors]
     capturable: bool = True
     reason: str = ""
-    lands: bool = False
+    accepts_out: bool = False
 
 
 class SegmentedLayer(nn.Module):
@@ -141,15 +141,15 @@ def run_links(
     """What the last segment hands on, and what layers that ended on the way returned beside.
 
     call: that of the chain.
-    out: where the last segment may leave its first tensor, see `Segment.lands`.
+    out: where the last segment may leave its first tensor, see `Segment.accepts_out`.
     begun: gets every link before it runs.
     """
-    lands = links[-1] if out is not None and links[-1].segment.lands else None
+    writer = links[-1] if out is not None and links[-1].segment.accepts_out else None
     if call is None:
-        return _run_links(links, tensors, lands, out, begun)
+        return _run_links(links, tensors, writer, out, begun)
     others: Tensors = ()
     for _, own in groupby(links, attrgetter("name")):
-        part = _Part(list(own), lands, out, begun)
+        part = _Part(list(own), writer, out, begun)
         tensors = _tuple(call(part, *tensors))
         if part.links[-1].last:
             tensors, others = tensors[:1], others + tensors[1:]
@@ -159,7 +159,7 @@ def run_links(
 def _run_links(
     links: Sequence[Link],
     tensors: Tensors,
-    lands: Link | None,
+    writer: Link | None,
     out: torch.Tensor | None,
     begun: list[Link] | None,
 ) -> tuple[Tensors, Tensors]:
@@ -168,7 +168,8 @@ def _run_links(
         if begun is not None:
             begun.append(link)
         with region(link.region):
-            tensors = link.segment.run(*tensors) if link is not lands else link.segment.run(*tensors, out=out)
+            options = {"out": out} if link is writer else {}
+            tensors = link.segment.run(*tensors, **options)
         if link.last:
             tensors, others = tensors[:1], others + tuple(tensors[1:])
     return tensors, others

@@ -94,7 +94,7 @@ class TransformerLayer(SegmentedLayer):
             replace(
                 last,
                 run=lambda *tensors, out=None: self._add_experts(*last.run(*tensors), out=out),
-                lands=True,
+                accepts_out=True,
             ),
         )
 

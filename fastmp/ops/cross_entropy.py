@@ -23,7 +23,7 @@ from fastmp.ops.cross_entropy_triton import (
     launch_stats,
     real_columns,
 )
-from fastmp.ops.registry import compute_dtype, may_look, register
+from fastmp.ops.registry import can_read_values, compute_dtype, register
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -252,7 +252,7 @@ class _LossAndGrad(torch.autograd.Function):
 
 def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for ids outside the vocabulary where they may be looked at: eager CPU tensors."""
-    if not may_look(target):
+    if not can_read_values(target):
         return
     wrong = target[((target < 0) | (target >= vocab_size)) & (target != ignore_index)]
     if len(wrong):

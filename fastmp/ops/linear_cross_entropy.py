@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastmp.ops.registry import autocast, compute_dtype, may_look, register, without_autocast
+from fastmp.ops.registry import autocast, can_read_values, compute_dtype, register, without_autocast
 from fastmp.profiling import traced
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -335,7 +335,7 @@ def _check(
     require(options.workspace >= 0, f"workspace must not be negative, got {options.workspace}")
     require_like_target(token_weight, "token_weight")
     require_like_target(loss_grad, "loss_grad")
-    if not may_look(target):
+    if not can_read_values(target):
         return
     wrong = target[((target < 0) | (target >= size)) & (target != options.ignore_index)]
     require(

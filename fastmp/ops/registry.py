@@ -129,7 +129,7 @@ def without_autocast(device: str) -> AbstractContextManager:
     return torch.autocast(device, enabled=False) if device in _AUTOCAST_DEVICES else nullcontext()
 
 
-def may_look(x: torch.Tensor) -> bool:
+def can_read_values(x: torch.Tensor) -> bool:
     """Whether values of `x` may be read to check them: no device is waited for, and nobody records ops, as a
     compiler or the capture of a graph does, which would keep what was read."""
     recorded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()

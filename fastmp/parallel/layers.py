@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import Function, once_differentiable
 
-from fastmp.ops.registry import may_look
+from fastmp.ops.registry import can_read_values
 from fastmp.ops.wgrad import deferral, linear
 from fastmp.parallel.collectives import (
     all_gather,
@@ -454,7 +454,7 @@ class VocabParallelEmbedding(ParallelModule):
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if may_look(ids):
+        if can_read_values(ids):
             self._check(ids)
         if self.tp_size == 1:
             return F.embedding(ids, self.weight)

@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Any
 
 from fastmp.config import Recipe
-from fastmp.graphs.plan import RunSpec, TensorSpec, captured_segments, plan
+from fastmp.graphs.buffers import RunSpec, TensorSpec, plan_buffers
+from fastmp.graphs.scope import captured_segments
 from fastmp.layout import make_schedule
 from fastmp.parallel.schedule import (
     BACKWARD,
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _plot(facts: dict[str, Any], out: str) -> None:
-    from fastmp.graphs.plot import draw
+    from fastmp.plan.graphs_plot import draw
 
     segments = {name: name in facts["captured"] for name in facts["segments"]}
     draw(segments, range(2), out, title=f"{facts['name']}: two layers of a microbatch")
@@ -61,7 +62,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
 def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """What `fastmp.graphs` plans for each pipeline rank of a recipe that fits; sizes are in bytes.
 
-    ValueError as `fastmp.graphs.plan.captured_segments`.
+    ValueError as `fastmp.graphs.scope.captured_segments`.
     """
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
     layers = stage_layers(recipe)
@@ -97,7 +98,7 @@ def _rank_facts(
     steps: Sequence[Step] = schedule.order(rank)
     if len(chunks) > layout.vpp:
         steps = [*with_loss(steps, layout.vpp - 1)]
-    planned, peak = plan(steps, chunks), schedule.peak_in_flight(rank)
+    planned, peak = plan_buffers(steps, chunks), schedule.peak_in_flight(rank)
     kinds = [len({step.kind for step in steps if step.chunk == chunk}) for chunk in range(len(chunks))]
     graphs = sum(
         1 if run.gradients is None else own for runs, own in zip(chunks, kinds, strict=True) for run in runs

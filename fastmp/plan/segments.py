@@ -11,7 +11,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from fastmp.config import MoEConfig
-from fastmp.graphs.plan import RunSpec, TensorSpec, captured_segments
+from fastmp.graphs.buffers import RunSpec, TensorSpec
+from fastmp.graphs.scope import captured_segments
 from fastmp.plan.shapes import Shapes
 
 _BACK = ("dispatch", "experts", "combine")

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.config import Environment, Recipe
+from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import GPT, flops_per_token, num_parameters
 from fastmp.nn.stages import GPTStage
@@ -86,6 +87,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
         rng=rng,
         device=runtime.device,
         graphs=recipe.graphs,
+        graph_manager=TransformerEngineManager if recipe.graphs.impl == "transformer_engine" else None,
     )
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:

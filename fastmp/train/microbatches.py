@@ -23,7 +23,7 @@ from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
 from fastmp.parallel.schedule import Schedule, Step, with_loss
 from fastmp.profiling import region
-from fastmp.train.whole import Whole
+from fastmp.train.function_chain import FunctionChain
 
 if TYPE_CHECKING:
     from fastmp.parallel.groups import ParallelGroups
@@ -106,7 +106,7 @@ class WholeModel:
     def whole(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
         """Chains for graphs that hold all of a step's microbatches, which train through them from now on, and
         the order of their steps."""
-        self._microbatch = Whole("microbatch", self._microbatch, self.model)
+        self._microbatch = FunctionChain("microbatch", self._microbatch, self.model)
         return [self._microbatch.chain], self.order(num_microbatches)
 
     def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
@@ -188,10 +188,10 @@ class Chunks:
             if self._hands_on(chunk):
                 chains.append(LayerChain())
                 continue
-            pipeline.chunks[chunk] = Whole("stage", module, module)
+            pipeline.chunks[chunk] = FunctionChain("stage", module, module)
             chains.append(pipeline.chunks[chunk].chain)
         if group_rank(self.group) == group_size(self.group) - 1:
-            pipeline.loss = Whole("loss", self._loss, self.chunks[-1])
+            pipeline.loss = FunctionChain("loss", self._loss, self.chunks[-1])
             chains.append(pipeline.loss.chain)
             steps = list(with_loss(steps, len(self.chunks) - 1))
         return chains, steps

@@ -30,7 +30,7 @@ from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
-from fastmp.train.graphs import make_graphs
+from fastmp.train.graphing import CaptureAgreement, make_graphs
 from fastmp.train.lr import warmup_cosine
 from fastmp.train.microbatches import (
     Batch,
@@ -46,6 +46,7 @@ from fastmp.train.microbatches import (
 from fastmp.train.stopping import SkippedSteps, first_not_finite
 
 if TYPE_CHECKING:
+    from fastmp.graphs.manager import GraphManager
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.metrics import TrainLog
 
@@ -101,7 +102,8 @@ class Trainer:
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
     graphs: whether layers, or under scope "full" whole microbatches, are captured as graphs and replayed;
-        None: they are not.
+        None: they are not. Where a capture fails on a rank, all ranks go on eagerly.
+    graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
 
     `config.dtype` other than "auto" casts the model first. ValueError where microbatches and ranks do not
     divide `config.global_batch_size`, and as `Chunks`.
@@ -119,6 +121,7 @@ class Trainer:
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
         graphs: GraphConfig | None = None,
+        graph_manager: Callable[..., GraphManager] | None = None,
     ) -> None:
         dtype = DTYPES.get(config.dtype)
         chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -160,7 +163,11 @@ class Trainer:
             rng=rng,
             device=self.device,
             group=groups.tp_cp_dp,
+            manager=graph_manager,
         )
+        if self.graphs is not None:
+            world = dist.group.WORLD if groups.grid.world_size > 1 else None
+            self._agreement = CaptureAgreement(self.graphs, world)
         self._window: _Window | None = None  # what experts did since the last line of the log
         self._skipped = SkippedSteps(config.max_skipped_steps, self.device)
         self.step = 0
@@ -188,9 +195,9 @@ class Trainer:
         while self.step < config.steps:
             if before_step is not None:
                 before_step(self.step)
-            captured = 0 if self.graphs is None else self.graphs.num_graphs
+            before = self._graph_state()
             result = self.train_step()
-            if self.graphs is not None and log is not None and self.graphs.num_graphs != captured:
+            if self.graphs is not None and log is not None and self._graph_state() != before:
                 log.note(f"step {self.step}: {self.graphs.describe()}")
             if log is not None and log.due(self.step):
                 self._log_step(log, result)
@@ -259,7 +266,14 @@ class Trainer:
         self.grads.zero()
         if self.graphs is not None:
             self.graphs.begin_step()
-        return self.runner.train(self._fetch, self.num_microbatches)
+        sums = self.runner.train(self._fetch, self.num_microbatches)
+        if self.graphs is not None:
+            self._agreement.end_step()
+        return sums
+
+    def _graph_state(self) -> tuple[int, str | None]:
+        """How many graphs are captured, and why there will be none."""
+        return (0, None) if self.graphs is None else (self.graphs.num_graphs, self.graphs.failure)
 
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:

@@ -29,7 +29,7 @@ class Plus(nn.Module):
 
 
 class Parts(SegmentedLayer):
-    """Segments by (name, whether it can be captured, function of the layer and its tensors[, lands])."""
+    """Segments by (name, whether it can be captured, function of the layer and its tensors[, takes out])."""
 
     def __init__(self, *parts, **modules):
         super().__init__()
@@ -39,8 +39,13 @@ class Parts(SegmentedLayer):
 
     def segments(self):
         return tuple(
-            Segment(name, lambda *x, run=run, **out: run(self, *x, **out), capturable, lands=bool(lands))
-            for name, capturable, run, *lands in self.parts
+            Segment(
+                name,
+                lambda *x, run=run, **out: run(self, *x, **out),
+                capturable,
+                accepts_out=bool(takes),
+            )
+            for name, capturable, run, *takes in self.parts
         )
 
 

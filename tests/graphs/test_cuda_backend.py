@@ -1,8 +1,9 @@
-"""What a `CudaBackend` asks of CUDA, in which order; random numbers against a stand-in for its generators."""
+"""`CudaBackend` against stand-ins for CUDA: its pools, its generators, what a graph holds."""
 
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,9 +13,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastmp.graphs import cuda
+from fastmp.graphs.capture import renew_accumulators
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.errors import CaptureError
-from fastmp.graphs.pieces import renew_accumulators
 from fastmp.nn.recompute import recompute
 from fastmp.parallel.rng import RngTracker
 
@@ -117,46 +118,109 @@ def _tensor_on(place, storage):
     return empty.set_(storage, place["storage_offset"], place["size"], place["stride"])
 
 
-def test_the_order_of_a_capture_and_a_replay(calls):
-    rng = mock.MagicMock()
-    rng.generators.return_value = {"default": mock.Mock(), "tensor-parallel": mock.Mock()}
-    backend = CudaBackend(rng)
-    assert not calls.CUDAGraph.mock_calls and backend.nbytes == 0
-    backend.graph()  # the first one makes the pool
-    calls.reset_mock()
-    graph = backend.graph()
-    with graph.capture():
-        calls.work()
-    graph.replay()
-    backend.reset()
-    backend.graph()
-    current, own = calls.current_stream(), mock.call.CUDAGraph()
-    registered = [own.register_generator_state(each) for each in rng.generators().values()]
-    wanted = [
-        own,
-        *registered,
-        mock.call.current_stream(),
-        mock.call.side.wait_stream(current),
-        mock.call.stream(calls.side),
-        mock.call.stream().__enter__(),
-        mock.call.current_blas_handle(),
-        own.capture_begin(pool="a pool", capture_error_mode="thread_local"),
-        mock.call.work(),
-        own.capture_end(),
-        mock.call.stream().__exit__(None, None, None),
-        mock.call.current_stream().wait_stream(calls.side),
-        own.replay(),
-        own.reset(),
-        own.reset(),
-        mock.call.current_stream(),
-        mock.call.side.wait_stream(current),
-        mock.call.graph_pool_handle(),
-        own,
-    ]
-    assert calls.mock_calls[: len(wanted)] == wanted and backend.pool == "another pool"
-    assert not calls.synchronize.called and not calls.empty_cache.called  # others may wait for this rank
+class Allocator:
+    """The pools of torch's allocator, as versions of torch treat that of a capture which fails.
+
+    uses: how often each pool is in use; one that is released once more than used breaks the allocator.
+    ends: whether `capture_end` stops routing allocations to the pool before it raises.
+    releases: whether `reset` of the graph gives the pool back.
+    """
+
+    def __init__(self, ends, releases):
+        self.ends, self.releases = ends, releases
+        self.uses, self.routed, self.handles = Counter(), set(), 0
+
+    def graph_pool_handle(self):
+        self.handles += 1
+        return (0, self.handles)
+
+    def end(self, device, pool):
+        if pool not in self.routed:
+            raise RuntimeError("not currently recording to this pool")
+        self.routed.remove(pool)
+
+    def release(self, device, pool):
+        self.uses[pool] -= 1
+        assert self.uses[pool] >= 0
+
+    def memory_snapshot(self, pool):
+        return [{"total_size": 1}] if self.uses[pool] else []
+
+
+class PooledGraph:
+    """A graph of CUDA as far as pools go; `fails`: whether a wait for the device is inside."""
+
+    def __init__(self, allocator):
+        self.allocator, self.pool, self.fails, self.alive = allocator, None, False, False
+
+    def register_generator_state(self, generator):
+        pass
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.pool, self.alive = pool, True
+        self.allocator.uses[pool] += 1
+        self.allocator.routed.add(pool)
+        self.allocator.capturing = self
+
+    def capture_end(self):
+        if self.fails and not self.allocator.ends:
+            raise RuntimeError("the capture failed before")
+        self.allocator.routed.remove(self.pool)
+        if self.fails:
+            raise RuntimeError("the capture failed before")
+
+    def replay(self):
+        assert not self.fails
+
+    def reset(self):
+        if self.alive and (not self.fails or self.allocator.releases):
+            self.allocator.release(0, self.pool)
+        self.alive = False
+
+
+@pytest.mark.parametrize(
+    ("ends", "releases"), [(False, False), (True, False), (True, True)], ids=("2.10", "2.13", "later")
+)
+def test_the_pool_of_a_capture_that_fails_is_released_once(calls, ends, releases):
+    allocator = Allocator(ends, releases)
+    cuda._reset_releases_pool.cache_clear()
+    calls.CUDAGraph = lambda: PooledGraph(allocator)
+    calls.graph_pool_handle.side_effect = allocator.graph_pool_handle
+    calls.memory_snapshot = allocator.memory_snapshot
+    calls._C._cuda_endAllocateToPool, calls._C._cuda_releasePool = allocator.end, allocator.release
+
+    def wait():
+        allocator.capturing.fails = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    calls.side.synchronize = wait
+    backend = CudaBackend()
     backend.prepare()
-    assert calls.empty_cache.called
+    assert not +allocator.uses and not allocator.routed
+    for _ in range(2):
+        done, failed = backend.graph(), backend.graph()
+        with done.capture():
+            pass
+        with pytest.raises(RuntimeError, match="not permitted"), failed.capture():
+            wait()
+        pool = failed.graph.pool
+        assert backend.pool != pool and not allocator.routed
+        assert allocator.uses[pool] == 2  # of the graph that is there, and of the first one
+    backend.reset()
+    cuda._reset_releases_pool.cache_clear()
+
+
+def test_a_backend_registers_the_streams_that_its_forward_advances(calls, monkeypatch):
+    monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
+    calls.CUDAGraph = FakeGraph
+    rng, layers, x = make()
+    rng._streams["another"] = FakeGenerator(state=[3, 0])
+    backend = CudaBackend(rng)
+    with backend.watch() as watched:
+        layers.forward(x)
+    forward = backend.graph(watched=watched)
+    assert watched.moved == {"default", "tensor-parallel"}
+    assert len(forward.generators) == 2 and len(backend.graph(forward).generators) == 2 + 2 * 2
 
 
 def test_an_error_ends_the_capture_and_says_what_it_was(calls):
@@ -165,42 +229,14 @@ def test_an_error_ends_the_capture_and_says_what_it_was(calls):
     calls.reset_mock()
     with pytest.raises(ValueError, match="a user's own"), graph.capture():
         raise ValueError("a user's own")
-    assert calls.CUDAGraph().capture_end.call_count == 1 and backend.pool == "a pool"
-
-
-@pytest.mark.parametrize("said", (True, False), ids=("raised", "found at the end"))
-def test_after_a_capture_that_does_not_end_others_have_a_new_pool(calls, said):
-    rng, made = mock.MagicMock(), [mock.Mock(name=name) for name in ("first", "failed", "mends", "next")]
-    rng.generators.return_value = {"default": mock.Mock(), "tensor-parallel": mock.Mock()}
-    calls.CUDAGraph.side_effect = made
-    backend = CudaBackend(rng)
-    graph = backend.graph()
-    made[1].capture_end.side_effect = RuntimeError("the capture failed before")
-    reason = "operation not permitted" if said else "failed before"
-    with pytest.raises(RuntimeError, match=reason), graph.capture():
-        if said:
-            raise RuntimeError("operation not permitted when stream is capturing")
-    place = calls.side.device.index, "a pool"
-    assert calls._C.mock_calls == [
-        mock.call._cuda_endAllocateToPool(*place),
-        mock.call._cuda_releasePool(*place),
-    ]
-    assert cuda._NOT_ENDED == [made[1]] and made[1].reset.called
-    registered = [mock.call(each) for each in rng.generators().values()]
-    assert made[2].register_generator_state.mock_calls == registered and made[2].capture_end.called
-    with backend.graph().capture():
-        pass
-    assert made[3].capture_begin.mock_calls == [
-        mock.call(pool="another pool", capture_error_mode="thread_local")
-    ]
-    assert not calls.empty_cache.called
+    assert backend.pool == "a pool"
 
 
 def test_a_device_that_is_lost_is_not_mended_for_ever(calls):
     calls.CUDAGraph().capture_end.side_effect = RuntimeError("an illegal memory access")
     backend = CudaBackend()
     for _ in range(2):
-        calls.graph_pool_handle.side_effect = ["a pool"]
+        calls.graph_pool_handle.side_effect = None
         with pytest.raises(RuntimeError, match="illegal"):
             backend.graph()
     calls.side.wait_stream.side_effect = RuntimeError("an illegal memory access")
@@ -291,7 +327,7 @@ def test_recomputed_parts_of_graphs_draw_what_their_forwards_drew(calls, monkeyp
     before = rng.states()
     with backend.watch() as watched:
         layers.forward(x)
-    assert watched == [
+    assert watched.parts == [
         {"default": 16, "tensor-parallel": 0},
         {"default": 16 + 20, "tensor-parallel": 4 + 20},
     ]
@@ -320,7 +356,8 @@ def test_more_recomputed_parts_than_watched(calls, monkeypatch):
     monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
     calls.CUDAGraph = FakeGraph
     rng, layers, x = make()
-    graph = CudaBackend(rng).graph(watched=[{"default": 16, "tensor-parallel": 0}])
+    watched = cuda.Watched([{"default": 16, "tensor-parallel": 0}], {"default", "tensor-parallel"})
+    graph = CudaBackend(rng).graph(watched=watched)
     with pytest.raises(CaptureError, match="the run that was watched had 1"), graph.capture():
         layers.forward(x)
 

@@ -457,7 +457,7 @@ def test_what_is_joined_registered_or_run_by_hand_is_not_blamed():
     def gather(module, args):
         SETTINGS.update(scale=1.0)
 
-    gather.by_hand = True
+    gather.replayed = True
     model.linear.register_forward_pre_hook(gather)
     model.linear.weight.register_post_accumulate_grad_hook(lambda param: SETTINGS.update(scale=1.0))
     assert explain(model, torch.randn(3, 4)).captured

@@ -6,9 +6,9 @@ import pytest
 import torch
 from graph_tools import DENSE, MOE, train
 
-from fastmp.graphs import manager, step, variant
+from fastmp.graphs import graph_set, manager, step
+from fastmp.graphs.graph_set import copy_together
 from fastmp.graphs.step import GraphedStep
-from fastmp.graphs.variant import copy_together
 from fastmp.nn.segment import run_links
 
 SOME = ("attn", "moe_router", "moe_preprocess")
@@ -17,7 +17,7 @@ HIDDEN = (8, 2, 32)
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Shapes of what was copied together, in order, and where it went."""
+    """Observed of what was copied together, in order, and where it went."""
     seen = {"into graphs": [], "out of chains": [], "to what keeps gradients": []}
     others = []  # copies under way that are not into graphs
 
@@ -26,9 +26,9 @@ def copies(monkeypatch):
             seen["into graphs"].append([tuple(tensor.shape) for tensor in tensors])
         copy_together(into, tensors)
 
-    monkeypatch.setattr(variant, "copy_together", note)
+    monkeypatch.setattr(graph_set, "copy_together", note)
     for name, module, function, copy in (
-        ("out of chains", manager, "_own", manager._own),
+        ("out of chains", manager, "_copy_out", manager._copy_out),
         ("to what keeps gradients", step, "copies_of", step.copies_of),
     ):
 
@@ -76,7 +76,7 @@ def test_without_landing_and_in_place_reading_there_are_more(copies, monkeypatch
         return run_links(links, tensors, call, **options)
 
     monkeypatch.setattr(step, "run_links", nowhere)
-    monkeypatch.setattr(GraphedStep, "_left_by_graphs", lambda self, slot, grads: [])
+    monkeypatch.setattr(GraphedStep, "_left_by_graphs", lambda self, slot, grads: {})
     many = sum(map(len, of_last_microbatch(copies, MOE, scope=SOME)))
     assert many == few + 2 * (MOE.num_layers - 1)
 

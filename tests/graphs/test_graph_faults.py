@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from layout_tools import DENSE_4, MOE_4, SOME, Layout, Training
+from plan_problems import problems
 from torch import nn
 
+from fastmp.graphs import capture, graph_set, hooks, replay, runs
 from fastmp.graphs import manager as managers
-from fastmp.graphs import pieces, variant
+from fastmp.graphs.buffers import Lease, plan_buffers
 from fastmp.graphs.errors import CaptureError, GraphError
-from fastmp.graphs.plan import Lease, plan, problems
+from fastmp.graphs.graph_set import Slot
 from fastmp.graphs.recording import Pool, RecordingBackend
-from fastmp.graphs.step import GraphedStep
-from fastmp.graphs.variant import Slot
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
 from fastmp.ops.wgrad import WgradQueue
 from fastmp.parallel.groups import ParallelGroups
@@ -66,7 +66,7 @@ def test_forwards_that_overlap_are_right():
 
 def one_buffer(order, chunks):
     """Every replay in the first buffer of its spec: each but the last in flight is reused too early."""
-    right = plan(order, chunks)
+    right = plan_buffers(order, chunks)
     first = {}
     for number, spec in enumerate(right.buffers):
         first.setdefault(spec, number)
@@ -77,7 +77,7 @@ def one_buffer(order, chunks):
 
 
 def test_a_buffer_reused_too_early(monkeypatch):
-    monkeypatch.setattr(managers, "plan", one_buffer)
+    monkeypatch.setattr(managers, "plan_buffers", one_buffer)
     with pytest.raises(CaptureError, match="has been modified by an inplace operation"):
         overlapping(True)  # autograd sees it in the step that is captured
     specs = [managers.RunSpec("all", (managers.TensorSpec((1,), "float32"),))]
@@ -86,7 +86,7 @@ def test_a_buffer_reused_too_early(monkeypatch):
 
 def test_a_lease_that_is_dropped():
     specs = [managers.RunSpec("all", (managers.TensorSpec((1,), "float32"),))]
-    right = plan(OVERLAPPING, [specs])
+    right = plan_buffers(OVERLAPPING, [specs])
     short = [
         Lease(right.leases[0].buffer, right.leases[0].first, right.leases[0].last - 1),
         *right.leases[1:],
@@ -149,12 +149,13 @@ def test_a_gradient_that_is_handed_out_without_a_copy(monkeypatch):
             else:
                 param.grad.add_(grad())
 
-    monkeypatch.setattr(GraphedStep, "_add_gradients", staticmethod(torch.no_grad()(hand_out)))
+    for module in (capture, replay):
+        monkeypatch.setattr(module, "add_gradients", torch.no_grad()(hand_out))
     assert two_microbatches() == (11, 20)
 
 
-def by_hand(hook):
-    hook.by_hand = True
+def replayed(hook):
+    hook.replayed = True
     return hook
 
 
@@ -163,7 +164,7 @@ def hooked(graphs, steps=4):
     chain, seen = LayerChain([Scale(), Scale()]), []
     x = torch.ones(3, dtype=torch.float64)
     for i, layer in enumerate(chain):
-        layer.register_forward_pre_hook(by_hand(lambda module, args, i=i: seen.append(("forward", i))))
+        layer.register_forward_pre_hook(replayed(lambda module, args, i=i: seen.append(("forward", i))))
         layer.weight.register_post_accumulate_grad_hook(
             lambda param, i=i: seen.append(("gradient", i, param.grad.tolist()))
         )
@@ -183,7 +184,7 @@ def hooked(graphs, steps=4):
 def test_a_hook_that_is_not_run_by_hand(skipped, monkeypatch):
     eager = hooked(False)
     assert hooked(True) == eager
-    monkeypatch.setattr(pieces, skipped, lambda hooked: None)
+    monkeypatch.setattr(hooks, skipped, lambda hooked: None)
     assert hooked(True) != eager
 
 
@@ -192,7 +193,7 @@ def test_hooks_before_the_forward_of_layers_that_are_recomputed():
     training, seen = trained(RECOMPUTED, scope=("attention",)), Counter()
     layer = training.stages[0].layers[0]
     for name, module in (("layer", layer), ("attention", layer.attention), ("mlp", layer.mlp)):
-        module.register_forward_pre_hook(by_hand(lambda *_, name=name: seen.update([name])))
+        module.register_forward_pre_hook(replayed(lambda *_, name=name: seen.update([name])))
     training.gradients()
     assert seen == {"layer": 2, "attention": 2, "mlp": 4}
 
@@ -206,7 +207,7 @@ def trained(layout=LAYOUT, **options):
 
 def corrupt(training):
     """A replay whose result is off in one bit."""
-    captured = next(iter(training.manager._variant.captured.values()))
+    captured = next(iter(training.manager._graph_set.captured.values()))
     replay, output = captured.forward.replay, captured.outputs[0]
 
     def wrong():
@@ -236,7 +237,7 @@ def test_verification_of_parts_that_are_recomputed():
 
 def test_verification_sees_gradients():
     training = trained(verify_every=2)
-    captured = next(iter(training.manager._variant.captured.values()))
+    captured = next(iter(training.manager._graph_set.captured.values()))
     replay = captured.backward.graph.replay
     weight = training.stages[0].layers[1].mlp_norm.weight
 
@@ -246,7 +247,7 @@ def test_verification_sees_gradients():
 
     captured.backward.graph.replay = wrong
     with pytest.raises(
-        PipelineError, match=r"the gradient of parameter '1.mlp_norm.weight' is up to 1 from what"
+        PipelineError, match=r"the main gradient of parameter '1.mlp_norm.weight' is up to 1 from what"
     ):
         training.step()
         training.step()
@@ -300,7 +301,7 @@ def test_each_shape_of_a_step_has_graphs_of_its_own_until_there_are_many():
     (manager, graphed), (_, eager) = shapes(True, sizes), shapes(False, sizes)
     assert not differs(graphed, eager)
     assert manager.num_graphs == 4 * 2
-    assert manager.static_bytes == sum(each.plan.nbytes for each in manager._variants.values())
+    assert manager.static_bytes == sum(each.plan.nbytes for each in manager._graph_sets.values())
 
 
 def uneven(graphs, microbatches, config=DENSE, scope=None):
@@ -404,8 +405,8 @@ def turned(graphs):
 
 def test_inputs_in_another_order_of_dimensions(monkeypatch):
     """Products on them differ in bits from those on contiguous copies."""
-    eager, spec_of = turned(False), pieces.spec_of
+    eager, spec_of = turned(False), runs.spec_of
     assert not differs(turned(True), eager)
-    for module in (managers, pieces, variant):
+    for module in (managers, runs, graph_set):
         monkeypatch.setattr(module, "spec_of", lambda tensor: spec_of(tensor)._replace(strides=None))
     assert differs(turned(True), eager)

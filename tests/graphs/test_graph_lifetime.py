@@ -31,13 +31,13 @@ def step(chain, manager=None):
 def test_a_backend_has_one_manager():
     chain, other, backend = LayerChain([linear()]), LayerChain([linear()]), RecordingBackend()
     manager = managed(chain, True, backend=backend)
-    with pytest.raises(ValueError, match=r"that of another manager.*make a backend for each"):
+    with pytest.raises(ValueError, match=r"belongs to another manager.*make a backend for each"):
         managed(other, True, backend=backend)
     assert "forward" not in vars(other)
     manager.remove()
     second = managed(other, True, backend=backend)
     manager.remove()
-    with pytest.raises(ValueError, match="that of another manager"):
+    with pytest.raises(ValueError, match="belongs to another manager"):
         managed(chain, True, backend=backend)
     del second
     managed(chain, True, backend=backend)
@@ -110,7 +110,7 @@ def test_graphs_go_with_their_manager():
     manager = managed(chain, True, 1, backend=backend)
     for _ in range(4):
         step(chain, manager)
-    graphs = [weakref.ref(each.forward) for each in manager._variant.captured.values()]
+    graphs = [weakref.ref(each.forward) for each in manager._graph_set.captured.values()]
     gc.disable()
     try:
         eager = copy.deepcopy(chain)

@@ -134,7 +134,7 @@ def test_other_shapes_run_eagerly():
 
 def test_a_scope_without_a_segment():
     with pytest.raises(
-        ValueError, match=r"scope \['moe'\] names no segment; there are \['attention', 'mlp'\]"
+        ValueError, match=r"scope \['moe'\] names no segment; choose from \['attention', 'mlp'\]"
     ):
         GraphManager(
             [GPT(DENSE, groups=ParallelGroups.alone()).layers],

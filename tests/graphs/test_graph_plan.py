@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plan_problems import problems
 
-from fastmp.graphs.plan import Lease, RunSpec, TensorSpec, captured_segments, plan, problems
+from fastmp.graphs.buffers import Lease, RunSpec, TensorSpec, plan_buffers
+from fastmp.graphs.scope import captured_segments
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
@@ -24,7 +26,10 @@ def chunks(vpp, *runs):
 
 @pytest.mark.parametrize("num_microbatches", (8, 32))
 def test_buffers_follow_what_is_in_flight(num_microbatches):
-    plans = [plan(Schedule(4, num_microbatches, 2).order(rank), chunks(2, FRONT, FRONT)) for rank in range(4)]
+    plans = [
+        plan_buffers(Schedule(4, num_microbatches, 2).order(rank), chunks(2, FRONT, FRONT))
+        for rank in range(4)
+    ]
     assert [own.inputs(HIDDEN) for own in plans] == [22, 18, 14, 10]
     assert [len(own.buffers) - own.inputs() for own in plans] == [1] * 4  # gradients
     assert [own.num_graphs for own in plans] == [2 * 2 * 2 * num_microbatches] * 4
@@ -33,18 +38,18 @@ def test_buffers_follow_what_is_in_flight(num_microbatches):
 
 def test_graphs_of_one_rank():
     runs = chunks(1, FRONT, BACK)
-    in_turn = plan(Schedule(1, 4).order(0), runs)
+    in_turn = plan_buffers(Schedule(1, 4).order(0), runs)
     assert in_turn.num_graphs == 2 * 2 and in_turn.inputs(HIDDEN) == 2 and in_turn.inputs(INDICES) == 1
     assert [replay.graph for replay in in_turn.replays] == [0, 1, 2, 3] * 4
     assert [replay.run for replay in in_turn.replays] == [0, 1, 1, 0] * 4
     forwards = [Step(FORWARD, i, 0) for i in range(4)]
-    overlapping = plan([*forwards, *(Step(BACKWARD, i, 0) for i in range(4))], runs)
+    overlapping = plan_buffers([*forwards, *(Step(BACKWARD, i, 0) for i in range(4))], runs)
     assert overlapping.num_graphs == 2 * 2 * 4 and overlapping.inputs(HIDDEN) == 2 * 4
 
 
 def test_split_backwards_hold_inputs_and_gradients_until_their_weights_are_done():
     for rank in range(4):
-        own = plan(Schedule(4, 8, name="zero_bubble").order(rank), chunks(1, FRONT))
+        own = plan_buffers(Schedule(4, 8, name="zero_bubble").order(rank), chunks(1, FRONT))
         assert own.num_graphs == 3 * 8
         assert own.inputs() == Schedule(4, 8, name="zero_bubble").peak_in_flight(rank)
         assert len(own.buffers) - own.inputs() == rank + 1  # deferred weight gradients
@@ -54,13 +59,13 @@ def test_rounds_that_differ_do_not_share_graphs():
     pair = [Step(FORWARD, 0, 0), Step(BACKWARD, 0, 0)]
     both = [Step(FORWARD, 1, 0), Step(FORWARD, 2, 0), Step(BACKWARD, 1, 0), Step(BACKWARD, 2, 0)]
     again = [step._replace(microbatch=step.microbatch + 3) for step in (*pair, *both)]
-    own = plan([*pair, *both, *again], chunks(1, FRONT))
+    own = plan_buffers([*pair, *both, *again], chunks(1, FRONT))
     assert [replay.graph for replay in own.replays] == [0, 1, 2, 3, 4, 5] * 2
     assert [replay.buffers for replay in own.replays[:6]] == [replay.buffers for replay in own.replays[6:]]
 
 
 def test_rounds_share_buffers_where_runs_need_different_numbers_of_them():
-    own = plan(Schedule(1, 3).order(0), chunks(1, ROUTER, FRONT)).replays
+    own = plan_buffers(Schedule(1, 3).order(0), chunks(1, ROUTER, FRONT)).replays
     buffers = [replay.buffers for replay in own]
     assert [replay.graph for replay in own] == [0, 1, 2, 3] * 3 and buffers == buffers[:4] * 3
 
@@ -74,9 +79,11 @@ def test_rounds_share_buffers_where_runs_need_different_numbers_of_them():
 )
 def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
     for rank in range(pp):
-        own = plan(Schedule(pp, pp * groups, vpp, name=schedule).order(rank), runs[:vpp])
+        own = plan_buffers(Schedule(pp, pp * groups, vpp, name=schedule).order(rank), runs[:vpp])
         assert not list(problems(own))
-        alike = plan(Schedule(pp, pp * groups, vpp, name=schedule).order(rank), chunks(vpp, FRONT, FRONT))
+        alike = plan_buffers(
+            Schedule(pp, pp * groups, vpp, name=schedule).order(rank), chunks(vpp, FRONT, FRONT)
+        )
         assert alike.inputs() == 2 * Schedule(pp, pp * groups, vpp, name=schedule).peak_in_flight(rank)
         seen = {}
         for replay in own.replays:  # a graph has its run and its buffers for good
@@ -86,7 +93,7 @@ def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
 
 @given(data=st.data(), rank=st.integers(0, 2), schedule=st.sampled_from(("1f1b", "zero_bubble")))
 def test_a_lease_cut_short_is_found(data, rank, schedule):
-    own = plan(Schedule(3, 6, 2, name=schedule).order(rank), chunks(2, FRONT, BACK))
+    own = plan_buffers(Schedule(3, 6, 2, name=schedule).order(rank), chunks(2, FRONT, BACK))
     long = [i for i, lease in enumerate(own.leases) if lease.last > lease.first]
     i = data.draw(st.sampled_from(long))
     leases = list(own.leases)
@@ -96,7 +103,7 @@ def test_a_lease_cut_short_is_found(data, rank, schedule):
 
 
 def test_a_buffer_that_is_reused_too_early_is_found():
-    own = plan(Schedule(2, 4).order(0), chunks(1, FRONT))
+    own = plan_buffers(Schedule(2, 4).order(0), chunks(1, FRONT))
     first, second = (replay.buffers[0] for replay in own.replays[:2])
     replays = [
         replay._replace(buffers=tuple(first if buffer == second else buffer for buffer in replay.buffers))
@@ -130,7 +137,7 @@ def test_a_buffer_that_is_reused_too_early_is_found():
 )
 def test_orders_that_cannot_be(steps, message):
     with pytest.raises(ValueError, match=f"graphs: {message}"):
-        plan(steps, chunks(1, FRONT))
+        plan_buffers(steps, chunks(1, FRONT))
 
 
 def test_unknown_dtypes():
@@ -143,16 +150,16 @@ def test_scopes():
     alone = front | dict.fromkeys(("dispatch", "experts", "combine"), True)
     divided = front | dict.fromkeys(("dispatch", "experts", "combine"), False)
     assert captured_segments(None, alone) == captured_segments(["full"], alone) == set(alone)
-    assert captured_segments(None, divided) == set(front)
+    assert captured_segments(None, divided) == set(front) - {"shared_experts"}
     assert captured_segments(["attn", "mlp"], alone) == {"attention"}
     assert captured_segments(["moe"], alone) == set(alone) - {"attention"}
     assert captured_segments(["moe_router", "moe_preprocess"], divided) == set(front) - {"attention"}
     assert captured_segments(["experts", "shared_experts"], alone) == {"experts", "shared_experts"}
     for scope in ("moe", "full"):
-        message = f"scope '{scope}' cannot be captured, because of dispatch, experts, combine"
+        message = f"scope '{scope}' cannot be captured, because dispatch, experts, combine must run eagerly"
         with pytest.raises(ValueError, match=message):
             captured_segments(["attn", scope], divided)
     with pytest.raises(ValueError, match="a scope with experts, combine needs 'shared_experts' as well"):
         captured_segments(["experts", "combine"], alone)
-    with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; there are \['attention'"):
+    with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; choose from \['attention'"):
         captured_segments(["mlp"], divided)

@@ -95,8 +95,8 @@ def test_a_buffer_that_a_graph_leaves_otherwise():
     for _ in range(3):
         manager.begin_step()
         total(chain(x)).backward()
-    (variant,) = manager._variants.values()
-    graph, mean = variant.captured[0].forward, chain[1].module.running_mean
+    (graph_set,) = manager._graph_sets.values()
+    graph, mean = graph_set.captured[0].forward, chain[1].module.running_mean
     replay = graph.replay
     graph.replay = lambda: (replay(), mean.add_(1))
     manager.begin_step()

@@ -80,7 +80,6 @@ def compare(config, groups, sequence_parallel=False, recomputed=False):
         assert torch.equal(x_grad, expected_grad)
         for name, param in layer.named_parameters():
             assert torch.equal(param.main_grad, kept[name]), name
-    assert not forwards.moved() and not backwards.moved()
 
 
 @pytest.mark.parametrize("recomputed", (False, True), ids=("kept", "recomputed"))
@@ -172,16 +171,6 @@ def test_a_second_capture_is_refused():
         torch.ones(2) + 1
     with pytest.raises(CaptureError, match="captured already"), graph.capture():
         pass
-
-
-def test_parameters_that_moved():
-    linear, graph = nn.Linear(4, 4), RecordedGraph(Pool())
-    with graph.capture(), torch.no_grad():
-        linear(torch.ones(2, 4))
-    assert not graph.moved()
-    weight = linear.weight
-    linear.weight.data = linear.weight.data.clone()
-    assert [moved is weight for moved in graph.moved()] == [True]
 
 
 class Mixed(nn.Module):

@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastmp.config import GraphConfig
-from fastmp.graphs.plan import RunSpec, TensorSpec, plan
+from fastmp.graphs.buffers import RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.recording import Pool, RecordedGraph
-from fastmp.graphs.transformer_engine import TransformerEngineManager, arguments
+from fastmp.integrations.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
@@ -41,7 +41,7 @@ RUN = RunSpec("run", (HIDDEN,), (HIDDEN,))
 
 def test_the_order_of_a_rank_and_its_samples():
     steps = Schedule(4, 8, 2).order(0)
-    own = arguments(plan(steps, [[RUN, RUN], [RUN]]), steps)
+    own = arguments(plan_buffers(steps, [[RUN, RUN], [RUN]]), steps)
     assert own.order[:12] == [1, 1, 1, 1, 2, 2, 2, 2, 1, 1, 1, -2] and own.layers == [2, 1]
     assert list(own.samples)[:5] == [(0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 2, 0)]
     assert list(own.samples)[-1] == (1, 7, 0) and len(own.samples) == 8 * 3
@@ -52,7 +52,7 @@ def test_every_forward_has_its_sample(pp, vpp, groups, data):
     runs = [[RUN] * data.draw(st.integers(1, 3)) for _ in range(vpp)]
     rank = data.draw(st.integers(0, pp - 1))
     steps = Schedule(pp, pp * groups, vpp).order(rank)
-    own = arguments(plan(steps, runs), steps)
+    own = arguments(plan_buffers(steps, runs), steps)
     assert len(own.samples) == pp * groups * sum(own.layers) and list(own.samples) == sorted(own.samples)
     for chunk in range(vpp):
         assert own.order.count(chunk + 1) == own.order.count(-chunk - 1) == pp * groups
@@ -72,10 +72,10 @@ def test_every_forward_has_its_sample(pp, vpp, groups, data):
 def test_orders_that_it_does_not_take():
     steps = Schedule(2, 2, name="zero_bubble").order(0)
     with pytest.raises(ValueError, match="takes whole backwards, and there is a backward_input of"):
-        arguments(plan(steps, [[RUN]]), steps)
+        arguments(plan_buffers(steps, [[RUN]]), steps)
     steps = [Step(FORWARD, 1, 0), Step(BACKWARD, 1, 0), Step(FORWARD, 0, 0), Step(BACKWARD, 0, 0)]
     with pytest.raises(ValueError, match="forward of microbatch 1 chunk 0 comes where microbatch 0 should"):
-        arguments(plan(steps, [[RUN]]), steps)
+        arguments(plan_buffers(steps, [[RUN]]), steps)
 
 
 def test_without_the_package(monkeypatch):
@@ -87,6 +87,7 @@ def test_without_the_package(monkeypatch):
             GraphConfig(enabled=True, impl="transformer_engine"),
             rng=None,
             device=torch.device("cpu"),
+            manager=TransformerEngineManager,
         )
 
 

@@ -112,7 +112,7 @@ def test_only_the_first_call_of_a_segment_writes_where_it_may_land():
 
     class Lands(SegmentedLayer):
         def segments(self):
-            return (Segment("double", double, lands=True),)
+            return (Segment("double", double, accepts_out=True),)
 
     def twice(function, *tensors):
         made.extend((*function(*tensors), *function(*tensors)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
+from fastmp.graphs.recording import RecordingBackend
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
+from fastmp.train import graphing
 from fastmp.train.corpus import build
-from fastmp.train.graphs import make_graphs
+from fastmp.train.graphing import make_graphs
 from fastmp.train.language import gpt_and_loss
 from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
@@ -74,6 +77,40 @@ def pipelines_case(rank, world):
 
 def test_pipelines():
     run_ranks(pipelines_case, 2)
+
+
+class FailsOnRankOne(RecordingBackend):
+    """On rank 1 no graph can be made of a forward, or of a backward."""
+
+    of_backward = False
+
+    def graph(self, forward=None, watched=None):
+        if torch.distributed.get_rank() == 1 and (forward is not None) == self.of_backward:
+            raise RuntimeError("on purpose")
+        return super().graph(forward, watched)
+
+
+def one_rank_fails_case(rank, world, grid, layout, of_backward):
+    groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    FailsOnRankOne.of_backward = of_backward
+    with patch.object(graphing, "RecordingBackend", FailsOnRankOne):
+        graphed, manager = run(GraphConfig(enabled=True), groups, layout)
+    eager, _ = run(None, groups, layout)
+    assert len(graphed) == len(eager) and all(map(torch.equal, graphed, eager))
+    return manager.failure, manager.num_graphs, manager.describe()
+
+
+@pytest.mark.parametrize(
+    ("grid", "layout", "of_backward"),
+    [({"pp": 2}, ParallelConfig(pp=2), True), ({"tp": 2}, ParallelConfig(tp=2), False)],
+    ids=("pipeline", "tensor"),
+)
+def test_all_ranks_go_on_eagerly_where_a_capture_fails_on_one(grid, layout, of_backward):
+    results = run_ranks(one_rank_fails_case, 2, grid, layout, of_backward)
+    assert results[0] == results[1]
+    failure, num_graphs, line = results[0]
+    assert failure.startswith("rank 1: graphs: capture of the ") and "on purpose" in failure
+    assert num_graphs == 0 and line == f"no graphs, all runs eagerly: {failure}"
 
 
 DENSE = replace(CONFIG, moe=None, num_layers=2, attention_dropout=0.1)
@@ -168,7 +205,9 @@ def test_any_model_and_what_its_loss_may_take_and_return():
 
 def experts_on_ranks_case(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
-    with pytest.raises(ValueError, match="scope 'full' cannot be captured, because of dispatch, experts, co"):
+    with pytest.raises(
+        ValueError, match="scope 'full' cannot be captured, because dispatch, experts, combine"
+    ):
         run(FULL, groups)
 
 
@@ -259,5 +298,5 @@ def test_values_that_make_no_sense():
         GraphConfig(warmup=0, verify_every=-1)
     with pytest.raises(ValueError, match="scope 'full' is of impl 'fastmp' only, got impl 'transformer_eng"):
         GraphConfig(scope=("full",), impl="transformer_engine")
-    with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; there are \['attention'"):
+    with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; choose from \['attention'"):
         run(GraphConfig(enabled=True, scope=("mlp",)))

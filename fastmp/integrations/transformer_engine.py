@@ -1,10 +1,11 @@
-"""Graphs made and replayed by Transformer Engine, where it is installed, from the plan of a manager.
+"""Captures and replays the runs of a `GraphManager` with Transformer Engine, where it is installed.
 
-Its `make_graphed_callables` takes modules, samples of their inputs and the order of a pipeline, captures all
-of it at once and gives a callable for each forward, whose backward autograd finds. What it asks for is made
-here: a module for each run, steps as numbers of chunks, and inputs by chunk, then microbatch, then run.
+Its `make_graphed_callables` takes modules, samples of their inputs and the order of a pipeline. It captures
+everything at once and returns a callable for each forward, whose backward autograd finds. This module makes
+what it asks for: a module for each run, steps as numbers of chunks, and inputs by chunk, then microbatch,
+then run.
 
-Gradients of parameters leave a replay as copies and are accumulated by autograd, hooks and all.
+Gradients of parameters leave a replay as copies. Autograd accumulates them, and calls all hooks.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from fastmp.graphs import pieces
+from fastmp.graphs import hooks
+from fastmp.graphs.backend import RandomStreams
+from fastmp.graphs.buffers import BufferPlan
+from fastmp.graphs.graph_set import GraphSet
 from fastmp.graphs.manager import GraphManager
-from fastmp.graphs.pieces import Piece
-from fastmp.graphs.plan import GraphPlan
-from fastmp.graphs.recording import RandomStreams
-from fastmp.graphs.variant import Variant
+from fastmp.graphs.runs import EagerPart, Run
 from fastmp.nn.segment import LayerChain, Tensors, run_links
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
 
 __all__ = ["Arguments", "TransformerEngineManager", "arguments"]
 
-_Place = tuple[int, int, int]  # chunk, microbatch, run
+_Place: TypeAlias = tuple[int, int, int]  # chunk, microbatch, run
+_Callables: TypeAlias = "dict[_Place, tuple[_RunModule, Callable[..., Tensors]]]"
 
 
 class Arguments(NamedTuple):
-    """How Transformer Engine is told of a plan.
+    """A plan in the words of Transformer Engine.
 
     order: chunk + 1 for a forward of a chunk, the negative of that for a backward.
     layers: how many runs each chunk has.
@@ -45,8 +47,8 @@ class Arguments(NamedTuple):
     samples: dict[_Place, tuple[int, ...]]
 
 
-def arguments(plan: GraphPlan, order: Sequence[Step]) -> Arguments:
-    """ValueError for what it does not take: split backwards, and microbatches of a chunk out of order."""
+def arguments(plan: BufferPlan, order: Sequence[Step]) -> Arguments:
+    """Translate a plan. ValueError for split backwards, and for microbatches of a chunk out of order."""
     seen: Counter[tuple[str, int]] = Counter()
     codes = []
     for step in order:
@@ -72,9 +74,11 @@ class TransformerEngineManager(GraphManager):
 
     rng: the streams that the layers draw from.
 
-    ValueError for layers that are recomputed, where the package is not installed, and for an order that it
-    does not take.
+    ValueError for layers that are recomputed, where the package is not installed, and for an order of steps
+    that it does not take.
     """
+
+    backend: _Backend
 
     def __init__(
         self,
@@ -91,37 +95,34 @@ class TransformerEngineManager(GraphManager):
                 "impl 'fastmp'"
             )
         self._make = _make_graphed_callables()
-        super().__init__(chains, order, backend=_Theirs(rng), scope=scope, warmup=warmup)
+        super().__init__(chains, order, backend=_Backend(rng), scope=scope, warmup=warmup)
 
-    def _begin(self) -> None:
-        super()._begin()
-        self._forwards: Counter[tuple[int, int]] = Counter()  # of (chunk, run), in this step
+    def begin_replays(self, graph_set: GraphSet) -> _Replays:
+        """A step of `graph_set`; the first one makes the callables of all its runs."""
+        made = self.backend.made
+        if graph_set not in made:
+            self.backend.prepare()
+            made[graph_set] = self._callables(graph_set)
+        return _Replays(graph_set, made[graph_set])
 
-    def _make_variant(self) -> None:
-        before = set(self._variants)
-        super()._make_variant()
-        for kind in set(self._variants) - before:
-            if self._variants[kind] is not None:
-                self.backend.made[kind] = self._made(self._variants[kind])
-
-    def _made(self, variant: Variant) -> dict[_Place, tuple[_Run, Callable[..., Tensors]]]:
-        """The callables for all forwards, each with the module that was captured."""
-        wanted = arguments(variant.plan, self.order)
+    def _callables(self, graph_set: GraphSet) -> _Callables:
+        wanted = arguments(graph_set.plan, self.order)
         modules = {
-            (chunk, number): _Run(run)
-            for chunk, runs in enumerate(self._runs)
+            (chunk, number): _RunModule(run)
+            for chunk, runs in enumerate(self.runs)
             for number, run in enumerate(runs)
         }
         samples = tuple(
             tuple(
-                variant.buffers[buffer].detach().requires_grad_(needs)
-                for buffer, (_, needs) in zip(buffers, variant.shapes[chunk, number].inputs)
+                graph_set.buffers[buffer].detach().requires_grad_(needs)
+                for buffer, (_, needs) in zip(buffers, graph_set.observed[chunk, number].inputs)
             )
             for (chunk, _, number), buffers in wanted.samples.items()
         )
-        to = self._kind[0]
-        cast = torch.autocast(self._device.type, to or None, enabled=bool(to), cache_enabled=False)
-        with _bare([run for runs in self._runs for run in runs]), self.backend.streams(), cast:
+        dtype = graph_set.autocast
+        cast = torch.autocast(graph_set.device.type, dtype or None, enabled=bool(dtype), cache_enabled=False)
+        every = [run for runs in self.runs for run in runs]
+        with torch.enable_grad(), _without_side_effects(every), self.backend.streams(), cast:
             made = self._make(
                 tuple(modules.values()),
                 samples,
@@ -137,37 +138,68 @@ class TransformerEngineManager(GraphManager):
             for place, each in zip(wanted.samples, made, strict=True)
         }
 
-    def _between(
-        self, chunk: int, number: int, piece: Piece, tensors: Tensors, shared: set[int]
-    ) -> tuple[Tensors, Tensors]:
-        pieces.call_pre_hooks(piece.begins)
-        return run_links(piece.links, tensors, piece.call)
 
-    def _through_graph(
-        self, chunk: int, number: int, run: Piece, tensors: Tensors, shared: set[int]
+class _Replays:
+    """One training step through callables of Transformer Engine: a `fastmp.graphs.manager.StepRunner`."""
+
+    failure = None
+
+    def __init__(self, graph_set: GraphSet, callables: _Callables) -> None:
+        self._graph_set, self._callables = graph_set, callables
+        self._forwards: Counter[tuple[int, int]] = Counter()  # {(chunk, run): how many have begun}
+
+    def run(
+        self, chunk: int, number: int, run: Run, tensors: Tensors, shared: set[int]
     ) -> tuple[Tensors, Tensors]:
-        variant, microbatch = self._variant, self._forwards[chunk, number]
+        microbatch = self._forwards[chunk, number]
         self._forwards[chunk, number] += 1
-        if not variant.takes(chunk, number, tensors):
-            pieces.call_pre_hooks(run.begins)
+        observed = self._graph_set.observed[chunk, number]
+        if not self._graph_set.takes(chunk, number, tensors):
+            hooks.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
-        self._graphed.call_pre_hooks(chunk, number)
-        copies = variant.shapes[chunk, number].keeps
-        inputs = [_OwnGradient.apply(t) if t.requires_grad and (copies or t.is_leaf) else t for t in tensors]
-        module, call = self.backend.made[self._kind][chunk, microbatch, number]
+        hooks.call_pre_hooks(observed.calls)
+        inputs = [
+            _CopiedGradient.apply(t) if t.requires_grad and (observed.keeps or t.is_leaf) else t
+            for t in tensors
+        ]
+        module, call = self._callables[chunk, microbatch, number]
         made = call(*inputs)
         shared |= {each.untyped_storage().data_ptr() for each in made}
-        made = iter(made)
-        outputs = [next(made) if given is None else tensors[given] for given in module.given]
+        new = iter(made)
+        outputs = [next(new) if given is None else tensors[given] for given in module.given]
         return tuple(outputs[: module.num_tensors]), tuple(outputs[module.num_tensors :])
 
+    def between(
+        self, chunk: int, number: int, part: EagerPart, tensors: Tensors, shared: set[int]
+    ) -> tuple[Tensors, Tensors]:
+        return run_links(part.links, tensors, part.call)
 
-class _Theirs:
-    """What their graphs share, in place of a backend."""
+    def skip(self, chunk: int) -> None:
+        self._forwards.update((own, run) for own, run in _all_runs(self._graph_set) if own == chunk)
+
+    def replays(self, chunk: int) -> bool:
+        return False
+
+    def end(self) -> None:
+        """Nothing is left of a step."""
+
+
+def _all_runs(graph_set: GraphSet) -> Iterator[tuple[int, int]]:
+    """(chunk, run) of all runs of a plan."""
+    for chunk, runs in enumerate(graph_set.plan.chunks):
+        for run in range(len(runs)):
+            yield chunk, run
+
+
+class _Backend:
+    """What the callables share, in place of a `fastmp.graphs.backend.Backend`."""
+
+    runs_at_capture = False
+    owner: Any = None
 
     def __init__(self, rng: RandomStreams | None) -> None:
         self.rng = rng
-        self.made: dict[tuple, dict[_Place, tuple[_Run, Callable[..., Tensors]]]] = {}
+        self.made: dict[GraphSet, _Callables] = {}
         self.pool = torch.cuda.graph_pool_handle()
 
     @property
@@ -178,11 +210,18 @@ class _Theirs:
         return nullcontext()
 
     def prepare(self) -> None:
-        """Theirs is made by then."""
+        """Free what eager steps have cached: a capture cannot."""
+        torch.cuda.empty_cache()
+
+    def graph(self, forward: Any = None, watched: Any = None) -> Any:
+        raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
+
+    def weak(self, tensor: Tensor) -> Any:
+        raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
 
     @contextmanager
     def streams(self) -> Iterator[None]:
-        """Inside, they know of the streams of random numbers, and leave them where they were."""
+        """Tell Transformer Engine of the random streams, and leave these where they were."""
         from transformer_engine.pytorch import distributed
 
         before = distributed.get_all_rng_states()
@@ -201,13 +240,15 @@ class _Theirs:
         self.pool = torch.cuda.graph_pool_handle()
 
 
-class _Run(nn.Module):
-    """A run as they want it: tensors in, a tuple of new tensors out, and the parameters that have a part."""
+class _RunModule(nn.Module):
+    """A run as a module: tensors in, a tuple of new tensors out, and the parameters that are trained."""
 
-    def __init__(self, run: Piece) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self.run = run
-        self.given: list[int | None] = []  # outputs in order; a number: the input that is handed on
+        self.given: list[
+            int | None
+        ] = []  # for each output: the number of the input that is handed on, or None
         self.num_tensors = 0
         for i, param in enumerate(run.parameters):
             self.register_parameter(str(i), param)
@@ -219,8 +260,8 @@ class _Run(nn.Module):
         return tuple(output for output, given in zip(outputs, self.given) if given is None)
 
 
-class _OwnGradient(Function):
-    """The same tensor; what comes before it may keep its gradient."""
+class _CopiedGradient(Function):
+    """Returns its input; the gradient is a copy, which code before it may keep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -232,12 +273,12 @@ class _OwnGradient(Function):
 
 
 @contextmanager
-def _bare(runs: Iterable[Piece]) -> Iterator[None]:
-    """Inside, nothing hears of gradients, and no op adds them to `main_grad`: trials run on any numbers."""
+def _without_side_effects(runs: Iterable[Run]) -> Iterator[None]:
+    """Suspend hooks and `main_grad`: Transformer Engine's trial runs compute on any numbers."""
     with ExitStack() as stack:
         params = dict.fromkeys(param for run in runs for param in run.parameters)
         for run in runs:
-            stack.enter_context(pieces.hooks_aside(run))
+            stack.enter_context(hooks.suspended_hooks(run))
         mains = {param: param.__dict__.pop("main_grad") for param in params if hasattr(param, "main_grad")}
         for param in params:
             param._post_accumulate_grad_hooks = OrderedDict()

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.random import fork_rng
 
+from fastmp.graphs.explaining.tracing import Event, Problem, Trace, key, line_of
 from fastmp.graphs.hooks import Skipped, called_whole
-from fastmp.graphs.tracing import Event, Problem, Trace, key, line_of
 from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
 
 __all__ = ["Problem", "Report", "SegmentReport", "explain"]

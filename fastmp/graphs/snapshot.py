@@ -1,5 +1,4 @@
-"""What graphs rely on in a model from step to step: where its tensors are, what is trained, in which mode,
-with which hooks."""
+"""Notices changes of a model that its graphs do not know of."""
 
 from __future__ import annotations
 
@@ -11,13 +10,16 @@ from torch import Tensor, nn
 
 from fastmp.graphs.hooks import HookWatch
 
-__all__ = ["Standing"]
+__all__ = ["ModelSnapshot"]
 
 _training = attrgetter("training")
 
 
-class Standing:
-    """Of all modules, parameters and buffers of some chains. Asked before every step, so it is kept flat."""
+class ModelSnapshot:
+    """What graphs rely on in a model: where its tensors lie, what is trained, modes, hooks.
+
+    It is asked in every step, so its lists are flat.
+    """
 
     def __init__(self, chains: Sequence[nn.Module]) -> None:
         self._chains, self.hooks = chains, HookWatch(chains)
@@ -36,16 +38,12 @@ class Standing:
     def _now(self) -> tuple[list[bool], list[bool]]:
         return list(map(_training, self._modules)), [param.requires_grad for param in self._parameters]
 
-    def other_modes(self) -> bool:
-        """Whether another module is in training mode than at first, or another parameter is trained."""
+    def modes_changed(self) -> bool:
+        """Whether a module has another mode than at first, or another parameter is trained."""
         return self._now() != (self._training, self._trained)
 
-    def switched(self) -> bool:
-        """Whether another module is in training mode."""
-        return list(map(_training, self._modules)) != self._training
-
     def moved(self) -> str | None:
-        """The name of something that is not where it was, or of something new."""
+        """The name of a tensor or module that was moved, replaced or added; None: there is none."""
         for holder, key, place, main in self._held:
             now = holder.get(key)
             if now is not place and not (

@@ -1,6 +1,6 @@
-"""Watches a piece of a model run, and notes what a graph would not hold, with the line that did it.
+"""Watches a part of a model run, and notes what a graph would not hold, with the line that did it.
 
-The piece runs as it is, on its own device, so everything is seen: all reads of values, not only the first,
+The part runs as it is, on its own device, so everything is seen: all reads of values, not only the first,
 collectives with the other ranks, custom ops. On the meta device nothing is computed. A dispatch mode sees
 ops; a function mode sees what is no op on a CPU (`.cpu()`, `.tolist()`, printing, `torch.tensor`); what
 neither sees (`torch.from_numpy`, streams) is replaced while the trace lasts.
@@ -30,7 +30,7 @@ from fastmp.nn.segment import run_links
 __all__ = ["Event", "Problem", "Trace"]
 
 _TORCH = str(Path(torch.__file__).parent)
-_EXPLAIN = str(Path(__file__).with_name("explaining.py"))
+_EXPLAIN = str(Path(__file__).with_name("report.py"))
 _SEGMENT = run_links.__code__.co_filename
 _OPS = str(Path(_SEGMENT).parents[1] / "ops")
 _BETWEEN = (__file__, _SEGMENT, contextlib.__file__)  # never to blame

@@ -1,100 +1,88 @@
-"""What is captured for the steps of one shape, and what of it a backend has to provide."""
+"""The graphs of training steps whose inputs have one signature, and the static buffers that these read."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fastmp.graphs.pieces import Shapes, spec_of
-from fastmp.graphs.plan import GraphPlan, Replay, TensorSpec
+from fastmp.graphs.backend import Graph, Weak
+from fastmp.graphs.buffers import BufferPlan, Replay, TensorSpec
+from fastmp.graphs.runs import Observed, spec_of
 from fastmp.ops.wgrad import WgradQueue
 
-if TYPE_CHECKING:
-    from fastmp.graphs.recording import RandomStreams
+__all__ = ["Captured", "Gradients", "GraphSet", "Key", "Slot", "copies_of", "copy_together"]
 
-__all__ = ["Backend", "Captured", "Gradients", "Graph", "Slot", "Variant", "Weak"]
-
-Weak = Callable[[], Tensor]
-
-
-class Graph(Protocol):
-    def capture(self) -> AbstractContextManager[None]: ...
-    def replay(self) -> None: ...
-
-
-class Backend(Protocol):
-    """What captures and replays.
-
-    runs_at_capture: the work of a capture is done as well as noted. owner: its manager, which sets it.
-    """
-
-    runs_at_capture: bool
-    owner: weakref.ref[Any] | None
-
-    @property
-    def rng(self) -> RandomStreams | None: ...
-
-    @property
-    def nbytes(self) -> int:
-        """Of the memory that graphs share."""
-
-    def watch(self) -> AbstractContextManager[Any]:
-        """Around an eager forward whose like will be captured; what it yields goes to `graph`."""
-
-    def prepare(self) -> None:
-        """Before a step in which graphs are captured; nothing is on its way between ranks."""
-
-    def graph(self, forward: Graph | None = None, watched: Any = None) -> Graph:
-        """A new graph; the backward of `forward` where that is given."""
-
-    def weak(self, tensor: Tensor) -> Weak:
-        """Gives the tensor where it lies, without keeping its memory from others."""
-
-    def reset(self) -> None:
-        """All graphs are let go."""
+Key = tuple[int, int, int]  # microbatch, chunk, run
 
 
 @dataclass
 class Captured:
-    """The graphs of one forward and of its backward, and where what they make lies."""
+    """The graphs of one forward and of its backward, and where their results lie.
+
+    outputs: of the run, in order; a number is that of an input which is handed on. The first `num_tensors`
+        are for the next segment; the others are what layers return besides.
+    differentiable: for each output that the run makes itself, whether it has a gradient.
+    live, kept, static: until the backward is captured, the outputs with a gradient, all outputs that the run
+        makes (eager code may use any of them), and the inputs; each with its autograd graph.
+    queue: the weight gradients that the backward defers.
+    places: the addresses of the storages of `kept`.
+    aliased: whether two outputs, or an output and an input, are views of one storage.
+    trained: whether parameters of the run require a gradient. needs: which of its inputs do.
+    given: which of the outputs in `live` got a gradient when the backward was captured.
+    start: the random states before the forward, where a failed capture is to be made up for.
+    """
 
     forward: Graph
-    outputs: list[Weak | int]  # a number: the input that is handed on
-    num_tensors: int  # of the outputs, those for the next segment; the others are what layers return beside
-    differentiable: list[bool]  # of the outputs that are made here
-    live: list[Tensor]  # outputs with their autograd graph, until the backward is captured
-    kept: list[Tensor]  # the same of all outputs: eager code may use any
-    static: list[Tensor]  # and of inputs
-    queue: WgradQueue | None  # the weight gradients that the backward defers
-    places: set[int]  # addresses of the storages of outputs that are made here
-    aliased: bool  # two outputs, or an output and an input, are views of one storage
-    trained: bool  # it has parameters that are
-    given: list[bool] = field(default_factory=list)  # which gradients were there at capture
+    outputs: list[Weak | int]
+    num_tensors: int
+    differentiable: list[bool]
+    live: list[Tensor]
+    kept: list[Tensor]
+    static: list[Tensor]
+    queue: WgradQueue | None
+    places: set[int]
+    aliased: bool
+    trained: bool
+    needs: list[bool]
+    given: list[bool] = field(default_factory=list)
+    start: Mapping[str, Tensor] | None = None
     backward: Gradients | None = None
     weight: Gradients | None = None
+
+    def backpropagate(self, grads: Sequence[Tensor]) -> None:
+        """Run the backward by autograd, for the gradients of `given` outputs among `grads`."""
+        roots = [i for i, given in enumerate(self.given) if given]
+        torch.autograd.backward([self.live[i] for i in roots], [grads[i] for i in roots])
+
+    def forget(self) -> None:
+        """Let go of the autograd graph: the backward is captured, or done."""
+        for each in self.static:
+            each.grad = None
+        self.live, self.kept, self.static = [], [], []
 
 
 @dataclass
 class Gradients:
-    """The graph of a backward, or of its weights."""
+    """The graph of a backward, or of the deferred gradients of its weights.
+
+    parameters: those whose gradient the graph leaves in memory of its own. It adds the others to `main_grad`.
+    reached: the parameters in the order in which their gradients were accumulated.
+    """
 
     graph: Graph
     inputs: list[Weak | None]
-    parameters: list[tuple[nn.Parameter, Weak]]  # without those whose gradient a graph adds to `main_grad`
-    reached: list[nn.Parameter]  # in the order in which their gradients were accumulated
+    parameters: list[tuple[nn.Parameter, Weak]]
+    reached: list[nn.Parameter]
 
 
 class Slot:
-    """A replay of the plan, with what every step asks of it: kept flat, for it is asked at every replay.
+    """A replay of the plan, and all that is asked about it in every step.
 
-    static: where its graph reads: the buffers of the plan, but at the places `in_place`, which another graph
-        writes to.
+    static: where the graph reads: buffers of the plan, except at the positions `in_place`, where it reads
+        what another graph writes.
     """
 
     __slots__ = (
@@ -113,8 +101,10 @@ class Slot:
         self.in_place: frozenset[int] = frozenset()
 
     def fill(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        """The static buffers, with the tensors in them: those not in place are copied, together. Called where
-        autograd does not record."""
+        """Copy those tensors together that are not in place yet; return the static buffers.
+
+        A tensor that is None stands for zeros. Call it where autograd does not record.
+        """
         late: list[Tensor] = []
         new: list[Tensor] = []
         for buffer, address, tensor in zip(self.static, self.addresses, tensors, strict=True):
@@ -127,8 +117,8 @@ class Slot:
             copy_together(late, new)
         return self.static
 
-    def astray(self, tensors: Sequence[Tensor | None]) -> list[int]:
-        """Those of `in_place` where the other graph has not left the tensor this time."""
+    def misplaced(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        """The positions of `in_place` whose tensor does not lie this time where the other graph leaves it."""
         return [
             place
             for place in self.in_place
@@ -140,14 +130,16 @@ class Slot:
         ]
 
     def reads(self, place: int, tensor: Tensor, in_place: bool) -> None:
-        """From now on in `tensor`: a buffer of the plan, or what another graph writes to."""
+        """From now on the graph reads `tensor`: a buffer of the plan, or what another graph writes."""
         self.static[place], self.addresses[place] = tensor, tensor.data_ptr()
         self.in_place = self.in_place | {place} if in_place else self.in_place - {place}
 
 
 def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """`tensors` go `into` others of the same shapes and dtypes: as words of four bytes in one launch, however
-    many dtypes there are, and those that are no such words in one for each dtype."""
+    """Copy `tensors` into others of the same shapes and dtypes, in one launch for all dtypes.
+
+    Tensors are copied as words of four bytes. Those that are no such words take one launch for each dtype.
+    """
     if len(into) == 1:
         into[0].copy_(tensors[0])
         return
@@ -166,7 +158,7 @@ def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copied together."""
+    """Copy `tensors` together."""
     if len(tensors) < 2:
         return [tensor.clone() for tensor in tensors]
     own = [torch.empty_like(tensor) for tensor in tensors]
@@ -180,16 +172,25 @@ def _is_words(tensor: Tensor) -> bool:
     return tensor.is_contiguous() and not lazy and not any(place % 4 for place in places)
 
 
-class Variant:
-    """What belongs to the steps of one shape."""
+class GraphSet:
+    """What belongs to training steps of one signature: the plan, the static buffers, the captured graphs.
+
+    observed: what an eager step has shown, by (chunk, run). autocast: the dtype that it cast to, or False.
+    captured: by the number of the forward's graph. done: the numbers of all graphs that are captured.
+    drops: how many rounds were begun and could not be captured as a whole.
+    left: gradients that captured backwards of this round have left, by address. They are held, as the
+        memory of a replay is, so that autograd does not add to them in place.
+    """
 
     def __init__(
         self,
-        plan: GraphPlan,
-        shapes: dict[tuple[int, int], Shapes],
+        plan: BufferPlan,
+        observed: dict[tuple[int, int], Observed],
         device: torch.device,
+        autocast: torch.dtype | bool = False,
     ) -> None:
-        self.plan, self.shapes = plan, shapes
+        self.plan, self.observed, self.device, self.autocast = plan, observed, device, autocast
+        self.left: dict[int, Tensor] = {}
         self.buffers = [
             torch.empty_strided(
                 spec.shape, spec.strides, dtype=getattr(torch, spec.dtype), device=device
@@ -198,8 +199,8 @@ class Variant:
             else torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             for spec in plan.buffers
         ]
-        self.captured: dict[int, Captured] = {}  # by the number of the graph of the forward
-        self.done: set[int] = set()  # the numbers of all graphs that are captured
+        self.captured: dict[int, Captured] = {}
+        self.done: set[int] = set()
         self.drops = 0
         rounds = list(plan.rounds())
         self.graphs_of = [{plan.replays[i].graph for i in own} for own in rounds]
@@ -208,10 +209,10 @@ class Variant:
             for number, own in enumerate(rounds)
             for replay in plan.replays[own.start : own.stop]
         ]
-        self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in shapes.items()}
+        self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in observed.items()}
 
     def takes(self, chunk: int, run: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graphs of a run are made for such inputs."""
+        """Whether the graphs of a run were captured for inputs like these."""
         expected = self.expected[chunk, run]
         if len(expected) != len(tensors):
             return False
@@ -223,14 +224,16 @@ class Variant:
         return True
 
     def read_in_place(self, graph: int, place: int, weak: Tensor) -> None:
-        """The backward `graph` finds a gradient where the graph that makes it leaves it, all times that it is
-        replayed: the graphs of a round follow each other as they were captured."""
+        """Let the backward `graph` read a gradient where the graph that makes it leaves it.
+
+        That holds in all its replays, because the graphs of a round follow each other as they were captured.
+        """
         for slot in self.slots:
             if slot.graph == graph:
                 slot.reads(place, weak, in_place=True)
 
     def drop(self, number: int) -> None:
-        """The graphs of a round, unless there are all of them."""
+        """Drop the graphs of a round, unless all of them are captured."""
         graphs = self.graphs_of[number]
         if graphs <= self.done:
             return

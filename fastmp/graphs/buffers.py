@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -27,41 +27,6 @@ _ITEMSIZES = {
     **{"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2},
     **{"uint8": 1, "int8": 1, "bool": 1},
 }
-
-
-# Parts of a layer that a scope can name; every segment is a part by its own name.
-_PARTS = {
-    "attn": ("attention",),
-    "moe_router": ("router",),
-    "moe_preprocess": ("preprocess", "shared_experts"),
-    "moe": ("router", "preprocess", "shared_experts", "dispatch", "experts", "combine"),
-}
-
-
-def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool]) -> set[str]:
-    """The names of the segments to capture. `segments`: {name: whether it can be captured}.
-
-    scope: attn, mlp, moe_router, moe_preprocess (with shared experts), moe (all in place of an MLP), full
-    (everything), or segments by name; None: whatever can be captured.
-
-    ValueError for a scope of which no name is known here, for a part that cannot be captured whole, and for
-    one behind eager shared experts: on a GPU these run beside what follows, until `combine` waits for them.
-    """
-    if scope is None:
-        return {name for name, capturable in segments.items() if capturable}
-    parts = {name: segments if name == "full" else _PARTS.get(name, (name,)) for name in scope}
-    found = {name: [part for part in own if part in segments] for name, own in parts.items()}
-    if segments and not any(found.values()):
-        raise ValueError(f"graphs: scope {list(scope)} names no segment; there are {sorted(segments)}")
-    for name, own in found.items():
-        eager = [part for part in own if not segments[part]]
-        if eager:
-            raise ValueError(f"graphs: scope {name!r} cannot be captured, because of {', '.join(eager)}")
-    chosen = {part for own in found.values() for part in own}
-    behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]
-    if behind and "shared_experts" in segments and "shared_experts" not in chosen:
-        raise ValueError(f"graphs: a scope with {', '.join(behind)} needs 'shared_experts' as well")
-    return chosen
 
 
 class TensorSpec(NamedTuple):
@@ -114,7 +79,7 @@ class Lease(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GraphPlan:
+class BufferPlan:
     """The replays of one training step of a rank, in order, and the buffers that they share."""
 
     chunks: tuple[tuple[RunSpec, ...], ...]
@@ -144,7 +109,7 @@ class GraphPlan:
         return sum(spec is None or self.buffers[buffer] == spec for buffer in held)
 
 
-def plan(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> GraphPlan:
+def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> BufferPlan:
     """Graphs and buffers for the steps of one rank; `chunks` has the captured runs of each of its chunks.
 
     With R runs a chunk whose inputs are alike, the forwards' inputs are peak in flight x R buffers for each
@@ -180,44 +145,7 @@ def plan(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> GraphPla
                         leases.append(lease._replace(last=now))
                         pool.give_back(lease.buffer)
         ends.append(len(replays))
-    return GraphPlan(chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
-
-
-def problems(plan: GraphPlan) -> Iterator[str]:
-    """Whatever would corrupt a result: a buffer that two hold at once, or that is used by one who does not.
-
-    Nothing for what `plan` makes; for plans that were made, or changed, by others.
-    """
-    by_buffer: dict[int, list[Lease]] = defaultdict(list)
-    for lease in plan.leases:
-        by_buffer[lease.buffer].append(lease)
-    for buffer, own in by_buffer.items():
-        own.sort(key=lambda lease: lease.first)
-        for before, after in pairwise(own):
-            if after.first <= before.last:
-                yield (
-                    f"buffer {buffer} is still needed by {_name(plan, before.last)} when "
-                    f"{_name(plan, after.first)} writes to it"
-                )
-    first = {(lease.buffer, lease.first): lease.last for lease in plan.leases}
-    ends = _ends(plan.replays)
-    for i, replay in enumerate(plan.replays):
-        for buffer in replay.buffers:
-            if first.get((buffer, i), -1) < ends[i]:
-                yield f"buffer {buffer} is not held from {_name(plan, i)} to {_name(plan, ends[i])}"
-
-
-def _ends(replays: Sequence[Replay]) -> list[int]:
-    """The last replay of the same run of the same microbatch, for each replay."""
-    ends: dict[tuple[int, int, int], int] = {}
-    for i, replay in enumerate(replays):
-        ends[replay.step.microbatch, replay.step.chunk, replay.run] = i
-    return [ends[replay.step.microbatch, replay.step.chunk, replay.run] for replay in replays]
-
-
-def _name(plan: GraphPlan, i: int) -> str:
-    replay = plan.replays[i]
-    return f"the {replay.step}, run {plan.chunks[replay.step.chunk][replay.run].name!r}"
+    return BufferPlan(chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
 
 
 def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:

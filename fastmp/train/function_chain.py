@@ -15,10 +15,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer, Tensors
 
-__all__ = ["Whole"]
+__all__ = ["FunctionChain"]
 
 
-class Whole:
+class FunctionChain:
     """`function(*args)`, which in training goes through `chain`, whose one segment it is.
 
     name: of the segment.
@@ -36,7 +36,7 @@ class Whole:
         layer = self._layer
         if not (torch.is_grad_enabled() and layer.module.training):
             return layer.function(*args)
-        return layer.results.put_together(self.chain(*layer.arguments.take_apart(args)))
+        return layer.results.unflatten(self.chain(*layer.arguments.flatten(args)))
 
 
 class _Layer(SegmentedLayer):
@@ -49,7 +49,7 @@ class _Layer(SegmentedLayer):
         return (Segment(self.name, self._run),)
 
     def _run(self, *tensors: Tensor) -> Tensors:
-        return self.results.take_apart(self.function(*self.arguments.put_together(tensors)))
+        return self.results.flatten(self.function(*self.arguments.unflatten(tensors)))
 
 
 class _Form:
@@ -59,7 +59,7 @@ class _Form:
         self.what = what
         self._known: tuple[TreeSpec, tuple[bool, ...]] | None = None  # with which leaves are tensors
 
-    def take_apart(self, value: Any) -> Tensors:
+    def flatten(self, value: Any) -> Tensors:
         leaves, spec = tree_flatten(value)
         form = spec, tuple(isinstance(leaf, Tensor) for leaf in leaves)
         others = [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, Tensor)]
@@ -75,7 +75,7 @@ class _Form:
         self._known = form
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
-    def put_together(self, tensors: Tensors) -> Any:
+    def unflatten(self, tensors: Tensors) -> Any:
         spec, are_tensors = self._known
         rest = iter(tensors)
         return tree_unflatten([next(rest) if each else None for each in are_tensors], spec)

@@ -1,0 +1,65 @@
+"""What a `GraphManager` needs of a backend: something that captures work and replays it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+__all__ = ["Backend", "Graph", "RandomStreams", "Weak"]
+
+Weak = Callable[[], Tensor]
+
+
+class RandomStreams(Protocol):
+    """Random streams that take turns in the default generator, as those of an `RngTracker`."""
+
+    @property
+    def current(self) -> str: ...
+    def fork(self, name: str) -> AbstractContextManager[None]: ...
+    def states(self) -> dict[str, Tensor]: ...
+    def restore(self, states: dict[str, Tensor]) -> None: ...
+
+
+class Graph(Protocol):
+    """`with graph.capture(): ...` notes the work inside; `replay()` does it again on the same memory."""
+
+    def capture(self) -> AbstractContextManager[None]: ...
+    def replay(self) -> None: ...
+
+
+class Backend(Protocol):
+    """Captures and replays graphs that share memory.
+
+    runs_at_capture: whether a capture also does the work, or only notes it.
+    owner: the manager that uses the backend; the manager sets it.
+    """
+
+    runs_at_capture: bool
+    owner: weakref.ref[Any] | None
+
+    @property
+    def rng(self) -> Any:
+        """The `RandomStreams` that the work draws from; None: torch's default generator only."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the memory pool that the graphs share."""
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Watch an eager forward that will be captured later; what this yields is passed to `graph`."""
+
+    def prepare(self) -> None:
+        """Get ready to capture: called once in each step that captures, before its first capture."""
+
+    def graph(self, forward: Any = None, watched: Any = None) -> Any:
+        """Make a new `Graph`; `forward` is the graph of the forward whose backward this one will hold."""
+
+    def weak(self, tensor: Tensor) -> Weak:
+        """Return a function that gives `tensor` where it lies, without keeping its memory from others."""
+
+    def reset(self) -> None:
+        """Let go of all graphs; the next ones have a pool of their own."""

@@ -1,0 +1,155 @@
+"""Cuts a chain of layers into runs, which are captured, and the eager parts between them.
+
+A run is as many segments in a row as can be captured, across the borders of layers. While an eager step is
+watched, this module also notes what each run takes and returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from fastmp.graphs.buffers import TensorSpec
+from fastmp.graphs.hooks import called_whole
+from fastmp.graphs.scope import captured_segments
+from fastmp.nn.segment import Call, LayerChain, Link
+
+__all__ = ["EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "spec_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Segments of a chain that follow each other; either a `Run` or an `EagerPart`.
+
+    name: that of the first segment, and of the last one.
+    begins: layers whose first segment is here, and whose own forward nobody calls: the marked hooks before
+        their forward are replayed.
+    call: how the chain calls the segments of one layer (see `LayerChain`).
+    """
+
+    name: str
+    links: list[Link]
+    begins: list[nn.Module]
+    call: Call | None
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers that have segments here, each once."""
+        return list(dict.fromkeys(link.layer for link in self.links))
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of these layers that require a gradient now."""
+        return list(dict.fromkeys(p for layer in self.layers for p in layer.parameters() if p.requires_grad))
+
+
+class Run(Part):
+    """Segments that one graph holds."""
+
+
+class EagerPart(Part):
+    """Segments that run eagerly in every step."""
+
+
+class Observed(NamedTuple):
+    """What an eager step has shown of a run.
+
+    inputs: their specs, and whether each requires a gradient. outputs: the specs of those that do.
+    calls: the modules that the run calls, in order.
+    watched: what `Backend.watch` has noted.
+    keeps: whether code before the run may keep the gradients of its inputs without copying them.
+    """
+
+    inputs: list[tuple[TensorSpec, bool]]
+    outputs: list[TensorSpec]
+    calls: list[nn.Module]
+    watched: Any
+    keeps: bool
+
+
+def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Part]:
+    """Cut `chain` into runs of segments that are in `scope` and can be captured, and the parts between them.
+
+    A layer with a hook that a replay would skip is eager as a whole. ValueError as `captured_segments`.
+    """
+    links = chain.links()
+    eager = {link.segment.name for link in links if not link.segment.capturable}
+    chosen = captured_segments(scope, {link.segment.name: link.segment.name not in eager for link in links})
+    links, called = called_whole(links)
+    begun: list[nn.Module] = [*called]
+    parts: list[Part] = []
+    for captured, own in groupby(links, lambda link: _captures(link, scope, chosen)):
+        group = list(own)
+        first, last = (link.full_name for link in (group[0], group[-1]))
+        layers: list[nn.Module] = list(dict.fromkeys(link.layer for link in group))
+        kind = Run if captured else EagerPart
+        name = first if first == last else f"{first} to {last}"
+        parts.append(kind(name, group, [layer for layer in layers if layer not in begun], chain.call))
+        begun += layers
+    return parts
+
+
+def _captures(link: Link, scope: Sequence[str] | None, chosen: set[str]) -> bool:
+    """Without a scope, a segment whose namesakes in other layers are eager is captured all the same."""
+    name = link.segment.name
+    return link.segment.capturable and (name in chosen or (scope is None and name != "shared_experts"))
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Describe `tensor`, with strides where it is dense in another order of dimensions.
+
+    A product reads such a tensor in another order, and its last bits differ.
+    """
+    return TensorSpec(
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        None if tensor.is_contiguous() or not _dense(tensor) else tensor.stride(),
+    )
+
+
+def _dense(tensor: Tensor) -> bool:
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride()), key=lambda pair: pair[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@contextmanager
+def called_modules() -> Iterator[list[nn.Module]]:
+    """Collect the modules that are called inside, in order."""
+    called: list[nn.Module] = []
+    handle = register_module_forward_pre_hook(lambda module, args: called.append(module))
+    try:
+        yield called
+    finally:
+        handle.remove()
+
+
+def keeps_gradients(part: Part, inputs: Iterable[Tensor], outputs: Iterable[Tensor]) -> bool:
+    """Whether a leaf of `part` may keep a gradient that reaches it: a leaf without a `main_grad`.
+
+    A parameter of the part counts even if this step did not use it. A leaf from elsewhere counts if it is
+    in the autograd graph between `inputs` and `outputs`.
+    """
+    if not all(hasattr(param, "main_grad") for param in part.parameters):
+        return True
+    seen = {tensor.grad_fn for tensor in inputs}
+    nodes = [tensor.grad_fn for tensor in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and not hasattr(node.variable, "main_grad"):
+            return True
+        nodes += [before for before, _ in node.next_functions]
+    return False

@@ -1,0 +1,47 @@
+"""Which segments of a layer a scope names. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+__all__ = ["captured_segments"]
+
+# What a scope can name besides a single segment, which is a part by its own name.
+_PARTS = {
+    "attn": ("attention",),
+    "moe_router": ("router",),
+    "moe_preprocess": ("preprocess", "shared_experts"),
+    "moe": ("router", "preprocess", "shared_experts", "dispatch", "experts", "combine"),
+}
+
+
+def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool]) -> set[str]:
+    """The names of the segments to capture. `segments`: {name: whether it can be captured}.
+
+    scope: attn, mlp, moe_router, moe_preprocess (with the shared experts), moe (everything in place of an
+        MLP), full (everything), or segments by name. None captures all that can be, but no shared experts in
+        front of an eager dispatch: inside the graph they would delay the copy of the counts to the host, and
+        eagerly they run beside the exchange of tokens.
+
+    ValueError for a scope that names no segment, for a part of which a segment cannot be captured, and for
+    dispatch, experts or combine without the shared experts: where these are eager, they run on a stream that
+    `combine` waits for, which a graph cannot do.
+    """
+    if scope is None:
+        chosen = {name for name, capturable in segments.items() if capturable}
+        return chosen - {"shared_experts"} if not segments.get("dispatch", True) else chosen
+    parts = {name: segments if name == "full" else _PARTS.get(name, (name,)) for name in scope}
+    found = {name: [part for part in own if part in segments] for name, own in parts.items()}
+    if segments and not any(found.values()):
+        raise ValueError(f"graphs: scope {list(scope)} names no segment; choose from {sorted(segments)}")
+    for name, own in found.items():
+        eager = [part for part in own if not segments[part]]
+        if eager:
+            raise ValueError(
+                f"graphs: scope {name!r} cannot be captured, because {', '.join(eager)} must run eagerly"
+            )
+    chosen = {part for own in found.values() for part in own}
+    behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]
+    if behind and "shared_experts" in segments and "shared_experts" not in chosen:
+        raise ValueError(f"graphs: a scope with {', '.join(behind)} needs 'shared_experts' as well")
+    return chosen

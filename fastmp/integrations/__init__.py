@@ -1,0 +1,1 @@
+"""Other libraries behind fastmp's own interfaces; each is imported when it is asked for, and no sooner."""

@@ -1,0 +1,122 @@
+"""The graphs of a model in training: a manager over its layers or all of it, and what ranks agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fastmp.config import Environment, GraphConfig
+from fastmp.graphs.cuda import CudaBackend
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.recording import RecordingBackend
+from fastmp.graphs.runs import cut
+from fastmp.nn.segment import LayerChain
+
+if TYPE_CHECKING:
+    from fastmp.parallel.rng import RngTracker
+    from fastmp.train.microbatches import Chunks, WholeModel
+
+__all__ = ["CaptureAgreement", "make_graphs"]
+
+_MOST_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
+
+
+def make_graphs(
+    runner: WholeModel | Chunks,
+    num_microbatches: int,
+    config: GraphConfig,
+    *,
+    rng: RngTracker | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    manager: Callable[..., GraphManager] | None = None,
+) -> GraphManager | None:
+    """Make a manager for what `runner` does with the microbatches of a step; None if `config` wants none.
+
+    group: the ranks of a pipeline stage, which verify steps together.
+    manager: called as manager(chains, order, rng=, scope=, warmup=) in place of `GraphManager`, to have
+        another library capture: `fastmp.integrations.transformer_engine.TransformerEngineManager`.
+
+    Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk.
+
+    ValueError for a chunk with no or several chains, for a scope that names no segment or one that cannot be
+    captured, where the `manager` for `config.impl` is missing, and where NCCL would read memory that torch's
+    allocator has given back.
+    """
+    if not config.enabled:
+        return None
+    if manager is None and config.impl != "fastmp":
+        raise ValueError(f"Trainer: graphs with impl {config.impl!r} need graph_manager=, the manager to use")
+    environment = Environment.read()
+    if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
+        raise ValueError(
+            "Trainer: graphs of collectives and expandable_segments:True for torch's allocator need "
+            "NCCL_GRAPH_REGISTER=0 in the environment: NCCL would read memory that is gone"
+        )
+    scope = config.scope
+    if scope is not None and "full" in scope:
+        for chain in (chain for chunk in runner.chunks for chain in _chains(chunk)):
+            cut(chain, scope)
+        chains, order = runner.whole(num_microbatches)
+        scope = None
+    else:
+        chains, order = _layers(runner.chunks), runner.order(num_microbatches)
+    if manager is not None:
+        return manager(chains, order, rng=rng, scope=scope, warmup=config.warmup)
+    return GraphManager(
+        chains,
+        order,
+        backend=CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng),
+        scope=scope,
+        warmup=config.warmup,
+        verify_every=config.verify_every,
+        group=group,
+        fallback=True,
+    )
+
+
+class CaptureAgreement:
+    """Lets all ranks give up their graphs together where a capture has failed on one of them.
+
+    group: all ranks that train together, or None; its collectives must run on CPU tensors too. The ranks
+    agree at the end of every step until each has captured its graphs, or one has failed.
+    """
+
+    def __init__(self, manager: GraphManager, group: dist.ProcessGroup | None) -> None:
+        self._manager, self._group, self._steps, self._settled = manager, group, 0, group is None
+
+    def end_step(self) -> None:
+        """End a step of the manager; after this, a failure on any rank is the `failure` of all managers."""
+        self._manager.end_step()
+        if self._settled:
+            return
+        self._steps += 1
+        failed = self._manager.failure is not None
+        state = torch.tensor([failed, self._manager.pending], dtype=torch.int32)
+        dist.all_reduce(state, dist.ReduceOp.MAX, group=self._group)
+        any_failed, any_pending = state.tolist()
+        if any_failed:
+            reasons: list[str | None] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(reasons, self._manager.failure, group=self._group)
+            rank, reason = next((i, text) for i, text in enumerate(reasons) if text is not None)
+            self._manager.give_up(f"rank {rank}: {reason}")
+        self._settled = any_failed or not any_pending or self._steps >= _MOST_STEPS
+
+
+def _chains(chunk: nn.Module) -> list[LayerChain]:
+    return [module for module in chunk.modules() if isinstance(module, LayerChain)]
+
+
+def _layers(chunks: Sequence[nn.Module]) -> list[LayerChain]:
+    """The layers of each chunk."""
+    for chunk in chunks:
+        if len(_chains(chunk)) != 1:
+            raise ValueError(
+                f"Trainer: graphs need a model whose layers are one LayerChain, or scope 'full'; "
+                f"{type(chunk).__name__} has {len(_chains(chunk))}"
+            )
+    return [_chains(chunk)[0] for chunk in chunks]

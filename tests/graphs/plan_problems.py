@@ -1,0 +1,46 @@
+"""Checks a `BufferPlan` for what would corrupt a result."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from fastmp.graphs.buffers import BufferPlan, Lease, Replay
+
+
+def problems(plan: BufferPlan) -> Iterator[str]:
+    """Whatever would corrupt a result: a buffer that two hold at once, or that is used by one who does not.
+
+    Nothing for what `plan` makes; for plans that were made, or changed, by others.
+    """
+    by_buffer: dict[int, list[Lease]] = defaultdict(list)
+    for lease in plan.leases:
+        by_buffer[lease.buffer].append(lease)
+    for buffer, own in by_buffer.items():
+        own.sort(key=lambda lease: lease.first)
+        for before, after in pairwise(own):
+            if after.first <= before.last:
+                yield (
+                    f"buffer {buffer} is still needed by {_name(plan, before.last)} when "
+                    f"{_name(plan, after.first)} writes to it"
+                )
+    first = {(lease.buffer, lease.first): lease.last for lease in plan.leases}
+    ends = _ends(plan.replays)
+    for i, replay in enumerate(plan.replays):
+        for buffer in replay.buffers:
+            if first.get((buffer, i), -1) < ends[i]:
+                yield f"buffer {buffer} is not held from {_name(plan, i)} to {_name(plan, ends[i])}"
+
+
+def _ends(replays: Sequence[Replay]) -> list[int]:
+    """The last replay of the same run of the same microbatch, for each replay."""
+    ends: dict[tuple[int, int, int], int] = {}
+    for i, replay in enumerate(replays):
+        ends[replay.step.microbatch, replay.step.chunk, replay.run] = i
+    return [ends[replay.step.microbatch, replay.step.chunk, replay.run] for replay in replays]
+
+
+def _name(plan: BufferPlan, i: int) -> str:
+    replay = plan.replays[i]
+    return f"the {replay.step}, run {plan.chunks[replay.step.chunk][replay.run].name!r}"
