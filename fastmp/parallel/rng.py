@@ -115,8 +115,8 @@ class RngTracker:
         return {name: generator.get_state() for name, generator in self._by_name().items()}
 
     def restore(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
-        """Set every stream to `states`, as `states()` gave them; a generator takes the stream's place.
-        ValueError where the streams are not the same.
+        """Set every stream to its entry in `states`: a tensor from `states()`, or on CUDA a generator from
+        `generators()`, which takes the stream's place. ValueError where the streams are not the same.
         """
         streams = self._by_name()
         if set(states) != set(streams):
@@ -124,6 +124,10 @@ class RngTracker:
         for name, state in states.items():
             if isinstance(state, torch.Tensor):
                 streams[name].set_state(state.cpu())
+            elif self._default.device.type == "cpu":
+                raise ValueError(
+                    f"RngTracker.restore: the streams of cpu take states, got a generator for {name!r}"
+                )
             elif name == self._current:
                 self._default.graphsafe_set_state(state)
             else:
@@ -136,8 +140,13 @@ class RngTracker:
         return streams
 
     def generators(self) -> dict[str, torch.Generator]:
-        """A generator of each stream, which moves on with it: on CUDA, what a graph is told of and what
-        `restore` takes inside one, where states are out of reach."""
+        """A generator for each stream of a CUDA device, which moves on with the stream.
+
+        A graph registers them, and `restore` takes them while one is captured, where states are out of reach.
+        ValueError on a CPU, whose streams take turns in one generator by copies of their states.
+        """
+        if self._default.device.type == "cpu":
+            raise ValueError("RngTracker.generators: the streams of cpu have states only; use states()")
         streams = self._by_name()
         streams[self._current] = self._default.graphsafe_get_state()
         return streams

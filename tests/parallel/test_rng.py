@@ -141,6 +141,12 @@ def test_errors_name_both_values():
         pass
     with pytest.raises(ValueError, match=r"got streams \['default'\], expected \['default', 'tensor-"):
         rng.restore({"default": torch.get_rng_state()})
+    with pytest.raises(ValueError, match=r"generators: the streams of cpu have states only; use states\(\)"):
+        rng.generators()
+    with pytest.raises(
+        ValueError, match=r"restore: the streams of cpu take states, got a generator for 'def"
+    ):
+        rng.restore({name: torch.Generator() for name in rng.states()})
     with pytest.raises(ValueError, match="no generator for device meta"):
         RngTracker(3, device="meta")
 
