@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.messages import Message, Program, forward_orders, program
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step
 from fastmp.profiling import region
@@ -103,7 +103,6 @@ class Pipeline:
         modules of other kinds included, in "backward_input".
     group: the pipeline's ranks; None for this rank alone.
     inputs, loss: called on the first and last rank only.
-    batched: hand the messages of a step to the backend in one call.
     device: where tensors that arrive are put; None: that of the first parameter, or the CPU.
 
     All ranks make it together. ValueError, the same on all of them, where they disagree about orders or
@@ -118,10 +117,9 @@ class Pipeline:
         group: dist.ProcessGroup | None,
         inputs: Callable[[Any], Outputs],
         loss: Callable[..., Tensor | tuple[Tensor, Any]],
-        batched: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
-        self.chunks, self.group, self.batched = list(chunks), group, batched
+        self.chunks, self.group = list(chunks), group
         self.inputs, self.loss = inputs, loss
         self.rank, self.size = group_rank(group), group_size(group)
         self.last_stage = self.size * len(self.chunks) - 1
@@ -137,15 +135,17 @@ class Pipeline:
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
         self._reset(True, self._program)
+        if group is not None:
+            # NCCL makes a group's communicator in its first collective, which all ranks must take part in.
+            all_reduce_(torch.zeros(1, device=self.device), group)
 
     def _agree(self) -> None:
-        """Also the first communication of the group: backends set up all of its ranks in it."""
+        """ValueError, the same on all ranks, where they were given different orders."""
         if self.group is not None:
             digest = hashlib.sha256(repr(self.orders).encode()).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
-            dist.all_gather_object(everyones, (len(self.chunks), digest, self.batched), group=self.group)
-            names = ("numbers of chunks", "orders", "batched")
-            for name, values in zip(names, zip(*everyones, strict=True), strict=True):
+            dist.all_gather_object(everyones, (len(self.chunks), digest), group=self.group)
+            for name, values in zip(("numbers of chunks", "orders"), zip(*everyones, strict=True)):
                 different = [rank for rank, value in enumerate(values) if value != values[0]]
                 if different:
                     shown = f": {list(values)}" if name != "orders" else ""
@@ -325,12 +325,9 @@ class Pipeline:
 
     def _post(self, messages: Sequence[Message]) -> None:
         """Start sending and receiving, in order."""
-        transfers: list[_Transfer] = []
         for message in messages:
             key, mine = message[3:], message.source == self.rank
             if message.kind == FORWARD and message.stage not in self._known:
-                self._start(transfers)
-                transfers = []
                 self._exchange_specs(message)
             specs = self._known[message.stage - (message.kind == BACKWARD)]
             if message.kind == BACKWARD:
@@ -340,34 +337,16 @@ class Pipeline:
             else:
                 tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
             peer = message.target if mine else message.source
-            transfers.append(_Transfer(key, mine, peer, 2 * self._plan.tags[message], tensors))
-        self._start(transfers)
+            self._start(key, mine, peer, 2 * self._plan.tags[message], tensors)
         self._finish_sending(_MOST_SENDING)
 
-    def _start(self, transfers: Sequence[_Transfer]) -> None:
-        calls = [
-            (dist.isend if transfer.sends else dist.irecv, tensor, transfer.peer, transfer.tag)
-            for transfer in transfers
-            for tensor in transfer.tensors
-        ]
-        if self.batched and calls:
-            works = dist.batch_isend_irecv(
-                [dist.P2POp(op, x, group=self.group, tag=t, group_peer=peer) for op, x, peer, t in calls]
-            )
+    def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
+        if sends:
+            works = [dist.isend(x, group=self.group, tag=tag, group_dst=peer) for x in tensors]
+            self._sending.append((works, tensors))
         else:
-            works = [
-                op(x, group=self.group, tag=t, **{"group_dst" if op is dist.isend else "group_src": peer})
-                for op, x, peer, t in calls
-            ]
-        each = len(works) == len(calls)  # some backends give one for the whole batch
-        first = 0
-        for transfer in transfers:
-            own = works[first : first + len(transfer.tensors)] if each else works
-            first += len(transfer.tensors)
-            if transfer.sends:
-                self._sending.append((own, transfer.tensors))
-            else:
-                self._arriving[transfer.key] = (own, transfer.tensors)
+            works = [dist.irecv(x, group=self.group, tag=tag, group_src=peer) for x in tensors]
+            self._arriving[key] = (works, tensors)
 
     def _finish_sending(self, most: int) -> None:
         """Let go of what has been sent; wait for the oldest where more than `most` messages have not."""
@@ -377,27 +356,18 @@ class Pipeline:
 
     def _exchange_specs(self, message: Message) -> None:
         """Shapes of what a stage hands on, ahead of its first activations; the receiver waits for them."""
-        mine, tag = message.source == self.rank, 2 * self._plan.tags[message] + 1
-        if mine:
+        key, tag = ("specs", *message[4:]), 2 * self._plan.tags[message] + 1
+        if message.source == self.rank:
             specs = self._new_specs.pop(message.stage)
             header = torch.tensor(_encode(specs), dtype=torch.int64, device=self.device)
-            self._start([_Transfer(("specs", *message[4:]), True, message.target, tag, (header,))])
+            self._start(key, True, message.target, tag, (header,))
         else:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
-            key = ("specs", *message[4:])
-            self._start([_Transfer(key, False, message.source, tag, (header,))])
+            self._start(key, False, message.source, tag, (header,))
             for work in self._arriving.pop(key)[0]:
                 work.wait()
             specs = _decode(header.tolist())
         self._known[message.stage] = specs
-
-
-class _Transfer(NamedTuple):
-    key: tuple[str, int, int]
-    sends: bool
-    peer: int
-    tag: int
-    tensors: Tensors
 
 
 def _tuple(tensors: Outputs) -> Tensors:

@@ -93,7 +93,6 @@ def compare(
     microbatch_group_size: int | None = None,
     layers: tuple[int, ...] | None = None,
     promise: float | None = None,
-    batched: bool = False,
     **options: Any,
 ) -> None:
     """A training step of `number` microbatches and an evaluation, all numbers held against one whole model.
@@ -123,7 +122,6 @@ def compare(
         group=groups.pp,
         inputs=lambda batch: batch[0],
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=promise).sum(),
-        batched=batched,
     )
     own = own_batches(config, max(number, EVALUATED), groups)
     result = pipeline.train(own[:number])

@@ -34,7 +34,6 @@ OPTIONS = {
     "schedule": ("1f1b", "zero_bubble"),
     "sequence_parallel": (False, True),
     "recompute": (False, True),
-    "batched": (False, True),
     "uneven": (False, True),
     "group": ("pp", "pp + 1"),
 }
@@ -53,7 +52,7 @@ def sizes(kind: str, world: int) -> Iterator[Layout]:
 
 def fits(layout: Layout) -> bool:
     """Whether the options mean something for the sizes."""
-    alone = layout["pp"] == 1 and (layout["batched"] or layout["uneven"])
+    alone = layout["pp"] == 1 and layout["uneven"]
     without_group = layout["group"] != "pp" and (layout["vpp"] == 1 or layout["pp"] == 1)
     return not (alone or without_group or (layout["sequence_parallel"] and layout["tp"] == 1))
 
@@ -112,12 +111,11 @@ def run_of(kind: str, layout: Layout) -> dict[str, Any]:
     return {
         "config": config,
         "vpp": vpp,
-        "number": max(2, group) * (1 + (layout["batched"] and layout["uneven"])),
+        "number": max(2, group) * (1 + layout["uneven"]),
         "schedule": layout["schedule"],
         "microbatch_group_size": group,
         "layers": layers,
         "promise": 1.0 if layout["recompute"] else None,
-        "batched": layout["batched"],
         "sequence_parallel": layout["sequence_parallel"],
         "recompute": layout["recompute"],
     }

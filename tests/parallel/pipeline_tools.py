@@ -115,18 +115,18 @@ def make(
     )
 
 
-def check_parity(groups, vpp, number, schedule, batched, group_size=None, depths: Sequence[int] = ()):
+def check_parity(groups, vpp, number, schedule, group_size=None, depths: Sequence[int] = ()):
     """Two steps and an evaluation: losses, gradients, what ran, and how many graphs were alive.
 
     depths: how many blocks each stage has; one, where nothing is said.
     """
     rank, size = group_rank(groups.pp), size_of(groups.pp)
-    label = f"pp {size} vpp {vpp} M {number} group {group_size} {schedule} batched={batched} rank {rank}"
+    label = f"pp {size} vpp {vpp} M {number} group {group_size} {schedule} rank {rank}"
     data, depths, alive = batches(number), depths or [1] * size * vpp, weakref.WeakSet()
     stages = [Counted(stage, depth, weakref.WeakSet()) for stage, depth in enumerate(depths)]
     loss, grads = reference(size * vpp, data, stages)
     chunks = [Counted(c * size + rank, depths[c * size + rank], alive) for c in range(vpp)]
-    options = {"group_size": group_size, "schedule": schedule, "batched": batched}
+    options = {"group_size": group_size, "schedule": schedule}
     pipeline = make(groups, vpp, number, chunks=chunks, **options)
     planned = Schedule(size, number, vpp, group_size, schedule)
     for step in (1, 2):  # the second with the shapes of the first

@@ -26,15 +26,14 @@ def parity_case(rank, world, microbatches):
     groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
     for vpp in (1, 2):
         for number in microbatches:
-            for schedule in ("1f1b", "zero_bubble"):
-                for batched in (False, True):
-                    check_parity(groups, vpp, number, schedule, batched)
+            for schedule in SCHEDULES:
+                check_parity(groups, vpp, number, schedule)
 
 
 def test_one_rank_with_any_number_of_chunks():
     for vpp in (1, 2, 3):
-        for schedule in ("1f1b", "zero_bubble"):
-            check_parity(None, vpp, 4, schedule, False)
+        for schedule in SCHEDULES:
+            check_parity(ParallelGroups.alone(), vpp, 4, schedule)
 
 
 @pytest.mark.parametrize(("world", "microbatches"), [(2, (4, 8)), (4, (4, 8))])
@@ -49,8 +48,7 @@ def accepted(draw: st.DrawFn) -> tuple:
     group_size, number = draw(st.integers(pp, 2 * pp)), draw(st.integers(1, 3 * pp))
     assume(vpp == 1 or not 0 < number % group_size < pp)
     depths = draw(st.lists(st.integers(0, 2), min_size=pp * vpp, max_size=pp * vpp))
-    schedule, batched = draw(st.sampled_from(SCHEDULES)), draw(st.booleans())
-    return pp, (vpp, number, schedule, batched, group_size, depths)
+    return pp, (vpp, number, draw(st.sampled_from(SCHEDULES)), group_size, depths)
 
 
 def drawn_case(rank, world, arguments):
@@ -60,7 +58,7 @@ def drawn_case(rank, world, arguments):
 def check_drawn(drawn):
     pp, arguments = drawn
     if pp == 1:
-        check_parity(None, *arguments)
+        check_parity(ParallelGroups.alone(), *arguments)
     else:
         run_ranks(drawn_case, pp, arguments)
 
@@ -90,7 +88,7 @@ def without_tags_case(rank, world):
     dist.isend, dist.irecv = partial(transfer, dist.isend), partial(transfer, dist.irecv)
     for vpp in (2, 3):
         for schedule in SCHEDULES:
-            check_parity(groups, vpp, 4 * world, schedule, False)
+            check_parity(groups, vpp, 4 * world, schedule)
     assert len(tags) > 8
 
 
@@ -192,7 +190,7 @@ def odd_stages_case(rank, world):
             return torch.ones_like(x)
 
     for kinds in (("frozen", "block"), ("block", "empty"), ("empty", "block"), ("block", "drop")):
-        for schedule in ("1f1b", "zero_bubble"):
+        for schedule in SCHEDULES:
             blocks = {"empty": nn.Identity(), "drop": Drop()}
             stages = [blocks.get(kind) or Block(i) for i, kind in enumerate(kinds)]
             if kinds[0] == "frozen":
@@ -248,11 +246,23 @@ def test_shapes_change_where_all_ranks_forget_them():
     assert all(run_ranks(shapes_case, 2))
 
 
+def collectives_of_making(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    with count_collectives() as seen:
+        make(groups, 1, 2)
+    return seen.calls[-1]
+
+
+def test_the_first_communication_on_the_device_is_by_all_ranks():
+    """NCCL makes a communicator in it: a message between two ranks alone would leave the others out."""
+    assert run_ranks(collectives_of_making, 2) == [("all_reduce", [(1,)])] * 2
+
+
 def disagree_case(rank, world, what):
     groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
     number, vpp = 4 + 2 * (what == "orders" and rank == 1), 1 + (what == "chunks" and rank == 1)
     try:
-        make(groups, vpp, number, batched=what == "batched" and rank == 1)
+        make(groups, vpp, number)
     except ValueError as error:
         return str(error)
 
@@ -262,7 +272,6 @@ def disagree_case(rank, world, what):
     [
         ("orders", "ranks 0 and 1 have different orders"),
         ("chunks", r"ranks 0 and 1 have different numbers of chunks: \[1, 2\]"),
-        ("batched", r"ranks 0 and 1 have different batched: \[False, True\]"),
     ],
 )
 def test_ranks_that_disagree(what, message):
