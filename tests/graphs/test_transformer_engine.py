@@ -30,7 +30,7 @@ from fastmp.nn import GPT
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
-from fastmp.train.graphs import make_graphs
+from fastmp.train.graphing import make_graphs
 from fastmp.train.language import token_loss
 from fastmp.train.microbatches import WholeModel
 
