@@ -42,7 +42,7 @@ POINTER = "latest"
 _NAME = re.compile(r"step-(\d{8})(?:\.(\d+))?")
 _STAGING = ".staging"
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
-_ONE_CHUNK = {"vpp": 1}  # the default of a layout, and that of checkpoints that do not name it
+_ONE_CHUNK = {"vpp": 1}  # the default, also for checkpoints that do not name it
 _BLOCK = 1 << 20  # bytes read at once
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
@@ -303,7 +303,7 @@ def _name(step: int, attempt: int) -> str:
 
 
 def communication_device() -> str:
-    """Where a tensor must be for the default process group: on the host, if any of its backends takes it."""
+    """The device of tensors for the default process group: the host where one of its backends takes them."""
     return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
 
 

@@ -1,4 +1,4 @@
-"""From text to token files: find the documents, hold some text out, tokenize, publish in one rename.
+"""Token files are built from text: find the documents, hold some text out, tokenize, publish in one rename.
 
 Documents are put in a fixed pseudo-random order; the last `validation_fraction` of the bytes of that order is
 held out. The one document on the boundary is cut in two (at a line where possible), so the fraction is exact,

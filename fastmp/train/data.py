@@ -126,7 +126,7 @@ class TokenDataset:
     def validation_batches(
         self, dp_rank: int = 0, dp_size: int = 1, *, max_batches: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """All held-out text, over the ranks together: each token but the first is a target exactly once.
+        """Yield all held-out text, over the ranks together: each token but the first is a target once.
 
         As `batch`; the target is -100 where the last windows are padding. Every rank gets equally many
         batches, the same ones at every call; `max_batches` stops earlier, for a quick look.

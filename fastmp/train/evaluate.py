@@ -1,7 +1,7 @@
 """Held-out loss: nats per token, and nats per byte of text next to the unigram entropy of that text.
 
-A loss per byte compares across tokenizers. The entropy of single bytes is what a model reaches that knows
-only how often each byte occurs, so the distance between the two is what was learnt.
+A loss per byte compares across tokenizers. A model that knows only how often each byte occurs reaches the
+unigram entropy, so the distance between the two is what was learnt beyond that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Evaluation", "evaluate"]
 class Evaluation:
     """`loss` in nats per token over `num_tokens` tokens.
 
-    `bytes_per_token` and `unigram_entropy` (nats per byte) are those of the held-out text; None if unknown.
+    `bytes_per_token` and `unigram_entropy` (nats per byte) describe the held-out text; None if unknown.
     """
 
     loss: float

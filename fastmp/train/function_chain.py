@@ -1,7 +1,8 @@
-"""A function of a microbatch as a chain of one segment: for graphs of all of it, embedding and loss included.
+"""A function of a microbatch as a chain of one segment, for graphs that hold all of it, also the loss.
 
-Graphs take and return tensors. What a loss function or a stage takes and returns around them, dictionaries,
-`ExpertStats`, None, must be the same for every microbatch, and is put around the tensors of a replay again.
+Graphs take and return tensors. A loss function or a stage also takes and returns dictionaries, `ExpertStats`
+and None around them. Their form must be the same for every microbatch; it is put around the tensors of a
+replay again.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ __all__ = ["FunctionChain"]
 
 
 class FunctionChain:
-    """`function(*args)`, which in training goes through `chain`, whose one segment it is.
+    """A callable like `function`, which in training runs as the one segment of `chain`.
 
-    name: of the segment.
+    name: the segment's name.
     module: has the parameters and the mode of all that the function runs.
 
-    ValueError for arguments or results with more in them than tensors and None, or put together in another
-    way than those before.
+    Calls raise ValueError for arguments or results that hold something else than tensors and None, or whose
+    form is not that of the first call.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
@@ -53,7 +54,7 @@ class _Layer(SegmentedLayer):
 
 
 class _Form:
-    """What is around tensors, as the first time has shown it."""
+    """The form of a value around its tensors, learnt from the first one."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -64,13 +65,11 @@ class _Form:
         form = spec, tuple(isinstance(leaf, Tensor) for leaf in leaves)
         others = [leaf for leaf in leaves if leaf is not None and not isinstance(leaf, Tensor)]
         if others:
-            raise ValueError(
-                f"graphs: under scope 'full' the {self.what} must be tensors, and there is {others[0]!r}"
-            )
+            raise ValueError(f"graphs: under scope 'full' the {self.what} must be tensors, got {others[0]!r}")
         if self._known not in (None, form):
             raise ValueError(
-                f"graphs: under scope 'full' the {self.what} must be put together alike in all microbatches; "
-                f"they are {spec} and were {self._known[0]}"
+                f"graphs: under scope 'full' the {self.what} must have one form in all microbatches; "
+                f"it is {spec} and was {self._known[0]}"
             )
         self._known = form
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))

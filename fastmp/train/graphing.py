@@ -61,7 +61,7 @@ def make_graphs(
     if scope is not None and "full" in scope:
         for chain in (chain for chunk in runner.chunks for chain in _chains(chunk)):
             cut(chain, scope)
-        chains, order = runner.whole(num_microbatches)
+        chains, order = runner.full_chains(num_microbatches)
         scope = None
     else:
         chains, order = _layers(runner.chunks), runner.order(num_microbatches)

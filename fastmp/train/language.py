@@ -48,8 +48,8 @@ def gpt_and_loss(
 def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, ExpertStats]:
     """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
 
-    Over context-parallel ranks, of this rank's part of the sequences. With experts, also what they say. The
-    gradient of the sum must be 1, as it is in the Trainer: the output layer relies on it beforehand.
+    Context-parallel ranks each take their part of the sequences. A model with experts also returns
+    `ExpertStats`. The gradient of the sum must be 1, as it is in the Trainer: the output layer relies on it.
     """
     tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
     losses = model.loss(tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
@@ -82,7 +82,7 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
 
 
 def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
-    """What `generate` asks a whole model: of tokens (1, S) the logits (V,) of what follows a position."""
+    """A function for `generate`: from tokens (1, S) and a position, the logits (V,) of the next token."""
     device = next(model.parameters()).device
 
     def run(tokens_BS: Tensor, position: int) -> Tensor:
@@ -96,7 +96,7 @@ def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
 def pipeline_next_logits(
     stages: Sequence[GPTStage], groups: ParallelGroups
 ) -> Callable[[Tensor, int], Tensor]:
-    """`next_logits` of a GPT in stages, on all ranks of the pipeline; all of them make it, and call it."""
+    """`next_logits` for a GPT in stages; all ranks of the pipeline make and call it together."""
     group, cp_group = groups.pp, groups.cp
     pp, vpp, config = group_size(group), len(stages), stages[-1].config
 
@@ -128,13 +128,13 @@ def pipeline_next_logits(
 
 
 def _logits_of(position: int, length: int, logits_SBV: Tensor, cp_group: dist.ProcessGroup | None) -> Tensor:
-    """Row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
+    """The row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
     own = own_positions(length, cp_group, logits_SBV.device) == position
     return logits_SBV[own, 0].double().sum(0)
 
 
 def _sum_over(logits_V: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
-    """Of ranks one of which has the logits, the others zeros: the same bits for all."""
+    """Sum logits that one rank has, and the others as zeros: the same bits on all ranks."""
     for group in groups:
         if group is not None:
             all_reduce_(logits_V, group)

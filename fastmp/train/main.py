@@ -215,7 +215,7 @@ def build_model(
 
 
 def _streams(groups: ParallelGroups) -> dict[str, int]:
-    """Which random streams are this rank's: context-parallel ranks have twins of them."""
+    """The options of RngTracker that choose this rank's random streams."""
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     return {"tp_rank": group_rank(groups.tp), **cp}
 

@@ -43,7 +43,7 @@ Batch = dict[str, Tensor]
 
 
 class ExpertStats(NamedTuple):
-    """What the expert layers of a model say about one microbatch.
+    """Losses and loads of the experts of a model in one microbatch.
 
     `aux_loss` (): the sum of their losses over the tokens, to be added to the loss; as the loss, it is the
     same on ranks of one tensor-parallel group. `counts` (layers, experts): how many of this rank's part of
@@ -59,7 +59,7 @@ LossFunction = Callable[[nn.Module, Batch], tuple[Tensor, Tensor] | tuple[Tensor
 
 @dataclass(frozen=True)
 class PipelineLoss:
-    """What a model in chunks is trained with, in place of a loss function.
+    """The loss of a model in chunks, in place of a loss function, and the order of its steps.
 
     inputs: (batch) -> tensors for the first stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
@@ -81,7 +81,7 @@ class PipelineLoss:
 
 
 class Sums(NamedTuple):
-    """Of the microbatches of a step that this rank ran, on the device.
+    """Sums over the microbatches of a step that this rank ran, on the device.
 
     totals (3,), float64: losses, number of tokens, losses of experts. counts (layers of the whole model,
     experts), int64: tokens of each expert, zeros for layers of other stages; None without experts.
@@ -92,7 +92,7 @@ class Sums(NamedTuple):
 
 
 class WholeModel:
-    """All of the model is here: `loss_fn(model, batch)` for one microbatch after the other."""
+    """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         self.model, self.loss_fn, self.chunks = model, loss_fn, [model]
@@ -103,9 +103,11 @@ class WholeModel:
         """The steps of this rank in training."""
         return Schedule(1, num_microbatches).order(0)
 
-    def whole(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """Chains for graphs that hold all of a step's microbatches, which train through them from now on, and
-        the order of their steps."""
+    def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
+        """Chains for graphs of scope "full", which hold whole microbatches, and the order of their steps.
+
+        From now on, training runs through these chains.
+        """
         self._microbatch = FunctionChain("microbatch", self._microbatch, self.model)
         return [self._microbatch.chain], self.order(num_microbatches)
 
@@ -138,11 +140,11 @@ class WholeModel:
             totals = both if totals is None else totals + both
         return totals
 
-    def share_gradients(self) -> None:
-        """Sum the gradients of what is on several stages, once they are summed over data-parallel ranks."""
+    def sum_shared_gradients(self) -> None:
+        """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
 
     def own_rows(self, counts: Tensor) -> Tensor:
-        """Of `Sums.counts` the rows of the experts that are here."""
+        """The rows of `Sums.counts` that belong to the experts of this rank."""
         return counts
 
 
@@ -177,12 +179,14 @@ class Chunks:
         self._shape = (0, 0)
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
-        """As in `WholeModel`; for the number it was made for."""
+        """As in `WholeModel`, for the number of microbatches that this was made for."""
         return self.pipeline.orders[self.pipeline.rank]
 
-    def whole(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """As in `WholeModel`: a chain for each chunk, and on the last rank one more for the loss function,
-        which has the parameters of the last chunk. A stage that has no layers runs as it is."""
+    def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
+        """As in `WholeModel`: a chain for each chunk, and on the last rank one more for the loss function.
+
+        The loss function has the parameters of the last chunk. A stage that has no layers runs as it is.
+        """
         chains, pipeline, steps = [], self.pipeline, self.order(num_microbatches)
         for chunk, module in enumerate(self.chunks):
             if self._hands_on(chunk):
@@ -197,25 +201,25 @@ class Chunks:
         return chains, steps
 
     def _hands_on(self, chunk: int) -> bool:
-        """Whether a stage returns what it gets: behind the embedding, without layers."""
+        """Whether the stage returns its input: one behind the embedding that has no layers."""
         chains = [module for module in self.chunks[chunk].modules() if isinstance(module, LayerChain)]
         return bool(chains) and not any(map(len, chains)) and self._stages()[chunk] > 0
 
     @property
-    def looks_at_batches(self) -> bool:
+    def needs_batches(self) -> bool:
         """Whether this rank has the first stage or the last."""
         return group_rank(self.group) in (0, group_size(self.group) - 1)
 
     def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
         """As `WholeModel.train`, in the order of the schedule; every rank of the pipeline calls it."""
         with region("fastmp.train.data"):
-            batches = [fetch(i) if self.looks_at_batches else None for i in range(num_microbatches)]
+            batches = [fetch(i) if self.needs_batches else None for i in range(num_microbatches)]
         result = self.pipeline.train(batches)
         totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
         return Sums(totals, self._count(result))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
-        """As `WholeModel.evaluate`; zeros but on the last rank. As many batches at once as in a step."""
+        """As `WholeModel.evaluate`, as many batches at once as in a step; zeros on all ranks but the last."""
         totals, rest = None, iter(batches)
         at_once = 1 + max(step.microbatch for step in self.pipeline.orders[0])
         while some := list(islice(rest, at_once)):
@@ -223,7 +227,7 @@ class Chunks:
             totals = both if totals is None else totals + both
         return totals
 
-    def share_gradients(self) -> None:
+    def sum_shared_gradients(self) -> None:
         """As in `WholeModel`."""
         if self.functions.after_reduce is not None:
             self.functions.after_reduce()
@@ -266,7 +270,7 @@ class Chunks:
         return counts
 
     def _agree_on_rows(self, own: Sequence[Tensor | None]) -> tuple[list[range], tuple[int, int]]:
-        """Which rows each stage has, and the shape of all; once, in the first step, from shapes alone."""
+        """Agree in the first step, from shapes alone, on each stage's rows and the shape of all counts."""
         mine = [(0, 0) if part is None else tuple(part.shape) for part in own]
         everyones: list[Any] = [mine]
         if self.group is not None:
@@ -300,7 +304,7 @@ def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Paramet
 
 
 def named_buffers(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """The same of buffers, those left out that their module does not save."""
+    """The buffers of all chunks that their modules save, named as in `named_parameters`."""
 
     def saved(chunk: nn.Module) -> Iterator[tuple[str, Tensor]]:
         persistent = chunk.state_dict(keep_vars=True)

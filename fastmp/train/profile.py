@@ -82,7 +82,7 @@ class StepProfiler:
 
 
 def ranges(profile: torch.profiler.profile) -> list[str]:
-    """What each of fastmp's ranges took, the longest first: calls, and ms from its start to its end."""
+    """Time of each of fastmp's ranges, the longest first: calls, and ms from start to end."""
     rows = [row for row in profile.key_averages() if row.key.startswith("fastmp.")]
     rows.sort(key=lambda row: -row.cpu_time_total)
     width = max((len(row.key) for row in rows), default=0)

@@ -71,7 +71,7 @@ class StopSignals:
 
 
 class SkippedSteps:
-    """How many of the last steps, without a break, had a gradient norm that was not finite.
+    """The number of steps in a row, up to the last one, whose gradient norm was not finite.
 
     The count stays on the device. It is read after every step on a CPU; elsewhere every `limit` steps, so
     that the host does not wait for each step. The norm has the same bits on all ranks, and so has the count.
@@ -89,7 +89,7 @@ class SkippedSteps:
             self._count.add_(1).mul_(~torch.isfinite(grad_norm))
 
     def too_many(self, step: int) -> int:
-        """Their number after step `step`, if it has reached the limit and is read after this step; else 0."""
+        """The number after step `step`, if it has reached the limit and is read after this step; else 0."""
         if not self.limit or (self._count.device.type != "cpu" and step % self.limit):
             return 0
         count = int(self._count)
@@ -97,9 +97,10 @@ class SkippedSteps:
 
 
 def first_not_finite(parameters: Mapping[str, Parameter], world_size: int) -> str:
-    """Where a gradient that is not finite arises: the rank, and the parameter's name; all ranks call it.
+    """Say on which rank, and for which parameter, a gradient is not finite first; all ranks call it.
 
-    parameters: those of this rank in the order of the model, with their main gradients before any reduction.
+    parameters: the parameters of this rank in the order of the model, with main gradients that have not been
+        reduced over ranks.
     """
     own = next((name for name, p in parameters.items() if not torch.isfinite(p.main_grad).all()), None)
     if own is not None and not torch.isfinite(parameters[own]).all():

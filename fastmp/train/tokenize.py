@@ -25,7 +25,7 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """What training needs of a tokenizer. `end_of_text` separates documents and stands for no byte."""
+    """A tokenizer as training needs it. `end_of_text` separates documents and stands for no byte."""
 
     name: str
     vocab_size: int

@@ -57,7 +57,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class TrainData(Protocol):
-    """What the trainer asks of data. Batches are dicts of CPU tensors that depend on the arguments alone."""
+    """Data for the trainer. Batches are dicts of CPU tensors that depend on the arguments alone."""
 
     micro_batch_size: int
 
@@ -69,7 +69,7 @@ class TrainData(Protocol):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did; 0-dim tensors on the device, read them and you wait for it.
+    """The numbers of one step, as 0-dim tensors on the device: to read one is to wait for the step.
 
     `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
     gradient before clipping (float64). Where that is not finite, the step was skipped.
@@ -221,8 +221,10 @@ class Trainer:
         return evaluation
 
     def close(self) -> None:
-        """Let the graphs go, before the process groups do: graphs of collectives hold on to communicators,
-        and `Runtime.close` would wait for them. What is trained after that runs eagerly."""
+        """Remove the graphs; training after that runs eagerly.
+
+        Graphs of collectives hold on to communicators, and `Runtime.close` would wait for them.
+        """
         if self.graphs is not None:
             self.graphs.remove()
 
@@ -238,7 +240,7 @@ class Trainer:
         totals, counts = self._backward()
         with region("fastmp.train.reduce"):
             self.grads.all_reduce()
-            self.runner.share_gradients()
+            self.runner.sum_shared_gradients()
             _sum_over(totals, self.groups.dp_cp, self.groups.pp)
             if counts is not None:
                 _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
@@ -262,7 +264,7 @@ class Trainer:
         return result
 
     def _backward(self) -> Sums:
-        """Forward and backward of this step's microbatches; gradients and sums are those of this rank."""
+        """Run forward and backward of this step's microbatches; nothing is summed over ranks yet."""
         self.grads.zero()
         if self.graphs is not None:
             self.graphs.begin_step()
@@ -412,9 +414,9 @@ class Trainer:
         return self.step
 
     def _shards(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What data-parallel ranks hold alike, and what the replicas of experts do.
+        """Tensors to save: those that data-parallel ranks hold alike, and those that replicas of experts do.
 
-        Parameters (tied ones once), buffers, optimizer state.
+        They are parameters (tied ones once), buffers and optimizer state.
         """
         shard: dict[str, Tensor] = {}
         experts: dict[str, Tensor] = {}
@@ -425,11 +427,6 @@ class Trainer:
             into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
         shard |= {f"model/{name}": buffer for name, buffer in named_buffers(self.runner.chunks)}
         return shard, experts
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """All that `_shards` has."""
-        shard, experts = self._shards()
-        return shard | experts
 
     def _random_states(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}

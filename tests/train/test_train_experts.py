@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from train_tools import saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.parallel.collectives import (
@@ -124,7 +125,7 @@ class Model(nn.Module):
         return gather_from_group(own, self.tp, 0)
 
 
-class Samples:
+class Rows:
     """Random rows, each a function of its number, to be mapped to their cumulative sums."""
 
     micro_batch_size = MICRO_BATCH
@@ -158,7 +159,7 @@ def make_trainer(groups=ParallelGroups.alone(), *, seed=5, clip=0.0, num_routers
     optimizer = OptimizerConfig(lr=1e-2, min_lr=1e-3, warmup_steps=2, weight_decay=0.1, clip_grad_norm=clip)
     function = stats_loss_fn if num_routers else loss_fn
     model = Model(groups, seed, num_routers)
-    return Trainer(model, Samples(), function, config, optimizer=optimizer, groups=groups)
+    return Trainer(model, Rows(), function, config, optimizer=optimizer, groups=groups)
 
 
 def whole(trainer, tensors):
@@ -287,7 +288,7 @@ def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
         trainer = make_trainer(make_groups(world_size, 2, 2, 1), clip=1.0)
         trainer.train_step()
         victims = [0]
-        before = {name: tensor.detach().clone() for name, tensor in trainer._tensors().items()}
+        before = {name: tensor.detach().clone() for name, tensor in saved_tensors(trainer).items()}
 
         def poisoned(model, batch):
             if rank == victims[0]:
@@ -297,7 +298,7 @@ def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
         trainer.runner.loss_fn = poisoned
         for victims[0] in range(world_size):
             assert not math.isfinite(trainer.train_step().grad_norm)
-        for key, tensor in trainer._tensors().items():
+        for key, tensor in saved_tensors(trainer).items():
             assert torch.equal(tensor, before[key]), key
         trainer.runner.loss_fn = loss_fn
         return trainer.optimizer.skipped_steps.item(), trainer.train_step().loss.item()
@@ -323,8 +324,8 @@ def test_resume_is_bitwise(tmp_path, world, tp, ep, etp):
         assert second.resume() and second.step == 3
         losses += [second.train_step().loss.item() for _ in range(3)]
         assert losses == expected
-        for name, tensor in straight._tensors().items():
-            assert torch.equal(tensor, second._tensors()[name]), name
+        for name, tensor in saved_tensors(straight).items():
+            assert torch.equal(tensor, saved_tensors(second)[name]), name
 
     run_ranks(rank_main, world)
     (path,) = (tmp_path / "gpt" / "checkpoints").glob("step-*")
@@ -369,7 +370,7 @@ def train_with_routers(groups):
 def test_routers_see_the_counts_of_the_whole_step_on_every_layout(world, tp, ep, etp):
     """The auxiliary loss is minimised, reported apart, and no more than the loss a matter of the layout."""
     curve, gate, seen, biases = train_with_routers(None)
-    batch = Samples().batch(0, 0, 1, 0, 1)
+    batch = Rows().batch(0, 0, 1, 0, 1)
     assert curve[0][0] == pytest.approx(make_trainer().train_step().loss.item(), abs=1e-12)
     assert torch.tensor(seen).sum(-1).eq(GLOBAL_BATCH).all() and seen[1][0] != seen[0][0]
     assert not torch.equal(biases[0], biases[1]) and biases[0].abs().max() > 1

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import NoDeviceCopies, Samples, check_on_a_gpu
+from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
 
-from fastmp.config import GPTConfig, MoEConfig, OptimizerConfig, TrainConfig
+from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
@@ -24,29 +24,8 @@ from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MOE = MoEConfig(
-    num_experts=8,
-    top_k=2,
-    expert_ffn_hidden_size=24,
-    score="sigmoid",
-    normalize_topk=True,
-    expert_bias=True,
-    bias_update_rate=0.05,
-    aux_loss=0.02,
-    sequence_aux_loss=0.01,
-    z_loss=0.001,
-    shared_expert_ffn_hidden_size=16,
-)
-CONFIG = GPTConfig(
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    vocab_size=131,
-    max_seq_len=16,
-    init_std=0.1,
-    activation="swiglu",
-    moe=MOE,
-)
+MOE = replace(EXPERTS.moe, sequence_aux_loss=0.01, shared_expert_ffn_hidden_size=16)
+CONFIG = replace(EXPERTS, num_layers=2, moe=MOE)
 OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
 MICRO_BATCH, NUM_MICROBATCHES = 4, 2  # over all data-parallel ranks
 STEPS = 4
@@ -177,9 +156,9 @@ def test_resume_is_bitwise(tmp_path, layout, dtype):
         assert second.resume() and second.step == 3
         losses += [second.train_step().loss.item() for _ in range(3)]
         assert losses == expected
-        tensors = second._tensors()
+        tensors = saved_tensors(second)
         assert sum(name.endswith("expert_bias") for name in tensors) == 2
-        for name, tensor in straight._tensors().items():
+        for name, tensor in saved_tensors(straight).items():
             assert torch.equal(tensor, tensors[name]), name
 
     if layout[0] == 1:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import NoDeviceCopies, Samples
+from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, saved_tensors
 
-from fastmp.config import GPTConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.config import OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn.stages import gpt_stages
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
@@ -28,29 +28,6 @@ from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-DENSE = GPTConfig(
-    num_layers=4,
-    hidden_size=32,
-    num_heads=4,
-    vocab_size=131,
-    max_seq_len=16,
-    init_std=0.1,
-    activation="swiglu",
-)  # tied: a table in the first stage and one in the last
-EXPERTS = replace(
-    DENSE,
-    moe=MoEConfig(
-        num_experts=8,
-        top_k=2,
-        expert_ffn_hidden_size=16,
-        score="sigmoid",
-        normalize_topk=True,
-        expert_bias=True,
-        bias_update_rate=0.05,
-        aux_loss=0.02,
-        z_loss=0.001,
-    ),
-)
 OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
 MICRO_BATCH, NUM_MICROBATCHES, STEPS = 4, 4, 3  # samples of a microbatch, over all data-parallel ranks
 
@@ -235,8 +212,8 @@ def test_resume_is_bitwise_and_other_layouts_are_refused(tmp_path):
         assert second.resume() and second.step == 3
         losses += [second.train_step().loss.item() for _ in range(3)]
         assert losses == expected
-        tensors = second._tensors()
-        for name, tensor in straight._tensors().items():
+        tensors = saved_tensors(second)
+        for name, tensor in saved_tensors(straight).items():
             assert torch.equal(tensor, tensors[name]), name
         said = []
         for other in (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import NoDeviceCopies, Samples, check_on_a_gpu
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
 
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn.models import GPT
@@ -207,10 +207,10 @@ def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
         losses += [second.train_step().loss.item() for _ in range(3)]
         assert losses == expected
         for (name, tensor), other in zip(
-            straight._tensors().items(), second._tensors().values(), strict=True
+            saved_tensors(straight).items(), saved_tensors(second).values(), strict=True
         ):
             assert torch.equal(tensor, other), name
-        return {name: tensor.detach() for name, tensor in second._tensors().items()}
+        return {name: tensor.detach() for name, tensor in saved_tensors(second).items()}
 
     if world_size == 1:
         rank_main(0, 1)
@@ -231,9 +231,9 @@ def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path)
         trainer.runner.loss_fn = poisoned
         for _ in range(2):
             trainer.train_step()
-        before = {name: tensor.detach().clone() for name, tensor in trainer._tensors().items()}
+        before = {name: tensor.detach().clone() for name, tensor in saved_tensors(trainer).items()}
         assert not math.isfinite(trainer.train_step().grad_norm)
-        for name, tensor in trainer._tensors().items():
+        for name, tensor in saved_tensors(trainer).items():
             assert torch.equal(tensor, before[name]), name
         assert trainer.optimizer.skipped_steps == 1
         return trainer.train_step().loss.item()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.config import TrainConfig
+from fastmp.config import GPTConfig, MoEConfig, TrainConfig
 from fastmp.nn.models import GPT
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -41,6 +42,37 @@ def arguments(run_dir, tokens, name="tiny", **changes):
 
 def losses(run):
     return [(r["step"], r["loss"]) for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "train"]
+
+
+DENSE = GPTConfig(
+    num_layers=4,
+    hidden_size=32,
+    num_heads=4,
+    vocab_size=131,
+    max_seq_len=16,
+    init_std=0.1,
+    activation="swiglu",
+)  # tied: a table in the first stage and one in the last
+EXPERTS = replace(
+    DENSE,
+    moe=MoEConfig(
+        num_experts=8,
+        top_k=2,
+        expert_ffn_hidden_size=16,
+        score="sigmoid",
+        normalize_topk=True,
+        expert_bias=True,
+        bias_update_rate=0.05,
+        aux_loss=0.02,
+        z_loss=0.001,
+    ),
+)
+
+
+def saved_tensors(trainer):
+    """All that a checkpoint holds of this rank's model and optimizer."""
+    shard, experts = trainer._shards()
+    return shard | experts
 
 
 class Samples:
