@@ -66,7 +66,7 @@ test-full:
 test-newest-triton:
 	@$(SETUP) test
 	$(VENV) -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton triton
-	CUDA_VISIBLE_DEVICES= PYTHONPATH=.venv/newest-triton $(VENV) -m pytest tests/ops/test_*_cubins.py
+	CUDA_VISIBLE_DEVICES= PYTHONPATH=.venv/newest-triton $(VENV) -m pytest tests/ops/test_cubins.py --exhaustive
 
 # The C++ kernels of every instruction set, and the host module, under the address and undefined-behaviour
 # sanitizers.

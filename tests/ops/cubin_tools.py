@@ -1,107 +1,167 @@
-"""Compiling Triton kernels as their launchers would, with no GPU, and reading facts off the result.
+"""What an op would launch on a GPU, compiled for that GPU without one.
 
-A family's test_<family>_cubins.py describes its kernels as `Launch`es: bf16 on every architecture in
-`make test`, the other dtypes with --exhaustive.
+An op's own launcher runs on meta tensors, so tiles, strides and alignment are those of the shapes that are
+named. Triton specialises each kernel, compiles it for the architecture, and does not start it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
-import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from fastmp.ops import _triton
+from fastmp.ops import OPS, grouped_mm_triton
 
-ARCHS = (80, 90, 100, 103)
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 REGISTERS = 64 << 10  # of a multiprocessor
-# Bytes of stack a thread: none with the release that tile sizes were chosen for; others park a few words.
-STACK = 0 if _triton.VERSION.startswith("3.6.") else 32
-ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compute(dtype: str) -> str:
-    """What kernels compute in for elements of `dtype`."""
-    return "fp64" if dtype == "fp64" else "fp32"
+def cuobjdump(option: str, code: bytes) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(code)
+        command = [TOOLS / "cuobjdump", option, path]
+        return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the argument types and constants of one launch.
+    """One launch of a kernel: the values of its constants and what the compiler made of it."""
 
-    `tensors` are pointers by name ("*bf16"), aligned to 16 bytes; `sizes` are i32 arguments (`kinds` names
-    other types); those in `aligned` are divisible by 16.
-    """
-
-    kernel: Any
-    tensors: dict[str, str]
-    sizes: tuple[str, ...]
+    kernel: str
     constants: dict[str, Any]
-    num_warps: int
-    aligned: tuple[str, ...] = ()
-    num_stages: int = 3
-    kinds: dict[str, str] = field(default_factory=dict)
+    compiled: Any
+    arch: int
+    itemsize: int
 
-    def compile(self, arch: int) -> _triton.Cubin:
-        signature = {**self.tensors, **dict.fromkeys(self.sizes, "i32"), **self.kinds}
-        missing = set(self.kernel.arg_names) - set(signature) - set(self.constants)
-        assert not missing, f"arguments {missing} are not described"
-        return _triton.compile_to_cubin(
-            self.kernel, signature, self.constants, arch=arch, num_warps=self.num_warps,
-            num_stages=self.num_stages, aligned=(*self.tensors, *self.aligned),
-        )  # fmt: skip
+    @property
+    def ptx(self) -> str:
+        return self.compiled.asm["ptx"]
 
-    def specialised(self, absent: Iterable[str] = (), constants: dict[str, Any] | None = None) -> Launch:
-        """As the launcher specialises it where every size is 1 and the tensors `absent` are None."""
-        fixed = dict.fromkeys(self.sizes, 1) | dict.fromkeys(absent, None)
-        return Launch(
-            self.kernel,
-            {name: kind for name, kind in self.tensors.items() if name not in fixed},
-            (),
-            {**self.constants, **fixed, **(constants or {})},
-            self.num_warps,
-            num_stages=self.num_stages,
-            kinds=self.kinds,
+    @property
+    def sass(self) -> str:
+        return cuobjdump("-sass", self.compiled.asm["cubin"])
+
+    @cached_property
+    def usage(self) -> dict[str, int]:
+        """Registers (REG), bytes of stack (STACK) and spilled bytes (LOCAL) of a thread."""
+        figures = re.findall(r"(REG|STACK|LOCAL):(\d+)", cuobjdump("-res-usage", self.compiled.asm["cubin"]))
+        return {key: int(value) for key, value in figures}
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory of a program."""
+        return self.compiled.metadata.shared
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.compiled.metadata.num_warps
+
+    @property
+    def elements(self) -> float:
+        """Elements of a block that one thread has."""
+        sizes = (
+            v for k, v in self.constants.items() if k.startswith("BLOCK") or k in ("WIDTH", "ALL", "EACH")
         )
+        return prod(sizes) / self.threads
+
+    @property
+    def vectors(self) -> float:
+        """Accesses of 16 bytes that these elements take."""
+        return self.elements * self.itemsize / 16
+
+    @property
+    def resident(self) -> int:
+        """Programs that fit on a multiprocessor by shared memory and registers, which come in eights."""
+        registers = -(-self.usage["REG"] // 8) * 8 * self.threads
+        programs = min(REGISTERS // registers, 2048 // self.threads)
+        return min(programs, SHARED_LIMIT[self.arch] // max(self.shared, 1))
+
+    def count(self, *patterns: str) -> int:
+        """How often any of the patterns stands in the PTX code."""
+        return sum(len(re.findall(pattern, self.ptx)) for pattern in patterns)
+
+    @property
+    def wide_loads(self) -> int:
+        return self.count(r"ld\.global\S*\.v4\.b32", r"ld\.global\S*\.v2\.b64")
+
+    @property
+    def wide_stores(self) -> int:
+        return self.count(r"st\.global\S*\.v4\.b32", r"st\.global\S*\.v2\.b64")
 
 
-def cases(names: Iterable[str], *, without: Iterable[tuple[str, str]] = ()) -> list[Any]:
-    """Parameters (name, dtype, arch): other dtypes than bf16 are exhaustive; `without`: (name, dtype)."""
-    skipped = set(without)
-    return [
-        pytest.param(
-            name,
-            dtype,
-            arch,
-            marks=() if dtype == "bf16" else pytest.mark.exhaustive,
-            id=f"{name}-{dtype}-sm_{arch}",
-        )
-        for dtype in ITEMSIZE
-        for arch in ARCHS
-        for name in names
-        if (name, dtype) not in skipped
-    ]
+class _Device:
+    """Triton's view of a GPU of some architecture that is not there."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_device(self) -> int:
+        return self.arch  # what Triton compiles is kept apart by this number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
 
 
-def check_resources(cubin: _triton.Cubin, dtype: str, arch: int) -> None:
-    """Nothing spilled, no stack (f64 functions may keep a table there), shared memory within the limit."""
-    assert cubin.spill_bytes == 0
-    assert cubin.stack <= STACK or dtype == "fp64"
-    assert cubin.shared <= SHARED_LIMIT[arch]
+@contextmanager
+def _compiling_for(arch: int, itemsize: int) -> Iterator[list[Launch]]:
+    launches: list[Launch] = []
+    run = JITFunction.run
+
+    def compile_only(kernel, *arguments, grid, warmup, **named):
+        compiled = run(kernel, *arguments, grid=grid, warmup=True, **named)
+        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        constants = {name: value for name, value in values.items() if name.isupper()}
+        launches.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize))
+
+    programs = lambda tensor, tiles, each: min(tiles, each * 132)  # noqa: E731
+    with (
+        mock.patch.object(JITFunction, "run", compile_only),
+        mock.patch.object(grouped_mm_triton, "architecture", lambda tensor: arch),
+        mock.patch.object(grouped_mm_triton, "num_programs", programs),
+        mock.patch.object(driver, "_active", _Device(arch)),
+    ):
+        yield launches
 
 
-def wide_loads(cubin: _triton.Cubin) -> int:
-    """Number of 16-byte global loads in the code."""
-    return len(re.findall(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64", cubin.ptx))
+def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[Launch]:
+    """The launches of one call of an op, in order.
+
+    Args:
+        arguments: of the op, its tensors on the device "meta".
+        arch: compute capability as one number (90 is 9.0).
+        itemsize: bytes of an element of the tensors whose accesses `vectors` counts.
+    """
+    with _compiling_for(arch, itemsize) as found:
+        OPS[op].implementations["triton"](*arguments)
+    return found
 
 
-def wide_stores(cubin: _triton.Cubin) -> int:
-    """Number of 16-byte global stores in the code."""
-    return len(re.findall(r"st\.global\S*\.v4\.b32|st\.global\S*\.v2\.b64", cubin.ptx))
+def meta(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """Makes tensors of a shape on the device "meta", of `dtype` unless another one is named."""
 
+    def tensor(*shape: int, dtype: torch.dtype = dtype, pitch: int | None = None) -> torch.Tensor:
+        """pitch: elements from one row to the next, if there is something in between."""
+        if pitch is None:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(*shape[:-1], pitch, dtype=dtype, device="meta")[..., : shape[-1]]
 
-def exponentials(cubin: _triton.Cubin) -> int:
-    return cubin.ptx.count("ex2.approx")
+    return tensor
