@@ -260,10 +260,10 @@ def _grouped(rows, facts, *, transposed=False, apart=False):
     return case, (facts,)
 
 
-def _grouped_mlp_in(form, rows, facts):
+def _grouped_mlp_in(form, gated, rows, facts):
     def case(t, wide):
         x = t(ROWS_EACH[rows] * EXPERTS, K)
-        return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, True)
+        return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
 
     return case, (facts,)
 
@@ -294,7 +294,8 @@ def _router(name, *facts):
 
     def case(t, wide):
         bias = t(experts, dtype=wide) if with_bias else None
-        return "topk_router", (t(8192, experts), bias, k, score, groups, opened, normalize, 2.5)
+        options = (k, score, groups, opened, normalize, 2.5, True)
+        return "topk_router", (t(8192, experts), bias, *options)
 
     return case, facts
 
@@ -400,9 +401,12 @@ CASES = {
     "grouped large transposed": _grouped("large", ANY, transposed=True),
     "grouped decode apart": _grouped("decode", ANY, apart=True),
     "grouped large apart": _grouped("large", ANY, apart=True),
-    "grouped swiglu fine": _grouped_mlp_in("swiglu", "fine", ANY),
-    "grouped swiglu large": _grouped_mlp_in("swiglu", "large", ANY),
-    "grouped gelu large": _grouped_mlp_in("bias_gelu", "large", ANY),
+    "grouped swiglu fine": _grouped_mlp_in("silu", True, "fine", ANY),
+    "grouped swiglu large": _grouped_mlp_in("silu", True, "large", ANY),
+    "grouped geglu fine": _grouped_mlp_in("gelu", True, "fine", ANY),
+    "grouped geglu large": _grouped_mlp_in("gelu", True, "large", ANY),
+    "grouped gelu fine": _grouped_mlp_in("gelu_tanh", False, "fine", ANY),
+    "grouped gelu large": _grouped_mlp_in("gelu_tanh", False, "large", ANY),
     "grouped wgrad writing": _wgrad(ANY, accumulate=False),
     "grouped wgrad accumulating": _wgrad(ANY, accumulate=True),
     "grouped wgrad accumulating apart": _wgrad(ANY, accumulate=True, apart=True),
