@@ -264,6 +264,7 @@ extern "C" void narrow(float* p, const BFloat16* g, float* m, float* v, Half* ou
 """
 
 
+@pytest.mark.full
 def test_instruction_sets_agree(tmp_path):
     """The kernels of the sets that this machine would not choose; the first element is not theirs."""
     libraries = compiled(tmp_path, KERNEL, runnable()[:2])

@@ -90,6 +90,7 @@ FUNCTIONS = {  # number, range, truth, absolute bound, relative bound
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_vector_functions_keep_their_bounds(vectors, isa, name):
@@ -145,6 +146,7 @@ def equal_but_for_nan_payload(a: Tensor, b: Tensor) -> bool:
     return bool((same | (a.isnan() & b.isnan())).all())
 
 
+@pytest.mark.full
 def test_instruction_sets_agree(tmp_path):
     """The kernels of the sets that this machine would not choose, on rows of every kind of tail."""
     isas = runnable()[:2]
@@ -219,6 +221,7 @@ def test_triton_addresses_more_than_two_to_the_31_elements():
     check_distant_rows("triton")
 
 
+@pytest.mark.full
 @pytest.mark.interpret
 @pytest.mark.parametrize("op", CROSS_ENTROPY)
 def test_triton_is_right_on_poisoned_memory(op):

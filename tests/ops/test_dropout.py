@@ -104,6 +104,7 @@ def kernels(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("kernels"), KERNEL, runnable())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("isa", runnable())
 def test_every_instruction_set_has_the_same_masks(kernels, isa):
     """Also where the number of an element is beyond 31 bits, or that of a counter beyond 32."""
@@ -204,6 +205,7 @@ def joint(one: torch.Tensor, other: torch.Tensor, p: float) -> float:
     return ((counts - len(cells) * probability) ** 2 / (len(cells) * probability)).sum().item()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("p", (0.1, 0.5))
 def test_masks_are_independent(p):
     """Of other seeds, neighbours and far ones, and of itself shifted: by elements, fours, rows.

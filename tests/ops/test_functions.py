@@ -21,6 +21,7 @@ from fastmp.testing.ops import poisoned_memory
 FUNCTIONS = functions()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EVERY = pytest.mark.parametrize("name", sorted(FUNCTIONS))
+full = lambda *values: [pytest.param(value, marks=pytest.mark.full) for value in values]  # noqa: E731
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 
@@ -72,35 +73,29 @@ def fuzz(name: str, examples: int, dtypes, record, **options) -> None:
     record("draws", draws)
 
 
+LONGER = [pytest.param(200, marks=pytest.mark.full), pytest.param(2000, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("examples", [30, *LONGER])
 @EVERY
-def test_fuzz(name, record_property):
-    fuzz(name, 200, DTYPES, record_property)
+def test_fuzz(name, examples, record_property):
+    fuzz(name, examples, DTYPES, record_property)
 
 
-@pytest.mark.exhaustive
-@EVERY
-def test_fuzz_longer(name, record_property):
-    fuzz(name, 2000, DTYPES, record_property)
-
-
+LONGER_INTERPRETED = [
+    pytest.param(10, marks=pytest.mark.full),
+    pytest.param(60, marks=pytest.mark.exhaustive),
+]
 INTERPRETED = (torch.float32, torch.float16)  # the interpreter does not round bfloat16 to nearest
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("examples", [5, *LONGER_INTERPRETED])
 @EVERY
-def test_fuzz_interpreted(name, record_property):
+def test_fuzz_interpreted(name, examples, record_property):
     if not FUNCTIONS[name].interpret:
         pytest.skip(f"{name} cannot be interpreted")
-    fuzz(name, 10, INTERPRETED, record_property, small=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.interpret
-@EVERY
-def test_fuzz_interpreted_longer(name, record_property):
-    if not FUNCTIONS[name].interpret:
-        pytest.skip(f"{name} cannot be interpreted")
-    fuzz(name, 60, INTERPRETED, record_property, small=True)
+    fuzz(name, examples, INTERPRETED, record_property, small=True)
 
 
 @EVERY
@@ -126,7 +121,7 @@ def test_gradcheck(name, seed):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float32, torch.float16)], ids=str)
 def test_error_is_that_of_plain_torch(name, dtype):
     """Root-mean-square error against float64, over 100,000 elements: at most 1.1 times plain torch's."""
     positional, keywords = drawn(name, random.Random(0), dtype, large=True)

@@ -75,7 +75,15 @@ def check(op, arguments):
 
 @pytest.mark.parametrize(
     ("routing", "dtype"),
-    [*((routing, torch.float32) for routing in ROUTINGS), ("some", torch.float64), ("some", torch.float16)],
+    [
+        ("some", torch.float32),
+        *(
+            pytest.param(routing, torch.float32, marks=pytest.mark.full)
+            for routing in ROUTINGS
+            if routing != "some"
+        ),
+        *(pytest.param("some", dtype, marks=pytest.mark.full) for dtype in (torch.float64, torch.float16)),
+    ],
     ids=str,
 )
 def test_equals_reference(routing, dtype):
@@ -166,7 +174,7 @@ def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():
             check(op, arguments)
 
 
-@pytest.mark.parametrize("programs", (1, 3, 1000))
+@pytest.mark.parametrize("programs", (3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 1000))))
 def test_any_number_of_programs_and_blocks(programs, monkeypatch):
     """Several rows and columns of tiles a group; the result does not depend on who makes a tile."""
     blocks = kernels.Blocks(16, 16, 16, 4, 2)

@@ -50,7 +50,9 @@ def equals_when_apart(op: str, call, dtype: torch.dtype, **tolerance: float) -> 
 
 
 @ON_CPU
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)), ids=str
+)
 def test_rows_far_apart(op, backend, dtype):
     """Our kernels promise equal bits; plain torch rounds differently in another memory layout."""
     rounding = 0.0 if backend == "c++" else 8 * torch.finfo(dtype).eps

@@ -48,6 +48,7 @@ def test_an_environment_variable_names_who_serves():
     assert backend != "fast" and reason.endswith("; FASTMP_OPS names fast: not known here")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("op", OPS)
 def test_opcheck(op):
     """On the samples without NaN, which opcheck takes for a difference."""
