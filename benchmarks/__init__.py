@@ -1,1 +1,1 @@
-"""`pytest benchmarks/ --benchmark-only`, `python -m benchmarks.cpu_goals` and `... benchmarks.gpu_check`."""
+"""Benchmarks beside peers and floors; docs/benchmarks.md lists the commands."""

@@ -1,8 +1,8 @@
-"""Attention of each context-parallel rank beside an equal share of the whole: its balance, and what it adds.
+"""Time of each context-parallel rank's attention beside an equal share of the whole.
 
-`python -m benchmarks.bench_context` prints CPU times, forward and backward, of what the ranks compute, one
-after the other in one process: their keys and values are there, nothing is sent. For comparison ranks with
-neighbouring slices, which are not balanced.
+`python -m benchmarks.bench_context` prints CPU times, forward and backward. The ranks compute one after the
+other in one process, where all keys and values are, so nothing is sent. Ranks with neighbouring slices, which
+are not balanced, stand beside them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZES = (2, 4, 8)
 
 
 def make(numbers: Sequence[int], count: int, tokens: int = TOKENS) -> Callable[[], None]:
-    """Forward and backward of the queries of slices `numbers`, of `count` slices of a sequence."""
+    """Return the forward and backward of the queries of slices `numbers` out of `count`."""
     generator, size = torch.Generator().manual_seed(0), tokens // count
     q, k, v = (torch.randn(1, HEADS, tokens, DIM, generator=generator, requires_grad=True) for _ in range(3))
     options = {"dropout_p": 0.0, "enable_gqa": False}
@@ -37,7 +37,7 @@ def make(numbers: Sequence[int], count: int, tokens: int = TOKENS) -> Callable[[
 
 
 def of_all_ranks(cp: int, balanced: bool) -> dict[str, Callable[[], None]]:
-    """What every rank computes."""
+    """Return what all ranks together compute."""
     kind = "balanced" if balanced else "neighbours"
     pairs = [(r, 2 * cp - 1 - r) if balanced else (2 * r, 2 * r + 1) for r in range(cp)]
     return {f"{kind} {r}": make(pair, 2 * cp) for r, pair in enumerate(pairs)}

@@ -1,8 +1,8 @@
-"""Cross-entropy of fastmp, of torch, and what users of Megatron-LM have.
+"""Cross-entropy of fastmp, of torch, and as in Megatron-LM.
 
-fastmp's gradient is fresh, written over the logits in the backward pass, or, where the gradients of the
-losses are known ("at once"), written over them in the forward pass. The last has its own workload, for its
-floor is a read less.
+fastmp writes the gradient into new memory or over the logits in the backward pass, or over the logits in the
+forward pass where the gradients of the losses are known ("at once"). The last one is a workload of its own,
+because its floor has one read less.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def cross_entropy_case(tokens: int, vocab: int, dtype: torch.dtype, device: str,
 
 
 def at_once_case(tokens: int, vocab: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
-    """The same where the gradients of the losses are known: then no logit need cross memory thrice."""
+    """Make the case in which the gradients of the losses are known, so that logits are read only once."""
     case = _case("cross_entropy_at_once", RIVALS_AT_ONCE, tokens, vocab, dtype, device, seed)
     loss_and_grad = (case.leaves[0], None, case.grad, None, vocab, -100, 0.0, 0.0)
     both = OPS["cross_entropy_loss_grad_"].traffic(*loss_and_grad)

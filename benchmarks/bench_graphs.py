@@ -1,9 +1,9 @@
-"""What replays cost the host, what they copy and hold, and layers and steps in graphs beside eager ones.
+"""Host time, copies and memory of replays, and layers and steps in graphs beside eager ones.
 
-`python -m benchmarks.bench_graphs` prints tables. Host times of the manager are those of graphs that do
-nothing: what is left is the manager and the node of autograd. Rows that need a GPU are "not measured" where
-there is none; there, recorded graphs are timed, which do every op again and save nothing.
-`pytest benchmarks/bench_graphs.py --benchmark-only` times layers beside their rivals.
+`python -m benchmarks.bench_graphs` prints tables. The manager's host times are taken with graphs that do
+nothing, so that only the manager and its autograd node are left. Without a GPU, rows that need one are "not
+measured", and recorded graphs are timed, which run every op again and save no time. `pytest
+benchmarks/bench_graphs.py --benchmark-only` times layers beside their rivals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A mixture of experts in place of an MLP: router, sort, two grouped products, weighted sum; and back.
 
-Beside it, with the same weights: a loop over the experts as in transformers, torch's grouped product, one
-product after another on several streams whose sizes the host has waited for (as Transformer Engine does by
-default), and what Liger and Transformer Engine have.
+Its rivals have the same weights: a loop over the experts as in transformers, torch's grouped product,
+products on several streams whose sizes the host waits for (as Transformer Engine does by default), and the
+layers of Liger and Transformer Engine.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What the pipeline's executor costs per step, and how long its ranks idle.
+"""The time that the pipeline's executor takes for a step, and how long its ranks idle.
 
-`python -m benchmarks.bench_pipeline` prints CPU times of chunks that do next to nothing, on one rank, beside
-a bare loop over the same forwards and backwards: what is left is the executor. Then the same of two ranks,
-with a message for each step. No rival. Then the bubbles of four ranks that sleep through their steps, beside
-those of the simulator.
+`python -m benchmarks.bench_pipeline` prints three tables. The first has CPU times of chunks that do next to
+nothing on one rank, beside a bare loop over the same forwards and backwards; the difference is the executor.
+The second has the same for two ranks, with a message for each step. The third has the bubbles of four ranks
+that sleep through their steps, beside those of the simulator. There is no rival.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Shift(nn.Module):
 
 
 def make() -> tuple[Callable[[], object], Callable[[], object]]:
-    """A step of the executor, and the bare loop."""
+    """Return a step of the executor, and the bare loop."""
     chunks, data = [_Shift() for _ in range(CHUNKS)], [torch.zeros(1)] * MICROBATCHES
     order = Schedule(1, MICROBATCHES, CHUNKS).orders()
     pipeline = Pipeline(chunks, order, group=None, inputs=lambda x: x, loss=lambda y, _: y.sum())
@@ -73,7 +73,7 @@ def _least(call: Callable[[], object], rounds: int = 15) -> float:
 
 
 def between_ranks(rank: int, world: int) -> tuple[float, float]:
-    """As `make`, of two ranks that send to each other: times of a step, executor and bare loop."""
+    """Return the times of a step of two ranks that send to each other, by the executor and by a bare loop."""
     group = ParallelGroups.create(RankGrid(world_size=world, pp=world)).pp
     chunk, data = _Shift(), [torch.zeros(1)] * MICROBATCHES
     options: dict[str, Any] = {"inputs": lambda x: x, "loss": lambda y, _: y.sum()}
@@ -152,7 +152,7 @@ class Asleep(nn.Module):
 
 
 def run_asleep(every: Sequence[Sequence[Step]], vpp: int, costs: Costs) -> tuple[float, float]:
-    """The fastest step of a few, run by this world: its seconds, and those that its ranks have slept.
+    """Return the seconds of the fastest of a few steps, and how long the ranks slept in it.
 
     Whatever else runs on the machine can only prolong a step.
     """
@@ -174,7 +174,7 @@ def run_asleep(every: Sequence[Sequence[Step]], vpp: int, costs: Costs) -> tuple
 
 
 def bubble(rank: int, world: int, vpp: int, number: int, schedule: str, costs: Costs) -> float:
-    """Idle over working time of all ranks, measured; for `run_ranks`."""
+    """Return the measured idle time over the working time of all ranks; a function for `run_ranks`."""
     took, busy = run_asleep(Schedule(world, number, vpp, name=schedule).orders(), vpp, costs)
     return (world * took - busy) / busy
 

@@ -1,7 +1,7 @@
-"""Bubbles of the pipeline schedules beside theory, and how fast orders are made and simulated.
+"""Bubbles of the pipeline schedules beside theory, and the time it takes to make and simulate orders.
 
-`python -m benchmarks.bench_schedule` prints both, `--table` the bubbles alone. No rival, no tensor: the times
-are those of plain Python.
+`python -m benchmarks.bench_schedule` prints both, `--table` only the bubbles. There is no rival and no
+tensor: the times are those of plain Python.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPEEDS = ((4, 2, 8), (64, 2, 512), (1024, 1, 128), (1024, 2, 1024))
 
 
 def theory(pp: int, vpp: int, num_microbatches: int, schedule: str, costs: Costs) -> float:
-    """Idle time over work where messages are free."""
+    """Return the idle time over the work, where messages are free."""
     forward, inputs, weight = (float(x) for x in (costs.forward, costs.backward_input, costs.backward_weight))
     work = forward + inputs + weight
     idle = work if schedule == "1f1b" else max(forward, inputs, forward + inputs - weight)
@@ -34,7 +34,7 @@ def theory(pp: int, vpp: int, num_microbatches: int, schedule: str, costs: Costs
 
 
 def bubbles() -> Iterator[str]:
-    """A row for each layout. AssertionError where a bubble is not that of theory."""
+    """Return a row for each layout; AssertionError where a simulated bubble differs from theory."""
     yield "idle time in % of the work, 1f1b and zero_bubble, by the times of a chunk's forward, backward of"
     yield "inputs, backward of weights (1 + 1 + 1 where messages take 0.05); peak: most activations of a rank"
     yield f"{'pp':>4}{'vpp':>5}{'microbatches':>14}" + "".join(f"{name:>16}" for name in (*COSTS, "peak"))
@@ -53,7 +53,7 @@ def bubbles() -> Iterator[str]:
 
 
 def speeds(rounds: int = 3) -> Iterator[str]:
-    """CPU time of one rank's order, and of all orders checked and simulated."""
+    """Return the CPU time that one rank's order takes, and that all orders take, checked and simulated."""
     yield "CPU time, the least of some rounds"
     yield f"{'pp':>4}{'vpp':>5}{'microbatches':>14}{'one order':>16}{'simulate all':>16}{'a step':>16}"
     for pp, vpp, num_microbatches in SPEEDS:

@@ -1,9 +1,9 @@
-"""What a bench_<family>.py is made of: workloads, the rivals that run them, and goals.
+"""The parts of a bench_<family>.py: workloads, the rivals that run them, and goals.
 
-A `Case` is one workload with its inputs; each rival is a function that returns outputs from which
-`torch.autograd.grad` reaches `case.leaves`. Who is not installed is not among the rivals (see `peers.py`). A
-family declares `WORKLOADS` (public functions as they are used), `GOALS` (on a CPU), and for the kernels alone
-`SHAPES` {op: shapes} and `arguments(op, shape, dtype, device, seed)`.
+A `Case` is one workload with its inputs. Each rival is a function that returns outputs from which
+`torch.autograd.grad` reaches `case.leaves`; a library that is not installed is not among them (see
+`peers.py`). A family declares `WORKLOADS` (public functions as they are used), `GOALS` (on a CPU), and for
+kernels alone `SHAPES` {op: shapes} and `arguments(op, shape, dtype, device, seed)`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ COMPILE = "torch.compile"
 
 
 def is_ours(rival: str) -> bool:
-    """Whether a rival is a form of ours: "fastmp", "fastmp in place"."""
+    """Return whether a rival is a form of ours: "fastmp", "fastmp in place"."""
     return rival.startswith(OURS)
 
 
 @dataclass
 class Case:
-    """`forward_bytes` and `backward_bytes` are the least that must cross memory in each direction.
+    """One workload with its inputs, and the rivals that run it.
 
-    `grad` is the gradient of what a rival returns, a tuple where that is one. `flops` (forward, backward)
-    counts matrix products only: where there are any, they can be the floor. `again(seed)` makes the same
-    case with other numbers, for calls that must not find theirs in the cache. `own_leaves` of rivals that do
-    not share the leaves; a case that is not `capturable` has host work that no CUDA graph can hold.
+    `forward_bytes` and `backward_bytes` are the fewest bytes that must cross memory in each direction.
+    `flops` (forward, backward) counts matrix products only; where there are any, they can be the floor.
+    `grad` is the gradient of what a rival returns, a tuple where that is one. `again(seed)` makes the same
+    case with other numbers, for calls that must not find their inputs in the cache. `own_leaves` has the
+    leaves of rivals that do not share `leaves`. A case that is not `capturable` does work on the host that no
+    CUDA graph can hold.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Case:
         return self.rivals[rival]
 
     def results(self, rival: str, direction: str) -> Callable[[], Any]:
-        """The call of that direction, returning all that it leaves behind: what comes out, and gradients."""
+        """Return the call of that direction; it returns outputs and gradients."""
         if direction != "both":
             return getattr(self, direction)(rival)
 
@@ -87,7 +89,7 @@ class Case:
         return call
 
     def costs(self, direction: str) -> tuple[int, int]:
-        """(bytes, FLOPs of matrix products) that a direction cannot do without."""
+        """Return the least (bytes moved, FLOPs of matrix products) of a direction."""
         if direction == "forward":
             return self.forward_bytes, self.flops[0]
         return self.forward_bytes + self.backward_bytes, sum(self.flops)
@@ -95,10 +97,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Workload:
-    """`make(*shape, dtype, device)` on the shapes of each device; `rivals` in the order of the table.
+    """A function under test, with the shapes that it is timed on.
 
-    A maker that also takes `seed` can make several copies of a case. `tiny` is a shape for tests, on which
-    all rivals must agree. `directions` are names of methods of the case.
+    `make(*shape, dtype, device)` makes a case; if it also takes `seed`, it can make several copies. `cpu` and
+    `cuda` are the shapes on each device, and `tiny` is a shape for tests, on which all rivals must agree.
+    `rivals` are in the order of the table. `directions` are names of methods of the case.
     """
 
     name: str
@@ -122,10 +125,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class Goal:
-    """Speed-up on a CPU of `rival` over `over` (plain torch) at shape number `shape` of the workload.
+    """A speed-up that is wanted on a CPU: of `rival` over `over`, at shape number `shape` of the workload.
 
-    `without_huge_pages` is the goal where the system refuses them; `over_compile` that over torch.compile,
-    where it is among the rivals; `extra_bytes` the most extra memory, as a share of that of `over`.
+    `factor` is wanted where the system grants huge pages, `without_huge_pages` where it does not.
+    `over_compile` is wanted over torch.compile, where that is among the rivals. `extra_bytes` is the most
+    extra memory, as a share of the extra memory of `over`.
     """
 
     workload: str
@@ -141,7 +145,7 @@ class Goal:
 
 
 def compiled(function: Callable) -> Callable:
-    """`function` under torch.compile with default options, specialised on its shapes."""
+    """Return `function` under torch.compile with default options, specialised on its shapes."""
     torch.compiler.reset()  # else shapes after the eighth count as too many recompilations of one function
     return torch.compile(function, fullgraph=True, dynamic=False)
 
@@ -156,7 +160,7 @@ def _made(work: Workload, shape: tuple, dtype: torch.dtype, device: str) -> Case
 
 
 def sweep(workloads: tuple[Workload, ...], device: str) -> list[Any]:
-    """Parameters (case, rival, direction) of a benchmark, `case()` being made once for all its rivals."""
+    """Return parameters (case, rival, direction) of a benchmark; a case is made once for all its rivals."""
     return [
         pytest.param(
             partial(_made, work, shape, dtype, device),
@@ -173,6 +177,6 @@ def sweep(workloads: tuple[Workload, ...], device: str) -> list[Any]:
 
 
 def is_first(case: partial) -> bool:
-    """Whether a case that `sweep` made has the first shape and dtype of its workload."""
+    """Return whether a case that `sweep` made has the first shape and dtype of its workload."""
     work, shape, dtype, device = case.args
     return shape == work.shapes(device)[0] and dtype == work.dtypes[0]

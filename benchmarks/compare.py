@@ -1,8 +1,8 @@
-"""One case in one direction: all its rivals in turn, and what the table says of each.
+"""Timing of all rivals of one case in one direction, in turn, and the table's columns for each.
 
-On a GPU a rival is timed twice: the way a user calls it, and in a CUDA graph over copies of its inputs,
-unless it cannot be captured. A ratio sets like against like. On a CPU times are CPU time, and the least
-counts, because what else the machine does only ever adds to it.
+On a GPU a rival is timed twice: as a user calls it, and in a CUDA graph over copies of its inputs, unless it
+cannot be captured. A ratio compares two times taken in the same way. On a CPU the least CPU time counts,
+because other work of the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ _MOST_COPIED = 1 << 30  # bytes: a call that moves more does not find its inputs
 
 @dataclass(frozen=True)
 class Row:
-    """One rival. `times_ms` are of the rounds, timed by `timing`; `ms` is the one that counts.
+    """One rival's figures.
 
-    `spread` is their 80th over their 20th percentile: on a GPU a ratio means little where it is large.
-    `over_peer` and `over_eager`: how many times faster it is than the best peer (`best_peer`, none of ours)
-    and than plain torch. `called_ms` is the time with the host's launches in it. `flops` counts all
-    arithmetic that has a formula, not only matrix products.
+    `times_ms` has the time of each round, taken as `timing` says, and `ms` is the one that counts. `spread`
+    is the 80th over the 20th percentile; where it is large on a GPU, a ratio means little. `over_peer` and
+    `over_eager` say how many times faster the rival is than the best peer (`best_peer`, none of ours) and
+    than plain torch. `called_ms` is the time with the host's launches in it. `flops` counts all arithmetic
+    that has a formula, not only products.
     """
 
     rival: str
@@ -60,14 +61,14 @@ class Row:
     flops: int
 
     def columns(self) -> dict[str, Any]:
-        """All but the single times, rounded for a file."""
+        """Return all but the single times, rounded for a file."""
         values = {name: value for name, value in vars(self).items() if name != "times_ms"}
         return {n: float(f"{v:.5g}") if isinstance(v, float) else v for n, v in values.items()}
 
 
 @dataclass
 class Comparison:
-    """`rows` of the rivals that ran, and why the others did not, by name."""
+    """The `rows` of rivals that ran, and the reasons why the others `failed`, by name."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -132,7 +133,7 @@ def compare(
 def _gpu_times(
     case: Case, direction: str, names: list[str], rounds: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Times as called of all the rivals, and times in a graph of those that can be captured."""
+    """Return the times of all rivals as called, and in a graph of those that can be captured."""
     num_bytes, _ = case.costs(direction)
     copies = num_copies(num_bytes) if case.again and num_bytes < _MOST_COPIED else 1
     cases = [case] + [case.again(seed) for seed in range(1, copies)]
@@ -150,7 +151,7 @@ def _gpu_times(
 
 @contextmanager
 def _reported(name: str, failed: dict[str, str]) -> Iterator[None]:
-    """A rival that raises is set aside, with the first line of its message."""
+    """Set a rival that raises aside, with the first line of its message."""
     try:
         yield
     except Exception as error:
@@ -166,7 +167,7 @@ Times = Mapping[str, list[float]]
 
 
 def _ratio(name: str, other: str, times: Times, called: Times, on_gpu: bool) -> float:
-    """How many times faster `name` is than `other`, both in a graph or both as called."""
+    """Return how many times faster `name` is than `other`, both in a graph or both as called."""
     pair = times if name in times and other in times else called
     if on_gpu:
         return speedup(pair[name], pair[other])
@@ -180,7 +181,7 @@ def _best_peer(name: str, times: Times, called: Times, on_gpu: bool) -> tuple[st
 
 
 def _all_flops(case: Case, direction: str, name: str) -> int:
-    """Arithmetic of a call of ours by the registered formulas; 0 where counting is not possible."""
+    """Return the FLOPs of a call of ours by the registered formulas; 0 where it cannot be counted."""
     call: Callable[[], Any] = case.results(name, direction)
     try:
         with FlopCounterMode(display=False) as counter:

@@ -1,7 +1,8 @@
-"""`pytest benchmarks/ --benchmark-only`: files are bench_*.py; the last table has the columns that count.
+"""Plugin of `pytest benchmarks/ --benchmark-only`; its last table has the columns that count.
 
-All rivals of a case run in turn, in one process; pytest-benchmark is given those times, one test a rival.
-On a CPU only the first shape and dtype of every workload run, minutes on two cores: `--all` runs them all.
+All rivals of a case run in turn in one process. pytest-benchmark is given those times, one test a rival. On a
+CPU only the first shape and dtype of every workload run, which takes minutes on two cores; `--all` runs them
+all.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import torch
 from benchmarks import peers
 from benchmarks.cases import EAGER, Case, is_first, is_ours
 from benchmarks.compare import Comparison, compare
-from benchmarks.measure import environment, measure_ceilings, size
+from benchmarks.measure import environment, measure_ceilings
+from benchmarks.report import size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SECONDS = 8.0  # of rounds for a case in one direction, on a CPU
 
 
 class Replay:
-    """The clock that pytest-benchmark reads. It goes on by times that have been measured before."""
+    """The clock that pytest-benchmark reads; it advances by times that were measured before."""
 
     __name__ = "CUDA time" if DEVICE == "cuda" else "CPU time"
 
@@ -32,7 +34,7 @@ class Replay:
         return self.now
 
     def play(self, times_ms: list[float]) -> Callable[[], None]:
-        """A function that takes these times, call after call."""
+        """Return a function that takes these times, call after call."""
         left = iter(times_ms)
 
         def call() -> None:
@@ -71,7 +73,7 @@ def ceilings():
 
 
 class _Comparisons:
-    """The last comparison: the rivals of one case and direction are tests that follow each other."""
+    """The last comparison, for the rivals of one case and direction are tests that follow each other."""
 
     def __init__(self, ceilings):
         self.ceilings = ceilings

@@ -1,10 +1,10 @@
-"""Whether a family is right on a device: its ops on their samples, its public functions on draws.
+"""Correctness of a family on a device: its ops on their samples, its public functions on random draws.
 
-The truth is float64: the reference of an op, the plain-torch meaning of a function, forward and backward.
-Memory that nobody has written is NaN while they run. A family is checked in a process of its own,
-`python -m benchmarks.correct FAMILY --device cuda --out FILE`, because a kernel that faults takes its process
-with it; several at once, because most of the time is compilation. `--touch` only runs the kernels, in float32
-and bfloat16, for whoever watches from outside.
+Results are compared with float64, forward and backward: with the reference of an op, and with a function
+written in plain torch. Memory that nobody has written is NaN while they run. A family is checked in a process
+of its own, `python -m benchmarks.correct FAMILY --device cuda --out FILE`, because a kernel that faults ends
+its process. Several run at once, because most of the time is compilation. `--touch` only runs the kernels, in
+float32 and bfloat16, for a tool that watches from outside.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def families() -> list[str]:
 
 
 def backends(op: str, device: str) -> list[str]:
-    """The implementations of an op that run on the device; on a CPU Triton would need its interpreter."""
+    """Return the implementations of an op that run on the device, interpreted ones not among them."""
     there = BACKENDS if torch.device(device).type == "cuda" else BACKENDS[2:]
     return [backend for backend in there if backend in OPS[op].implementations]
 
 
 def check_ops(family: str, device: str) -> Rows:
-    """One row for each op, implementation and dtype; one that raises is a row with the error."""
+    """Return a row for each op, implementation and dtype; one that raises is a row with the error."""
     rows: Rows = []
     ops = [op for op in OPS if OPS[op].family == family]
     for op, backend in [(one, backend) for one in ops for backend in backends(one, device)]:
@@ -59,7 +59,7 @@ def check_ops(family: str, device: str) -> Rows:
 
 
 def check_functions(family: str, device: str, draws: int = DRAWS) -> Rows:
-    """One row for each public function and dtype: its error on a large case, and how many draws were right.
+    """Return a row for each public function and dtype: its error on a large case, and which draws were wrong.
 
     On awkward draws every element is within a tolerance; on the large case the error of each output is at
     most 1.1 times that of plain torch in the same dtype.
@@ -92,7 +92,10 @@ def _agrees(function: Function, dtype: torch.dtype, device: str, seed: int) -> b
 
 
 def _close(value: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
-    """Each element within the tolerance, relative to itself or to the largest, which sums cancel from."""
+    """Return whether each element is within the tolerance, relative to itself or to the largest one.
+
+    Sums that cancel have the error of their largest term.
+    """
     value, want = value.double(), want.double()
     if value.shape != want.shape or not torch.equal(value.isnan(), want.isnan()):
         return False
@@ -104,7 +107,7 @@ def _close(value: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _large_error(function: Function, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """(error, bound) of the output that comes closest to its bound, or farthest beyond it."""
+    """Return (error, bound) of the output whose error is the largest share of its bound."""
     arguments = _drawn(function, dtype, device, 0, large=True)
     with poisoned_memory():
         ours = evaluate(function.call, *arguments)

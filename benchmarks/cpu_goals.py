@@ -1,8 +1,9 @@
-"""The CPU goals, pass or fail: `python -m benchmarks.cpu_goals [--out FILE] [--rounds N]`.
+"""The goals on a CPU, each met or not: `python -m benchmarks.cpu_goals [--out FILE] [--rounds N]`.
 
-Speed-ups over plain torch in the same process, called in turn, by the least CPU time of each over the rounds.
-Fresh outputs are mostly page faults, so their goals depend on whether the system grants huge pages. fastmp
-may not be slower than torch.compile, and where a goal is about memory not hold more than its share of it.
+A goal is a speed-up over plain torch in the same process. Rivals are called in turn, and the least CPU time
+of each over the rounds counts. New outputs cost mostly page faults, so their goals depend on whether the
+system grants huge pages. fastmp may not be slower than torch.compile either. Where a goal is about memory,
+fastmp may not hold more than the share that the goal names.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Outcome:
         return line + f"  floor {self.ours.floor_ms:.1f} ms"
 
     def record(self) -> dict[str, Any]:
-        """For a file."""
+        """Return the outcome as an entry of the result file."""
         return {
             "goal": asdict(self.goal),
             "case": self.case,
@@ -82,9 +83,9 @@ class Outcome:
 def measure(
     case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int, ceilings: Ceilings
 ) -> list[Outcome]:
-    """All goals of one case, with plain torch and torch.compile in the same rounds.
+    """Measure all goals of one case, with plain torch and torch.compile in the same rounds.
 
-    The floor is made of copies into memory that is already there.
+    The floor is the time of a copy into memory that is already mapped.
     """
     outcomes = []
     for direction in dict.fromkeys(goal.direction for goal in goals):
@@ -111,14 +112,14 @@ def measure(
 
 
 def families() -> list[ModuleType]:
-    """The bench_<family>.py that have goals."""
+    """Return the modules bench_<family>.py that have goals."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
     modules = [importlib.import_module(f"benchmarks.{name}") for name in names]
     return [module for module in modules if getattr(module, "GOALS", ())]
 
 
 def goals_by_case() -> Iterator[tuple[Workload, tuple, str, list[Goal]]]:
-    """(workload, shape, dtype, its goals), in the order of the files."""
+    """Yield (workload, shape, dtype, its goals), in the order of the files."""
     for module in families():
         works = {work.name: work for work in module.WORKLOADS}
         cases: dict[tuple, list[Goal]] = {}

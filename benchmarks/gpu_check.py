@@ -1,12 +1,13 @@
-"""Is it right and how fast is it, on this GPU: `python -m benchmarks.gpu_check [--out FILE] [--no-timing]`.
+"""Correctness and speed on this GPU: `python -m benchmarks.gpu_check [--out FILE] [--no-timing]`.
 
-Every implementation of every op and every public function is held against float64 on NaN-poisoned memory,
-each family in a process of its own; compute-sanitizer watches a small pass where it is installed; the kernels
-are timed in CUDA graphs over several copies of their inputs, the public functions in turn with their rivals,
-and all of it is set against ceilings measured first. What is wrong gets no time. Under ten minutes: what the
-time budget leaves no room for is dropped, the later shapes first, and named. The result is one JSON object.
+First every implementation of every op, and every public function, is compared with float64 on NaN-poisoned
+memory, each family in a process of its own. Where compute-sanitizer is installed, it watches a small pass.
+Then kernels are timed in CUDA graphs over several copies of their inputs, and public functions in turn with
+their rivals, beside ceilings that are measured first. What is wrong is not timed. The run takes under ten
+minutes: what there is no time for is dropped, later shapes first, and named. The result is one JSON object,
+written after every row.
 
-Needs torch, numpy, triton and fastmp.
+It needs torch, numpy, triton and fastmp.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ import torch
 from benchmarks import correct, sanitizer
 from benchmarks.cases import Case, Workload, title
 from benchmarks.compare import compare
-from benchmarks.conftest import size
 from benchmarks.measure import (
     Ceilings,
     environment,
@@ -46,6 +46,7 @@ from benchmarks.measure import (
     summarize,
     synchronize,
 )
+from benchmarks.report import size
 from fastmp.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +56,7 @@ _GRACE = 30.0  # seconds after which the budget is enforced on what is stuck
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is timed: shapes in place of a family's own, bytes of the bandwidth test, rounds in turn."""
+    """How much is timed; `shapes` replace those of a family."""
 
     shapes: dict[str, tuple[tuple, ...]] = field(default_factory=dict)
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
@@ -66,7 +67,7 @@ class Sizes:
 
 
 class Budget:
-    """Seconds for the whole run, and what they did not suffice for."""
+    """The seconds of the whole run, and what was `dropped` for lack of them."""
 
     def __init__(self, seconds: float) -> None:
         self.until = time.monotonic() + seconds
@@ -76,7 +77,7 @@ class Budget:
         return max(0.0, self.until - time.monotonic())
 
     def allows(self, what: str) -> bool:
-        """Whether there is time left; if not, `what` is dropped."""
+        """Return whether there is time left; if not, `what` is dropped."""
         if self.left() > 0:
             return True
         self.dropped.append(what)
@@ -84,7 +85,7 @@ class Budget:
 
 
 def correctness(device: str, seconds: float, folder: Path) -> list[dict[str, Any]]:
-    """The rows of all families, checked at once; one that dies or takes too long is a row that says so."""
+    """Return the rows of all families, checked at once; one that dies or takes too long is a row too."""
     until = time.monotonic() + seconds
     running = {}
     for family in correct.families():
@@ -111,7 +112,7 @@ def correctness(device: str, seconds: float, folder: Path) -> list[dict[str, Any
 
 
 def launch_costs(device: str, sizes: Sizes) -> dict[str, float]:
-    """Read bandwidth, a launch from the host, and a node within a graph."""
+    """Return the read bandwidth, and the time of a launch from the host and of a node within a graph."""
     run = runner(device)
     num_bytes = sizes.bandwidth_bytes or 1 << 30
     source = torch.randn(num_bytes // 4, device=device)
@@ -134,13 +135,13 @@ def launch_costs(device: str, sizes: Sizes) -> dict[str, float]:
 
 
 def families() -> list[ModuleType]:
-    """The modules bench_<family>.py."""
+    """Return the modules bench_<family>.py."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
     return [importlib.import_module(f"benchmarks.{name}") for name in names]
 
 
 def kernels(sizes: Sizes) -> Iterator[tuple[ModuleType, str, tuple]]:
-    """(family, op, shape) of what is timed alone, all first shapes before all second ones."""
+    """Yield (family, op, shape) for every op that is timed alone, all first shapes before any second one."""
     listed = [
         (i, family, op, shape)
         for family in families()
@@ -158,7 +159,7 @@ def kernel_rows(
     ceilings: Ceilings,
     budget: Budget,
 ) -> Iterator[dict[str, Any]]:
-    """Time, bandwidth and share of the floor of the named implementations of every op, in turn.
+    """Yield time, bandwidth and share of the floor for the named implementations of every op, in turn.
 
     A mutating op overwrites its inputs call after call; the numbers change, the time does not.
     """
@@ -171,7 +172,7 @@ def kernel_rows(
 
 
 def or_error(rows: Iterator[dict[str, Any]], what: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rows, and where making them raises, one of `what` with the error: the others go on."""
+    """Yield the rows; where making them raises, yield `what` with the error, so that others go on."""
     try:
         yield from rows
     except Exception as error:
@@ -213,7 +214,7 @@ def _kernel_rows(
 
 
 def workloads(device: str) -> Iterator[tuple[Workload, tuple]]:
-    """(workload, shape), all first shapes before all second ones."""
+    """Yield (workload, shape), all first shapes before any second one."""
     listed = [
         (i, work, shape)
         for family in families()
@@ -231,7 +232,7 @@ def function_rows(
     ceilings: Ceilings,
     budget: Budget,
 ) -> Iterator[dict[str, Any]]:
-    """Public functions through autograd beside their rivals; a rival that raised is a row with the error."""
+    """Yield public functions beside their rivals, through autograd; a rival that raises is a row too."""
     for work, shape in listed:
         for dtype in (dtype for dtype in sizes.dtypes if dtype in work.dtypes):
             name = title(work.name, shape, dtype)
@@ -269,9 +270,9 @@ def check(
     result: dict[str, Any] | None = None,
     save: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The whole run; "ok" says whether everything was right, and every row of times could be made.
+    """Run everything and return the result; "ok" says that all is right and that every row could be timed.
 
-    `result` is filled as the run goes on, and `save` called after each phase and each row.
+    `result` is filled as the run goes on, and `save` is called after each phase and each row.
     """
     result = {} if result is None else result
     budget = Budget(seconds)
@@ -311,7 +312,7 @@ def check(
 
 
 def report(result: dict[str, Any]) -> list[str]:
-    """The result as lines to read."""
+    """Return the result as lines to read."""
     described, checked = result["environment"], result.get("correctness", [])
     lines = [f"{described['device']}, torch {described['versions']['torch']}, commit {described['commit']}"]
     for row in (r for r in checked if not r["ok"]):
@@ -357,7 +358,7 @@ def write(result: dict[str, Any], out: Path | None) -> None:
 
 
 def give_up(result: dict[str, Any], out: Path | None) -> None:
-    """The budget is over and something is stuck: keep what there is and leave."""
+    """Write what there is and leave: the budget is over and something is stuck."""
     result["ok"] = False
     result.setdefault("dropped", []).append("all that followed: something was stuck")
     write(result, out)

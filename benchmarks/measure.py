@@ -1,8 +1,8 @@
-"""How things are timed: CPU time on a CPU, events around CUDA graphs on a GPU, rivals always in turn.
+"""Timing: CPU time on a CPU, events around CUDA graphs on a GPU, rivals always in turn.
 
-Ratios are taken between calls made in turn in one process. A GPU runs a graph of calls over several copies of
-the inputs, so that no call finds its data in the cache. Floors are the bytes an op must move over the copy
-bandwidth measured in the same process.
+Ratios are between calls made in turn in one process. A GPU runs a graph of calls over several copies of the
+inputs, so that no call finds its data in the cache. A floor is the bytes that an op must move over the copy
+bandwidth, which is measured in the same process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Call = Callable[[], Any]
 
 
 def summarize(times_ms: Sequence[float]) -> dict[str, float]:
-    """Median, 20th and 80th percentile and least of some times."""
+    """Return median, 20th and 80th percentile and least of some times."""
     ordered = sorted(times_ms)
 
     def at(share: float) -> float:
@@ -38,14 +38,14 @@ def summarize(times_ms: Sequence[float]) -> dict[str, float]:
 
 
 def speedup(ours_ms: Sequence[float], theirs_ms: Sequence[float]) -> float:
-    """Median over the rounds of theirs / ours."""
+    """Return the median over the rounds of theirs / ours."""
     return statistics.median(b / a for a, b in zip(ours_ms, theirs_ms, strict=True))
 
 
 def in_turn(
     rivals: dict[str, Callable[[], float]], rounds: int, seconds: float = math.inf
 ) -> dict[str, list[float]]:
-    """Times of each rival, one after the other, `rounds` times over, each starting a round in its turn.
+    """Time the rivals one after the other, `rounds` times over; each starts a round in its turn.
 
     After three rounds no further one is begun once `seconds` have gone by.
     """
@@ -62,14 +62,14 @@ def in_turn(
 
 
 def cpu_ms(call: Call) -> float:
-    """CPU time of one call over all threads of this process, in ms."""
+    """Return the CPU time of one call over all threads of this process, in ms."""
     start = time.process_time()
     call()
     return (time.process_time() - start) * 1e3
 
 
 def event_ms(call: Call) -> float:
-    """Time of one call on the GPU's own clock, in ms; waits for it."""
+    """Return the time of one call on the GPU's own clock, in ms; waits for it."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     call()
@@ -110,7 +110,7 @@ class GraphRun:
 
 
 class EventRun:
-    """The same interface without a graph: events around calls that the host launches one by one."""
+    """Calls that the host launches one by one, between events; the interface of `GraphRun`."""
 
     def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
         self.calls = list(calls) * rounds
@@ -121,7 +121,7 @@ class EventRun:
 
 
 class CpuRun:
-    """The same interface on a CPU: CPU time of one call in ms, averaged over the calls."""
+    """Calls on a CPU, whose mean CPU time is returned in ms; the interface of `GraphRun`."""
 
     def __init__(self, calls: Sequence[Call], rounds: int = 1) -> None:
         self.calls = list(calls) * rounds
@@ -136,12 +136,12 @@ def runner(device: str) -> type[GraphRun] | type[CpuRun]:
 
 
 def num_copies(bytes_per_call: int, cache_bytes: int = 60 << 20) -> int:
-    """Copies of the inputs that together exceed the cache three times; 2 to 16."""
+    """Return how many copies of the inputs exceed the cache three times; 2 to 16."""
     return min(16, max(2, -(-3 * cache_bytes // max(bytes_per_call, 1))))
 
 
 def num_rounds(bytes_per_round: int, total_bytes: int = 2 << 30) -> int:
-    """Rounds that move 2 GiB, half a millisecond on a large GPU, beside which a launch is little; 1 to 20."""
+    """Return how many rounds move 2 GiB, beside which a launch takes little time; 1 to 20."""
     return min(20, max(1, total_bytes // max(bytes_per_round, 1)))
 
 
@@ -151,7 +151,7 @@ def synchronize(device: str) -> None:
 
 
 def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
-    """Bytes read plus bytes written per second by a large copy: best of several, in place of a data sheet.
+    """Return bytes read plus bytes written per second by a large copy, the best of several.
 
     On a GPU nothing moves bytes faster. A CPU can: by writing in place, or by reading several places at once.
     """
@@ -165,13 +165,13 @@ def copy_bandwidth(device: str, num_bytes: int = 1 << 30) -> float:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this machine reaches, measured in this process: what floors are made of."""
+    """The rates that this machine reaches, measured in this process; floors are made of them."""
 
     copy_gbs: float
     gemm_tflops: dict[str, float]  # by dtype
 
     def floor(self, num_bytes: int, flops: int, dtype: torch.dtype) -> tuple[float, str]:
-        """(ms, what sets it): the bytes over the copy bandwidth, or the FLOPs over the rate of products."""
+        """Return (ms, what sets it): bytes over the copy bandwidth, or FLOPs over the rate of products."""
         copy_ms = num_bytes / self.copy_gbs / 1e6
         rate = self.gemm_tflops.get(name_of(dtype), math.inf)
         gemm_ms = flops / rate / 1e9
@@ -189,7 +189,7 @@ def measure_ceilings(
     gemm_size: int | None = None,
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
 ) -> Ceilings:
-    """Copy bandwidth, and products of random square matrices: seconds on a CPU, less on a GPU."""
+    """Measure the copy bandwidth and products of random square matrices; takes seconds on a CPU."""
     on_gpu = torch.device(device).type == "cuda"
     copy_bytes = copy_bytes or (1 << 30 if on_gpu else 1 << 28)
     gemm_size = gemm_size or (8192 if on_gpu else 1024)
@@ -198,7 +198,7 @@ def measure_ceilings(
 
 
 def gemm_rate(device: str, size: int, dtype: torch.dtype) -> float:
-    """FLOP/s of a product of random square matrices: best of several."""
+    """Return the FLOP/s of a product of random square matrices, the best of several."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     on_gpu = torch.device(device).type == "cuda"
     run = runner(device)([lambda: a @ b], rounds=4 if on_gpu else 1)
@@ -206,7 +206,7 @@ def gemm_rate(device: str, size: int, dtype: torch.dtype) -> float:
 
 
 def extra_bytes(call: Call, device: str) -> int:
-    """Most memory a call holds at once beyond what was there before and what it returns.
+    """Return the most memory that a call holds at once beyond what was there before and what it returns.
 
     `call` returns everything that stays. On a GPU by the statistics of torch's allocator, on a CPU by what
     torch.profiler sees of it: every tensor that torch or a kernel of ours makes, freed or not; scratch that
@@ -243,18 +243,8 @@ def _extra_on_cpu(call: Call) -> int:
     return max(peak, first.total_allocated - first.alloc_size) - last.total_allocated
 
 
-def size(num_bytes: int) -> str:
-    """In the unit that leaves a few digits: 512 B, 33 KiB, 1.6 GiB."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.3g} {unit}"
-        value /= 1024
-    return f"{value:.3g} GiB"
-
-
 def huge_pages_granted(num_bytes: int = 32 << 20) -> bool:
-    """Whether the system backs memory with huge pages when asked to."""
+    """Return whether the system backs memory with huge pages when asked to."""
     rollup = Path("/proc/self/smaps_rollup")
     if not rollup.exists() or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
@@ -277,7 +267,7 @@ def _cpu_name() -> str:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a result needs to be read later: device, versions and commit; nothing that names a machine."""
+    """Return the device, versions and commit that belong to a result, and nothing that names a machine."""
     import fastmp
     from fastmp.ops import _triton
 

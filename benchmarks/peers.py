@@ -1,4 +1,4 @@
-"""Optional peers: the one place that imports them, and says in one line why one is not there.
+"""Optional peers; the only module that imports them, and that says why one is absent.
 
     if (liger := peer(LIGER, "liger_kernel.ops.rms_norm:LigerRMSNormFunction", device)) is not None:
         rivals[LIGER] = lambda: liger.apply(x, weight, eps)
@@ -28,7 +28,7 @@ ABSENT: dict[str, str] = {}  # peer: why the last look for it found nothing
 
 
 def installed(name: str) -> str | None:
-    """The version of a peer, None where it is not installed."""
+    """Return the version of a peer, None if it is not installed."""
     try:
         return version(DISTRIBUTIONS[name])
     except PackageNotFoundError:
@@ -56,10 +56,10 @@ def _look(name: str, target: str, device: str) -> tuple[Any | None, str]:
 
 
 def why_absent(name: str) -> str:
-    """One line."""
+    """Return one line that says why `peer` returned None."""
     return ABSENT.get(name, f"{name} is not among the rivals here")
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of all peers, None for one that is not installed."""
+    """Return the versions of all peers, None for one that is not installed."""
     return {name: installed(name) for name in DISTRIBUTIONS}

@@ -1,4 +1,4 @@
-"""What a user writes in plain torch: the layer, the GPT and the training step ours are measured against.
+"""The layer, the GPT and the training step as a user writes them in plain torch, to measure ours against.
 
 Batch first, one fused projection for queries, keys and values grouped by key/value head as ours is, torch's
 own attention, norms, GeLU, loss and AdamW. Parameters have the same shapes, so that they can be ours.
@@ -99,7 +99,7 @@ def plain_step(
     optimizer: OptimizerConfig,
     dtype: torch.dtype,
 ) -> Callable[[], Tensor]:
-    """A training step of `model` with torch's fused AdamW and clipping, under autocast to a narrow `dtype`.
+    """Make a training step of `model`: torch's fused AdamW, clipping, autocast to a narrow `dtype`.
 
     `loss_of` is the model, or the model compiled.
     """

@@ -1,8 +1,8 @@
 """`python -m benchmarks.report FILE...`: benchmark results as Markdown tables and a roofline picture.
 
-Takes what `pytest benchmarks/ --benchmark-json`, `python -m benchmarks.gpu_check --out` and
-`python -m benchmarks.cpu_goals --out` write. Needs none of them to be here, and no torch; matplotlib for a
-picture. What no file holds is "not measured".
+It reads what `pytest benchmarks/ --benchmark-json`, `python -m benchmarks.gpu_check --out` and `python -m
+benchmarks.cpu_goals --out` write. It needs no torch, and matplotlib only for a picture. A goal that no file
+speaks to is "not measured".
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Result:
-    """What a file holds."""
+    """The content of a result file."""
 
     path: str
     environment: dict[str, Any]
@@ -147,9 +147,9 @@ Values = Callable[[Sequence[Timing]], dict[str, float]]
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal on an H200, in bfloat16, on every shape that was timed.
+    """A bound that is wanted on an H200, in bfloat16, on every shape that was timed.
 
-    `values` gives {shape: the best of ours}; `wanted` bounds them from below, from above where `most`.
+    `values` returns {case: our best figure}. `wanted` bounds the figures from below, or from above if `most`.
     """
 
     what: str
@@ -177,7 +177,7 @@ def _best(timings: Iterable[Timing], attribute: str, best: Callable[..., float])
 def _kernel(
     *ops: str, attribute: str = "of_floor", best: Callable[..., float] = max, shapes: Sequence[str] = ("",)
 ) -> Values:
-    """An attribute of ops alone, by default their share of the floor, where a case has one of `shapes`."""
+    """Read an attribute of ops alone, by default the share of the floor, where a case has one of `shapes`."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
         kernels = (t for t in timings if t.direction == "kernel" and t.workload in ops)
@@ -189,7 +189,7 @@ def _kernel(
 def _used(
     workload: str, attribute: str, best: Callable[..., float], shape: str = "", unit: float = 1.0
 ) -> Values:
-    """An attribute of a public function, forward and backward."""
+    """Read an attribute of a public function, forward and backward."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
         wanted = (t for t in timings if (t.workload, t.direction, t.ours) == (workload, "both", True))
@@ -200,7 +200,7 @@ def _used(
 
 
 def _times_as_fast(workload: str, rival: str, direction: str) -> Values:
-    """As a rival; "backward" is the time of both directions less that of the forward one."""
+    """Compute the speed-up over a rival; "backward" is the time of both directions less the forward's."""
 
     def values(timings: Sequence[Timing]) -> dict[str, float]:
         rows = [t for t in timings if t.workload == workload]
@@ -270,7 +270,7 @@ H200_GOALS = (
 
 
 def goal_rows(results: Sequence[Result]) -> list[list[str]]:
-    """On, what, goal, measured, state: goals on an H200 where a file is of one, then those of CPU files."""
+    """Return a row (on, what, goal, measured, state) for each goal of a device that has a file."""
     on_h200 = [r for r in results if r.on_gpu and "H200" in r.environment["device"]]
     timings = [timing for result in on_h200 for timing in result.timings]
     rows = []
@@ -302,7 +302,7 @@ def _time(ms: float) -> str:
 
 
 def size(num_bytes: float | None) -> str:
-    """In the unit that leaves a few digits: 512 B, 33 KiB, 1.6 GiB."""
+    """Return a size in the unit that leaves a few digits: 512 B, 33 KiB, 1.6 GiB."""
     if num_bytes is None:
         return NOT_MEASURED
     for unit in ("B", "KiB", "MiB"):
@@ -317,7 +317,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Where the goals of the devices in the files stand, then every file's own table."""
+    """Return the goals of the devices in the files, then every file's own table."""
     lines = ["# Benchmarks"]
     if rows := goal_rows(results):
         lines += ["", "## Goals", "", *_table(["on", "what", "goal", "measured", "state"], rows)]
@@ -383,7 +383,7 @@ Point = tuple[Timing, Timing | None]
 
 
 def _points(result: Result) -> list[Point]:
-    """Our fastest on each case and direction, with the best peer if it was timed; by FLOPs a byte."""
+    """Return our fastest on each case and direction, with the best peer if it was timed, by FLOPs a byte."""
     points: dict[tuple[str, str], Point] = {}
     by_name = {(t.case, t.direction, t.rival): t for t in result.timings}
     for timing in result.timings:

@@ -1,7 +1,7 @@
-"""Runs one op a few times, for a profiler: `python -m benchmarks.run_op OP`; `benchmarks/profile.sh` uses it.
+"""A few calls of one op, for a profiler: `python -m benchmarks.run_op OP`; `benchmarks/profile.sh` uses it.
 
 OP is an op of `torch.ops.fastmp` that a family times alone, or the name of a workload, which runs forward and
-backward. Between cudaProfilerStart and Stop are only those calls; what compiles has run before.
+backward. Only these calls are between cudaProfilerStart and Stop; everything is compiled before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastmp.profiling import enable_nvtx, region
 
 
 def find(name: str, shape: tuple | None, dtype: torch.dtype, device: str, backend: str | None) -> tuple:
-    """(call, shape) of an op or a workload; ValueError where there is none of that name."""
+    """Return (call, shape) of an op or a workload; ValueError where there is none of that name."""
     for family in families():
         if name in getattr(family, "SHAPES", ()):
             shape = shape or family.SHAPES[name][0]

@@ -1,8 +1,7 @@
 """NVIDIA's compute-sanitizer over a small pass of every kernel: memcheck, racecheck, initcheck.
 
-Outside its own run of the kernels it sees nothing of torch's allocator: without caching, every tensor is an
-allocation of its own, so that a read beyond one is seen. Triton's kernels come from its cache on disk where a
-run has compiled them before.
+It runs without torch's caching allocator, so that every tensor is an allocation of its own and a read beyond
+one is seen. Triton's kernels come from its cache on disk, if a run before has compiled them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 
 
 def find() -> str | None:
-    """The path of compute-sanitizer, None where it is not installed."""
+    """Return the path of compute-sanitizer, None if it is not installed."""
     return shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path=os.pathsep.join(_PLACES)
     )
@@ -38,7 +37,7 @@ def command(tool: str, sanitizer: str = "compute-sanitizer", families: Sequence[
 
 
 def start(tool: str, sanitizer: str, root: Path, log: Path) -> subprocess.Popen:
-    """One tool over all families, from the root of the repository, into the file `log`."""
+    """Start one tool over all families, from the root of the repository; it writes into the file `log`."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with log.open("w") as out:
         return subprocess.Popen(
@@ -59,7 +58,7 @@ def stop(process: subprocess.Popen) -> None:
 
 
 def verdict(tool: str, status: int | None, output: str) -> dict[str, Any]:
-    """What a tool said: how many errors, and the first lines of them; a `status` of None is out of time."""
+    """Return what a tool said: how many errors, and their first lines; a `status` of None is out of time."""
     lines = [line.removeprefix("=========").strip() for line in output.splitlines()]
     said = [line for line in lines if line]
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY:\s*(\d+) (?:error|hazard)", output)
@@ -76,7 +75,7 @@ def verdict(tool: str, status: int | None, output: str) -> dict[str, Any]:
 
 
 def run(root: Path, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """All tools at once, at most `seconds` long; one row each. No rows where it is not installed."""
+    """Run all tools at once for at most `seconds`; return a row for each, none if it is not installed."""
     if (sanitizer := find()) is None:
         return []
     logs = {tool: folder / f"{tool}.log" for tool in TOOLS}

@@ -10,6 +10,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import fastmp
 from fastmp.commands import Parser
@@ -55,7 +56,7 @@ def _versions() -> list[str]:
     return lines
 
 
-def _build(record: dict) -> list[str]:
+def _build(record: dict[str, Any]) -> list[str]:
     texts = {key: " ".join(value) if isinstance(value, list) else value for key, value in record.items()}
     return [f"{key}: {text}" for key, text in texts.items() if text] or ["nothing was compiled"]
 
@@ -115,7 +116,7 @@ def _serving(table: Mapping[str, tuple[str, str]]) -> list[str]:
 
 
 def _check(device: str) -> tuple[list[str], bool]:
-    from fastmp.ops import OPS
+    from fastmp.ops.registry import OPS
     from fastmp.testing import check_op
 
     lines, good = [], True

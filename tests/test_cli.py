@@ -92,10 +92,10 @@ def test_doctor_says_who_serves_the_ops(capsys, monkeypatch):
     "names", [("bias_gelu", "rope"), pytest.param(None, marks=pytest.mark.full)], ids=["two", "all"]
 )
 def test_doctor_check_measures_ops_against_float64(capsys, monkeypatch, names):
-    from fastmp import ops
+    from fastmp.ops import registry
 
-    chosen = {name: op for name, op in ops.OPS.items() if names is None or name in names}
-    monkeypatch.setattr(ops, "OPS", chosen)
+    chosen = {name: op for name, op in registry.OPS.items() if names is None or name in names}
+    monkeypatch.setattr(registry, "OPS", chosen)
     assert doctor.main(["--check"]) == 0
     printed = capsys.readouterr().out
     assert "WRONG" not in printed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ class _Saved:
         self.kept.count(self.storage, -1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", MODELS)
 def test_bytes_that_autograd_keeps(name, dtype):
     made = recipe(MODELS[name], dtype=dtype)
@@ -217,8 +218,22 @@ RECOMPUTED = {
     ),
     "cp": (recipe(LLAMA, cp=2, recompute=True), 1),
 }
-CASES = [pytest.param(*LAYOUTS[name], id=name) for name in LAYOUTS]
-CASES += [pytest.param(*RECOMPUTED[name], id=f"recomputed: {name}") for name in RECOMPUTED]
+ALL = LAYOUTS | {f"recomputed: {name}": case for name, case in RECOMPUTED.items()}
+QUICK = {
+    *("tp, grouped", "tp, sp, tied", "tp, ep", "ep, all-gather", "ep, etp", "dp, edp", "cp, qk-norm"),
+    *(
+        "pp, vpp",
+        "pp, uneven",
+        "tp, sp, pp",
+        "recomputed: tp, sp",
+        "recomputed: ep",
+        "recomputed: tp, shards",
+    ),
+}
+CASES = [
+    pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.full)
+    for name, case in ALL.items()
+]
 
 
 def bytes_sent(seen):
@@ -306,9 +321,23 @@ def test_activations_follow_the_schedule(schedule):
     assert last.activations == activations.loss(shapes)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "gpt2, dropout", "llama", "qwen", "shared"])
+QUICK_PRODUCTS = {
+    ("gpt2, dropout", True, "1f1b"),
+    ("llama", False, "zero_bubble"),
+    ("qwen", True, "1f1b"),
+    ("shared", True, "zero_bubble"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute", "schedule"),
+    [
+        pytest.param(*case, marks=() if case in QUICK_PRODUCTS else pytest.mark.full)
+        for case in product(
+            ("gpt2", "gpt2, dropout", "llama", "qwen", "shared"), (False, True), ("1f1b", "zero_bubble")
+        )
+    ],
+)
 def test_products(name, recompute, schedule):
     made = recipe(MODELS[name], recompute=recompute, schedule=schedule)
     [model], _ = make_stages(made)

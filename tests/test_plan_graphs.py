@@ -122,7 +122,28 @@ def runs_of(made, size, rank, scope):
     return found
 
 
-@pytest.mark.parametrize(("made", "dp", "scope"), CASES.values(), ids=CASES)
+QUICK = {
+    *(
+        "dense",
+        "experts, front",
+        "recomputed, front",
+        "ep, shared",
+        "tp, etp",
+        "cp",
+        "pp, vpp",
+        "pp, zero bubble",
+    ),
+    *("pp, uneven", "full, experts", "full, pp, cp, zero bubble"),
+}
+
+
+@pytest.mark.parametrize(
+    ("made", "dp", "scope"),
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.full)
+        for name, case in CASES.items()
+    ],
+)
 def test_the_plan_is_that_of_a_manager(made, dp, scope):
     size = size_of(made, dp)
     facts = graph_facts(scoped(made, scope), size)

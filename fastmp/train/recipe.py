@@ -80,7 +80,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group(f"[{table}]", (cls.__doc__ or "").partition("\n")[0])
         hints = typing.get_type_hints(cls)
         for field in fields(cls):
-            if not is_dataclass(_without_none(hints[field.name])):
+            if _table_of(hints[field.name]) is None:
                 _add_option(group, f"{table}.{field.name}", field, hints[field.name])
 
 
@@ -101,11 +101,10 @@ def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
     """Every dataclass below `cls` with the name of its table, those that hold others before them."""
     hints = typing.get_type_hints(cls)
     for field in fields(cls):
-        hint = _without_none(hints[field.name])
-        if is_dataclass(hint):
+        if below := _table_of(hints[field.name]):
             name = f"{table}.{field.name}" if table else field.name
-            yield name, hint
-            yield from _tables(hint, name)
+            yield name, below
+            yield from _tables(below, name)
 
 
 def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hint: Any) -> None:
@@ -228,11 +227,12 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
             unclear.update(meant)
             continue
         hint, name = _without_none(hints[key]), f"{table}.{key}" if table else key
-        if is_dataclass(hint) and isinstance(value, dict):
-            values[key] = _build(hint, value, name, errors, unused)
+        below = _table_of(hint)
+        if below and isinstance(value, dict):
+            values[key] = _build(below, value, name, errors, unused)
             continue
         try:
-            if is_dataclass(hint):
+            if below:
                 raise ValueError(f"[{name}] must be a table, got {value!r}")
             values[key] = _convert(value, hint, name)
         except ValueError as error:
@@ -254,8 +254,14 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
     return made
 
 
+def _table_of(hint: Any) -> type | None:
+    """Return the dataclass that a field of this type holds; None if it holds a value."""
+    kind: type = _without_none(hint)
+    return kind if is_dataclass(kind) else None
+
+
 def _without_none(hint: Any) -> Any:
-    """X of X | None."""
+    """Return X for X | None, and any other type as it is."""
     if isinstance(hint, types.UnionType):
         return next(option for option in hint.__args__ if option is not types.NoneType)
     return hint
