@@ -63,6 +63,7 @@ def _row_stats(
 ):  # fmt: skip
     """Maximum, sum of exponentials relative to it (to 0 where it is -inf) and sum of base[begin:end]."""
     LANES: tl.constexpr = BLOCK // VEC
+    # Each lane has a running maximum and a sum of exponentials relative to it.
     top = tl.full((LANES,), float("-inf"), ACC)
     total = tl.zeros((LANES,), ACC)
     plain = tl.zeros((LANES,), ACC)
@@ -72,12 +73,14 @@ def _row_stats(
             x = tl.load(base + at, eviction_policy=EVICT).to(ACC)
         else:
             x = _load_edge(base, first, at, begin, end, float("-inf"), VEC, EVICT).to(ACC)
+        # Rescale the sum to the new maximum (0 in place of -inf: no inf - inf), then add this block.
         higher = tl.maximum(top, tl.max(x, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         total = total * _exp(top - finite) + tl.sum(_exp(x - finite[:, None]), 1)
         top = higher
         if WITH_SUM:
             plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
+    # The lanes meet once: sums relative to the row's maximum.
     row_top = tl.max(top, 0)
     finite = tl.where(row_top == float("-inf"), 0.0, row_top)
     return row_top, tl.sum(total * _exp(top - finite), 0), tl.sum(plain, 0)
@@ -89,11 +92,13 @@ def stats_kernel(
     WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = out.dtype.element_ty
+    # One row, walked from the last 16-byte boundary before it.
     row = tl.program_id(0).to(tl.int64)
     aligned = row * row_stride // VEC * VEC
     begin = (row * row_stride - aligned).to(tl.int32)
     base = logits + tl.multiple_of(aligned, VEC)
     top, total, plain = _row_stats(base, begin, begin + real, ACC, WITH_SUM, BLOCK, VEC, "")
+    # The target's logit, if this shard has that column; else 0, so that shards can be added.
     column = tl.load(target + row) - vocab_start
     here = (column >= 0) & (column < real)
     out += row * (4 if WITH_SUM else 3)
@@ -111,6 +116,7 @@ def merge_kernel(
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
+    # The maximum over the shards, then all sums relative to it.
     top = tl.full((BLOCK,), float("-inf"), stats.dtype.element_ty)
     for shard in range(shards):
         top = tl.maximum(top, tl.load(stats + (shard * tokens + token) * WIDTH, mask=inside, other=0.0))
@@ -124,6 +130,7 @@ def merge_kernel(
         target_logit += tl.load(at + 2, mask=inside, other=0.0)
         if SMOOTHING > 0:
             plain += tl.load(at + 3, mask=inside, other=0.0)
+    # The loss: cross-entropy with smoothing over the vocabulary, z-loss, weight of the token.
     row_lse = top + tl.log(total)
     value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
     if SMOOTHING > 0:
@@ -143,6 +150,7 @@ def _row_grad(
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """Gradient of source[begin:end] to sink, then zeros up to `columns`; first the block last read before."""
+    # d loss / d logit = probability * slope - shift, and - share at the target.
     slope = scale * (1 + 2 * Z_LOSS * row_lse)
     shift = scale * SMOOTHING / vocab_size
     share = scale * (1 - SMOOTHING)
@@ -151,10 +159,12 @@ def _row_grad(
         start = (blocks - 1 - block) * BLOCK
         first, at = _offsets(start, BLOCK, VEC)
         whole = (start >= begin) & (start + BLOCK <= end)
+        # Blocks inside the row need no mask; ignored rows are not read.
         if whole:
             x = tl.load(source + at, mask=live, other=0.0, eviction_policy=EVICT)
         else:
             x = _load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC, EVICT)
+        # Probability of each column, from the row's log-sum-exp.
         grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
         grad -= tl.where(at == target_at, share, 0.0)
         grad = tl.where(live, grad, 0.0)
@@ -175,6 +185,7 @@ def grad_kernel(
     begin = (row * row_stride - aligned).to(tl.int32)
     source = logits + tl.multiple_of(aligned, VEC)
     sink = out + tl.multiple_of(row * out_stride - begin, VEC)
+    # The gradient of this row's loss is NaN where the target is no column, as the loss is.
     row_lse = tl.load(lse + row)
     wanted = tl.load(target + row)
     scale = tl.load(grad_loss + row)
@@ -209,6 +220,7 @@ def loss_grad_kernel(
     real = (wanted >= 0) & (wanted < vocab_size)
     # Read before any thread writes: the sums below make all threads meet.
     target_logit = tl.load(base + begin + wanted, mask=real, other=0.0).to(ACC)
+    # First read: statistics and loss of the row.
     end = begin + tl.where(live, vocab_size, 0).to(tl.int32)
     top, total, plain = _row_stats(base, begin, end, ACC, SMOOTHING > 0, BLOCK, VEC, "evict_last")
     row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
@@ -223,6 +235,7 @@ def loss_grad_kernel(
     value = tl.where(real, value, float("nan"))
     scale = tl.where(real, scale, float("nan"))
     tl.store(loss + row, tl.where(live, value, 0.0))
+    # Second read: the gradient over the logits.
     target_at = tl.where(real, wanted + begin, -1).to(tl.int32)
     _row_grad(
         base, base, begin, begin + vocab_size, columns, live, row_lse, scale, vocab_size, target_at,

@@ -160,11 +160,13 @@ def grouped_mm_kernel(
     """
     width, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
     num_n, experts = 2 * width if GATED else width, tl.arange(0, BLOCK_E)
+    # Rows and tiles of every expert, from offsets on the device; `last_tiles`: where its tiles end.
     ends = _expert_ends(offsets, experts, num_experts, num_rows)
     starts = _expert_ends(offsets, experts - 1, num_experts, num_rows)
     tiles_n = tl.cdiv(width, BLOCK_N)
     last_tiles = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * tiles_n, 0)
     for tile in range(tl.program_id(0), tl.max(last_tiles, 0), tl.num_programs(0)):
+        # Which expert's tile this is, and where it lies among that expert's rows and columns.
         expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
         start = tl.sum(tl.where(experts == expert - 1, ends, 0), 0)
         first = tl.sum(tl.where(experts == expert - 1, last_tiles, 0), 0)
@@ -172,6 +174,7 @@ def grouped_mm_kernel(
         tile_m, tile_n = _tile_of(tile - first, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP)
         first_m, first_n = start + tile_m * BLOCK_M, tile_n * BLOCK_N
         rows = first_m + tl.arange(0, BLOCK_M)
+        # The loop over terms: x[rows] times w[expert]^T; no terms for the rows of nobody.
         acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         up = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         steps = tl.where(expert < num_experts, tl.cdiv(num_k, BLOCK_K), 0)
@@ -192,6 +195,7 @@ def grouped_mm_kernel(
                     W_VECTOR, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 up = tl.dot(a, b, up, input_precision="ieee", out_dtype=COMPUTE)
+        # Epilogue: bias and activation in registers; only rows of this expert are stored.
         _store_parts(
             y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
             BLOCK_M, BLOCK_N, PARTS=1 if FORM == "none" else 4 if GATED and FORM == "gelu" else 2,
@@ -210,6 +214,7 @@ def grouped_wgrad_kernel(
     With TMA, `grad_rows` and `x_rows` are descriptors of `grad` and `x`.
     """
     num_n, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
+    # Which expert's gradient, which rows are its terms, and which tile of it this program makes.
     tiles_n, tiles_k = tl.cdiv(num_n, BLOCK_N), tl.cdiv(num_k, BLOCK_K)
     pid = tl.program_id(0)
     expert = pid // (tiles_n * tiles_k)
@@ -224,6 +229,7 @@ def grouped_wgrad_kernel(
     tile_n, tile_k = _tile_of(pid % (tiles_n * tiles_k), tiles_n, tiles_k, GROUP)
     first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
     ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
+    # The loop over whole blocks of rows, without a mask; the last rows come with one.
     acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
     whole = (end - start) // BLOCK_R
     for step in range(0, whole):
@@ -240,6 +246,7 @@ def grouped_wgrad_kernel(
         a = _load_block(grad, rows, ns, end, num_n, grad_pitch * N_VECTOR)
         b = _load_block(x, rows, ks, end, num_k, x_pitch * K_VECTOR)
         acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+    # Epilogue in two halves: a total of float32 read at once would take all registers.
     total = out + expert.to(tl.int64) * out_jump * K_VECTOR
     HALF: tl.constexpr = BLOCK_K // 2
     left, right = _halves(acc, BLOCK_N, HALF)

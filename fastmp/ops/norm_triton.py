@@ -58,12 +58,14 @@ def norm_kernel(
     there, here = rows < num_rows, cols < num_cols
     mask = there[:, None] & here[None, :]
     out = rows[:, None] * num_vectors * VECTOR + cols[None, :]
+    # x + residual, rounded as it is stored: what is normalised is what the next layer adds to.
     h = _load_rows(x, rows, cols, x_pitch, mask, VECTOR, COMPUTE)
     if HAS_RESIDUAL:
         h += _load_rows(residual, rows, cols, residual_pitch, mask, VECTOR, COMPUTE)
         rounded = h.to(total.dtype.element_ty)
         tl.store(total + out, rounded, mask=mask)
         h = rounded.to(COMPUTE)
+    # Statistics of rows that stay in registers: the mean first, then squares of what is centred.
     w = tl.load(weight + cols, mask=here, other=0.0)
     if CENTRED:
         mean = tl.sum(h, 1) / num_cols
@@ -71,6 +73,7 @@ def norm_kernel(
         h = tl.where(here[None, :], h - mean[:, None], 0.0)
     rstd = tl.rsqrt(tl.sum(h * h, 1) / num_cols + EPS)
     tl.store(stats + rows, rstd, mask=there)
+    # Scale, shift and store.
     h = h * rstd[:, None] * w.to(COMPUTE)[None, :]
     if HAS_BIAS:
         h += tl.load(bias + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
@@ -99,6 +102,7 @@ def norm_wide_kernel(
     row = tl.program_id(0).to(tl.int64)
     total += row * total_pitch * VECTOR
     y += row * num_vectors * VECTOR
+    # First pass: the mean.
     mean = tl.zeros([], COMPUTE)
     if CENTRED:
         sums = tl.zeros([BLOCK_N], COMPUTE)
@@ -107,6 +111,7 @@ def norm_wide_kernel(
             sums += tl.load(total + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
         mean = tl.sum(sums, 0) / num_cols
         tl.store(stats + num_rows + row, mean)
+    # Second pass, from the caches: squares of what is centred.
     squares = tl.zeros([BLOCK_N], COMPUTE)
     for start in range(0, num_cols, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -114,6 +119,7 @@ def norm_wide_kernel(
         h = tl.where(cols < num_cols, h - mean, 0.0)
         squares += h * h
     rstd = tl.rsqrt(tl.sum(squares, 0) / num_cols + EPS)
+    # Third pass: scale, shift and store.
     tl.store(stats + row, rstd)
     for start in range(0, num_cols, BLOCK_N):
         cols = start + tl.arange(0, BLOCK_N)
@@ -153,6 +159,7 @@ def norm_backward_kernel(
     pid = tl.program_id(0)
     cols = tl.arange(0, BLOCK_N)
     here = cols < num_cols
+    # The weight and the sums of the parameters' gradients stay in registers over all blocks.
     w = tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
     dweight = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     dbias = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
@@ -160,6 +167,7 @@ def norm_backward_kernel(
         rows = (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         there = rows < num_rows
         mask = here[None, :] if BLOCK_M == 1 else there[:, None] & here[None, :]
+        # The normalised rows again, from the statistics.
         g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
         h = _load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE)
         rstd = tl.load(stats + rows, mask=there, other=0.0)[:, None]
@@ -169,6 +177,7 @@ def norm_backward_kernel(
         dweight += g * h
         if HAS_BIAS:
             dbias += g
+        # dx = (g w - the mean - the part along h) / deviation, then the gradient that came past the norm.
         g *= w
         d = g - h * (tl.sum(g * h, 1) / num_cols)[:, None]
         if CENTRED:
@@ -177,6 +186,7 @@ def norm_backward_kernel(
         if HAS_GRAD_TOTAL:
             d += _load_rows(grad_total, rows, cols, grad_total_pitch, mask, VECTOR, COMPUTE)
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
+    # This program's share of the parameters' gradients, added to the others' in order by `sum_strips`.
     partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1) + cols
     tl.store(partials, tl.sum(dweight, 0), mask=here)
     if HAS_BIAS:
@@ -218,6 +228,7 @@ def norm_backward_wide_kernel(
         mean = tl.zeros([BLOCK_M, 1], COMPUTE)
         if CENTRED:
             mean = tl.load(stats + num_rows + rows, mask=there, other=0.0)[:, None]
+        # First pass over the columns: the mean of the gradient and its part along h, of each row.
         along = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         level = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         for start in tl.range(0, num_cols, BLOCK_N, num_stages=NUM_STAGES):
@@ -229,6 +240,7 @@ def norm_backward_wide_kernel(
             g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
             along += g * h
             level += g
+        # Second pass, grad and total from a cache: sums of the parameters' gradients in memory, and dx.
         along_row = (tl.sum(along, 1) / num_cols)[:, None]
         level_row = tl.zeros([BLOCK_M, 1], COMPUTE)
         if CENTRED:

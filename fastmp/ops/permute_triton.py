@@ -63,15 +63,18 @@ def rank_kernel(
     """The row of each pair: after the experts before, the blocks before, the pairs before in its block."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
+    # Where each expert's rows begin: after those of the experts before (offsets: where they end),
     total = tl.load(totals + bins, mask=bins < num_experts, other=0)
     ends = tl.cumsum(total, 0)
     if block == 0:
         tl.store(offsets + bins, ends, mask=bins < num_experts)
+    # and, for this block, after those that blocks before have of that expert.
     before = tl.load(counts + block * num_experts + bins, mask=bins < num_experts, other=0)
     first = ends - total + before
     local = tl.arange(0, BLOCK)
     pairs = block * BLOCK + local
     experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
+    # Then after the earlier pairs of the block with the same expert: all with all, STEP at a time.
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, STEP):
         others = (start + tl.arange(0, STEP))[:, None]
@@ -178,10 +181,12 @@ def scatter_kernel(
     num_cols = num_vectors * VECTOR
     num_blocks = tl.cdiv(num_pairs, BLOCK_M)
     block = tl.program_id(0)
+    # The last programs: zeros in rows that no pair maps to.
     if block >= num_blocks:
         first_row = (block - num_blocks).to(tl.int64) * ZERO_ROWS
         zero_unused(used, out, first_row, num_rows, num_cols, ZERO_ROWS, BLOCK_M, BLOCK_N)
     else:
+        # The row each pair of this block goes to, and the token it comes from.
         pairs = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1).to(tl.int64)
         inside = (rows >= 0) & (rows < num_rows)
@@ -190,6 +195,7 @@ def scatter_kernel(
         dots = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         if WEIGHTED:
             weights = tl.load(probs + pairs, mask=inside, other=0.0)
+        # Move the rows, column block by column block; the products with y on the way.
         for start in range(0, num_cols, BLOCK_N):
             cols = start + tl.arange(0, BLOCK_N)
             mask = inside[:, None] & (cols < num_cols)[None, :]
@@ -230,6 +236,7 @@ def gather_kernel(
     tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    # The token's rows of all slots, weighted and added in the order of the slots.
     for first in range(0, num_slots, SLOTS):
         for step in tl.static_range(SLOTS):
             slot = first + step

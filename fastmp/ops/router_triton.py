@@ -135,11 +135,13 @@ def router_kernel(
     COMPUTE: tl.constexpr = probs.dtype.element_ty
     WIDTH: tl.constexpr = ALL * EACH
     EXPERTS: tl.constexpr = GROUPS * SIZE
+    # Each group has a power of two of places, so that keys can be reshaped; those left over are padding.
     places = tl.arange(0, WIDTH)
     cols, here = places, places < EXPERTS
     if GROUPS > 1:  # a group begins every EACH places
         cols = places // EACH * SIZE + places % EACH
         here = (places % EACH < SIZE) & (places // EACH < GROUPS)
+    # This program's tokens: a strip of one sequence, BLOCK_M at a time.
     sequence = tl.program_id(0) % num_sequences
     strip = (tl.program_id(0) // num_sequences).to(tl.int64)
     slots = tl.arange(0, K_BLOCK)[None, :]
@@ -157,6 +159,7 @@ def router_kernel(
         tokens = (step * num_sequences + sequence)[:, None]
         row = logits + tokens * pitch * VECTOR
         mask = there[:, None] & here[None, :]
+        # Scores of all experts, and what the losses sum of them.
         x = tl.load(row + cols[None, :], mask=mask, other=float("-inf")).to(COMPUTE)
         top, e, total, lse = _softmax(x)
         if SIGMOID:
@@ -167,12 +170,14 @@ def router_kernel(
             shares = scores
         sums += tl.where(there[:, None], shares, 0.0)
         squares += tl.where(there, lse * lse, 0.0)
+        # What experts are chosen by, as integers in the same order: scores or logits, bias, closed groups.
         keys = x
         if HAS_BIAS:
             keys = (x if AFTER else scores) + shift[None, :]
         keys = tl.where(here[None, :], _sortable(keys), LOWEST)
         if OPEN < GROUPS:
             keys = _close_groups(keys, BLOCK_M, ALL, EACH, GROUPS, SIZE, OPEN, SIGMOID, not HAS_BIAS, LOWEST)
+        # K rounds: the best expert of each token, of equals the first, is taken out.
         chosen = tl.zeros([BLOCK_M, K_BLOCK], tl.int32)
         for slot in range(K):
             best, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH)
@@ -185,6 +190,7 @@ def router_kernel(
             wishes += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
         if GROUPS > 1:
             chosen = chosen // EACH * SIZE + chosen % EACH
+        # Probabilities of the chosen experts, whose logits are read again from a cache.
         out = there[:, None] & (slots < K)
         value = tl.load(row + chosen, mask=out, other=float("-inf")).to(COMPUTE)
         if SIGMOID:
@@ -198,6 +204,7 @@ def router_kernel(
             value = _exp(value - top[:, None]) / total[:, None]
         tl.store(indices + tokens * K + slots, chosen, mask=out)
         tl.store(probs + tokens * K + slots, value * factor, mask=out)
+    # Loads are integers, whose sum has no order; sums of scores go to this strip's row of partials.
     num_sums = num_sequences * EXPERTS
     tl.atomic_add(counts + sequence * EXPERTS + cols, tl.sum(loads, 0), mask=here, sem="relaxed")
     if balance_counts is not None:
@@ -206,6 +213,7 @@ def router_kernel(
     tl.store(partials + strip * num_sums + sequence * EXPERTS + cols, tl.sum(sums, 0), mask=here)
     tl.store(z_partials + tl.program_id(0), tl.sum(squares, 0))
     tl.debug_barrier()  # what all threads of the program wrote is released by the one that counts
+    # The program that comes last adds the partial sums in order.
     before = tl.atomic_add(counts + num_sums, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
         _sum_partials(partials, score_sums, tl.num_programs(0) // num_sequences, num_sums, ROWS, COLS)
@@ -228,6 +236,7 @@ def router_backward_kernel(
     tokens = step * num_sequences + sequence
     mask = there[:, None] & here[None, :]
     row = logits + tokens[:, None] * pitch * VECTOR
+    # A block of tokens: logits, and gradients of their probabilities where their experts are.
     x = tl.load(row + cols[None, :], mask=mask, other=float("-inf")).to(COMPUTE)
     given = tl.zeros([BLOCK_M, WIDTH], COMPUTE)  # gradients of the probabilities, at their experts
     chosen = tl.zeros([BLOCK_M, WIDTH], tl.int1)
@@ -239,12 +248,14 @@ def router_backward_kernel(
             found = cols[None, :] == expert[:, None]
             given = tl.where(found, grad[:, None], given)
             chosen |= found
+    # `slope` becomes the gradient of the scores of all experts, which the balancing losses sum.
     _, e, total, lse = _softmax(x)
     shares = e / total[:, None]
     scores = _sigmoid(x) if SIGMOID else shares
     slope = tl.zeros([BLOCK_M, WIDTH], COMPUTE)
     if grad_sums is not None:
         slope += tl.load(grad_sums + sequence * EXPERTS + cols, mask=here, other=0.0)[None, :]
+    # Through the scores, and the normalisation of the chosen ones, to the logits.
     if SIGMOID:
         if grad_sums is not None:
             norm = (tl.sum(scores, 1) + 1e-20)[:, None]
