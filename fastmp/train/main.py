@@ -34,6 +34,7 @@ from fastmp.train.command import first_rank_speaks
 from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
+from fastmp.train.heap import map_large_blocks
 from fastmp.train.language import gpt_and_loss, next_logits, pipeline_next_logits
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
@@ -60,6 +61,8 @@ def _job(recipe: Recipe, arguments: Sequence[str]) -> int:
         if recipe.train.profile in NSIGHT and not environment.rank and not environment.profiled:
             run_under_nsight(arguments, recipe)
         runtime = init(join_seconds=recipe.train.join_seconds or None)
+        if runtime.device.type == "cpu":
+            map_large_blocks()
         train(recipe, runtime, resume=recipe.train.resume or environment.restart_count > 0)
     runtime.close()
     return 0
