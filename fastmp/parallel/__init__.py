@@ -20,8 +20,9 @@ __getattr__, __dir__, __all__ = exports(
         "reduce_from_group reduce_scatter_sequence split_to_group",
         "context": "cut_sequence join_sequence",
         "rng": "RngTracker",
-        "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_attributes "
-        "parallel_logits",
+        "layers": "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding parallel_attributes",
+        "linear": "parallel_logits",
+        "sharded_state": "sharded_state_dict",
         "loss": "vocab_parallel_cross_entropy",
         "linear_loss": "vocab_parallel_linear_cross_entropy",
         "grads": "GradBuffer",

@@ -4,9 +4,10 @@ Column-parallel divides the outputs of Y = X W^T + b, row-parallel the inputs: c
 needs one all-reduce forward and one backward (Shoeybi et al. 2019). With `sequence_parallel` the activations
 outside are sharded along the sequence (dim 0), and the all-reduce becomes an all-gather at the column and a
 reduce-scatter at the row (Korthikanti et al. 2022). A layer communicates over its `group` only: a
-ProcessGroup, or None for this rank alone.
+ProcessGroup, or None for this rank alone. Parameters are plain tensors, this rank's shards:
+`torch.distributed.checkpoint` needs `sharded_state_dict` in place of `state_dict`.
 
-T tokens (all leading dims), I this rank's inputs, O this rank's outputs, S sequence, B batch, H hidden.
+S sequence, B batch, P ranks of the group.
 """
 
 from __future__ import annotations
@@ -21,21 +22,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import Function, once_differentiable
 
 from fastmp.ops.registry import can_read_values
-from fastmp.ops.wgrad import deferral, linear
+from fastmp.ops.wgrad import linear
 from fastmp.parallel.collectives import (
-    all_gather,
-    all_reduce_,
     gather_from_group,
     group_rank,
     group_size,
     reduce_from_group_,
-    reduce_scatter,
     reduce_scatter_sequence,
     split_to_group,
 )
+from fastmp.parallel.linear import column_linear
 from fastmp.parallel.rng import RngTracker
 
 __all__ = [
@@ -44,7 +42,6 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "parallel_attributes",
-    "parallel_logits",
 ]
 
 InitMethod = Callable[[torch.Tensor], Any]
@@ -53,11 +50,12 @@ InitMethod = Callable[[torch.Tensor], Any]
 class ParallelAttributes(NamedTuple):
     """How a parameter is divided over the tensor-parallel group.
 
-    `tensor_model_parallel`: it is a shard, cut along `partition_dim` in `partition_stride` interleaved
-    pieces. When False, it is replicated; with `sequence_parallel` its gradient is a partial sum, to be added
-    over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a contiguous part of all
-    experts of the `ep` group; the cut is then over the `etp` group, and replicas are the ranks of `edp`.
-    `pipeline_replica`: another stage of the pipeline holds it too, with the same gradient, and counts it.
+    `tensor_model_parallel`: it is a shard, cut along `partition_dim` in each of the `partition_stride` blocks
+    that are fused there. When False, it is replicated; with `sequence_parallel` its gradient is a partial
+    sum, to be added over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a
+    contiguous part of all experts of the `ep` group; the cut is then over the `etp` group, and replicas are
+    the ranks of `edp`. `pipeline_replica`: another stage of the pipeline holds it too, with the same
+    gradient, and counts it.
     """
 
     tensor_model_parallel: bool = False
@@ -69,22 +67,22 @@ class ParallelAttributes(NamedTuple):
 
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
-    """The marks of `param`; those of a replicated parameter with a complete gradient where there are none."""
+    """The marks of `param`; a parameter without marks is replicated and has a complete gradient."""
     return ParallelAttributes(
         *(getattr(param, name, default) for name, default in ParallelAttributes._field_defaults.items())
     )
 
 
 def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s part of `full` cut along `dim` into `size` parts, each of `stride` interleaved pieces.
+    """Rank `rank`'s shard of `full`, whose `stride` blocks along `dim` are each cut into `size` parts.
 
-    A fused weight of `stride` blocks (query, key, value: 3) gives each rank its piece of every block.
+    A fused weight of query, key and value (stride 3) gives each rank its part of every block.
     """
     return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
 
 
 class GroupModule(nn.Module):
-    """A module that holds process groups: its copies work in the same ones."""
+    """A module that holds process groups. Its copies work in the same groups."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo |= {id(group): group for group in vars(self).values() if isinstance(group, dist.ProcessGroup)}
@@ -95,7 +93,7 @@ class GroupModule(nn.Module):
 
 
 class ParallelModule(GroupModule):
-    """What the layers share: the group, the marks on their parameters, and how a weight is filled."""
+    """The base of the layers: the group, the marks on parameters, and how a weight is filled."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -106,10 +104,10 @@ class ParallelModule(GroupModule):
     def _part(self, name: str, total: int, stride: int = 1) -> int:
         """This rank's part of `total`; ValueError where the ranks (times the stride) do not divide it."""
         if total % (self.tp_size * stride):
-            pieces = f" times stride {stride}" if stride != 1 else ""
+            blocks = f" times stride {stride}" if stride != 1 else ""
             raise ValueError(
                 f"{type(self).__name__}: {name} {total} is not divisible by the {self.tp_size} "
-                f"ranks of its group{pieces}"
+                f"ranks of its group{blocks}"
             )
         return total // self.tp_size
 
@@ -197,26 +195,38 @@ _SHAPE_DEPENDENT = (
 
 
 class _ParallelLinear(ParallelModule):
-    def _make(
+    """A linear layer whose weight (output_size, input_size) is cut along `_cut_dim`."""
+
+    _cut_dim: int
+
+    def __init__(
         self,
-        shape: tuple[int, int],
-        bias_size: int | None,
+        input_size: int,
+        output_size: int,
+        group: dist.ProcessGroup | None,
+        bias: bool,
+        skip_bias_add: bool,
+        sequence_parallel: bool,
+        stride: int,
         init_method: InitMethod | None,
         init: str,
         rng: RngTracker | None,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """This rank's parameters, filled; the default is Xavier normal with the fans of the full weight."""
-        if init_method is None:
-            std = math.sqrt(2.0 / (self.input_size + self.output_size))
-            init_method = functools.partial(nn.init.normal_, std=std)
+        super().__init__(group)
+        self.input_size, self.output_size, self.stride = input_size, output_size, stride
+        self.skip_bias_add, self.sequence_parallel = skip_bias_add, sequence_parallel
+        shape = [output_size, input_size]
+        name = ("output_size", "input_size")[self._cut_dim]
+        shape[self._cut_dim] = self._part(name, shape[self._cut_dim], stride)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = None
-        if bias_size is not None:
-            self.bias = nn.Parameter(torch.zeros(bias_size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(shape[0], device=device, dtype=dtype)) if bias else None
         self._mark()
-        self._init_weight((self.output_size, self.input_size), init_method, init, rng)
+        if init_method is None:  # Xavier normal, with the fans of the undivided weight
+            std = math.sqrt(2.0 / (input_size + output_size))
+            init_method = functools.partial(nn.init.normal_, std=std)
+        self._init_weight((output_size, input_size), init_method, init, rng)
 
     @classmethod
     def from_linear(
@@ -283,6 +293,8 @@ class ColumnParallelLinear(_ParallelLinear):
     ValueError where P times stride does not divide output_size.
     """
 
+    _cut_dim = 0
+
     def __init__(
         self,
         input_size: int,
@@ -300,12 +312,9 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
-        self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
-        self.sequence_parallel = sequence_parallel
-        part = self._part("output_size", output_size, stride)
-        self._make((part, input_size), part if bias else None, init_method, init, rng, device, dtype)
+        options = (bias, skip_bias_add, sequence_parallel, stride, init_method, init, rng, device, dtype)
+        super().__init__(input_size, output_size, group, *options)
+        self.gather_output = gather_output
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return dict.fromkeys(("weight", "bias"), ParallelAttributes(True, 0, self.stride))
@@ -323,11 +332,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def _join(self, part: torch.Tensor) -> torch.Tensor:
         """The parts of all ranks, in the order of the undivided layer's outputs."""
-        whole = gather_from_group(part, self.group)
+        parts = gather_from_group(part, self.group)
         if self.stride == 1 or self.tp_size == 1:
-            return whole
-        pieces = whole.unflatten(-1, (self.tp_size, self.stride, -1))
-        return pieces.transpose(-3, -2).flatten(-3)
+            return parts
+        return parts.unflatten(-1, (self.tp_size, self.stride, -1)).transpose(-3, -2).flatten(-3)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -343,6 +351,8 @@ class RowParallelLinear(_ParallelLinear):
     `stride`: the number of blocks fused in the inputs, each divided by itself. The other options: see
     ColumnParallelLinear. ValueError where P times stride does not divide input_size.
     """
+
+    _cut_dim = 1
 
     def __init__(
         self,
@@ -361,12 +371,9 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(group)
-        self.input_size, self.output_size, self.stride = input_size, output_size, stride
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
-        self.sequence_parallel = sequence_parallel
-        part = self._part("input_size", input_size, stride)
-        self._make((output_size, part), output_size if bias else None, init_method, init, rng, device, dtype)
+        options = (bias, skip_bias_add, sequence_parallel, stride, init_method, init, rng, device, dtype)
+        super().__init__(input_size, output_size, group, *options)
+        self.input_is_parallel = input_is_parallel
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {
@@ -386,7 +393,7 @@ class RowParallelLinear(_ParallelLinear):
         return (y, self.bias) if self.skip_bias_add else y
 
     def _split(self, x: torch.Tensor) -> torch.Tensor:
-        if self.stride > 1:  # bring each rank's pieces of the fused blocks together
+        if self.stride > 1:  # bring each rank's parts of the fused blocks together
             x = x.unflatten(-1, (self.stride, self.tp_size, -1)).transpose(-3, -2).flatten(-3)
         return split_to_group(x, self.group)
 
@@ -483,84 +490,3 @@ class VocabParallelEmbedding(ParallelModule):
             f"num_embeddings={self.num_embeddings}, embedding_dim={self.embedding_dim}, "
             f"sequence_parallel={self.sequence_parallel}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
         )
-
-
-def parallel_logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    group: dist.ProcessGroup | None,
-    sequence_parallel: bool = False,
-) -> torch.Tensor:
-    """Logits (S, B, V/P) of this rank's part of the vocabulary, for an output embedding tied to the input's.
-
-    hidden (S, B, H), the same on every rank, or (S/P, B, H) with `sequence_parallel`; weight (V/P, H), the
-    shard of a VocabParallelEmbedding. The backward sums the gradient of `hidden` over the group.
-    """
-    return column_linear(hidden, weight, None, group, sequence_parallel)
-
-
-def column_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
-) -> torch.Tensor:
-    """x (..., I), or this rank's sequence shard of it; weight (O, I), bias (O,) of this rank -> (..., O).
-
-    A group of one leaves it to torch.
-    """
-    if group_size(group) == 1:
-        return linear(x, weight, bias)
-    device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        # Autocast does not reach into the backward of a Function: cast outside it.
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, deferral(weight))
-
-
-class _ColumnLinear(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, defer):
-        ctx.group, ctx.sequence_parallel, ctx.defer = group, sequence_parallel, defer
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return F.linear(all_gather(x, group)[0] if sequence_parallel else x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        group, sequence_parallel = ctx.group, ctx.sequence_parallel
-        need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = x_work = grad_work = None
-        need_now = need_weight and ctx.defer is None
-        if need_now and sequence_parallel:
-            x, x_work = all_gather(x, group, overlap=True)
-        grad_TO = grad.reshape(-1, grad.shape[-1])
-        if need_x:
-            grad_x = (grad_TO @ weight).view(*grad.shape[:-1], weight.shape[1])
-            if sequence_parallel:
-                grad_x, grad_work = reduce_scatter(grad_x, group, overlap=True)
-            else:
-                grad_work = all_reduce_(grad_x, group, overlap=True)
-        if need_bias:
-            grad_bias = grad_TO.sum(0)
-        if x_work is not None:
-            x_work.wait()
-        if need_now:
-            grad_weight = grad_TO.t() @ x.reshape(-1, x.shape[-1])
-        elif need_weight:
-            ctx.defer(functools.partial(_weight_grad, grad_TO, x, group, sequence_parallel))
-        if grad_work is not None:
-            grad_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _weight_grad(
-    grad_TO: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
-) -> torch.Tensor:
-    """The weight gradient that `_ColumnLinear` deferred."""
-    x = all_gather(x, group)[0] if sequence_parallel else x
-    return grad_TO.t() @ x.reshape(-1, x.shape[-1])

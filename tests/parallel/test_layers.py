@@ -18,8 +18,8 @@ from fastmp.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
     parallel_attributes,
-    parallel_logits,
 )
+from fastmp.parallel.linear import parallel_logits
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import count_collectives, full_gradient, full_tensor
 from fastmp.testing.ranks import run_ranks

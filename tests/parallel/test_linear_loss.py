@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.layers import VocabParallelEmbedding, parallel_logits
+from fastmp.parallel.layers import VocabParallelEmbedding
+from fastmp.parallel.linear import parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.parallel import count_collectives
