@@ -220,15 +220,8 @@ RECOMPUTED = {
 }
 ALL = LAYOUTS | {f"recomputed: {name}": case for name, case in RECOMPUTED.items()}
 QUICK = {
-    *("tp, grouped", "tp, sp, tied", "tp, ep", "ep, all-gather", "ep, etp", "dp, edp", "cp, qk-norm"),
-    *(
-        "pp, vpp",
-        "pp, uneven",
-        "tp, sp, pp",
-        "recomputed: tp, sp",
-        "recomputed: ep",
-        "recomputed: tp, shards",
-    ),
+    *("tp, ep", "ep, all-gather", "dp, edp", "cp, qk-norm", "pp, vpp", "tp, sp, pp"),
+    *("recomputed: ep", "recomputed: tp, shards"),
 }
 CASES = [
     pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.full)

@@ -123,17 +123,8 @@ def runs_of(made, size, rank, scope):
 
 
 QUICK = {
-    *(
-        "dense",
-        "experts, front",
-        "recomputed, front",
-        "ep, shared",
-        "tp, etp",
-        "cp",
-        "pp, vpp",
-        "pp, zero bubble",
-    ),
-    *("pp, uneven", "full, experts", "full, pp, cp, zero bubble"),
+    *("dense", "experts, front", "recomputed, front", "ep, shared", "pp, vpp", "pp, zero bubble"),
+    *("pp, uneven", "full, pp, cp, zero bubble"),
 }
 
 

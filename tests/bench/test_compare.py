@@ -163,6 +163,7 @@ def test_tiny(compare, case, rival, direction):
 """
 
 
+@pytest.mark.full
 def test_pytest_prints_the_table_and_writes_it_as_json(tmp_path):
     (tmp_path / "bench_tiny.py").write_text(BENCH)
     command = [sys.executable, "-m", "pytest", "-p", "benchmarks.conftest", "--rootdir", str(tmp_path)]

@@ -29,7 +29,12 @@ def results(work, rival):
     return [tensor.detach().clone() for tensor in tensors(case.results(rival, direction)())]
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = ("bench_cross_entropy", "bench_grouped_mm", "bench_norm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in NAMES]
+)
 def test_rivals_agree(name):
     module = importlib.import_module(f"benchmarks.{name}")
     for work in (work for work in module.WORKLOADS if work.tiny is not None):
