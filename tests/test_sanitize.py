@@ -2,7 +2,7 @@
 
 They are built into build/sanitize beside a copy of the package, and loaded into a Python that has the
 sanitizers' library before all others. The first report ends that process. A machine serves its widest
-instruction set only; in this build FASTMP_LIMIT_ISA names the one that serves, and each has its turn.
+instruction set only, unless ATEN_CPU_CAPABILITY names a narrower one; each has its turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "sanitize"
 PACKAGE = BUILD / "lib"
-OP_TESTS = ("test_every_op.py", "test_large_offsets.py", "test_functions.py")
+OP_TESTS = ("test_every_op.py", "test_large_offsets.py", "test_functions.py", "test_raw_ops.py")
 # what calls kernels; torch.compile and the profiler have code of their own under way
 SELECTED = "not compiles and not profiler and not waits"
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3000)]
 
 def isas() -> list[str]:
     best = torch.backends.cpu.get_cpu_capability()
-    return ["base", *["avx2"] * (best in ("AVX2", "AVX512")), *["avx512"] * (best == "AVX512")]
+    return ["default", *["avx2"] * (best in ("AVX2", "AVX512")), *["avx512"] * (best == "AVX512")]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def succeed(preloaded: str, isa: str, *arguments: str | Path) -> None:
         "LD_PRELOAD": preloaded,
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
-        "FASTMP_LIMIT_ISA": isa,
+        "ATEN_CPU_CAPABILITY": isa,
     }
     kept = {k: v for k, v in os.environ.items() if k not in ("FASTMP_OPS", "TRITON_INTERPRET", "PYTHONPATH")}
     done = subprocess.run(

@@ -25,7 +25,7 @@ static_assert(sizeof(TileConfig) == 64);
 // Whether this process may use the matrix unit: asks the system once.
 inline bool has_amx() {
   static const bool there = [] {
-    if (!permitted("amx")) return false;
+    if (permitted() < Isa::kAmx) return false;
     uint32_t a = 7, b = 0, c = 0, d = 0;
     __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     constexpr uint32_t kBf16AndTiles = (1u << 22) | (1u << 24);

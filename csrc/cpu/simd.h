@@ -40,21 +40,23 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 #if defined(FASTMP_WITH_AVX512)
-// A build with sanitizers serves the set that FASTMP_LIMIT_ISA names, so that tests reach all of them.
-inline bool permitted([[maybe_unused]] const char* isas) {
-#if defined(FASTMP_LIMIT_ISA)
-  const char* limit = std::getenv("FASTMP_LIMIT_ISA");
-  return limit == nullptr || std::strstr(isas, limit) != nullptr;
-#else
-  return true;
-#endif
+enum class Isa { kBase, kAvx2, kAvx512, kAmx };
+
+// The best instruction set that may serve: ATEN_CPU_CAPABILITY limits these kernels as it does torch's own.
+inline Isa permitted() {
+  static const Isa best = [] {
+    const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
+    const auto is = [&](const char* name) { return limit != nullptr && std::strcmp(limit, name) == 0; };
+    return is("default") ? Isa::kBase : is("avx2") ? Isa::kAvx2 : is("avx512") ? Isa::kAvx512 : Isa::kAmx;
+  }();
+  return best;
 }
 inline bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && permitted("avx2 avx512");
+  return permitted() >= Isa::kAvx2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 inline bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && permitted("avx512");
+  return permitted() >= Isa::kAvx512 && has_avx2() && __builtin_cpu_supports("avx512f") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 #endif
 
