@@ -4,7 +4,7 @@
 // Kernels take and return `fastmp::Tensor`, check their arguments with FASTMP_CHECK, get outputs from
 // `fastmp::empty` and `fastmp::empty_like` (huge pages for large ones; qualified, for torch::stable has the same
 // names), run over torch's own threads with `parallel_for`, choose the element type with `dispatch_float`, and in
-// .cu files launch on `current_stream`.
+// .cu files launch on `current_stream`. They are registered with FASTMP_IMPL of op.h.
 //
 // A file in csrc/cpu is compiled once for each instruction set (see CMakeLists.txt): FASTMP_ISA names the
 // one at hand (`base`, `avx2`, `avx512`). Code that differs between them lives in `namespace fastmp::FASTMP_ISA`,
@@ -23,7 +23,9 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <atomic>
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -36,11 +38,10 @@
 #include <cuda_runtime.h>
 #endif
 
-// Throws std::runtime_error (RuntimeError in Python) with the streamed message and nothing else. Not inside
-// `parallel_for`: an exception that crosses torch's C interface loses its message.
-#define FASTMP_CHECK(condition, ...)                                                       \
-  do {                                                                                     \
-    if (!(condition)) [[unlikely]] throw std::runtime_error(fastmp::message(__VA_ARGS__)); \
+// Throws fastmp::Error (RuntimeError in Python) with the streamed message and nothing else.
+#define FASTMP_CHECK(condition, ...)                                                  \
+  do {                                                                                \
+    if (!(condition)) [[unlikely]] throw fastmp::Error(fastmp::message(__VA_ARGS__)); \
   } while (0)
 
 namespace fastmp {
@@ -51,6 +52,11 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Device;
 using torch::stable::Tensor;
+
+// What FASTMP_CHECK throws: its message is for users as it is.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 template <class... Parts>
 std::string message(const Parts&... parts) {
@@ -97,10 +103,19 @@ inline Tensor empty(IntHeaderOnlyArrayRef sizes, ScalarType dtype, const Tensor&
 inline int64_t num_threads() { return torch::stable::get_num_threads(); }
 
 // Calls body(begin, end) over torch's own threads on disjoint ranges of at least `grain` that cover
-// [begin, end). The body must not throw.
+// [begin, end). One of the exceptions that bodies throw is thrown again once all have ended.
 template <class Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
-  torch::stable::parallel_for(begin, end, grain, body);
+  std::exception_ptr thrown;
+  std::atomic_flag taken;
+  torch::stable::parallel_for(begin, end, grain, [&](int64_t from, int64_t to) {
+    try {
+      body(from, to);
+    } catch (...) {  // torch's C interface would lose its message
+      if (!taken.test_and_set()) thrown = std::current_exception();
+    }
+  });
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 template <class T>
@@ -126,8 +141,7 @@ auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
     case ScalarType::Half:
       return body(TypeTag<Fp16>{});
     default:
-      throw std::runtime_error(
-          message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
+      throw Error(message(op, ": dtype must be float64, float32, bfloat16 or float16, got ", dtype_name(dtype)));
   }
 }
 

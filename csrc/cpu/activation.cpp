@@ -6,6 +6,7 @@
 // threads. Half types are computed in fp32 and rounded once.
 // The semantics are those of the references in fastmp/ops/activation.py.
 #include "activations.h"
+#include "op.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -116,11 +117,7 @@ void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor
                approximate, "'");
   FASTMP_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
   dispatch_float(x.scalar_type(), op, [](auto) {});
-  if (!bias) return;
-  FASTMP_CHECK(bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1), op, ": bias of ", bias->numel(),
-               " elements does not fit rows of ", x.size(x.dim() - 1));
-  FASTMP_CHECK(bias->scalar_type() == x.scalar_type(), op, ": x is ", dtype_name(x.scalar_type()), " but bias is ",
-               dtype_name(bias->scalar_type()));
+  check_bias(op, bias, x);
 }
 
 // Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
@@ -172,10 +169,7 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
                                               std::string approximate) {
   constexpr const char* kOp = "bias_gelu_backward";
   check_arguments(kOp, x, bias, approximate);
-  FASTMP_CHECK(grad.scalar_type() == x.scalar_type() && grad.numel() == x.numel() && grad.dim() == x.dim() &&
-                   grad.size(grad.dim() - 1) == x.size(x.dim() - 1),
-               kOp, ": grad is ", dtype_name(grad.scalar_type()), " of ", grad.numel(), " elements but x is ",
-               dtype_name(x.scalar_type()), " of ", x.numel(), ", or their last dimensions differ");
+  check_like(kOp, "grad", grad, "x", x);
   Tensor dx = fastmp::empty(x.sizes(), x.scalar_type(), x);
   Tensor dbias = fastmp::empty({bias ? x.size(x.dim() - 1) : 0}, x.scalar_type(), x);
   if (x.numel() == 0) {
@@ -200,8 +194,8 @@ std::tuple<Tensor, Tensor> bias_gelu_backward(const Tensor& grad, const Tensor& 
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("bias_gelu", TORCH_BOX(&fastmp::bias_gelu));
-  m.impl("bias_gelu_backward", TORCH_BOX(&fastmp::bias_gelu_backward));
+  FASTMP_IMPL(m, "bias_gelu", fastmp::bias_gelu);
+  FASTMP_IMPL(m, "bias_gelu_backward", fastmp::bias_gelu_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -3,8 +3,8 @@
 // Every element is a function of its own numbers alone, so results depend neither on the number of threads nor on
 // where a slice begins. Numbers that are equal for all elements are computed once, in double.
 // The semantics are those of the reference in fastmp/ops/adamw.py.
+#include "op.h"
 #include "simd.h"
-#include "stable.h"
 
 #include <algorithm>
 #include <cmath>
@@ -105,7 +105,7 @@ constexpr const char* kOp = "adamw_";
 constexpr int64_t kGrain = 16384;
 
 double number(const Tensor& tensor, const char* name) {
-  FASTMP_CHECK(tensor.numel() == 1 && tensor.is_cpu(), kOp, ": ", name, " must hold one number on the CPU");
+  FASTMP_CHECK(tensor.numel() == 1, kOp, ": ", name, " must hold one number, got ", tensor.numel());
   const void* data = tensor.const_data_ptr();
   switch (tensor.scalar_type()) {
     case ScalarType::Bool:
@@ -130,14 +130,14 @@ double number(const std::optional<Tensor>& tensor, const char* name, double othe
 double bias_correction(double beta, double count) { return beta > 0 ? -std::expm1(count * std::log(beta)) : 1; }
 
 void check_buffer(const Tensor& tensor, const char* name, const Tensor& param, bool type_fits) {
-  FASTMP_CHECK(tensor.numel() == param.numel() && tensor.is_contiguous() && tensor.is_cpu(), kOp, ": ", name,
+  FASTMP_CHECK(tensor.numel() == param.numel() && tensor.is_contiguous(), kOp, ": ", name,
                " must be contiguous and have the ", param.numel(), " elements of param");
   FASTMP_CHECK(type_fits, kOp, ": param is ", dtype_name(param.scalar_type()), " but ", name, " is ",
                dtype_name(tensor.scalar_type()));
 }
 
-void adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const Tensor& exp_avg_sq, const Tensor& step,
-           std::optional<Tensor> out, std::optional<Tensor> lr_tensor, std::optional<Tensor> inv_scale,
+void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_sq, Tensor& step,
+           std::optional<Tensor>& out, std::optional<Tensor> lr_tensor, std::optional<Tensor> inv_scale,
            std::optional<Tensor> clip_coefficient, std::optional<Tensor> found_inf, double lr, double beta1,
            double beta2, double eps, double weight_decay, int64_t num_decayed) {
   const ScalarType type = param.scalar_type();
@@ -150,8 +150,7 @@ void adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const
   check_buffer(exp_avg, "exp_avg", param, exp_avg.scalar_type() == type);
   check_buffer(exp_avg_sq, "exp_avg_sq", param, exp_avg_sq.scalar_type() == type);
   if (out) check_buffer(*out, "low_precision_out", param, fits(*out));
-  FASTMP_CHECK(step.scalar_type() == ScalarType::Long && step.numel() == 1 && step.is_cpu(), kOp,
-               ": step must be one int64 on the CPU");
+  FASTMP_CHECK(step.scalar_type() == ScalarType::Long && step.numel() == 1, kOp, ": step must be one int64");
   if (number(found_inf, "found_inf", 0) != 0) return;
 
   auto* const count = static_cast<int64_t*>(step.mutable_data_ptr());
@@ -189,6 +188,6 @@ void adamw(const Tensor& param, const Tensor& grad, const Tensor& exp_avg, const
 }  // namespace
 }  // namespace fastmp
 
-STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) { m.impl("adamw_", TORCH_BOX(&fastmp::adamw)); }
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) { FASTMP_IMPL(m, "adamw_", fastmp::adamw); }
 
 #endif  // FASTMP_ISA_BASE

@@ -11,7 +11,7 @@
 #include <memory>
 #include <new>
 
-#include "stable.h"
+#include "op.h"
 
 namespace fastmp {
 
@@ -388,7 +388,7 @@ Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor grad_
   return out;
 }
 
-void cross_entropy_grad_(Tensor logits, Tensor target, Tensor lse, Tensor grad_loss, std::optional<Tensor> token_weight,
+void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor lse, Tensor grad_loss, std::optional<Tensor> token_weight,
                          int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
                          double z_loss) {
   launch_grad("cross_entropy_grad_", logits, logits, target, lse, grad_loss, token_weight, vocab_start,
@@ -396,7 +396,7 @@ void cross_entropy_grad_(Tensor logits, Tensor target, Tensor lse, Tensor grad_l
 }
 
 // Rows go through statistics, merge and gradient in groups that stay in a core's cache, their exponentials with them.
-Tensor cross_entropy_loss_grad_(Tensor logits, Tensor target, Tensor loss_grad, std::optional<Tensor> token_weight,
+Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad, std::optional<Tensor> token_weight,
                                 int64_t vocab_size, int64_t ignore_index, double label_smoothing, double z_loss) {
   constexpr const char* op = "cross_entropy_loss_grad_";
   const Shard shard = shard_of(op, logits, 0, vocab_size);
@@ -441,11 +441,11 @@ Tensor cross_entropy_loss_grad_(Tensor logits, Tensor target, Tensor loss_grad, 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("cross_entropy_stats", TORCH_BOX(&cross_entropy_stats));
-  m.impl("cross_entropy_merge", TORCH_BOX(&cross_entropy_merge));
-  m.impl("cross_entropy_grad", TORCH_BOX(&cross_entropy_grad));
-  m.impl("cross_entropy_grad_", TORCH_BOX(&cross_entropy_grad_));
-  m.impl("cross_entropy_loss_grad_", TORCH_BOX(&cross_entropy_loss_grad_));
+  FASTMP_IMPL(m, "cross_entropy_stats", cross_entropy_stats);
+  FASTMP_IMPL(m, "cross_entropy_merge", cross_entropy_merge);
+  FASTMP_IMPL(m, "cross_entropy_grad", cross_entropy_grad);
+  FASTMP_IMPL(m, "cross_entropy_grad_", cross_entropy_grad_);
+  FASTMP_IMPL(m, "cross_entropy_loss_grad_", cross_entropy_loss_grad_);
 }
 
 #endif  // FASTMP_ISA_BASE

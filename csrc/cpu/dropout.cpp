@@ -4,6 +4,7 @@
 // as in activation.cpp. The mask is that of fastmp/ops/dropout.py: word i % 4 of Philox(i / 4) for element i. A block
 // of words is made in registers, one counter in each 64-bit lane, whose lower half feeds the 32x32-bit multiplier as it
 // is; the upper half holds what is left of a product and is ignored.
+#include "op.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -286,17 +287,12 @@ void for_tiles(const Kernel& kernel, const DropTile& shared, const Rows* x, cons
 }
 
 void bias_dropout_add_into(const Tensor& x, std::optional<Tensor> bias, const Tensor& residual, double p,
-                           std::optional<Tensor> seed, Tensor y) {
+                           std::optional<Tensor> seed, Tensor& y) {
   constexpr const char* kOp = "bias_dropout_add";
   const DropTile shared = describe(kOp, x.scalar_type(), residual, p, seed);
-  const int64_t last = x.dim() - 1;
-  FASTMP_CHECK(x.dim() == residual.dim() && x.numel() == residual.numel() && x.size(last) == residual.size(last), kOp,
-               ": residual of ", residual.numel(), " elements does not fit x of ", x.numel(),
-               ", or their last dimensions differ");
-  FASTMP_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == x.size(last) && bias->scalar_type() == x.scalar_type()),
-               kOp, ": bias does not have the last size and the dtype of x");
-  FASTMP_CHECK(y.numel() == x.numel() && y.scalar_type() == residual.scalar_type(), kOp,
-               ": the output does not have the elements and the dtype of the residual");
+  FASTMP_CHECK(same_sizes(x, residual), kOp, ": x is ", described(x), " but residual is ", described(residual));
+  check_bias(kOp, bias, x);
+  check_like(kOp, "out", y, "residual", residual);
   if (x.numel() == 0) return;
   if (seed && p == 1) {
     torch::stable::copy_(y, residual);
@@ -339,9 +335,9 @@ std::tuple<Tensor, Tensor> bias_dropout_add_backward(const Tensor& grad, double 
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("bias_dropout_add", TORCH_BOX(&fastmp::bias_dropout_add));
-  m.impl("bias_dropout_add_into", TORCH_BOX(&fastmp::bias_dropout_add_into));
-  m.impl("bias_dropout_add_backward", TORCH_BOX(&fastmp::bias_dropout_add_backward));
+  FASTMP_IMPL(m, "bias_dropout_add", fastmp::bias_dropout_add);
+  FASTMP_IMPL(m, "bias_dropout_add_into", fastmp::bias_dropout_add_into);
+  FASTMP_IMPL(m, "bias_dropout_add_backward", fastmp::bias_dropout_add_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -6,6 +6,7 @@
 // are computed in fp32 and rounded once.
 // The semantics are those of the references in fastmp/ops/gated.py.
 #include "activations.h"
+#include "op.h"
 #include "rows.h"
 
 #include <algorithm>
@@ -146,11 +147,7 @@ namespace {
 void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
   FASTMP_CHECK(x.dim() > 0 && x.size(x.dim() - 1) % 2 == 0, op, ": x must end in a dimension of even size");
   dispatch_float(x.scalar_type(), op, [](auto) {});
-  if (!bias) return;
-  FASTMP_CHECK(bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1), op, ": bias of ", bias->numel(),
-               " elements does not fit rows of ", x.size(x.dim() - 1));
-  FASTMP_CHECK(bias->scalar_type() == x.scalar_type(), op, ": x is ", dtype_name(x.scalar_type()), " but bias is ",
-               dtype_name(bias->scalar_type()));
+  check_bias(op, bias, x);
 }
 
 // Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
@@ -236,8 +233,8 @@ std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad, const T
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("gated_activation", TORCH_BOX(&fastmp::gated_activation));
-  m.impl("gated_activation_backward", TORCH_BOX(&fastmp::gated_activation_backward));
+  FASTMP_IMPL(m, "gated_activation", fastmp::gated_activation);
+  FASTMP_IMPL(m, "gated_activation_backward", fastmp::gated_activation_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

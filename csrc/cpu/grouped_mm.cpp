@@ -8,11 +8,13 @@
 // The semantics are those of the references in fastmp/ops/grouped_mm.py.
 #include "activations.h"
 #include "amx.h"
+#include "op.h"
 #include "rows.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <memory>
+#include <new>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -50,6 +52,7 @@ struct Scratch {
     if (bytes > size) {
       size = (bytes + 4095) / 4096 * 4096;
       memory.reset(std::aligned_alloc(4096, size));
+      if (!memory) throw std::bad_alloc();
     }
     return memory.get();
   }
@@ -426,7 +429,7 @@ Tensor grouped_mm_wgrad(const Tensor& grad, const Tensor& x, const Tensor& offse
   return out;
 }
 
-void grouped_mm_wgrad_(const Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
+void grouped_mm_wgrad_(Tensor& out, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
   constexpr const char* kOp = "grouped_mm_wgrad_";
   const ScalarType wide = compute_dtype(x.scalar_type());
   FASTMP_CHECK(out.scalar_type() == wide || out.scalar_type() == x.scalar_type(), kOp, ": x is ",
@@ -443,10 +446,10 @@ void grouped_mm_wgrad_(const Tensor& out, const Tensor& grad, const Tensor& x, c
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("grouped_mm", TORCH_BOX(&fastmp::grouped_mm));
-  m.impl("grouped_mm_wgrad", TORCH_BOX(&fastmp::grouped_mm_wgrad));
-  m.impl("grouped_mm_wgrad_", TORCH_BOX(&fastmp::grouped_mm_wgrad_));
-  m.impl("grouped_mlp_in", TORCH_BOX(&fastmp::grouped_mlp_in));
+  FASTMP_IMPL(m, "grouped_mm", fastmp::grouped_mm);
+  FASTMP_IMPL(m, "grouped_mm_wgrad", fastmp::grouped_mm_wgrad);
+  FASTMP_IMPL(m, "grouped_mm_wgrad_", fastmp::grouped_mm_wgrad_);
+  FASTMP_IMPL(m, "grouped_mlp_in", fastmp::grouped_mlp_in);
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -5,6 +5,7 @@
 // gradients of a strip of rows up in one row of partial sums; those rows are then added in order. Strips depend on
 // the shape alone: results do not depend on the number of threads. Half types are computed in fp32 and rounded once.
 // The semantics are those of the references in fastmp/ops/norm.py.
+#include "op.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -204,13 +205,6 @@ void norm_backward_strip(const NormStrip& strip) {
 namespace fastmp {
 namespace {
 
-void check_like(const char* op, const char* name, const Tensor& tensor, const Tensor& x) {
-  bool same = tensor.scalar_type() == x.scalar_type() && tensor.dim() == x.dim();
-  for (int64_t dim = 0; same && dim < x.dim(); ++dim) same = tensor.size(dim) == x.size(dim);
-  FASTMP_CHECK(same, op, ": ", name, " is ", dtype_name(tensor.scalar_type()), " of ", tensor.numel(),
-               " elements but x is ", dtype_name(x.scalar_type()), " of ", x.numel(), ", or their shapes differ");
-}
-
 void check_parameter(const char* op, const char* name, const Tensor& parameter, const Tensor& x) {
   FASTMP_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
   FASTMP_CHECK(parameter.dim() == 1 && parameter.size(0) == x.size(x.dim() - 1), op, ": ", name, " of ",
@@ -274,7 +268,7 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, cons
                                            bool centred) {
   check_parameter(op, "weight", weight, x);
   if (bias) check_parameter(op, "bias", *bias, x);
-  if (residual) check_like(op, "residual", *residual, x);
+  if (residual) check_like(op, "residual", *residual, "x", x);
   const ScalarType dtype = x.scalar_type();
   dispatch_float(dtype, op, [](auto) {});
   int64_t num_rows = 1;
@@ -313,8 +307,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const st
                                     const Tensor& total, const Tensor& weight, const Tensor& stats, bool centred,
                                     bool with_bias) {
   check_parameter(op, "weight", weight, total);
-  check_like(op, "grad", grad, total);
-  if (grad_total) check_like(op, "grad_total", *grad_total, total);
+  check_like(op, "grad", grad, "total", total);
+  if (grad_total) check_like(op, "grad_total", *grad_total, "total", total);
   const ScalarType dtype = total.scalar_type();
   const int64_t num_sums = with_bias ? 2 : 1, num_cols = weight.size(0);
   Tensor dx = fastmp::empty(total.sizes(), dtype, total);
@@ -379,10 +373,10 @@ std::tuple<Tensor, Tensor> layer_norm_backward(const Tensor& grad, std::optional
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("rms_norm", TORCH_BOX(&fastmp::rms_norm));
-  m.impl("layer_norm", TORCH_BOX(&fastmp::layer_norm));
-  m.impl("rms_norm_backward", TORCH_BOX(&fastmp::rms_norm_backward));
-  m.impl("layer_norm_backward", TORCH_BOX(&fastmp::layer_norm_backward));
+  FASTMP_IMPL(m, "rms_norm", fastmp::rms_norm);
+  FASTMP_IMPL(m, "layer_norm", fastmp::layer_norm);
+  FASTMP_IMPL(m, "rms_norm_backward", fastmp::rms_norm_backward);
+  FASTMP_IMPL(m, "layer_norm_backward", fastmp::layer_norm_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -4,10 +4,12 @@
 // end follows from the shape alone, and the rows do not depend on it. Tokens are spread over the threads; a token's
 // rows belong to nobody else. Half types are computed in fp32 and rounded once. The semantics are those of the
 // references in fastmp/ops/permute.py.
+#include "op.h"
 #include "rows.h"
 #include "simd.h"
 
 #include <algorithm>
+#include <limits>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -185,6 +187,8 @@ std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts)
   FASTMP_CHECK(given.scalar_type() == ScalarType::Int, "permutation: indices must be int32, got ",
                dtype_name(given.scalar_type()));
   FASTMP_CHECK(num_experts > 0, "permutation: num_experts must be positive, got ", num_experts);
+  FASTMP_CHECK(given.numel() <= std::numeric_limits<int32_t>::max(), "permutation: rows are numbered in int32, got ",
+               given.numel(), " indices");
   const Tensor indices = torch::stable::contiguous(given);
   const Tensor row_of = fastmp::empty(indices.sizes(), ScalarType::Int, indices);
   const Tensor offsets = fastmp::empty({num_experts}, ScalarType::Int, indices);
@@ -341,10 +345,10 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& 
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("permutation", TORCH_BOX(&fastmp::permutation));
-  m.impl("permute", TORCH_BOX(&fastmp::permute));
-  m.impl("unpermute", TORCH_BOX(&fastmp::unpermute));
-  m.impl("unpermute_backward", TORCH_BOX(&fastmp::unpermute_backward));
+  FASTMP_IMPL(m, "permutation", fastmp::permutation);
+  FASTMP_IMPL(m, "permute", fastmp::permute);
+  FASTMP_IMPL(m, "unpermute", fastmp::unpermute);
+  FASTMP_IMPL(m, "unpermute_backward", fastmp::unpermute_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

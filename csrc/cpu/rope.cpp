@@ -3,8 +3,8 @@
 // Rows are spread over the threads; a thread walks its share in runs of rows that are evenly spaced in memory, whatever
 // the leading dimensions are. Rows do not depend on each other, nor on the number of threads. Half types are computed
 // in fp32 and rounded once. The semantics are those of the references in fastmp/ops/rope.py.
+#include "op.h"
 #include "simd.h"
-#include "stable.h"
 
 #include <algorithm>
 #include <tuple>
@@ -238,7 +238,7 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, std::optional<Tensor> k, const 
   return {rotated(q, cos, sin, form), k ? rotated(*k, cos, sin, form) : fastmp::empty({0}, q.scalar_type(), q)};
 }
 
-void rope_(Tensor q, std::optional<Tensor> k, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse) {
+void rope_(Tensor& q, std::optional<Tensor>& k, const Tensor& cos, const Tensor& sin, bool interleaved, bool inverse) {
   const Form form{interleaved, inverse};
   rotate_in_place(q, cos, sin, form);
   if (k) rotate_in_place(*k, cos, sin, form);
@@ -248,8 +248,8 @@ void rope_(Tensor q, std::optional<Tensor> k, const Tensor& cos, const Tensor& s
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("rope", TORCH_BOX(&fastmp::rope));
-  m.impl("rope_", TORCH_BOX(&fastmp::rope_));
+  FASTMP_IMPL(m, "rope", fastmp::rope);
+  FASTMP_IMPL(m, "rope_", fastmp::rope_);
 }
 
 #endif  // FASTMP_ISA_BASE

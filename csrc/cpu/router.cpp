@@ -5,6 +5,7 @@
 // few tokens at a time and in f64 over all of them, and strips are added in order: results do not depend on the number
 // of threads. The semantics are those of the references in fastmp/ops/router.py.
 #include "best.h"
+#include "op.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -333,6 +334,12 @@ Score score_of(const char* op, const std::string& name) {
   return Score::kSigmoid;
 }
 
+// Experts are places in a token's scratch: one that is not there would be read and written elsewhere.
+void check_chosen(const char* op, const int32_t* chosen, int64_t count, int64_t num_experts) {
+  const int32_t* wrong = std::find_if(chosen, chosen + count, [&](int64_t i) { return i < 0 || i >= num_experts; });
+  FASTMP_CHECK(wrong == chosen + count, op, ": indices must lie in [0, ", num_experts, "), got ", *wrong);
+}
+
 void check_dims(const char* op, const Tensor& logits) {
   FASTMP_CHECK(logits.dim() == 2 || logits.dim() == 3, op, ": logits must be (T, E) or (S, B, E), got ", logits.dim(),
                " dimensions");
@@ -443,11 +450,13 @@ Tensor topk_router_backward(std::optional<Tensor> grad_probs, std::optional<Tens
     using T = typename decltype(tag)::type;
     const Rows rows(logits);
     const int64_t k = indices.size(indices.dim() - 1);
-    FASTMP_CHECK(indices.numel() == rows.num_rows * k, kOp, ": ", indices.numel(), " indices do not fit ",
-                 rows.num_rows, " tokens");
+    const auto chosen_sizes = indices.sizes();
+    FASTMP_CHECK(std::equal(chosen_sizes.begin(), chosen_sizes.end() - 1, logits.sizes().begin()), kOp,
+                 ": logits are ", described(logits), ", which does not fit indices of ", described(indices));
     Router router = describe(kOp, rows, logits, k, score, normalize, scale);
     const Tensor chosen = indices.is_contiguous() ? indices : torch::stable::contiguous(indices);
     router.chosen = chosen.const_data_ptr<int32_t>();
+    check_chosen(kOp, router.chosen, chosen.numel(), rows.num_cols);
     std::optional<Tensor> kept[3];
     const int64_t sums = router.num_sequences * router.num_experts;
     router.grad_probs = checked(kOp, "grad_probs", grad_probs, kept[0], logits, indices.numel());
@@ -466,8 +475,8 @@ Tensor topk_router_backward(std::optional<Tensor> grad_probs, std::optional<Tens
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("topk_router", TORCH_BOX(&fastmp::topk_router));
-  m.impl("topk_router_backward", TORCH_BOX(&fastmp::topk_router_backward));
+  FASTMP_IMPL(m, "topk_router", fastmp::topk_router);
+  FASTMP_IMPL(m, "topk_router_backward", fastmp::topk_router_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

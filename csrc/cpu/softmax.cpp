@@ -4,6 +4,7 @@
 // scaled scores, then their exponentials, stay in the caches, in the output itself where that is float32 or float64.
 // Half types are computed in fp32 and rounded once.
 // The semantics are those of the references in fastmp/ops/softmax.py.
+#include "op.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -231,10 +232,7 @@ Tensor scaled_masked_softmax(const Tensor& x, std::optional<Tensor> mask, double
 Tensor scaled_masked_softmax_backward(const Tensor& grad, const Tensor& y, double scale, bool causal) {
   constexpr const char* kOp = "scaled_masked_softmax_backward";
   check_scores(kOp, y);
-  bool fits = grad.scalar_type() == y.scalar_type() && grad.dim() == y.dim();
-  for (int64_t dim = 0; fits && dim < y.dim(); ++dim) fits = grad.size(dim) == y.size(dim);
-  FASTMP_CHECK(fits, kOp, ": grad is ", dtype_name(grad.scalar_type()), " of ", grad.numel(), " elements but y is ",
-               dtype_name(y.scalar_type()), " of ", y.numel(), ", or their shapes differ");
+  check_like(kOp, "grad", grad, "y", y);
   Tensor dx = fastmp::empty(y.sizes(), y.scalar_type(), y);
   dispatch_float(y.scalar_type(), kOp, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -249,8 +247,8 @@ Tensor scaled_masked_softmax_backward(const Tensor& grad, const Tensor& y, doubl
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
-  m.impl("scaled_masked_softmax", TORCH_BOX(&fastmp::scaled_masked_softmax));
-  m.impl("scaled_masked_softmax_backward", TORCH_BOX(&fastmp::scaled_masked_softmax_backward));
+  FASTMP_IMPL(m, "scaled_masked_softmax", fastmp::scaled_masked_softmax);
+  FASTMP_IMPL(m, "scaled_masked_softmax_backward", fastmp::scaled_masked_softmax_backward);
 }
 
 #endif  // FASTMP_ISA_BASE

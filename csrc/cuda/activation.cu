@@ -6,6 +6,7 @@
 // multiples of 16 bytes a thread owns one column instead.
 // The semantics are those of the references in fastmp/ops/activation.py.
 #include "common.cuh"
+#include "op.h"
 #include "rows.h"
 
 #include <tuple>
@@ -213,11 +214,7 @@ void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor
   FASTMP_CHECK(approximate == "tanh" || approximate == "none", op, ": approximate must be 'tanh' or 'none', got '",
                approximate, "'");
   FASTMP_CHECK(x.dim() > 0, op, ": x must have at least one dimension");
-  if (!bias) return;
-  FASTMP_CHECK(bias->dim() == 1 && bias->size(0) == x.size(x.dim() - 1), op, ": bias of ", bias->numel(),
-               " elements does not fit rows of ", x.size(x.dim() - 1));
-  FASTMP_CHECK(bias->scalar_type() == x.scalar_type(), op, ": x is ", dtype_name(x.scalar_type()), " but bias is ",
-               dtype_name(bias->scalar_type()));
+  check_bias(op, bias, x);
 }
 
 // Calls body(TypeTag<T>, form, width) with the approximation and the access width as constants.
@@ -259,11 +256,7 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_any, const Tensor& x, std
                                     std::string approximate) {
   constexpr const char* kOp = "bias_gelu_backward";
   check_arguments(kOp, x, bias_any, approximate);
-  FASTMP_CHECK(grad_any.scalar_type() == x.scalar_type() && grad_any.numel() == x.numel() &&
-                   grad_any.dim() == x.dim() && grad_any.size(grad_any.dim() - 1) == x.size(x.dim() - 1),
-               kOp, ": grad is ",
-               dtype_name(grad_any.scalar_type()), " of ", grad_any.numel(), " elements but x is ",
-               dtype_name(x.scalar_type()), " of ", x.numel(), ", or their last dimensions differ");
+  check_like(kOp, "grad", grad_any, "x", x);
   const DeviceGuard guard(x);
   Tensor dx = fastmp::empty(x.sizes(), x.scalar_type(), x);
   Tensor dbias = fastmp::empty({bias_any ? x.size(x.dim() - 1) : 0}, x.scalar_type(), x);
@@ -305,6 +298,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) {
-  m.impl("bias_gelu", TORCH_BOX(&fastmp::forward));
-  m.impl("bias_gelu_backward", TORCH_BOX(&fastmp::backward));
+  FASTMP_IMPL(m, "bias_gelu", fastmp::forward);
+  FASTMP_IMPL(m, "bias_gelu_backward", fastmp::backward);
 }

@@ -3,6 +3,7 @@
 //
 // The semantics are those of the references in fastmp/ops/cross_entropy.py.
 #include "cross_entropy.cuh"
+#include "op.h"
 
 #include <algorithm>
 
@@ -296,7 +297,7 @@ void check_writable(const char* op, const Tensor& logits) {
                logits.stride(1), ") for shape (", logits.size(0), ", ", logits.size(1), ")");
 }
 
-void gradient_in_place(Tensor logits, const Tensor& target, const Tensor& lse, const Tensor& grad_loss,
+void gradient_in_place(Tensor& logits, const Tensor& target, const Tensor& lse, const Tensor& grad_loss,
                        std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
                        int64_t ignore_index, double label_smoothing, double z_loss) {
   constexpr const char* kOp = "cross_entropy_grad_";
@@ -313,7 +314,7 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-Tensor loss_gradient_in_place(Tensor logits, const Tensor& target_any, const Tensor& loss_grad_any,
+Tensor loss_gradient_in_place(Tensor& logits, const Tensor& target_any, const Tensor& loss_grad_any,
                               std::optional<Tensor> token_weight, int64_t vocab_size, int64_t ignore_index,
                               double label_smoothing, double z_loss) {
   constexpr const char* kOp = "cross_entropy_loss_grad_";
@@ -373,9 +374,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) {
-  m.impl("cross_entropy_stats", TORCH_BOX(&fastmp::stats));
-  m.impl("cross_entropy_merge", TORCH_BOX(&fastmp::merge));
-  m.impl("cross_entropy_grad", TORCH_BOX(&fastmp::gradient));
-  m.impl("cross_entropy_grad_", TORCH_BOX(&fastmp::gradient_in_place));
-  m.impl("cross_entropy_loss_grad_", TORCH_BOX(&fastmp::loss_gradient_in_place));
+  FASTMP_IMPL(m, "cross_entropy_stats", fastmp::stats);
+  FASTMP_IMPL(m, "cross_entropy_merge", fastmp::merge);
+  FASTMP_IMPL(m, "cross_entropy_grad", fastmp::gradient);
+  FASTMP_IMPL(m, "cross_entropy_grad_", fastmp::gradient_in_place);
+  FASTMP_IMPL(m, "cross_entropy_loss_grad_", fastmp::loss_gradient_in_place);
 }
