@@ -10,6 +10,7 @@ the Triton kernels serve the CPU, interpreted.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -153,6 +154,13 @@ def _load(library: str, wanted: bool, otherwise: str) -> str:
 
 
 _CPU_ABSENT = _load("_C_cpu", True, "")
+if _CPU_ABSENT and _CPU_ABSENT != "FASTMP_CPP=0":  # that is how to ask for it; pip shows no other sign
+    warnings.warn(
+        f"fastmp has no C++ kernels here ({_CPU_ABSENT}): on a CPU its ops are plain torch, several times "
+        "slower. Install again where torch and a C++ compiler are, or with FASTMP_CPP=0 to leave them out.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 _CUDA_ABSENT = _load("_C_cuda", torch.version.cuda is not None, "this torch is built without CUDA")
 
 
@@ -274,6 +282,25 @@ def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
     return traffic
 
 
+def _on_one_device(overload: torch._ops.OpOverload, fake: Callable) -> Callable:
+    """`fake` for tensors of one device only.
+
+    One meta tensor among others brings a raw call here: it would return memory that nobody has written.
+    """
+    names = [argument.name for argument in overload._schema.arguments]
+
+    def checked(*arguments: Any) -> Any:
+        given = [(n, a.device) for n, a in zip(names, arguments) if isinstance(a, Tensor)]
+        for name, device in given:
+            if device != given[0][1]:
+                raise ValueError(
+                    f"{overload._opname}: {given[0][0]} is on {given[0][1]}, but {name} is on {device}"
+                )
+        return fake(*arguments)
+
+    return checked
+
+
 def register(
     schema: str,
     *,
@@ -309,7 +336,7 @@ def register(
     serving, reasons = {}, {}
     serving["cpu"], reasons["cpu"] = _serve_cpu(name, implementations)
     serving["cuda"], reasons["cuda"] = _serve_cuda(name, implementations)
-    torch.library.register_fake(f"fastmp::{name}", fake or reference, lib=LIBRARY)
+    torch.library.register_fake(f"fastmp::{name}", _on_one_device(overload, fake or reference), lib=LIBRARY)
     if overload._schema.is_mutable:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
     setup, formula = backward or (lambda ctx, inputs, output: None, _refuse(name))
