@@ -11,7 +11,7 @@ KEEP_GOING := --continue-on-collection-errors
 # One process for each core, eight at most.
 WORKERS := -n $(shell nproc | awk '{print $$1 < 8 ? $$1 : 8}') --dist worksteal
 
-.PHONY: train test test-ci test-full test-newest-triton sanitize lint build clean
+.PHONY: train test test-ci test-full test-oldest test-newest-triton sanitize lint build clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores. The ranks
 # share attention (tensor parallelism) and have half of the experts each. RANKS and ARGS say otherwise.
@@ -61,6 +61,14 @@ test-full:
 	@rm -f tests/results/full.json
 	$(call run_tests,test hf,--exhaustive --record tests/results/full.json)
 	@$(MAKE) --no-print-directory test-newest-triton
+
+# All that needs no GPU, in an environment with the oldest torch that is supported, which is one with CUDA, and
+# Python 3.12 if it is there (PYTHON_OLDEST); CUDA C++ is compiled where nvcc is. 7 GB.
+PYTHON_OLDEST ?= $(if $(shell python3.12 -c 'print(1)' 2>/dev/null),python3.12,$(PYTHON))
+test-oldest: VENV := .venv-oldest/bin/python
+test-oldest: SETUP = $(PYTHON_OLDEST) .ci/environment.py --venv .venv-oldest --torch 2.10.0
+test-oldest:
+	$(call run_tests,test,--full)
 
 # The kernels' cubins once more, by the newest Triton instead of the pinned one.
 test-newest-triton:

@@ -1,10 +1,11 @@
 """Build of the compiled parts: decides what can be built here, then drives CMakeLists.txt with Ninja.
 
 FASTMP_CPP (`_C_cpu` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools are), 0 (do not)
-or 1 (fail rather than skip); with FASTMP_CPP=0, auto leaves out `_C_cuda` too. TORCH_CUDA_ARCH_LIST lists the
-GPU architectures, FASTMP_TORCH_DIR names the torch package to build against, CXX and CUDACXX the compilers,
-MAX_JOBS limits parallel compilation. FASTMP_SANITIZE=1 builds with sanitizers (`make sanitize`). What was
-built, or why not, is written to fastmp/_build.json. No GPU is looked for.
+or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and where torch is built without
+CUDA. TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build
+against, CXX and CUDACXX the compilers, MAX_JOBS limits parallel compilation. FASTMP_SANITIZE=1 builds with
+sanitizers (`make sanitize`). What was built, or why not, is written to fastmp/_build.json. No GPU is looked
+for.
 """
 
 from __future__ import annotations
@@ -138,6 +139,11 @@ def find_torch() -> tuple[Path | None, str, str]:
     return None, "", reason
 
 
+def is_without_cuda(torch_dir: Path) -> bool:
+    """Whether that torch says of itself that it is built without CUDA."""
+    return bool(re.search(r"^cuda\b[^=]*=\s*None", (torch_dir / "version.py").read_text(), re.M))
+
+
 def find_tool(name: str, directory: str) -> str | None:
     """`name` from the package of that name (its attribute `directory`), else from PATH."""
     with contextlib.suppress(ImportError, AttributeError):
@@ -205,6 +211,8 @@ def make_plan() -> Plan:
     no_cuda = no_tools or no_torch or no_nvcc
     if cuda == "0" or (cuda == "auto" and cpp == "0"):
         no_cuda = f"{'FASTMP_CUDA' if cuda == '0' else 'FASTMP_CPP'}=0"
+    elif cuda == "auto" and torch_dir and is_without_cuda(torch_dir):
+        no_cuda = f"torch {torch_version} is built without CUDA (FASTMP_CUDA=1 compiles it all the same)"
     for name, asked, missing in (("FASTMP_CPP", cpp, no_cpp or no_host), ("FASTMP_CUDA", cuda, no_cuda)):
         if asked == "1" and missing:
             raise BuildError(f"{name}=1, but {missing}")
@@ -268,6 +276,9 @@ class BuildExt(build_ext):
 
     def run(self) -> None:
         inplace = self.inplace
+        package = ROOT / "fastmp" if inplace else Path(self.build_lib, "fastmp")
+        if not PLAN.libraries():
+            return write_record(PLAN, package)
         compilers = zlib.crc32(f"{PLAN.definitions['CMAKE_CXX_COMPILER']} {find_nvcc()}".encode())
         tag = f"{sys.implementation.cache_tag}-torch{PLAN.torch_version or 'none'}-{compilers:08x}"
         kind = "sanitize" if PLAN.definitions["FASTMP_SANITIZE"] == "ON" else "cmake"
@@ -277,7 +288,6 @@ class BuildExt(build_ext):
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one tree take turns
             self.build_with_cmake()
             super().run()
-        package = ROOT / "fastmp" if inplace else Path(self.build_lib, "fastmp")
         write_record(PLAN, package)
 
     def build_with_cmake(self) -> None:

@@ -4,17 +4,22 @@ Standard library only, run by the Python that .venv is made from. Where that Pyt
 2.10 or later, .venv sees its packages through a .pth file and nothing that is there is downloaded again;
 otherwise torch is installed. Each step leaves a stamp that names the content it was done for, so that a
 second run does nothing: the requirements, and for fastmp itself the sources and variables of the build.
+
+Another environment beside .venv: --venv names its directory, --torch the version it is to have.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 try:
@@ -23,9 +28,7 @@ except ImportError:
     raise SystemExit(f"environment: Python >= 3.11 is needed, this is {sys.version.split()[0]}") from None
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
-PYTHON = VENV / "bin" / "python"
-TORCH = "torch==2.13.0"
+TORCH = "2.13.0"
 OUTER = "outer.pth"
 BUILD_VARIABLES = ("FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST")
 BUILD_TOOLS = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
@@ -42,40 +45,100 @@ print(json.dumps([found, sites]))
 """
 
 
-def say(message: str) -> None:
-    print(f"environment: {message}", flush=True)
+def say(message: str, end: str = "\n") -> None:
+    print(f"environment: {message}", end=end, flush=True)
 
 
-def run(*command: str | Path, silent: bool = False) -> bool:
-    output = subprocess.DEVNULL if silent else None
+def run(*command: str | Path, watch: str = "") -> tuple[bool, str]:
+    """Whether the command succeeds, and all it printed. With `watch`, says how far its "[n/m]" are."""
     words = [str(part) for part in command]
-    return subprocess.run(words, cwd=ROOT, stdout=output, stderr=output, check=False).returncode == 0
+    printed, last = [], time.monotonic()
+    process = subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        printed.append(line)
+        done = re.match(r"\[(\d+)/(\d+)\]", line) if watch else None
+        if done and sys.stdout.isatty():
+            say(f"{watch}: {done[1]} of {done[2]}", end="\n" if done[1] == done[2] else "\r")
+        elif done and (done[1] == done[2] or time.monotonic() > last + 10):
+            say(f"{watch}: {done[1]} of {done[2]}")
+            last = time.monotonic()
+    return process.wait() == 0, "".join(printed)
 
 
-def pip(*arguments: str, silent: bool = False) -> bool:
-    return run(PYTHON, "-m", "pip", "--disable-pip-version-check", "install", *arguments, silent=silent)
+class Environment:
+    """A virtual environment in `directory`. `torch`: its version; None: Python's own if that is recent."""
 
+    def __init__(self, directory: Path, torch: str | None):
+        self.directory = directory
+        self.python = directory / "bin" / "python"
+        self.stamps = directory / "stamps"
+        self.torch = torch
 
-def probe(python: str | Path) -> tuple[str, list[str]]:
-    """(version of its torch if 2.10 or later else "", its site directories)."""
-    command = [str(python), "-c", PROBE]
-    output = subprocess.run(command, cwd=VENV.parent, capture_output=True, text=True, check=True).stdout
-    version, sites = json.loads(output.splitlines()[-1])
-    recent = bool(version) and tuple(int(part) for part in version.split(".")[:2]) >= (2, 10)
-    return version if recent else "", [site for site in sites if os.path.isdir(site)]
+    def pip(self, *arguments: str) -> tuple[bool, str]:
+        return run(self.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments)
 
+    def probe(self, python: str | Path) -> tuple[str, list[str]]:
+        """(version of its torch if it is one to be used else "", its site directories)."""
+        output = subprocess.run(
+            [str(python), "-c", PROBE], cwd=self.directory.parent, capture_output=True, text=True, check=True
+        ).stdout
+        version, sites = json.loads(output.splitlines()[-1])
+        if self.torch:
+            fits = version.partition("+")[0] == self.torch
+        else:
+            fits = bool(version) and tuple(int(part) for part in version.split(".")[:2]) >= (2, 10)
+        return version if fits else "", [site for site in sites if os.path.isdir(site)]
 
-def make_venv() -> None:
-    say(f"making .venv with {sys.executable} (Python {sys.version.split()[0]})")
-    version, sites = probe(sys.executable)
-    # Seen through the .pth, the pip and setuptools that are there serve; those of a new venv are older.
-    bare = ["--without-pip"] if version and importlib.util.find_spec("pip") else []
-    if not run(sys.executable, "-m", "venv", *bare, VENV):
-        raise SystemExit("environment: python -m venv failed (on Debian and Ubuntu: install python3-venv)")
-    if version:
-        say(f"torch {version} is there already: .venv sees the packages of {', '.join(sites)}")
-        library = VENV / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-        (library / OUTER).write_text("\n".join(sites) + "\n")
+    def make(self) -> None:
+        say(f"making {self.directory.name} with {sys.executable} (Python {sys.version.split()[0]})")
+        version, sites = self.probe(sys.executable)
+        # Seen through the .pth, the pip and setuptools that are there serve; those of a new venv are older.
+        bare = ["--without-pip"] if version and importlib.util.find_spec("pip") else []
+        made, printed = run(sys.executable, "-m", "venv", *bare, self.directory)
+        if not made:
+            hint = "on Debian and Ubuntu: install python3-venv"
+            raise SystemExit(f"{printed}environment: python -m venv failed ({hint})")
+        if version:
+            say(f"torch {version} is there already: packages are taken from {', '.join(sites)}")
+            library = f"python{sys.version_info.major}.{sys.version_info.minor}"
+            (self.directory / "lib" / library / "site-packages" / OUTER).write_text("\n".join(sites) + "\n")
+        self.stamps.mkdir()  # last: without it an environment is one that was interrupted, or not ours
+
+    def install_torch(self) -> None:
+        wanted = f"torch=={self.torch or TORCH}"
+        say(f"installing {wanted} (about a minute, three for one with CUDA)")
+        installed, printed = self.pip(wanted)
+        if not installed:
+            raise SystemExit(f"{printed}environment: could not install {wanted}")
+
+    def install(self, wanted: list[str], purpose: str) -> bool:
+        """Install what can be had; False if something is missing that fastmp can do without."""
+        say(f"installing {len(wanted)} packages to build fastmp and to {purpose} (about a minute)")
+        installed, printed = self.pip(*wanted)
+        if installed:
+            return True
+        absent = [one for one in wanted if not self.pip("--no-index", "--no-deps", one)[0]]
+        if not next(self.directory.glob(f"lib/*/site-packages/{OUTER}"), None):
+            raise SystemExit(f"{printed}environment: could not install {', '.join(absent)}")
+        say(f"going on without {', '.join(absent)}: what needs them will say so")
+        return not absent
+
+    def build(self) -> None:
+        """Compile in place, where progress can be seen, then install editable, which finds all compiled."""
+        say("compiling C++ (about a minute on two cores; three more for CUDA C++, where torch has CUDA)")
+        options = ("--no-build-isolation", "--no-deps", "--editable", ".")
+        built, printed = run(self.python, "setup.py", "-q", "build_ext", "--inplace", watch="compiled")
+        if built:
+            built, printed = self.pip(*options)
+        if not built:
+            raise SystemExit(f"{printed}environment: the build failed")
+        record = json.loads((ROOT / "fastmp" / "_build.json").read_text())
+        for part, library in (("cpp", "_C_cpu"), ("cuda", "_C_cuda"), ("host", "_host")):
+            if record[part] != "built":
+                say(f"no {library}: {record[part]}")
 
 
 def requirements(project: dict, names: list[str]) -> list[str]:
@@ -92,29 +155,18 @@ def requirements(project: dict, names: list[str]) -> list[str]:
     return [requirement for requirement in dict.fromkeys(listed) if not requirement.startswith("torch>")]
 
 
-def install(wanted: list[str]) -> bool:
-    """Install what can be had; False if something is missing that fastmp can do without."""
-    if pip("--quiet", *wanted):
-        return True
-    absent = [one for one in wanted if not pip("--no-index", "--no-deps", one, silent=True)]
-    if not next(VENV.glob(f"lib/*/site-packages/{OUTER}"), None):
-        raise SystemExit(f"environment: could not install {', '.join(absent)}")
-    say(f"going on without {', '.join(absent)}: what needs them will say so")
-    return not absent
-
-
 def digest(parts: list[bytes]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
-def build_digest(torch_version: str) -> str:
+def build_digest(environment: Path, torch_version: str) -> str:
     files = [ROOT / name for name in ("setup.py", "CMakeLists.txt", "pyproject.toml", "MANIFEST.in")]
     files += sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
     variables = sorted(
         f"{key}={value}" for key, value in os.environ.items() if key in BUILD_VARIABLES + BUILD_TOOLS
     )
     parts = [part for path in files for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
-    return digest([*parts, *map(str.encode, variables), torch_version.encode(), str(ROOT).encode()])
+    return digest([*parts, *map(str.encode, variables), torch_version.encode(), str(environment).encode()])
 
 
 def outputs_present() -> bool:
@@ -125,37 +177,41 @@ def outputs_present() -> bool:
     return bool(built) and all(any(record.parent.glob(pattern)) for pattern in needed)
 
 
-def main() -> None:
-    extras = sys.argv[1:]
-    stamps = VENV / "stamps"
-    if not stamps.exists():  # made last: without it a .venv is one that was interrupted, or not ours
-        make_venv()
-        stamps.mkdir()
+def main(directory: Path, torch: str | None, extras: list[str]) -> None:
+    started = time.monotonic()
+    environment = Environment(directory, torch)
+    if not environment.stamps.exists():
+        environment.make()
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = requirements(project, extras)
     name = "-".join(["requirements", *extras, digest([item.encode() for item in wanted])[:16]])
-    stamp = stamps / name
+    stamp = environment.stamps / name
     if not stamp.exists():
-        if not probe(PYTHON)[0]:
-            say(f"installing {TORCH}")
-            if not pip(TORCH):
-                raise SystemExit(f"environment: could not install {TORCH}")
-        say(f"installing {', '.join(wanted)}")
-        if install(wanted):
-            stamp.write_text(probe(PYTHON)[0])
+        if not environment.probe(environment.python)[0]:
+            environment.install_torch()
+        if environment.install(wanted, " and ".join(extras)):
+            stamp.write_text(environment.probe(environment.python)[0])
 
-    build = stamps / "build"
-    want = build_digest(stamp.read_text() if stamp.exists() else probe(PYTHON)[0])
+    # beside what is built, not in the environment: there is one set of libraries for all environments
+    build = ROOT / "build" / "stamp"
+    version = stamp.read_text() if stamp.exists() else environment.probe(environment.python)[0]
+    want = build_digest(directory, version)
     if not (build.exists() and build.read_text() == want and outputs_present()):
-        say("building fastmp in place")
         build.unlink(missing_ok=True)
-        if not pip("--no-build-isolation", "--no-deps", "--editable", "."):
-            raise SystemExit("environment: the build failed")
+        environment.build()
+        build.parent.mkdir(exist_ok=True)
         build.write_text(want)
+        minutes, seconds = divmod(round(time.monotonic() - started), 60)
+        say(f"ready after {minutes} min {seconds} s")
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--venv", default=".venv", help="directory of the environment (default: %(default)s)")
+    parser.add_argument("--torch", help=f"version of torch (default: Python's own if recent, else {TORCH})")
+    parser.add_argument("extras", nargs="*", help="extras of pyproject.toml")
+    given = parser.parse_args()
     with open(ROOT / ".venv.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two makes at once take turns
-        main()
+        main(ROOT / given.venv, given.torch, given.extras)

@@ -178,7 +178,17 @@ def test_pure_python_wheel_works_and_says_why(installed_pure, tmp_path):
         torch.testing.assert_close(x.grad, x.detach().softmax(-1) - torch.eye(4, 8))
         torch.testing.assert_close(fastmp.ops.bias_gelu(x), torch.nn.functional.gelu(x, approximate="tanh"))
     """
-    succeed(installed_pure, "-c", code, cwd=tmp_path)
+    assert run(installed_pure, "-c", code, cwd=tmp_path).stderr == ""  # FASTMP_CPP=0 asked for it
+
+
+def test_a_pure_python_install_that_nobody_asked_for_says_so_once(installed_pure, tmp_path):
+    (package,) = installed_pure.parent.parent.glob("lib/python*/site-packages/fastmp")
+    shutil.copytree(package, tmp_path / "fastmp")
+    (tmp_path / "fastmp" / "_build.json").write_text(json.dumps({"cpp": "no C++ compiler (CXX, c++, g++)"}))
+    code = "import fastmp.ops, importlib; from fastmp.ops import *; import fastmp.nn"
+    warned = run(installed_pure, "-c", code, cwd=tmp_path).stderr
+    assert warned.count("fastmp has no C++ kernels here (no C++ compiler (CXX, c++, g++))") == 1
+    assert "FASTMP_CPP=0" in warned
 
 
 @pytest.mark.parametrize("part", ["FASTMP_CPP", "FASTMP_CUDA"])
@@ -198,6 +208,27 @@ def test_plan_without_a_compiler_is_pure_python(build, monkeypatch, tmp_path):
     plan = build.make_plan()
     assert plan.libraries() == []
     assert "no C++ compiler" in plan.parts["cpp"]
+
+
+@pytest.mark.parametrize(
+    ("line", "without"),
+    [("cuda: Optional[str] = None", True), ("cuda = None", True), ("cuda = '13.0'", False)],
+)
+def test_cuda_is_compiled_for_a_torch_with_cuda_or_on_demand(build, monkeypatch, tmp_path, line, without):
+    """On a machine with a compiler of CUDA."""
+    monkeypatch.delenv("FASTMP_CPP", raising=False)
+    (tmp_path / "include" / "torch" / "headeronly").mkdir(parents=True)
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\n{line}\nhip = None\n")
+    monkeypatch.setenv("FASTMP_TORCH_DIR", str(tmp_path))
+    (tmp_path / "nvcc").write_text("#!/bin/sh\necho compute_90\n")
+    (tmp_path / "nvcc").chmod(0o755)
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "nvcc"))
+    for asked, expected in (("auto", not without), ("1", True), ("0", False)):
+        monkeypatch.setenv("FASTMP_CUDA", asked)
+        assert ("_C_cuda" in build.make_plan().libraries()) == expected
+    monkeypatch.setenv("FASTMP_CUDA", "auto")
+    if without:
+        assert "torch 2.13.0 is built without CUDA" in build.make_plan().parts["cuda"]
 
 
 @pytest.mark.parametrize(
