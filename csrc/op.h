@@ -131,35 +131,28 @@ Argument argument_of(const Other&, bool) {
   return {};
 }
 
-// The name of an op as a template's argument.
-template <size_t kSize>
-struct Name {
-  char text[kSize];
-  constexpr Name(const char (&from)[kSize]) { std::copy_n(from, kSize, text); }
-};
-
 // `function` behind what is common to all ops: check_tensors, where parameters of type Tensor& or std::optional<Tensor>&
 // are what it writes to, and errors that name the op. An error of torch itself is thrown with torch's message.
-template <Name name, auto function>
+template <const char* name, class Function, Function* function>
 struct Guarded;
-template <Name name, class Result, class... Parameters, Result (*function)(Parameters...)>
-struct Guarded<name, function> {
+template <const char* name, class Result, class... Parameters, Result (*function)(Parameters...)>
+struct Guarded<name, Result(Parameters...), function> {
   template <class Parameter>
   static constexpr bool kWrites =
       std::is_lvalue_reference_v<Parameter> && !std::is_const_v<std::remove_reference_t<Parameter>>;
 
   static Result call(Parameters... parameters) {
     const std::array<Argument, sizeof...(Parameters)> given{argument_of(parameters, kWrites<Parameters>)...};
-    check_tensors(name.text, given.data(), given.size());
+    check_tensors(name, given.data(), given.size());
     try {
       return function(parameters...);
     } catch (const Error&) {
       throw;
     } catch (const std::runtime_error& error) {
       const bool kept = torch_exception_get_what_without_backtrace != nullptr;
-      throw Error(message(name.text, ": ", kept ? torch_exception_get_what_without_backtrace() : error.what()));
+      throw Error(message(name, ": ", kept ? torch_exception_get_what_without_backtrace() : error.what()));
     } catch (const std::bad_alloc&) {
-      throw Error(message(name.text, ": not enough memory to work in"));
+      throw Error(message(name, ": not enough memory to work in"));
     }
   }
 };
@@ -167,4 +160,9 @@ struct Guarded<name, function> {
 }  // namespace fastmp
 
 // Makes `function` the implementation of the op called `name`, in a STABLE_TORCH_LIBRARY_IMPL block.
-#define FASTMP_IMPL(library, name, function) library.impl(name, TORCH_BOX((&fastmp::Guarded<name, &function>::call)))
+#define FASTMP_IMPL(library, op, function)                                                                    \
+  do {                                                                                                        \
+    static constexpr char kName[] = op;                                                                       \
+    using Guarded = fastmp::Guarded<kName, std::remove_pointer_t<decltype(&function)>, &function>;             \
+    library.impl(kName, TORCH_BOX(&Guarded::call));                                                           \
+  } while (0)
