@@ -32,10 +32,9 @@ from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.integrations.transformer_engine import TransformerEngineManager
-from fastmp.nn import GPT, LayerChain, TransformerLayer
+from fastmp.nn import GPT, LayerChain, Placement, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 
@@ -218,7 +217,7 @@ def layer_case(
     moe = MoEConfig(num_experts=experts, top_k=k, expert_ffn_hidden_size=ffn, aux_loss=0.01)
     config = GPTConfig(hidden_size=hidden, num_heads=heads, activation="swiglu", max_seq_len=tokens, moe=moe)
     torch.manual_seed(seed)
-    layer = TransformerLayer(config, group=None, device=device, dtype=dtype)
+    layer = TransformerLayer(config, Placement(device=device, dtype=dtype))
     x, grad = (torch.randn(tokens, 1, hidden, device=device).to(dtype) for _ in range(2))
     x.requires_grad_()
     rivals: dict[str, Callable[[], Tensor]] = {}
@@ -293,7 +292,7 @@ def steps_and_memory(rounds: int = 9) -> Iterator[str]:
     yield f"training step of {MICROBATCHES} microbatches, {config.num_layers} layers of {config.hidden_size}"
     for name, scope in (("eager", None), ("one run", None), ("attention alone", ["attention"])):
         rng = RngTracker(1, device=DEVICE)
-        model = GPT(config, groups=ParallelGroups.alone(), rng=rng, **place)
+        model = GPT(config, Placement(rng=rng, **place))
         GradBuffer(model.named_parameters())
         manager = None
         if name != "eager":

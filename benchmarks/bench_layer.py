@@ -11,6 +11,7 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from benchmarks.plain import PlainLayer
 from fastmp.config import GPTConfig
+from fastmp.nn import Placement
 from fastmp.nn.transformer import TransformerLayer
 
 OURS_COMPILED = "fastmp compiled"
@@ -46,7 +47,7 @@ def layer_case(
     )
     place = {"device": device, "dtype": dtype}
     torch.manual_seed(seed)
-    ours = TransformerLayer(config, group=None, **place)
+    ours = TransformerLayer(config, Placement(**place))
     plain = PlainLayer(config, **place).share(ours)
     x, grad = (torch.randn(seq_len, 1, hidden, device=device).to(dtype) for _ in range(2))
     x.requires_grad_()

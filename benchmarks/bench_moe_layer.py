@@ -19,8 +19,8 @@ from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, TE, TORCH, Case, Workl
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.nn import Placement
 from fastmp.nn.moe import MoELayer
-from fastmp.parallel.groups import ParallelGroups
 
 STREAMS = "loop on streams"
 NUM_STREAMS = 4
@@ -148,7 +148,7 @@ def moe_layer_case(
         num_layers=1, hidden_size=hidden, num_heads=1, activation="swiglu", linear_bias=False, moe=moe
     )
     torch.manual_seed(seed)
-    layer = MoELayer(config, groups=ParallelGroups.alone(), device=device, dtype=dtype)
+    layer = MoELayer(config, Placement(device=device, dtype=dtype))
     weights = Weights(layer.router.weight, layer.experts.fc1, layer.experts.fc2)
     with torch.no_grad():  # numbers of about one all the way, and a choice that is not a matter of rounding
         weights.router.normal_(std=hidden**-0.5)

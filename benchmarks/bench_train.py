@@ -15,8 +15,8 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.measure import name_of
 from benchmarks.plain import PlainGPT, plain_step
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
+from fastmp.nn import Placement
 from fastmp.nn.models import GPT, flops_per_token
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.language import token_loss
 from fastmp.train.trainer import Trainer
 
@@ -55,7 +55,7 @@ def train_case(
         num_layers=num_layers, hidden_size=hidden, num_heads=heads, vocab_size=vocab, max_seq_len=seq_len
     )
     torch.manual_seed(seed)
-    model = GPT(config, groups=ParallelGroups.alone(), device=device, dtype=dtype)
+    model = GPT(config, Placement(device=device, dtype=dtype))
     if len(model.word_embedding.weight) != vocab:
         raise ValueError(f"train_case: the vocabulary of {vocab} would be padded; take a multiple of 128")
     data = OneBatch(batch_size, seq_len, vocab, seed)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.layout import make_grid, problems
-from fastmp.nn import gpt_stages, sum_tied_gradients
+from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
 from fastmp.nn.models import ExpertLosses
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import group_rank
@@ -81,14 +81,16 @@ def make_stages(made, groups=ParallelGroups.alone()):
     layout = made.parallel
     stages = gpt_stages(
         made.model,
-        groups=groups,
+        Placement(
+            groups,
+            sequence_parallel=layout.sequence_parallel,
+            rng=RngTracker(1, tp_rank=group_rank(groups.tp)),
+            dtype=getattr(torch, made.train.dtype),
+        ),
         vpp=layout.vpp,
         layers=layout.stage_layers,
-        rng=RngTracker(1, tp_rank=group_rank(groups.tp)),
-        sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute,
         shard_recompute_input=layout.shard_recompute_input,
-        dtype=getattr(torch, made.train.dtype),
     )
     named = [(f"{i}.{name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]
     buffer = GradBuffer(

@@ -17,7 +17,6 @@ from fastmp.nn.models import GPT
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops import bias_gelu
 from fastmp.parallel.collectives import gather_sequence, reduce_from_group, reduce_scatter_sequence
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.profiling import enable_nvtx, region, traced
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.language import token_loss
@@ -58,7 +57,7 @@ def test_ops_are_ranges_forward_and_backward():
 
 
 def test_segments_are_ranges_named_after_layer_and_segment():
-    layer, hidden = TransformerLayer(CONFIG, group=None), torch.randn(8, 2, 16)
+    layer, hidden = TransformerLayer(CONFIG), torch.randn(8, 2, 16)
     segments = [name for name in names(lambda: layer(hidden)) if ".segment." in name]
     assert segments == [f"fastmp.segment.TransformerLayer.{s.name}" for s in layer.segments()]
 
@@ -95,7 +94,7 @@ def test_phases_of_training_are_ranges(tmp_path):
         steps=1, global_batch_size=4, eval_interval=1, save_interval=1, run_dir=str(tmp_path)
     )
     trainer = Trainer(
-        GPT(CONFIG, groups=ParallelGroups.alone()),
+        GPT(CONFIG),
         Counting(),
         token_loss,
         config,
@@ -108,7 +107,7 @@ def test_phases_of_training_are_ranges(tmp_path):
 
 
 def test_there_are_no_ranges_in_compiled_code():
-    layer, hidden = TransformerLayer(CONFIG, group=None), torch.randn(8, 2, 16)
+    layer, hidden = TransformerLayer(CONFIG), torch.randn(8, 2, 16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     expected = compiled(hidden)
     with profile(activities=[ProfilerActivity.CPU]) as seen:

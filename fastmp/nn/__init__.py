@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = exports(
         "segment": "LayerChain Segment SegmentedLayer SingleSegment",
         "attention": "SelfAttention",
         "mlp": "MLP",
+        "placement": "Placement",
         "replicated": "LayerNorm PositionEmbedding RMSNorm RotaryPositions",
         "transformer": "TransformerLayer",
         "models": "ExpertLosses GPT flops_per_token num_parameters pad_vocab",

@@ -21,17 +21,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.dropout import random_stream, require_rng
 from fastmp.nn.init import normal, residual_normal
+from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.context import join_sequence, own_positions, own_slices
 from fastmp.parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
-from fastmp.parallel.rng import RngTracker
 
 __all__ = ["SelfAttention", "last_causal"]
 
@@ -44,73 +43,63 @@ class SelfAttention(GroupModule):
 
     Args:
         config: sizes, `attention_dropout`, and the spread of the initial weights.
-        group: tensor-parallel group, None for this rank alone.
-        cp_group: context-parallel group, None where this rank has whole sequences.
-        rng: generator states; dropout inside attention draws from the stream of this TP and CP rank.
+        on: heads are divided over `groups.tp`, the sequence over `groups.cp`. Dropout inside attention draws
+            from the stream of this TP and CP rank.
         causal: a token sees itself and those before it only.
         rotary: the tables of `config.position` "rope", shared by layers; None makes one.
-        sequence_parallel: input and output are this rank's part of the sequence, (S/TP, B, H).
-        init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
 
-    Raises ValueError where the heads or key/value heads are not divisible by the TP size.
+    Raises ValueError where the heads or key/value heads are not divisible by the TP size, and for dropout
+    over several ranks without `on.rng`.
     """
 
     def __init__(
         self,
         config: GPTConfig,
+        on: Placement = Placement(),
         *,
-        group: ProcessGroup | None,
-        cp_group: ProcessGroup | None,
-        rng: RngTracker | None = None,
         causal: bool = True,
         rotary: RotaryPositions | None = None,
-        sequence_parallel: bool = False,
-        init: str = "full",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        tp = group_size(group)
+        tp = group_size(on.groups.tp)
         for name, heads in (("num_heads", config.num_heads), ("num_kv_heads", config.kv_heads)):
             if heads % tp:
                 raise ValueError(
                     f"SelfAttention: {name} {heads} is not divisible by the tensor-parallel size {tp}"
                 )
-        require_rng("SelfAttention", config.attention_dropout, rng, group=group, cp_group=cp_group)
-        self.cp_group = cp_group
+        require_rng("SelfAttention", config.attention_dropout, on, sharded=True)
+        self.cp_group = on.groups.cp
         self.num_kv_heads = config.kv_heads // tp
         self.queries_per_kv = config.num_heads // config.kv_heads
         self.head_dim = config.head_dim
-        self.dropout, self.rng, self.causal = config.attention_dropout, rng, causal
-        options = {
-            "group": group,
-            "sequence_parallel": sequence_parallel,
-            "bias": config.linear_bias,
-            "init": init,
-            "rng": rng,
-            "device": device,
-            "dtype": dtype,
-        }
+        self.dropout, self.rng, self.causal = config.attention_dropout, on.rng, causal
         qkv_size = (config.num_heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = ColumnParallelLinear(
-            config.hidden_size, qkv_size, gather_output=False, init_method=normal(config), **options
+            config.hidden_size,
+            qkv_size,
+            bias=config.linear_bias,
+            gather_output=False,
+            init_method=normal(config),
+            **on.layer_options,
         )
         self.proj = RowParallelLinear(
             config.num_heads * config.head_dim,
             config.hidden_size,
+            bias=config.linear_bias,
             input_is_parallel=True,
             skip_bias_add=True,
             init_method=residual_normal(config),
-            **options,
+            **on.layer_options,
         )
-        place = {"device": device, "dtype": dtype}
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:  # of this rank's heads: the gradients of the ranks are added
-            norm = {"group": group, "size": self.head_dim, "sequence_parallel": True, **place}
-            self.q_norm, self.k_norm = RMSNorm(config, **norm), RMSNorm(config, **norm)
-        self.rotary = None
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if config.qk_norm:  # a rank normalises its own heads: the gradients of the ranks are added
+            norm = {"eps": config.layernorm_epsilon, "group": on.groups.tp, "sequence_parallel": True}
+            self.q_norm = RMSNorm(self.head_dim, **norm, **on.tensor_options)
+            self.k_norm = RMSNorm(self.head_dim, **norm, **on.tensor_options)
+        self.rotary: RotaryPositions | None = None
         if config.position == "rope":
-            self.rotary = RotaryPositions(config, cp_group=cp_group, **place) if rotary is None else rotary
+            self.rotary = RotaryPositions(config, on) if rotary is None else rotary
 
     def forward(
         self, hidden_SBH: torch.Tensor, key_padding_mask_BT: torch.Tensor | None = None

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 
+from fastmp.nn.placement import Placement
 from fastmp.ops import bias_dropout_add
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import GroupModule
@@ -22,18 +23,11 @@ from fastmp.parallel.rng import RngTracker
 __all__ = ["Dropout", "random_stream", "require_rng"]
 
 
-def require_rng(
-    owner: str,
-    probability: float,
-    rng: RngTracker | None,
-    *,
-    group: ProcessGroup | None,
-    cp_group: ProcessGroup | None,
-) -> None:
-    """Refuse dropout of shards over `group`, or of parts of a sequence over `cp_group`, without a generator
-    per rank: all ranks would drop the same positions."""
-    for axis, over in (("tensor", group), ("context", cp_group)):
-        if probability > 0.0 and rng is None and group_size(over) > 1:
+def require_rng(owner: str, probability: float, on: Placement, *, sharded: bool) -> None:
+    """Refuse dropout over CP ranks, and if `sharded` over TP ranks, without a generator per rank: all ranks
+    would drop the same positions."""
+    for axis, over in (("tensor", on.groups.tp if sharded else None), ("context", on.groups.cp)):
+        if probability > 0.0 and on.rng is None and group_size(over) > 1:
             raise ValueError(
                 f"{owner}: dropout {probability} of {axis}-parallel shards over {group_size(over)} ranks "
                 "needs rng=RngTracker(...), got rng=None"
@@ -43,9 +37,8 @@ def require_rng(
 def random_stream(
     rng: RngTracker | None, device: torch.device, *, sharded: bool, cp_group: ProcessGroup | None
 ) -> AbstractContextManager:
-    """Random numbers drawn inside on `device` are of this rank's shard, or of a replica on all TP ranks if
-    not `sharded`; in both cases of the tokens of this CP rank. Without a tracker (one rank): torch's own
-    generator."""
+    """Draw random numbers on `device` for this rank's shard if `sharded`, else for a replica on all TP ranks;
+    in both cases for the tokens of this CP rank. Without a tracker (one rank): from torch's own generator."""
     parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
     if rng is None or not parts:
         return nullcontext()
@@ -53,23 +46,13 @@ def random_stream(
 
 
 class Dropout(GroupModule):
-    """Dropout of hidden states; `sharded`: a TP rank has a part of them, not a replica.
+    """Dropout of hidden states. Under sequence parallelism a TP rank has a part of them, else a replica."""
 
-    `cp_group`: the ranks that have other tokens of the same sequences.
-    """
-
-    def __init__(
-        self,
-        probability: float,
-        *,
-        group: ProcessGroup | None,
-        cp_group: ProcessGroup | None,
-        rng: RngTracker | None,
-        sharded: bool,
-    ) -> None:
+    def __init__(self, probability: float, on: Placement = Placement()) -> None:
         super().__init__()
-        require_rng("Dropout", probability, rng, group=group if sharded else None, cp_group=cp_group)
-        self.probability, self.rng, self.sharded, self.cp_group = probability, rng, sharded, cp_group
+        require_rng("Dropout", probability, on, sharded=on.sequence_parallel)
+        self.probability, self.rng = probability, on.rng
+        self.sharded, self.cp_group = on.sequence_parallel, on.groups.cp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.drops:

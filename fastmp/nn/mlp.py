@@ -10,51 +10,31 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fastmp.config import ACTIVATIONS, GPTConfig
 from fastmp.nn.activation import activation_function
 from fastmp.nn.init import normal, residual_normal
+from fastmp.nn.placement import Placement
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from fastmp.parallel.rng import RngTracker
 
 __all__ = ["MLP"]
 
 
 class MLP(nn.Module):
-    """hidden -> ffn -> hidden with the activation `config.activation`. Arguments as for `SelfAttention`.
+    """hidden -> ffn -> hidden with the activation `config.activation`, divided over `on.groups.tp`.
 
     Raises ValueError where the ffn size is not divisible by the TP size.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        group: ProcessGroup | None,
-        rng: RngTracker | None = None,
-        sequence_parallel: bool = False,
-        init: str = "full",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
         super().__init__()
-        if config.ffn_size % group_size(group):
+        tp = group_size(on.groups.tp)
+        if config.ffn_size % tp:
             raise ValueError(
-                f"MLP: ffn_hidden_size {config.ffn_size} is not divisible by "
-                f"the tensor-parallel size {group_size(group)}"
+                f"MLP: ffn_hidden_size {config.ffn_size} is not divisible by the tensor-parallel size {tp}"
             )
-        options = {
-            "group": group,
-            "sequence_parallel": sequence_parallel,
-            "init": init,
-            "rng": rng,
-            "device": device,
-            "dtype": dtype,
-            "skip_bias_add": True,
-            "bias": config.linear_bias,
-        }
+        options = {"bias": config.linear_bias, "skip_bias_add": True, **on.layer_options}
         activation = ACTIVATIONS[config.activation]
         self.activate, blocks = activation_function("MLP", activation), activation.blocks
         self.up = ColumnParallelLinear(

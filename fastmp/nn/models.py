@@ -11,7 +11,7 @@ activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence paralleli
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from fastmp.config import GPTConfig
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.init import normal
+from fastmp.nn.placement import Placement
 from fastmp.nn.recompute import recompute
 from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.segment import LayerChain, Tensors
@@ -28,13 +29,11 @@ from fastmp.parallel.collectives import group_rank, group_size, reduce_from_grou
 from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from fastmp.parallel.linear import parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
-from fastmp.parallel.rng import RngTracker
 from fastmp.sizes import flops_per_token, num_parameters, pad_vocab
 
-if TYPE_CHECKING:
-    from fastmp.parallel.groups import ParallelGroups
-
 __all__ = ["GPT", "ExpertLosses", "flops_per_token", "num_parameters", "pad_vocab"]
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class ExpertLosses(NamedTuple):
@@ -69,90 +68,70 @@ class GPT(nn.Module):
 
     Args:
         config: sizes, dropout, initial spread.
-        groups: process groups of this rank (`tp`, `cp`, and those of experts);
-            `ParallelGroups.alone()` without other ranks.
-        rng: generator states; needed where dropout acts on TP shards.
-        sequence_parallel: norms, dropout and residuals on (S/TP, B, H); S must be divisible by TP.
+        on: the model is divided over `groups.tp`, `groups.cp` and those of experts. TP must divide S under
+            sequence parallelism.
         recompute: keep only the input of every layer for backward; where graphs hold parts of a layer, the
             inputs of its parts.
         shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
-        init: "full" (bitwise the same at every TP) or "sharded", as in the parallel layers.
         part: make this part only, see `fastmp.nn.stages`. With init="full" the rest is made, one module at a
             time, and dropped: its weights are those of the whole model.
 
-    Raises ValueError where TP does not divide heads, key/value heads or ffn size, and as `MoELayer` does.
+    Raises ValueError where TP does not divide heads, key/value heads or ffn size, for dropout over several
+    ranks without `on.rng`, and as `MoELayer` does.
     """
 
     def __init__(
         self,
         config: GPTConfig,
+        on: Placement = Placement(),
         *,
-        groups: ParallelGroups,
-        rng: RngTracker | None = None,
-        sequence_parallel: bool = False,
         recompute: bool = False,
         shard_recompute_input: bool = False,
-        init: str = "full",
         part: Part | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if shard_recompute_input and (sequence_parallel or not recompute):
+        if shard_recompute_input and (on.sequence_parallel or not recompute):
             raise ValueError(
                 "GPT: shard_recompute_input=True needs recompute=True and sequence_parallel=False, got "
-                f"recompute={recompute} and sequence_parallel={sequence_parallel}"
+                f"recompute={recompute} and sequence_parallel={on.sequence_parallel}"
             )
-        self.config, self.rng = config, rng
-        self.group, self.cp_group = groups.tp, groups.cp
-        self.sequence_parallel = sequence_parallel
+        self.config, self.rng = config, on.rng
+        self.group, self.cp_group = on.groups.tp, on.groups.cp
+        self.sequence_parallel = on.sequence_parallel
         self.recompute, self.shard_recompute_input = recompute, shard_recompute_input
-        place = {
-            "group": self.group,
-            "sequence_parallel": sequence_parallel,
-            "device": device,
-            "dtype": dtype,
-        }
-        options = {"rng": rng, "init": init, **place}
         self.part = Part(True, range(config.num_layers), True) if part is None else part
         first, own_layers, last = self.part
 
-        def own(wanted: bool, make: Callable[[], nn.Module]) -> nn.Module | None:
+        def own(wanted: bool, make: Callable[[], Module]) -> Module | None:
             """What is wanted; the rest moves the generator all the same, so that every part starts alike."""
-            module = make() if wanted or init == "full" else None
+            module = make() if wanted or on.init == "full" else None
             return module if wanted else None
 
         rows, drawn = pad_vocab(config.vocab_size, group_size(self.group)), {"init_method": self._init_words}
         tied = config.tie_embeddings
         self.word_embedding = own(
             first or (last and tied),
-            lambda: VocabParallelEmbedding(rows, config.hidden_size, **drawn, **options),
+            lambda: VocabParallelEmbedding(rows, config.hidden_size, **drawn, **on.layer_options),
         )
-        learned = config.position == "learned"
-        context = {"cp_group": self.cp_group}
-        self.position_embedding = self.rotary = None
-        if learned:
-            self.position_embedding = own(first, lambda: PositionEmbedding(config, **context, **place))
+        self.position_embedding: PositionEmbedding | None = None
+        self.rotary: RotaryPositions | None = None
+        if config.position == "learned":
+            self.position_embedding = own(first, lambda: PositionEmbedding(config, on))
         else:
-            self.rotary = RotaryPositions(config, **context, device=device, dtype=dtype)
-        self.dropout = Dropout(
-            config.dropout, group=self.group, rng=rng, sharded=sequence_parallel, **context
-        )
+            self.rotary = RotaryPositions(config, on)
+        self.dropout = Dropout(config.dropout, on)
         self.layers = LayerChain(call=self._recomputed if recompute else None)
         for i in range(config.num_layers):
-            layer = own(
-                i in own_layers,
-                lambda: TransformerLayer(config, groups=groups, rotary=self.rotary, **options),
-            )
+            layer = own(i in own_layers, lambda: TransformerLayer(config, on, rotary=self.rotary))
             if layer is not None:  # under its number in the whole model
                 self.layers.add_module(str(i), layer)
-        self.final_norm = make_norm(config, **place) if last else None
-        self.output_layer = None
+        self.final_norm = make_norm(config, on) if last else None
+        self.output_layer: ColumnParallelLinear | None = None
         if not tied:
             self.output_layer = own(
                 last,
                 lambda: ColumnParallelLinear(
-                    config.hidden_size, rows, bias=False, gather_output=False, **drawn, **options
+                    config.hidden_size, rows, bias=False, gather_output=False, **drawn, **on.layer_options
                 ),
             )
         self._clear_padding()

@@ -7,7 +7,6 @@ marks that say so are kept through conversions and copies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
+from fastmp.nn.placement import Placement
 from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.context import cut_sequence
@@ -33,21 +33,26 @@ class _Replicated(ParallelModule):
 
 
 class LayerNorm(_Replicated):
-    """Layer normalisation of (..., H), with weight and bias (H,); weight starts at one."""
+    """Layer normalisation of (..., size), with weight (size,), which starts at one, and bias (size,).
+
+    group: tensor-parallel group, None for this rank alone.
+    sequence_parallel: a rank has its part of the sequence only.
+    """
 
     def __init__(
         self,
-        config: GPTConfig,
+        size: int,
         *,
         group: ProcessGroup | None,
+        eps: float = 1e-5,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel)
-        self.eps = config.layernorm_epsilon
-        self.weight = nn.Parameter(torch.ones(config.hidden_size, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(config.hidden_size, device=device, dtype=dtype))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(size, device=device, dtype=dtype))
         self._mark()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,24 +63,24 @@ class LayerNorm(_Replicated):
 
 
 class RMSNorm(_Replicated):
-    """Root mean square normalisation of (..., size), hidden states by default; weight (size,) starts at one.
+    """Root mean square normalisation of (..., size); weight (size,) starts at one. Arguments as `LayerNorm`.
 
-    `sequence_parallel` also where `size` is the width of a head: a rank sees its own heads only.
+    `sequence_parallel` is True also where `size` is the width of a head: a rank has its own heads only.
     """
 
     def __init__(
         self,
-        config: GPTConfig,
+        size: int,
         *,
         group: ProcessGroup | None,
-        size: int | None = None,
+        eps: float = 1e-5,
         sequence_parallel: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(group, sequence_parallel)
-        self.eps = config.layernorm_epsilon
-        self.weight = nn.Parameter(torch.ones(size or config.hidden_size, device=device, dtype=dtype))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
         self._mark()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,9 +90,16 @@ class RMSNorm(_Replicated):
         return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
 
 
-def make_norm(config: GPTConfig, **options: Any) -> LayerNorm | RMSNorm:
+def make_norm(config: GPTConfig, on: Placement) -> LayerNorm | RMSNorm:
     """The norm of hidden states that `config.norm` names."""
-    return (RMSNorm if config.norm == "rmsnorm" else LayerNorm)(config, **options)
+    kind = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[config.norm]
+    return kind(
+        config.hidden_size,
+        eps=config.layernorm_epsilon,
+        group=on.groups.tp,
+        sequence_parallel=on.sequence_parallel,
+        **on.tensor_options,
+    )
 
 
 class RotaryPositions(GroupModule):
@@ -100,18 +112,14 @@ class RotaryPositions(GroupModule):
     anew. They are no part of a checkpoint, and one module serves all layers.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        cp_group: ProcessGroup | None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
         super().__init__()
-        self.cp_group = cp_group
+        self.cp_group = on.groups.cp
         self.length, self.dim, self.base = config.max_seq_len, config.head_dim, config.rope_base
-        for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, device=device, dtype=dtype))):
+        for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, **on.tensor_options))):
             self.register_buffer(name, table, persistent=False)
 
     def forward(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,21 +153,10 @@ class PositionEmbedding(_Replicated):
     part of them.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        group: ProcessGroup | None,
-        cp_group: ProcessGroup | None,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(group, sequence_parallel)
-        self.cp_group = cp_group
-        self.weight = nn.Parameter(
-            torch.empty(config.max_seq_len, config.hidden_size, device=device, dtype=dtype)
-        )
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
+        super().__init__(on.groups.tp, on.sequence_parallel)
+        self.cp_group = on.groups.cp
+        self.weight = nn.Parameter(torch.empty(config.max_seq_len, config.hidden_size, **on.tensor_options))
         self._mark()
         with torch.no_grad():  # from the default stream, equal on all ranks, drawn in at least float32
             dtype = torch.promote_types(self.weight.dtype, torch.float32)

@@ -11,19 +11,16 @@ sequence parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from fastmp.config import GPTConfig
 from fastmp.nn.models import GPT, Part
+from fastmp.nn.placement import Placement
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import StageOutput
-
-if TYPE_CHECKING:
-    from fastmp.parallel.groups import ParallelGroups
-    from fastmp.parallel.rng import RngTracker
 
 __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "sum_tied_gradients"]
 
@@ -65,21 +62,23 @@ def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | N
 
 def gpt_stages(
     config: GPTConfig,
+    on: Placement = Placement(),
     *,
-    groups: ParallelGroups,
     vpp: int = 1,
     layers: Sequence[int] | None = None,
-    **options: Any,
+    recompute: bool = False,
+    shard_recompute_input: bool = False,
 ) -> list[GPTStage]:
-    """The `vpp` chunks of this rank: stage chunk * PP + rank of a GPT.
+    """The `vpp` chunks of this rank of `on.groups.pp`: chunk i is stage i * PP + rank of a GPT.
 
     layers: how many each of the PP * vpp stages has, in order of the stages; None: equally many.
-    options: those of `GPT`. With init="full" the weights are bitwise those of the undivided model if all
-        ranks' default random streams start alike; the last stage takes a tied embedding from the first.
+
+    With init="full" the weights are bitwise those of the undivided model if all ranks' default random streams
+    start alike; the last stage takes a tied embedding from the first. The other arguments are those of `GPT`.
 
     Every rank calls it. ValueError as `layers_of_stages` and `GPT`, and for a rank without parameters.
     """
-    rank, size = group_rank(groups.pp), group_size(groups.pp)
+    rank, size = group_rank(on.groups.pp), group_size(on.groups.pp)
     ranges = layers_of_stages(config.num_layers, size * vpp, layers)
     for middle in range(1, size - 1):
         if not any(ranges[middle::size]):
@@ -88,15 +87,16 @@ def gpt_stages(
                 "it would have no parameters"
             )
     last, stages = len(ranges) - 1, []
-    restart = _restart(options)
+    restart = _restart(on)
+    options = {"recompute": recompute, "shard_recompute_input": shard_recompute_input}
     for stage in range(rank, len(ranges), size):
         restart()
         part = Part(stage == 0, ranges[stage], stage == last)
-        stages.append(GPTStage(config, groups=groups, part=part, **options))
+        stages.append(GPTStage(config, on, part=part, **options))
     if config.tie_embeddings and size == 1:  # both are here: one parameter
         stages[-1].word_embedding = stages[0].word_embedding
     elif config.tie_embeddings:
-        _share_embedding(stages, groups)
+        _share_embedding(stages, on.groups)
     return stages
 
 
@@ -109,15 +109,15 @@ def _share_embedding(stages: Sequence[GPTStage], groups: ParallelGroups) -> None
             dist.broadcast(stage.word_embedding.weight, group=groups.embedding, group_src=0)
 
 
-def _restart(options: dict[str, Any]) -> Callable[[], None]:
+def _restart(on: Placement) -> Callable[[], None]:
     """Sets random streams back to where they are now, if every chunk draws, or passes over, a whole model."""
-    if options.get("init", "full") != "full":
+    if on.init != "full":
         return lambda: None
-    rng: RngTracker | None = options.get("rng")
+    rng = on.rng
     if rng is not None:
         streams = rng.states()
         return lambda: rng.restore(streams)
-    device = torch.device(options.get("device") or "cpu")
+    device = torch.device(on.device or "cpu")
     module = torch.cuda if device.type == "cuda" else torch
     state = module.get_rng_state()
     return lambda: module.set_rng_state(state)

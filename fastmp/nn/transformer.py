@@ -11,18 +11,15 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
 from fastmp.nn.attention import SelfAttention
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe import MoELayer
+from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RotaryPositions, make_norm
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
-from fastmp.parallel.collectives import group_size
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
 
 __all__ = ["TransformerLayer"]
 
@@ -37,50 +34,30 @@ class TransformerLayer(SegmentedLayer):
     Where `config.moe` describes experts, they are in place of the MLP, and forward returns (hidden_SBH, aux,
     counts_E), with the auxiliary losses and the loads of the experts: see `MoELayer`.
 
-    Args:
-        groups: where there are experts or the sequence is cut over `cp`, all process groups of this rank,
-            whose `tp` is `group`.
+    Args: as for `SelfAttention`; experts use the groups of the expert grid as well.
 
-    The others: as for `SelfAttention`.
-
-    Raises ValueError as the parts do, and for experts whose `groups` have another `tp` than `group`.
+    Raises ValueError as the parts do.
     """
 
     def __init__(
         self,
         config: GPTConfig,
+        on: Placement = Placement(),
         *,
-        group: ProcessGroup | None,
-        groups: ParallelGroups = ParallelGroups.alone(),
-        rng: RngTracker | None = None,
         causal: bool = True,
         rotary: RotaryPositions | None = None,
-        sequence_parallel: bool = False,
-        init: str = "full",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if config.moe is not None and group_size(groups.tp) != group_size(group):
-            raise ValueError(
-                "TransformerLayer: experts need groups= whose tp is group, got a group of "
-                f"{group_size(group)} ranks and a tp of {group_size(groups.tp)}"
-            )
-        place = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        options = {"rng": rng, "init": init, **place}
-        self.attention_norm = make_norm(config, group=group, **place)
-        self.attention = SelfAttention(
-            config, group=group, cp_group=groups.cp, causal=causal, rotary=rotary, **options
-        )
-        self.mlp_norm = make_norm(config, group=group, **place)
-        self.mlp = self.moe = None
+        self.attention_norm = make_norm(config, on)
+        self.attention = SelfAttention(config, on, causal=causal, rotary=rotary)
+        self.mlp_norm = make_norm(config, on)
+        self.mlp: MLP | None = None
+        self.moe: MoELayer | None = None
         if config.moe is None:
-            self.mlp = MLP(config, group=group, **options)
+            self.mlp = MLP(config, on)
         else:
-            self.moe = MoELayer(config, groups=groups, **options)
-        self.dropout = Dropout(
-            config.dropout, group=group, cp_group=groups.cp, rng=rng, sharded=sequence_parallel
-        )
+            self.moe = MoELayer(config, on)
+        self.dropout = Dropout(config.dropout, on)
 
     def segments(self) -> tuple[Segment, ...]:
         attention = Segment("attention", self._attention)

@@ -7,7 +7,7 @@ this rank's shard of the padded vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from fastmp.config import GPTConfig, ParallelConfig
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
+from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, layers_of_stages, sum_tied_gradients
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.context import cut_sequence, own_positions
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import Schedule
 from fastmp.train.data import IGNORE_INDEX
 from fastmp.train.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
-
-if TYPE_CHECKING:
-    from fastmp.parallel.groups import ParallelGroups
 
 __all__ = ["gpt_and_loss", "next_logits", "pipeline_loss", "pipeline_next_logits", "token_loss"]
 
@@ -32,16 +31,15 @@ __all__ = ["gpt_and_loss", "next_logits", "pipeline_loss", "pipeline_next_logits
 def gpt_and_loss(
     config: GPTConfig, groups: ParallelGroups, layout: ParallelConfig, **options: Any
 ) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
-    """A GPT as `layout` says, whole or this rank's stages of it, and its loss. `options`: others of `GPT`."""
-    options |= {
-        "groups": groups,
-        "sequence_parallel": layout.sequence_parallel,
-        "recompute": layout.recompute,
-        "shard_recompute_input": layout.shard_recompute_input,
-    }
+    """A GPT as `layout` says, whole or this rank's stages of it, and its loss.
+
+    options: others of `Placement`.
+    """
+    on = Placement(groups, layout.sequence_parallel, **options)
+    kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
     if layout.pp * layout.vpp == 1:
-        return GPT(config, **options), token_loss
-    stages = gpt_stages(config, vpp=layout.vpp, layers=layout.stage_layers, **options)
+        return GPT(config, on, **kept), token_loss
+    stages = gpt_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **kept)
     return stages, pipeline_loss(stages, groups, layout)
 
 

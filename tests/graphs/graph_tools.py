@@ -8,9 +8,8 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.nn import GPT
+from fastmp.nn import GPT, Placement
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
@@ -45,7 +44,7 @@ def train(
     The microbatches weigh 1, 2, ...: a gradient that one took from another would show.
     """
     rng = RngTracker(1, device=device)
-    model = GPT(config, groups=ParallelGroups.alone(), rng=rng, dtype=dtype, device=device, **options)
+    model = GPT(config, Placement(rng=rng, dtype=dtype, device=device), **options)
     if own_buffers:
         grads = GradBuffer(model.named_parameters())
         optimizer, zero = AdamW(grads.parameters.items(), lr=1e-2), grads.zero

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from fastmp.config import GPTConfig
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.nn import gpt_stages, sum_tied_gradients
+from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
@@ -39,6 +39,7 @@ class Layout:
     microbatches: int = 4
     vpp: int = 1
     schedule: str = "1f1b"
+    sequence_parallel: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     own_buffers: bool = True
 
@@ -79,9 +80,8 @@ class Training:
         config, self.layout, self.groups = layout.config, layout, groups
         tp, pp, self.dp = groups.tp, groups.pp, groups.dp
         rng = RngTracker(1, tp_rank=group_rank(tp))
-        self.stages = gpt_stages(
-            config, groups=groups, vpp=layout.vpp, rng=rng, dtype=torch.float64, **layout.options
-        )
+        on = Placement(groups, layout.sequence_parallel, rng=rng, dtype=torch.float64)
+        self.stages = gpt_stages(config, on, vpp=layout.vpp, **layout.options)
         self.parameters = {
             f"{i}.{name}": param
             for i, stage in enumerate(self.stages)

@@ -15,7 +15,7 @@ from graph_tools import DENSE, MOE
 from torch import nn
 
 from fastmp.graphs import explain
-from fastmp.nn import GPT, LayerChain, SingleSegment, TransformerLayer
+from fastmp.nn import GPT, LayerChain, Placement, SingleSegment, TransformerLayer
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -358,7 +358,7 @@ def tokens(device=None):
 @pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
 @pytest.mark.parametrize(("config", "segments"), [(DENSE, 2), (MOE, 7)], ids=("dense", "experts"))
 def test_models_are_captured_as_a_whole(config, segments, recompute):
-    model = GPT(config, groups=ParallelGroups.alone(), rng=RngTracker(1), recompute=recompute)
+    model = GPT(config, Placement(rng=RngTracker(1)), recompute=recompute)
     report = explain(model, tokens())
     assert report.captured and report.runs == 1, report
     assert len(report.segments) == 3 * segments
@@ -367,7 +367,7 @@ def test_models_are_captured_as_a_whole(config, segments, recompute):
 
 @pytest.mark.parametrize("config", (DENSE, MOE), ids=("dense", "experts"))
 def test_on_the_meta_device_nothing_is_computed(config):
-    model = GPT(config, groups=ParallelGroups.alone(), rng=RngTracker(1), device="meta", dtype=torch.bfloat16)
+    model = GPT(config, Placement(rng=RngTracker(1), device="meta", dtype=torch.bfloat16))
     assert explain(model, tokens("meta")).captured
     assert all(param.is_meta for param in model.parameters())
 
@@ -382,7 +382,7 @@ def test_what_cannot_go_on_without_a_value_ends_there():
 def ranks_case(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     rng = RngTracker(1)
-    return explain(GPT(MOE, groups=groups, rng=rng), tokens() + rank)
+    return explain(GPT(MOE, Placement(groups, rng=rng)), tokens() + rank)
 
 
 def test_experts_over_ranks_are_captured_in_part():
@@ -488,7 +488,7 @@ def test_nothing_is_left_behind():
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(bool((buffer == 3).all()) for buffer in grads.buffers.values())
     assert all(param.grad is None for param in model.parameters())
-    layer = TransformerLayer(DENSE, group=None, rng=RngTracker(1))
+    layer = TransformerLayer(DENSE, Placement(rng=RngTracker(1)))
     assert [each.name for each in explain(layer, torch.randn(4, 2, 32)).segments] == ["0.attention", "0.mlp"]
 
 

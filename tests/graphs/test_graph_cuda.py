@@ -16,8 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.manager import GraphManager
-from fastmp.nn import GPT, LayerChain
-from fastmp.parallel.groups import ParallelGroups
+from fastmp.nn import GPT, LayerChain, Placement
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 
@@ -58,7 +57,7 @@ def test_layers_that_are_recomputed_in_parts(config, scope, runs):
 def managed():
     """A model in graphs, and a step of it: two microbatches of equal tokens, and their losses."""
     rng = RngTracker(3, device="cuda")
-    model = GPT(DENSE, groups=ParallelGroups.alone(), rng=rng, device="cuda", dtype=torch.bfloat16)
+    model = GPT(DENSE, Placement(rng=rng, device="cuda", dtype=torch.bfloat16))
     manager = GraphManager([model.layers], Schedule(1, 2).order(0), backend=CudaBackend(rng))
     ids = torch.zeros(2, 8, dtype=torch.int64, device="cuda")
 
@@ -213,9 +212,7 @@ def test_a_process_group_is_destroyed_behind_its_graphs():
 
 
 def test_a_recomputation_that_was_not_watched():
-    model = GPT(
-        DENSE, groups=ParallelGroups.alone(), rng=RngTracker(3, device="cuda"), device="cuda", recompute=True
-    )
+    model = GPT(DENSE, Placement(rng=RngTracker(3, device="cuda"), device="cuda"), recompute=True)
     graph, x = CudaBackend(model.rng).graph(), torch.zeros(8, 1, 32, device="cuda", requires_grad=True)
     with pytest.raises(CaptureError, match="the run that was watched had 0"), graph.capture():
         model.layers(x)

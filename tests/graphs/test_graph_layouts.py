@@ -17,7 +17,7 @@ from fastmp.parallel.schedule import Schedule
 from fastmp.testing import run_ranks
 
 DENSE_2, MOE_2 = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))
-SEQUENCE, RECOMPUTED = {"sequence_parallel": True}, {"recompute": True}
+RECOMPUTED = {"recompute": True}
 SHARDED = {**RECOMPUTED, "shard_recompute_input": True}
 ZERO_BUBBLE = "zero_bubble"
 ATTENTION = ("attention",)
@@ -76,15 +76,15 @@ CASES = {
         (Layout(DENSE_4, schedule=ZERO_BUBBLE, options=RECOMPUTED), (ATTENTION,)),
     ),
     "tensor": (
-        *(2, TENSOR, (Layout(DENSE_2, **FEW, options=SEQUENCE), (None, ATTENTION))),
-        (Layout(MOE_2, **FEW, options=SEQUENCE), (SOME,)),
+        *(2, TENSOR, (Layout(DENSE_2, **FEW, sequence_parallel=True), (None, ATTENTION))),
+        (Layout(MOE_2, **FEW, sequence_parallel=True), (SOME,)),
         (Layout(DENSE_2, **FEW, options=SHARDED), (ATTENTION,)),
     ),
     "data": (2, {}, (Layout(DENSE_2), NONE), (Layout(MOE_2), (SOME,))),
     "experts": (2, EXPERT, (Layout(MOE_2), ALL), (Layout(MOE_2, **FEW, options=RECOMPUTED), NONE)),
     "experts and tensor": (
         *(4, {**TENSOR, **EXPERT}),
-        (Layout(MOE_2, **FEW, options={**SEQUENCE, **RECOMPUTED}), NONE),
+        (Layout(MOE_2, **FEW, sequence_parallel=True, options=RECOMPUTED), NONE),
     ),
 }
 MORE = {
@@ -102,13 +102,13 @@ MORE = {
     ),
     "tensor": (
         *(2, TENSOR, (Layout(DENSE_2, **FEW), NONE), (Layout(MOE_2, **FEW), NONE)),
-        (Layout(MOE_2, **FEW, options=SEQUENCE), NONE),
+        (Layout(MOE_2, **FEW, sequence_parallel=True), NONE),
         (Layout(DENSE_2, **FEW, options=SHARDED), NONE),
         (Layout(MOE_2, **FEW, options=SHARDED), (SOME,)),
     ),
     "experts": (2, EXPERT, (Layout(MOE_2, **FEW, options=RECOMPUTED), (SOME,))),
     "experts and tensor": (4, {**TENSOR, **EXPERT}, (Layout(MOE_2, **FEW), NONE)),
-    "interleaved, tensor": (4, {**PIPELINE, **TENSOR}, (Layout(MOE_4, vpp=2, options=SEQUENCE), NONE)),
+    "interleaved, tensor": (4, {**PIPELINE, **TENSOR}, (Layout(MOE_4, vpp=2, sequence_parallel=True), NONE)),
 }
 
 

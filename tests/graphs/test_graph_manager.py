@@ -10,9 +10,8 @@ from graph_tools import DENSE, MOE, assert_same, train
 
 from fastmp.graphs.manager import GraphError, GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.nn import GPT
+from fastmp.nn import GPT, Placement
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 
 SCOPES = [
@@ -64,7 +63,7 @@ def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, time
     config = replace(MOE, moe=replace(MOE.moe, shared_expert_ffn_hidden_size=shared))
 
     def held(num_microbatches):
-        model = GPT(config, groups=ParallelGroups.alone(), dtype=torch.float64, recompute=True)
+        model = GPT(config, Placement(dtype=torch.float64), recompute=True)
         GradBuffer(model.named_parameters())
         manager = GraphManager(
             [model.layers],
@@ -86,7 +85,7 @@ def test_what_is_kept_of_layers_that_are_recomputed_in_parts(shared, scope, time
 
 
 def managed():
-    model = GPT(DENSE, groups=ParallelGroups.alone())
+    model = GPT(DENSE)
     manager = GraphManager([model.layers], Schedule(1, 2).order(0), backend=RecordingBackend())
 
     def microbatch():
@@ -137,7 +136,7 @@ def test_a_scope_without_a_segment():
         ValueError, match=r"scope \['moe'\] names no segment; choose from \['attention', 'mlp'\]"
     ):
         GraphManager(
-            [GPT(DENSE, groups=ParallelGroups.alone()).layers],
+            [GPT(DENSE).layers],
             Schedule(1, 1).order(0),
             backend=RecordingBackend(),
             scope=["moe"],

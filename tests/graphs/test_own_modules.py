@@ -15,7 +15,6 @@ from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import GPT, LayerChain, Segment, SingleSegment
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import Schedule
 
 
@@ -134,7 +133,7 @@ def test_a_whole_model_with_its_loss():
 
 
 def test_ids_that_do_not_fit_are_refused_also_in_graphs():
-    model = GPT(DENSE, groups=ParallelGroups.alone())
+    model = GPT(DENSE)
 
     class Loss(nn.Module):
         def __init__(self):

@@ -8,7 +8,7 @@ from torch import nn
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.recording import CaptureError, Pool, RecordedGraph
-from fastmp.nn import TransformerLayer
+from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.recompute import recompute
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grads import GradBuffer
@@ -46,10 +46,7 @@ def backward(outputs, grad, x):
 def compare(config, groups, sequence_parallel=False, recomputed=False):
     """A layer captured once and replayed on other numbers, beside itself run eagerly."""
     rng = RngTracker(3, tp_rank=group_rank(groups.tp))
-    options = {"groups": groups, "group": groups.tp}
-    layer = TransformerLayer(
-        config, **options, rng=rng, sequence_parallel=sequence_parallel, dtype=torch.float64
-    )
+    layer = TransformerLayer(config, Placement(groups, sequence_parallel, rng, dtype=torch.float64))
     grads = GradBuffer(layer.named_parameters())
     x, grad = numbers(1, 8, 2, 32).requires_grad_(), numbers(2, 8, 2, 32)
     pool = Pool()

@@ -26,9 +26,8 @@ from fastmp.config import GraphConfig
 from fastmp.graphs.buffers import RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.recording import Pool, RecordedGraph
 from fastmp.integrations.transformer_engine import TransformerEngineManager, arguments
-from fastmp.nn import GPT
+from fastmp.nn import GPT, Placement
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
 from fastmp.train.graphing import make_graphs
 from fastmp.train.language import token_loss
@@ -82,7 +81,7 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(ValueError, match="impl 'transformer_engine' needs that package, pip install"):
         make_graphs(
-            WholeModel(GPT(DENSE, groups=ParallelGroups.alone()), token_loss),
+            WholeModel(GPT(DENSE), token_loss),
             1,
             GraphConfig(enabled=True, impl="transformer_engine"),
             rng=None,
@@ -92,7 +91,7 @@ def test_without_the_package(monkeypatch):
 
 
 def test_layers_that_are_recomputed_are_refused():
-    layers = GPT(DENSE, groups=ParallelGroups.alone(), recompute=True).layers
+    layers = GPT(DENSE, recompute=True).layers
     with pytest.raises(ValueError, match="Transformer Engine captures nothing that is recomputed; use rec"):
         TransformerEngineManager([layers], Schedule(1, 1).order(0))
 
@@ -189,7 +188,7 @@ def run_rank(config, rank, pp, vpp, num_microbatches, graphs, own_buffers, scope
     """What a rank of a pipeline sends in all steps, and its gradients; what it receives is drawn."""
     torch.manual_seed(rank)
     config = replace(config, num_layers=2)
-    chains = [GPT(config, groups=ParallelGroups.alone(), dtype=torch.float64).layers for _ in range(vpp)]
+    chains = [GPT(config, Placement(dtype=torch.float64)).layers for _ in range(vpp)]
     names = [(f"{i}.{name}", p) for i, chain in enumerate(chains) for name, p in chain.named_parameters()]
     buffer = GradBuffer(names) if own_buffers else None
     steps_of_rank, sent = Schedule(pp, num_microbatches, vpp).order(rank), []

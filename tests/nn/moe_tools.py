@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from nn_tools import PLAIN_ACTIVATIONS
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.nn import Placement
 from fastmp.nn.moe import MoELayer
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
@@ -54,7 +55,7 @@ def plain_moe(**options) -> GPTConfig:
 def make_moe(config: GPTConfig, groups: ParallelGroups = ParallelGroups.alone(), **options) -> MoELayer:
     """The layer from the seed of all tests: the same weights on every layout."""
     rng = RngTracker(SEED, tp_rank=group_rank(groups.tp))
-    return MoELayer(config, groups=groups, rng=rng, **{"dtype": torch.float64, **options})
+    return MoELayer(config, Placement(groups, rng=rng, **{"dtype": torch.float64, **options}))
 
 
 def hidden_states(S: int, B: int, H: int = SMALL.hidden_size, seed: int = 5) -> torch.Tensor:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn import GPT
+from fastmp.nn import GPT, Placement
 from fastmp.parallel import layers
 from fastmp.parallel.collectives import gather_from_group, group_rank, group_size
 from fastmp.parallel.grid import RankGrid
@@ -77,12 +78,20 @@ def tp_groups(tp: int, **experts: int) -> ParallelGroups:
     return ParallelGroups.create(RankGrid(world_size=tp, tp=tp, **experts))
 
 
+def placed(groups: ParallelGroups, **options: Any) -> tuple[Placement, dict[str, Any]]:
+    """Of `options` those that are fields of a placement, as one; and the others."""
+    names = {each.name for each in fields(Placement)} & set(options)
+    on = Placement(groups, **{name: options.pop(name) for name in names})
+    return on, options
+
+
 def make_gpt(
     config: GPTConfig, groups: ParallelGroups = ParallelGroups.alone(), dtype=torch.float64, **options
 ) -> GPT:
     """The model from the seed of all tests: the same weights at every TP."""
     rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp))
-    return GPT(config, groups=groups, rng=rng, dtype=dtype, **options)
+    on, others = placed(groups, rng=rng, dtype=dtype, **options)
+    return GPT(config, on, **others)
 
 
 def text(config: GPTConfig, batch: int = 3, sequence: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +140,7 @@ def compare_with_reference(
     A gradient is measured against the largest entry of its tensor, or 1. `experts`: ep and etp.
     """
     groups = tp_groups(tp, **experts)
-    model = GPT(reference["config"], groups=groups, sequence_parallel=sequence_parallel, dtype=dtype)
+    model = GPT(reference["config"], Placement(groups, sequence_parallel=sequence_parallel, dtype=dtype))
     assert (
         {name for name, _ in model.named_parameters()} == set(reference["weights"]) == set(reference["grads"])
     )

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
+from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed
 from torch import Tensor
 
 from fastmp.config import GPTConfig
@@ -97,14 +97,13 @@ def compare(
 ) -> None:
     """A training step of `number` microbatches and an evaluation, all numbers held against one whole model.
 
-    promise: the gradient of token losses promised to the output layer; options: those of GPT.
+    promise: the gradient of token losses promised to the output layer; options: of GPT and its placement.
     """
     whole = run_whole(config, number)
     tp, dp_cp = groups.tp, groups.dp_cp
     rng = RngTracker(SEED, tp_rank=group_rank(tp))
-    stages = gpt_stages(
-        config, groups=groups, vpp=vpp, layers=layers, rng=rng, dtype=torch.float64, **options
-    )
+    on, others = placed(groups, rng=rng, dtype=torch.float64, **options)
+    stages = gpt_stages(config, on, vpp=vpp, layers=layers, **others)
     numbered = {
         (i, name): param for i, stage in enumerate(stages) for name, param in stage.named_parameters()
     }

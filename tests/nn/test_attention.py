@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
+from nn_tools import QWEN, SEED, SMALL, Calls, placed, shard_of, sum_partial_gradients, tp_groups
 
-from fastmp.nn import RotaryPositions, SelfAttention
+from fastmp.nn import Placement, RotaryPositions, SelfAttention
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
 
@@ -17,9 +19,10 @@ S, B = 10, 3
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def make(config=SMALL, group=None, tp_rank=0, **options):
-    rng = RngTracker(SEED, tp_rank=tp_rank)
-    attention = SelfAttention(config, group=group, cp_group=None, rng=rng, dtype=torch.float64, **options)
+def make(config=SMALL, groups=ParallelGroups.alone(), **options):
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp))
+    on, others = placed(groups, rng=rng, dtype=torch.float64, **options)
+    attention = SelfAttention(config, on, **others)
     with torch.no_grad():  # biases start at zero; random ones have to arrive in the right place too
         for name, param in attention.named_parameters():
             if name.endswith("bias"):
@@ -28,7 +31,7 @@ def make(config=SMALL, group=None, tp_rank=0, **options):
                     dtype=torch.float64,
                     generator=torch.Generator().manual_seed(len(name)),
                 )
-                param.copy_(shard_of(full, param, group))
+                param.copy_(shard_of(full, param, groups.tp))
     return attention
 
 
@@ -134,12 +137,12 @@ def test_rotary_attention_with_normalised_heads_is_the_plain_formula(kv_heads):
 
 
 def test_rotary_positions_are_exact_in_any_model_and_not_saved():
-    rotary = RotaryPositions(QWEN, cp_group=None)
-    exact = RotaryPositions(QWEN, cp_group=None, dtype=torch.float64)
+    rotary = RotaryPositions(QWEN)
+    exact = RotaryPositions(QWEN, Placement(dtype=torch.float64))
     assert not rotary.state_dict() and rotary.cos.dtype == torch.float32
     assert torch.equal(rotary.to(torch.bfloat16).cos, exact.cos.float())
     assert torch.equal(rotary.to(torch.float64).sin, exact.sin)
-    moved = RotaryPositions(QWEN, cp_group=None, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    moved = RotaryPositions(QWEN, Placement(device="meta", dtype=torch.bfloat16)).to_empty(device="cpu")
     assert torch.equal(moved.sin, exact.sin.float())
 
 
@@ -159,8 +162,8 @@ def test_heads_are_divided_over_tp(tp, sequence_parallel):
     length = 8
 
     def case(rank, world):
-        group = tp_groups(tp).tp
-        one, many = make(), make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel)
+        groups = tp_groups(tp)
+        one, many = make(), make(groups=groups, sequence_parallel=sequence_parallel)
         x_SBH, mask = inputs()[:length], PADDING["left"][:, :length]
         whole, _ = one(x_SBH, mask)
         part = slice(rank * length // tp, (rank + 1) * length // tp) if sequence_parallel else slice(None)
@@ -168,17 +171,17 @@ def test_heads_are_divided_over_tp(tp, sequence_parallel):
         torch.testing.assert_close(output, whole[part], **CLOSE)
         (whole + one.proj.bias).square().sum().backward()
         (output + bias).square().sum().backward()
-        sum_partial_gradients(many.parameters(), group)
+        sum_partial_gradients(many.parameters(), groups.tp)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            assert torch.equal(shard_of(full.detach(), param, group), param), name
-            torch.testing.assert_close(param.grad, shard_of(full.grad, param, group), **CLOSE)
+            assert torch.equal(shard_of(full.detach(), param, groups.tp), param), name
+            torch.testing.assert_close(param.grad, shard_of(full.grad, param, groups.tp), **CLOSE)
 
     run_ranks(case, tp)
 
 
 def test_heads_that_tp_does_not_divide_are_refused():
     def case(rank, world):
-        group = tp_groups(world).tp
+        groups = tp_groups(world)
         wrong = {
             "num_heads 8 is not divisible by the tensor-parallel size 3": SMALL,
             "num_kv_heads 4 is not divisible by the tensor-parallel size 3": replace(
@@ -187,14 +190,13 @@ def test_heads_that_tp_does_not_divide_are_refused():
         }
         for message, config in wrong.items():
             with pytest.raises(ValueError, match=f"SelfAttention: {message}"):
-                SelfAttention(config, group=group, cp_group=None)
+                SelfAttention(config, Placement(groups))
         with pytest.raises(
             ValueError, match=r"dropout 0\.1 of tensor-parallel shards over 3 ranks needs rng"
         ):
             SelfAttention(
                 replace(SMALL, hidden_size=96, num_heads=6, num_kv_heads=3, attention_dropout=0.1),
-                group=group,
-                cp_group=None,
+                Placement(groups),
             )
 
     run_ranks(case, 3)
@@ -205,7 +207,7 @@ def test_attention_dropout_differs_between_tp_ranks_and_leaves_the_default_strea
     config = replace(SMALL, attention_dropout=0.5)
 
     def case(rank, world):
-        attention = make(config, tp_groups(world).tp, rank)
+        attention = make(config, tp_groups(world))
         with torch.no_grad():
             attention.qkv.weight.copy_(make(config).qkv.weight[: attention.qkv.weight.shape[0]])
             attention.qkv.bias.zero_()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, text
 
-from fastmp.nn import SelfAttention, TransformerLayer, gpt_stages, sum_tied_gradients
+from fastmp.nn import Placement, SelfAttention, TransformerLayer, gpt_stages, sum_tied_gradients
 from fastmp.nn.attention import last_causal
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.moe import Router
@@ -135,7 +135,7 @@ def stages_case(rank, world):
     one = make_gpt(config)
     expected, aux, _ = run_step(one, [(*batch, torch.ones(1)) for batch in batches], ParallelGroups.alone())
     torch.manual_seed(SEED)
-    stages = gpt_stages(config, groups=groups, vpp=2, dtype=torch.float64)
+    stages = gpt_stages(config, Placement(groups, dtype=torch.float64), vpp=2)
     names = [(f"{i} {name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]
     grads = GradBuffer(names, dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp)
     pipeline = Pipeline(
@@ -199,7 +199,7 @@ def pairs_case(rank, world):
         return kernel(q, k, v, attn_mask=attn_mask, is_causal=is_causal, **options)
 
     F.scaled_dot_product_attention = count
-    attention = SelfAttention(SMALL, group=None, cp_group=dist.group.WORLD)
+    attention = SelfAttention(SMALL, Placement(groups_of(world, cp=world)))
     attention(torch.randn(48 // world, 1, SMALL.hidden_size))
     return sum(pairs)
 
@@ -218,22 +218,22 @@ PADDING = {
 
 
 def padding_case(rank, world):
-    group, generator = dist.group.WORLD, torch.Generator().manual_seed(5)
+    groups, generator = groups_of(world, cp=world), torch.Generator().manual_seed(5)
     x_TBH, weight_TBH = torch.randn(2, 16, 3, SMALL.hidden_size, dtype=torch.float64, generator=generator)
     for config in (SMALL, QWEN):
         for causal in (True, False):
             for padding_BT in PADDING.values():
                 results = []
-                for cp_group in (None, group):
+                for over in (ParallelGroups.alone(), groups):
                     RngTracker(SEED)
-                    options = {"cp_group": cp_group, "causal": causal, "dtype": torch.float64}
-                    attention = SelfAttention(config, group=None, **options)
-                    x = cut_sequence(x_TBH, cp_group, dim=0).clone().requires_grad_()
+                    on = Placement(over, dtype=torch.float64)
+                    attention = SelfAttention(config, on, causal=causal)
+                    x = cut_sequence(x_TBH, over.cp, dim=0).clone().requires_grad_()
                     output, _ = attention(x) if padding_BT is None else attention(x, padding_BT)
-                    (output * cut_sequence(weight_TBH, cp_group, dim=0)).sum().backward()
+                    (output * cut_sequence(weight_TBH, over.cp, dim=0)).sum().backward()
                     results.append((output, x.grad))
                 for whole, part in zip(*results):
-                    torch.testing.assert_close(part, cut_sequence(whole, group, dim=0), **CLOSE)
+                    torch.testing.assert_close(part, cut_sequence(whole, groups.cp, dim=0), **CLOSE)
     with pytest.raises(
         ValueError, match=r"bool of shape \(batch, sequence\) \(3, 16\), got .* shape \(3, 8\)"
     ):
@@ -248,17 +248,14 @@ def dropout_case(rank, world):
     """A mask of replicas, then those of shards: of the sequence, of jittered tokens, of heads."""
     groups, config = groups_of(world, tp=2, cp=2), replace(EXPERTS, attention_dropout=0.5)
     rng = RngTracker(SEED, tp_rank=group_rank(groups.tp), cp_rank=group_rank(groups.cp))
-    place, ones = (
-        {"group": groups.tp, "cp_group": groups.cp, "rng": rng},
-        torch.ones(4, 1, config.hidden_size),
-    )
-    router = Router(replace(config, moe=replace(config.moe, jitter=0.1)), groups=groups, rng=rng)
-    attention, heads = SelfAttention(config, causal=False, **place), []
+    on, ones = Placement(groups, rng=rng), torch.ones(4, 1, config.hidden_size)
+    router = Router(replace(config, moe=replace(config.moe, jitter=0.1)), on)
+    attention, heads = SelfAttention(config, on, causal=False), []
     attention.proj.register_forward_pre_hook(lambda module, args: heads.append(args[0].detach()))
     with torch.no_grad():
         attention.qkv.weight.fill_(0.1)  # a query sees equal values: nothing but dropout can differ
     state = torch.get_rng_state()
-    replica, shard = (Dropout(0.3, sharded=sharded, **place)(ones) for sharded in (False, True))
+    replica, shard = (Dropout(0.3, replace(on, sequence_parallel=sharded))(ones) for sharded in (False, True))
     jittered, _ = router._jittered(ones), attention(ones)
     assert torch.equal(state, torch.get_rng_state())
     return replica, (shard, jittered, *heads)
@@ -290,8 +287,8 @@ def refused_case(rank, world):
         ),
     ):
         with pytest.raises(ValueError, match=match):
-            TransformerLayer(wrong, group=None, groups=groups)
-    model = TransformerLayer(config, group=None, groups=groups, rng=RngTracker(SEED))
+            TransformerLayer(wrong, Placement(groups))
+    model = TransformerLayer(config, Placement(groups, rng=RngTracker(SEED)))
     with pytest.raises(
         ValueError, match=r"no stream 'context-parallel'; there is .*; make the tracker with cp_rank="
     ):

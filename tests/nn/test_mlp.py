@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from nn_tools import PLAIN_ACTIVATIONS, QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
 
 from fastmp.config import ACTIVATIONS, Activation, DataConfig, MoEConfig, Recipe
-from fastmp.nn import GPT, MLP
+from fastmp.nn import GPT, MLP, Placement
 from fastmp.nn.moe import GroupedExperts
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.plan.shapes import shapes_of
@@ -22,13 +23,13 @@ from fastmp.testing.parallel import count_collectives
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def make(group=None, tp_rank=0, activation="gelu_tanh", **options):
-    config = replace(SMALL, activation=activation)
-    mlp = MLP(config, group=group, rng=RngTracker(SEED, tp_rank=tp_rank), dtype=torch.float64, **options)
+def make(groups=ParallelGroups.alone(), activation="gelu_tanh", **options):
+    config, rng = replace(SMALL, activation=activation), RngTracker(SEED, tp_rank=group_rank(groups.tp))
+    mlp = MLP(config, Placement(groups, rng=rng, dtype=torch.float64, **options))
     with torch.no_grad():
         for param in (mlp.up.bias, mlp.down.bias):
             size = mlp.up.output_size if param is mlp.up.bias else SMALL.hidden_size
-            param.copy_(shard_of(torch.linspace(-1, 1, size, dtype=torch.float64), param, group))
+            param.copy_(shard_of(torch.linspace(-1, 1, size, dtype=torch.float64), param, groups.tp))
     return mlp
 
 
@@ -56,16 +57,16 @@ def test_an_activation_added_to_the_table_is_known_everywhere(monkeypatch):
     monkeypatch.setitem(ACTIVATIONS, "exact geglu", Activation("gelu", blocks=2))
     x_SBH = inputs()
     dense = replace(SMALL, activation="exact geglu")
-    mlp = MLP(dense, group=None, dtype=torch.float64)
+    mlp = MLP(dense, Placement(dtype=torch.float64))
     torch.testing.assert_close(mlp(x_SBH)[0], plain(mlp, x_SBH, "exact geglu"), **CLOSE)
     sparse = replace(dense, moe=MoEConfig(num_experts=2, top_k=1, expert_ffn_hidden_size=16))
-    experts = GroupedExperts(sparse, ep_group=None, etp_group=None, dtype=torch.float64)
+    experts = GroupedExperts(sparse, Placement(dtype=torch.float64))
     rows_MH = x_SBH.flatten(0, 1)
     output_MH = experts(rows_MH, torch.tensor([0, len(rows_MH)], dtype=torch.int32))
     hidden_MF = PLAIN_ACTIVATIONS["exact geglu"](rows_MH @ experts.fc1[1].T)
     torch.testing.assert_close(output_MH, hidden_MF @ experts.fc2[1].T, **CLOSE)
     for config in (dense, sparse):
-        model = GPT(config, groups=ParallelGroups.alone())
+        model = GPT(config)
         assert sum(p.numel() for p in model.parameters()) == num_parameters(config, 256)
         assert shapes_of(Recipe(model=config, data=DataConfig(seq_len=16)), 1).blocks == 2
 
@@ -74,9 +75,9 @@ def test_an_activation_without_an_op_is_refused(monkeypatch):
     monkeypatch.setitem(ACTIVATIONS, "relu", Activation("relu"))
     config = replace(SMALL, activation="relu", moe=MoEConfig())
     with pytest.raises(ValueError, match=r"MLP: no op computes Activation\(form='relu', blocks=1\)"):
-        MLP(config, group=None)
+        MLP(config)
     with pytest.raises(ValueError, match="GroupedExperts: no op computes"):
-        GroupedExperts(config, ep_group=None, etp_group=None)
+        GroupedExperts(config)
     monkeypatch.undo()
     with pytest.raises(
         ValueError, match="activation must be one of gelu, gelu_tanh, swiglu, geglu, got 'relu'"
@@ -93,7 +94,7 @@ def test_bias_and_activation_are_one_op_each_way(activation, op):
 
 
 def test_swiglu_without_biases_is_the_plain_formula():
-    mlp, x_SBH = MLP(QWEN, group=None, dtype=torch.float64), inputs()
+    mlp, x_SBH = MLP(QWEN, Placement(dtype=torch.float64)), inputs()
     gate, up = mlp.up.weight.chunk(2)
     output, bias = mlp(x_SBH)
     assert bias is None and mlp.up.bias is None
@@ -104,9 +105,9 @@ def test_swiglu_without_biases_is_the_plain_formula():
 @pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
 def test_mlp_over_two_ranks(sequence_parallel, activation):
     def case(rank, world):
-        group = tp_groups(world).tp
+        groups = tp_groups(world)
         one = make(activation=activation)
-        many = make(group, rank, activation=activation, sequence_parallel=sequence_parallel)
+        many = make(groups, activation=activation, sequence_parallel=sequence_parallel)
         part = slice(rank * 4, rank * 4 + 4) if sequence_parallel else slice(None)
         x_SBH = inputs().requires_grad_()
         own_SBH = x_SBH.detach()[part].requires_grad_()
@@ -121,10 +122,10 @@ def test_mlp_over_two_ranks(sequence_parallel, activation):
         else:
             assert forward.counts == backward.counts == {"all_reduce": 1}
         torch.testing.assert_close(own_SBH.grad, x_SBH.grad[part], **CLOSE)
-        sum_partial_gradients(many.parameters(), group)
+        sum_partial_gradients(many.parameters(), groups.tp)
         for (name, full), param in zip(one.named_parameters(), many.parameters()):
-            assert torch.equal(shard_of(full.detach(), param, group), param), name
-            torch.testing.assert_close(param.grad, shard_of(full.grad, param, group), **CLOSE)
+            assert torch.equal(shard_of(full.detach(), param, groups.tp), param), name
+            torch.testing.assert_close(param.grad, shard_of(full.grad, param, groups.tp), **CLOSE)
 
     run_ranks(case, 2)
 
@@ -134,6 +135,6 @@ def test_an_ffn_size_that_tp_does_not_divide_is_refused():
         with pytest.raises(
             ValueError, match="ffn_hidden_size 97 is not divisible by the tensor-parallel size 2"
         ):
-            MLP(replace(SMALL, ffn_hidden_size=97), group=tp_groups(world).tp)
+            MLP(replace(SMALL, ffn_hidden_size=97), Placement(tp_groups(world)))
 
     run_ranks(case, 2)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn import GPT, flops_per_token, num_parameters, pad_vocab
+from fastmp.nn import GPT, Placement, flops_per_token, num_parameters, pad_vocab
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.sizes import count_parameters
@@ -58,7 +58,7 @@ def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions)
 @pytest.mark.parametrize("kv_heads, ffn", ((None, None), (4, 96), (1, 40)))
 def test_the_formula_counts_the_model(kv_heads, ffn, base):
     config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
-    model = GPT(config, groups=ParallelGroups.alone(), device="meta")
+    model = GPT(config, Placement(device="meta"))
     assert sum(param.numel() for param in model.parameters()) == num_parameters(config, pad_vocab(131, 1))
 
 
@@ -116,9 +116,7 @@ def test_the_formula_counts_what_a_rank_holds(config, ep, etp):
 def test_the_model_of_a_recipe_can_be_made(path):
     config = load_recipe(path).model
     config = replace(config, vocab_size=config.vocab_size or 257)  # 0: that of the data
-    model = GPT(
-        replace(config, num_layers=1), groups=ParallelGroups.alone(), device="meta", dtype=torch.bfloat16
-    )
+    model = GPT(replace(config, num_layers=1), Placement(device="meta", dtype=torch.bfloat16))
     padded = pad_vocab(config.vocab_size, 1)
     assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 
@@ -314,11 +312,12 @@ def test_tokens_that_do_not_fit_are_refused(tokens, message):
 
 
 def test_options_that_contradict_each_other_are_refused():
-    for options in ({"recompute": False}, {"recompute": True, "sequence_parallel": True}):
+    for recompute, sequence_parallel in ((False, False), (True, True)):
         with pytest.raises(
             ValueError, match="shard_recompute_input=True needs recompute=True and sequence_parallel=False"
         ):
-            GPT(SMALL, groups=ParallelGroups.alone(), shard_recompute_input=True, **options)
+            on = Placement(sequence_parallel=sequence_parallel)
+            GPT(SMALL, on, recompute=recompute, shard_recompute_input=True)
 
 
 def test_sizes_that_tp_does_not_divide_are_refused():

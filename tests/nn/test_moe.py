@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from moe_tools import MOE, SEED, SMALL, forced, hidden_states, make_moe, plain_moe, reference, with_moe
 
 from fastmp.config import GPTConfig, MoEConfig
+from fastmp.nn import Placement
 from fastmp.nn.moe import GroupedExperts, MoELayer
 from fastmp.nn.moe import layer as layer_module
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ParallelAttributes, parallel_attributes
 from fastmp.parallel.rng import RngTracker
 
@@ -208,7 +208,7 @@ def test_weights_are_drawn_expert_by_expert():
     def draw(experts, dtype):
         torch.manual_seed(3)
         config = plain_moe(num_experts=experts, top_k=1)
-        drawn = GroupedExperts(config, ep_group=None, etp_group=None, dtype=dtype)
+        drawn = GroupedExperts(config, Placement(dtype=dtype))
         return drawn, torch.get_rng_state()
 
     (few, state), (many, other) = draw(2, torch.float32), draw(8, torch.float32)
@@ -326,7 +326,7 @@ def test_configurations_that_cannot_be(message):
 
 def test_a_configuration_without_experts_is_refused():
     with pytest.raises(ValueError, match="MoELayer: the configuration describes no experts"):
-        MoELayer(GPTConfig(), groups=ParallelGroups.alone())
+        MoELayer(GPTConfig())
 
 
 def test_a_capacity_of_less_than_one_token_is_refused():
@@ -346,8 +346,6 @@ def test_an_unknown_way_to_draw_weights_is_refused():
 
 
 def test_defaults_are_a_small_mixture():
-    layer = MoELayer(
-        replace(GPTConfig(), moe=MoEConfig()), groups=ParallelGroups.alone(), rng=RngTracker(SEED)
-    )
+    layer = MoELayer(replace(GPTConfig(), moe=MoEConfig()), Placement(rng=RngTracker(SEED)))
     output, aux, counts = layer(torch.randn(4, 2, 192))
     assert output.shape == (4, 2, 192) and aux == 0.0 and counts.sum() == 16

@@ -23,6 +23,7 @@ from moe_tools import (
     with_moe,
 )
 
+from fastmp.nn import Placement
 from fastmp.nn.moe import Router
 from fastmp.nn.moe.dispatch import SharingDispatcher
 from fastmp.parallel.collectives import group_rank, reduce_from_group
@@ -411,7 +412,7 @@ def bad_case(rank, world):
     )
     refused(
         r"Router: jitter 0.1 of the tokens of 3 ranks needs rng=RngTracker",
-        lambda: Router(plain_moe(jitter=0.1), groups=small),
+        lambda: Router(plain_moe(jitter=0.1), Placement(small)),
     )
     return rank
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from moe_tools import SEED, SMALL, hidden_states, plain_moe, with_moe
 
+from fastmp.nn import Placement
 from fastmp.nn.moe import Router
 from fastmp.nn.moe.router import router_logits
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 
 
 def make_router(config, dtype=torch.float64, **options):
-    return Router(config, groups=ParallelGroups.alone(), rng=RngTracker(SEED), dtype=dtype, **options)
+    return Router(config, Placement(rng=RngTracker(SEED), dtype=dtype, **options))
 
 
 def test_logits_of_narrow_tokens_are_wide():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from nn_tools import SEED, SMALL, make_gpt, text, tp_groups
 
-from fastmp.nn import TransformerLayer
+from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.recompute import recompute
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
@@ -66,8 +66,9 @@ def saved_bytes(run) -> int:
 
 def test_only_a_part_of_the_input_is_kept():
     def case(rank, world):
-        group = tp_groups(world).tp
-        layer = TransformerLayer(SMALL, group=group, rng=RngTracker(SEED, tp_rank=rank))
+        groups = tp_groups(world)
+        group = groups.tp
+        layer = TransformerLayer(SMALL, Placement(groups, rng=RngTracker(SEED, tp_rank=rank)))
         leaf = torch.randn(8, 3, SMALL.hidden_size, requires_grad=True)
         size = leaf.numel() * leaf.element_size()
         kept = saved_bytes(lambda: layer(leaf * 1.0))
@@ -92,8 +93,9 @@ def test_communication_of_a_recomputed_layer(shard):
     again)."""
 
     def case(rank, world):
-        group = tp_groups(world).tp
-        layer = TransformerLayer(SMALL, group=group, rng=RngTracker(SEED, tp_rank=rank))
+        groups = tp_groups(world)
+        group = groups.tp
+        layer = TransformerLayer(SMALL, Placement(groups, rng=RngTracker(SEED, tp_rank=rank)))
         x_SBH = torch.randn(8, 3, SMALL.hidden_size, requires_grad=True)
         with count_collectives() as forward:
             output = recompute(layer, x_SBH, rng=layer.attention.rng, shard_over=group if shard else None)
@@ -107,7 +109,7 @@ def test_communication_of_a_recomputed_layer(shard):
 
 
 def test_other_arguments_pass_through():
-    layer = TransformerLayer(SMALL, group=None)
+    layer = TransformerLayer(SMALL)
     x_SBH, mask_BS = (
         torch.randn(8, 3, SMALL.hidden_size, requires_grad=True),
         torch.arange(8).expand(3, 8) > 5,
@@ -121,8 +123,9 @@ def test_other_arguments_pass_through():
 
 def test_a_frozen_layer_passes_the_gradient_on():
     def case(rank, world):
-        group = tp_groups(world).tp
-        layer = TransformerLayer(SMALL, group=group).requires_grad_(False)
+        groups = tp_groups(world)
+        group = groups.tp
+        layer = TransformerLayer(SMALL, Placement(groups)).requires_grad_(False)
         x_SBH = torch.randn(8, 3, SMALL.hidden_size, requires_grad=True)
         (again,) = torch.autograd.grad(
             recompute(layer, x_SBH, rng=None, shard_over=group).square().sum(), x_SBH
@@ -142,7 +145,7 @@ def test_without_a_tracker_the_default_generator_is_restored():
 
 
 def test_no_gradient_no_recomputation():
-    layer = TransformerLayer(SMALL, group=None)
+    layer = TransformerLayer(SMALL)
     with torch.no_grad():
         assert not recompute(layer, torch.randn(4, 1, SMALL.hidden_size), rng=None).requires_grad
 

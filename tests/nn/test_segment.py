@@ -68,7 +68,7 @@ def test_segments_are_values():
 
 def test_a_transformer_layer_is_attention_then_mlp_and_can_be_run_from_outside():
     torch.manual_seed(0)
-    layer = TransformerLayer(SMALL, group=None)
+    layer = TransformerLayer(SMALL)
     x_SBH = torch.randn(6, 2, SMALL.hidden_size)
     tensors = (x_SBH,)
     assert [segment.name for segment in layer.segments()] == ["attention", "mlp"]

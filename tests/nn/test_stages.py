@@ -9,7 +9,7 @@ import torch
 from nn_tools import make_gpt
 from stage_tools import GPT2, LLAMA, MIXTRAL, TIED, compare
 
-from fastmp.nn import gpt_stages
+from fastmp.nn import Placement, gpt_stages
 from fastmp.nn.stages import layers_of_stages
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -101,17 +101,17 @@ def test_a_rank_without_parameters_is_refused():
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=3))
         with pytest.raises(ValueError, match=r"rank 1 of 3 has no layer among \[2, 0, 1, 1, 0, 0\]"):
-            gpt_stages(GPT2, groups=groups, vpp=2, layers=(2, 0, 1, 1, 0, 0))
-        return [len(stage.layers) for stage in gpt_stages(GPT2, groups=groups, layers=(0, 4, 0))]
+            gpt_stages(GPT2, Placement(groups), vpp=2, layers=(2, 0, 1, 1, 0, 0))
+        return [len(stage.layers) for stage in gpt_stages(GPT2, Placement(groups), layers=(0, 4, 0))]
 
     assert run_ranks(rank_main, 3) == [[0], [4], [0]]
 
 
 def test_marks_of_a_stage_are_those_of_the_model():
     marks = {name: parallel_attributes(p) for name, p in make_gpt(GPT2).named_parameters()}
-    (stage,) = gpt_stages(GPT2, groups=ParallelGroups.alone())
+    (stage,) = gpt_stages(GPT2)
     assert {name: parallel_attributes(p) for name, p in stage.named_parameters()} == marks
-    for part in gpt_stages(GPT2, groups=ParallelGroups.alone(), vpp=2):
+    for part in gpt_stages(GPT2, vpp=2):
         assert {name: parallel_attributes(p) for name, p in part.named_parameters()}.items() <= marks.items()
 
 
@@ -119,7 +119,7 @@ def test_the_two_tied_tables_are_equal_whatever_the_streams_and_one_of_them_is_m
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size, pp=2))
         torch.manual_seed(rank)
-        stages = gpt_stages(GPT2, groups=groups, vpp=2, init="sharded")
+        stages = gpt_stages(GPT2, Placement(groups, init="sharded"), vpp=2)
         for _ in range(2):
             table = stages[-rank].word_embedding.weight
             assert parallel_attributes(table).pipeline_replica == (rank == 1)

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch._dynamo  # imported before ranks are forked
 import torch.nn.functional as F
-from nn_tools import EXPERTS, SEED, SMALL, tp_groups
+from nn_tools import EXPERTS, SEED, SMALL, placed, tp_groups
 
-from fastmp.nn import TransformerLayer
+from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.dropout import Dropout
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
@@ -24,9 +25,10 @@ S, B, H = 8, 3, SMALL.hidden_size
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def make(config=SMALL, group=None, tp_rank=0, **options):
-    rng = RngTracker(SEED, tp_rank=tp_rank)
-    return TransformerLayer(config, group=group, rng=rng, dtype=torch.float64, **options)
+def make(config=SMALL, groups=ParallelGroups.alone(), **options):
+    rng = RngTracker(SEED, tp_rank=group_rank(groups.tp))
+    on, others = placed(groups, rng=rng, dtype=torch.float64, **options)
+    return TransformerLayer(config, on, **others)
 
 
 def inputs():
@@ -59,21 +61,10 @@ def test_experts_in_place_of_the_mlp():
         assert torch.equal(part, whole) and torch.equal(whole, expected)
 
 
-def test_experts_of_tp_ranks_without_the_groups_of_experts_are_refused():
-    def case(rank, world):
-        with pytest.raises(
-            ValueError,
-            match="TransformerLayer: experts need groups= whose tp is group",
-        ):
-            make(EXPERTS, tp_groups(world).tp)
-
-    run_ranks(case, 2)
-
-
 @pytest.mark.parametrize("tp", (2, 4))
 def test_two_all_reduces_forward_and_two_backward(tp):
     def case(rank, world):
-        layer, x_SBH = make(group=tp_groups(tp).tp, tp_rank=rank), inputs().requires_grad_()
+        layer, x_SBH = make(groups=tp_groups(tp)), inputs().requires_grad_()
         with count_collectives() as forward:
             output = layer(x_SBH)
         with count_collectives() as backward:
@@ -88,7 +79,7 @@ def test_sequence_parallel_has_gather_and_scatter_instead():
     """Backward gathers each column-parallel input once more: it is not kept."""
 
     def case(rank, world):
-        layer = make(group=tp_groups(world).tp, tp_rank=rank, sequence_parallel=True)
+        layer = make(groups=tp_groups(world), sequence_parallel=True)
         x_SBH = inputs().chunk(world)[rank].requires_grad_()
         with count_collectives() as forward:
             output = layer(x_SBH)
@@ -158,10 +149,8 @@ def test_without_dropout_a_layer_is_bitwise_the_sum_of_its_parts(dtype):
 
 def test_hidden_dropout_is_equal_on_replicas_and_different_on_sequence_shards():
     def case(rank, world):
-        group, ones = tp_groups(world).tp, torch.ones(40, 50)
-        rng = RngTracker(SEED, tp_rank=rank)
-        replica = Dropout(0.3, group=group, cp_group=None, rng=rng, sharded=False)
-        shard = Dropout(0.3, group=group, cp_group=None, rng=rng, sharded=True)
+        ones, on = torch.ones(40, 50), Placement(tp_groups(world), rng=RngTracker(SEED, tp_rank=rank))
+        replica, shard = Dropout(0.3, on), Dropout(0.3, replace(on, sequence_parallel=True))
         zeros, bias, residual = torch.zeros(40, 50), torch.full((50,), 0.7), torch.full((40, 50), 5.0)
         results = []
         for run in (lambda part: part(ones), lambda part: part.add(zeros, bias, residual) - residual):
@@ -185,7 +174,8 @@ def test_dropout_of_shards_without_a_tracker_is_refused():
         with pytest.raises(
             ValueError, match=r"Dropout: dropout 0.1 of tensor-parallel shards over 2 ranks needs rng"
         ):
-            TransformerLayer(replace(SMALL, dropout=0.1), group=tp_groups(world).tp, sequence_parallel=True)
+            on = Placement(tp_groups(world), sequence_parallel=True)
+            TransformerLayer(replace(SMALL, dropout=0.1), on)
 
     run_ranks(case, 2)
 
@@ -195,8 +185,7 @@ def test_dropout_of_shards_without_a_tracker_is_refused():
 def test_a_layer_compiles_to_one_graph(tp, sequence_parallel):
     def case(rank, world):
         torch._dynamo.reset()
-        group = None if tp == 1 else tp_groups(tp).tp
-        compare_compiled(make(group=group, tp_rank=rank, sequence_parallel=sequence_parallel), rank, tp)
+        compare_compiled(make(groups=tp_groups(tp), sequence_parallel=sequence_parallel), rank, tp)
 
     run_ranks(case, tp)
 

@@ -9,8 +9,7 @@ import torch
 from nn_tools import compare_with_reference, shard_of
 from transformers_reference import DATA, FAMILIES, bundle_of, from_tensors, load_bundle
 
-from fastmp.nn import GPT
-from fastmp.parallel.groups import ParallelGroups
+from fastmp.nn import GPT, Placement
 from fastmp.testing import run_ranks
 
 MOE_FAMILIES = ("Mixtral", "Qwen3Moe")
@@ -57,7 +56,7 @@ def test_bf16_is_as_close_where_the_same_experts_are_chosen(family):
     """Rounding moves some tokens to other experts, here as there: they are counted, the rest is compared."""
     reference = load_bundle(family)
     tokens_BS = reference["tokens"]
-    model = GPT(reference["config"], groups=ParallelGroups.alone(), dtype=torch.bfloat16)
+    model = GPT(reference["config"], Placement(dtype=torch.bfloat16))
     chosen = []
     for layer in model.layers:
         layer.moe.router.register_forward_hook(lambda module, args, output: chosen.append(output[0]))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import GPTConfig
-from fastmp.nn import GPT
+from fastmp.nn import GPT, Placement
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import run_ranks
@@ -108,7 +108,9 @@ CONFIG = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, vocab_size=257, ma
 def generate_on_rank(rank, tp, sequence_parallel):
     groups = ParallelGroups.create(RankGrid(world_size=tp, tp=tp)) if tp > 1 else ParallelGroups.alone()
     torch.manual_seed(0)
-    model = next_logits(GPT(CONFIG, groups=groups, sequence_parallel=sequence_parallel, dtype=torch.float64))
+    model = next_logits(
+        GPT(CONFIG, Placement(groups, sequence_parallel=sequence_parallel, dtype=torch.float64))
+    )
     group = groups.tp
     return [
         generate(

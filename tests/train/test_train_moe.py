@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
+from fastmp.nn import Placement
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
@@ -48,7 +49,9 @@ def make_trainer(
     groups=ParallelGroups.alone(), *, seed=11, config=CONFIG, dtype=torch.float64, model=None, **train
 ):
     rng = RngTracker(seed, tp_rank=group_rank(groups.tp))
-    gpt = GPT(config, groups=groups, rng=rng, dtype=dtype, **(model or {}))
+    model = {"sequence_parallel": False, "recompute": False, **(model or {})}
+    on = Placement(groups, model["sequence_parallel"], rng=rng, dtype=dtype)
+    gpt = GPT(config, on, recompute=model["recompute"])
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     data = Samples(MICRO_BATCH // group_size(groups.dp), strides=3)
     return Trainer(gpt, data, token_loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
@@ -193,7 +196,7 @@ def test_a_step_with_all_experts_here_never_waits_for_the_device():
             return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(CONFIG, groups=ParallelGroups.alone(), rng=None, device="meta")
+        model = GPT(CONFIG, Placement(device="meta"))
         trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=4))
         with NoDeviceCopies():
             for _ in range(2):

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, saved_tensors
 
 from fastmp.config import OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
@@ -184,7 +185,7 @@ def test_a_step_never_waits_for_the_device(schedule):
 
     layout = ParallelConfig(vpp=2, schedule=schedule)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stages = gpt_stages(EXPERTS, groups=ParallelGroups.alone(), vpp=2, device="meta")
+        stages = gpt_stages(EXPERTS, Placement(device="meta"), vpp=2)
         loss, config = pipeline_loss(stages, ParallelGroups.alone(), layout), TrainConfig(global_batch_size=8)
         trainer = OnDevice(stages, Samples(2), loss, config)
         with NoDeviceCopies():

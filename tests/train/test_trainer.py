@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
 
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
+from fastmp.nn import Placement
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
@@ -54,7 +55,7 @@ def make_trainer(
     **train,
 ):
     rng = RngTracker(seed, tp_rank=group_rank(groups.tp))
-    gpt = GPT(model, groups=groups, rng=rng, sequence_parallel=sp, dtype=dtype)
+    gpt = GPT(model, Placement(groups, sequence_parallel=sp, rng=rng, dtype=dtype))
     config = TrainConfig(**{"steps": 40, "global_batch_size": GLOBAL_BATCH, "eval_interval": 0, **train})
     return Trainer(
         gpt, Samples(micro_batch_size), token_loss, config, optimizer=optimizer, groups=groups, rng=rng
@@ -322,7 +323,7 @@ def test_a_step_never_waits_for_the_device():
             return {name: torch.empty_like(tensor, device=self.device) for name, tensor in batch.items()}
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = GPT(CONFIG, groups=ParallelGroups.alone(), rng=None, device="meta")
+        model = GPT(CONFIG, Placement(device="meta"))
         trainer = OnDevice(model, Samples(2), token_loss, TrainConfig(global_batch_size=GLOBAL_BATCH))
         with NoDeviceCopies():
             result = trainer.train_step()

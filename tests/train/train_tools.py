@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import GPTConfig, MoEConfig, TrainConfig
+from fastmp.nn import Placement
 from fastmp.nn.models import GPT
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.train.language import token_loss
 from fastmp.train.metrics import read_metrics
@@ -121,7 +121,7 @@ def check_on_a_gpu(run_dir, model, data, optimizer, bound):
 
     def make(seed):
         rng = RngTracker(seed, device="cuda")
-        gpt = GPT(model, groups=ParallelGroups.alone(), rng=rng, device="cuda", dtype=torch.bfloat16)
+        gpt = GPT(model, Placement(rng=rng, device="cuda", dtype=torch.bfloat16))
         config = TrainConfig(global_batch_size=8, steps=40, run_dir=str(run_dir))
         return Trainer(gpt, data, token_loss, config, optimizer=optimizer, rng=rng)
 

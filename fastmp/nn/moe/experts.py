@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fastmp.config import ACTIVATIONS, GPTConfig
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.router import moe_config
+from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule, shard_of
@@ -35,30 +34,21 @@ class GroupedExperts(ParallelModule):
     """This rank's experts: rows sorted by expert through two grouped products.
 
     Parameters: `fc1` (L, F, H), or (L, 2F, H) where the activation has a gate: [gate | up]; `fc2` (L, H, F).
-    Both are marked `expert_parallel`: dim 0 is divided over `ep_group`, and `partition_dim` over `etp_group`.
+    Both are marked `expert_parallel`: dim 0 is divided over the EP ranks, `partition_dim` over the ETP ranks.
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
-        ep_group, etp_group: expert and expert tensor parallelism; None for this rank alone.
-        init: "full": an expert's weights depend on its number only, and are bit for bit the same on any
-            layout. "sharded": an ETP rank draws its own part. Either draws this rank's experts only.
+        on: experts are divided over `groups.ep`, each of them over `groups.etp`. With init="full" an expert's
+            weights depend on its number only, and are bit for bit the same on any layout; with "sharded" an
+            ETP rank draws its own part. Either draws this rank's experts only.
 
     Raises ValueError where the ranks do not divide the experts, or their hidden units.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        ep_group: ProcessGroup | None,
-        etp_group: ProcessGroup | None,
-        init: str = "full",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(etp_group)
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
+        super().__init__(on.groups.etp)
         moe = moe_config("GroupedExperts", config)
-        ep = group_size(ep_group)
+        ep = group_size(on.groups.ep)
         if moe.num_experts % ep:
             raise ValueError(
                 f"GroupedExperts: num_experts {moe.num_experts} is not divisible by "
@@ -70,15 +60,14 @@ class GroupedExperts(ParallelModule):
                 f"the expert tensor-parallel size {self.tp_size}"
             )
         self.num_experts, self.num_local_experts = moe.num_experts, moe.num_experts // ep
-        self.first_expert = group_rank(ep_group) * self.num_local_experts
+        self.first_expert = group_rank(on.groups.ep) * self.num_local_experts
         activation = ACTIVATIONS[config.activation]
         self.activation, self.form, self.blocks = config.activation, activation.form, activation.blocks
         L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
-        place = {"device": device, "dtype": dtype}
-        self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **place))
-        self.fc2 = nn.Parameter(torch.empty(L, H, F, **place))
+        self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **on.tensor_options))
+        self.fc2 = nn.Parameter(torch.empty(L, H, F, **on.tensor_options))
         self._mark()
-        self._init({"fc1": normal(config), "fc2": residual_normal(config)}, init)
+        self._init({"fc1": normal(config), "fc2": residual_normal(config)}, whole=on.init == "full")
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {
@@ -87,15 +76,15 @@ class GroupedExperts(ParallelModule):
         }
 
     @torch.no_grad()
-    def _init(self, methods: dict[str, Init], init: str) -> None:
-        """Every expert from a seed of its own, all of them after one draw from the default stream."""
-        if init not in ("full", "sharded"):
-            raise ValueError(f'GroupedExperts: init is "full" or "sharded", not {init!r}')
+    def _init(self, methods: dict[str, Init], whole: bool) -> None:
+        """Draw every expert from a seed of its own, after one draw from the default stream for all of them.
+
+        whole: draw undivided weights and take this rank's part.
+        """
         device = self.fc1.device
         if self.fc1.is_meta:
             return
         seed = int(torch.randint(2**62, (), device=device))
-        whole = init == "full"
         part = 0 if whole else self.num_experts * self.tp_rank
         for local in range(self.num_local_experts):
             with seeded(seed + part + self.first_expert + local, device):
@@ -137,36 +126,25 @@ class SharedExperts(ParallelModule):
     The gate (1, H), as in Qwen's models, is the same on every rank. Arguments as for `MLP`.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        group: ProcessGroup | None,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(group)
-        self.sequence_parallel = sequence_parallel
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
+        super().__init__(on.groups.tp)
+        self.sequence_parallel = on.sequence_parallel
         moe = moe_config("SharedExperts", config)
-        place = {"device": device, "dtype": dtype}
-        shape = replace(config, ffn_hidden_size=moe.shared_expert_ffn_hidden_size, moe=None)
-        self.mlp = MLP(shape, group=group, sequence_parallel=sequence_parallel, **place, **options)
-        self.gate = None
+        self.mlp = MLP(replace(config, ffn_hidden_size=moe.shared_expert_ffn_hidden_size, moe=None), on)
+        self.gate: nn.Parameter | None = None
         if moe.shared_expert_gate:
-            self.gate = nn.Parameter(torch.empty(1, config.hidden_size, **place))
+            self.gate = nn.Parameter(torch.empty(1, config.hidden_size, **on.tensor_options))
             self._mark()
-            self._init_gate(normal(config))
+            self._init_gate(self.gate, normal(config))
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {"gate": ParallelAttributes(sequence_parallel=self.sequence_parallel)}
 
     @torch.no_grad()
-    def _init_gate(self, method: Init) -> None:
-        if not self.gate.is_meta:  # from the default stream, equal on all ranks
-            dtype = torch.promote_types(self.gate.dtype, torch.float32)
-            self.gate.copy_(method(torch.empty_like(self.gate, dtype=dtype)))
+    def _init_gate(self, gate: nn.Parameter, method: Init) -> None:
+        if not gate.is_meta:  # from the default stream, equal on all ranks
+            dtype = torch.promote_types(gate.dtype, torch.float32)
+            gate.copy_(method(torch.empty_like(gate, dtype=dtype)))
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         output_SBH, bias_H = self.mlp(hidden_SBH)

@@ -26,15 +26,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastmp.config import GPTConfig
+from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.moe.dispatch import make_dispatcher
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.router import Router, moe_config
+from fastmp.nn.placement import Placement
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.ops import apply_capacity
 from fastmp.parallel.collectives import gather_from_group, group_rank, group_size, split_to_group
-from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.rng import RngTracker
 
 __all__ = ["MoELayer"]
 
@@ -57,10 +56,8 @@ class MoELayer(SegmentedLayer):
 
     Args:
         config: sizes, activation, the `moe` table, and the spread of the initial weights.
-        groups: process groups of this rank; `ParallelGroups.alone()` without other ranks.
-        rng: generator states, for jitter and for shared experts drawn as shards.
-        sequence_parallel: input and output are this rank's part of the sequence, (S/TP, B, H).
-        init: "full" (bitwise the same on any layout) or "sharded", as in the parallel layers.
+        on: experts are divided over `groups.ep` and `groups.etp`, tokens and the shared expert over
+            `groups.tp`. `rng` is for jitter, and for a shared expert with init="sharded".
 
     Capacity holds while training; in evaluation mode nothing is dropped.
 
@@ -69,34 +66,17 @@ class MoELayer(SegmentedLayer):
     less than one token.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        groups: ParallelGroups,
-        rng: RngTracker | None = None,
-        sequence_parallel: bool = False,
-        init: str = "full",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
         super().__init__()
         self.moe = moe_config("MoELayer", config)
-        self.groups, self.sequence_parallel = groups, sequence_parallel
-        _agree(config, groups, torch.get_default_dtype() if dtype is None else dtype)
-        place = {"device": device, "dtype": dtype}
-        self.router = Router(config, groups=groups, rng=rng, **place)
-        self.experts = GroupedExperts(config, ep_group=groups.ep, etp_group=groups.etp, init=init, **place)
-        self.shared_experts = None
+        self.groups, self.sequence_parallel = on.groups, on.sequence_parallel
+        _agree(config, self.moe, on)
+        self.router = Router(config, on)
+        self.experts = GroupedExperts(config, on)
+        self.shared_experts: SharedExperts | None = None
         if self.moe.shared_expert_ffn_hidden_size:
-            self.shared_experts = SharedExperts(
-                config, group=self.tp_group, sequence_parallel=sequence_parallel, rng=rng, init=init, **place
-            )
-        self.dispatcher = make_dispatcher(self.moe, groups)
-
-    @property
-    def tp_group(self) -> dist.ProcessGroup | None:
-        return self.groups.tp
+            self.shared_experts = SharedExperts(config, on)
+        self.dispatcher = make_dispatcher(self.moe, on.groups)
 
     def segments(self) -> tuple[Segment, ...]:
         run = {
@@ -113,8 +93,8 @@ class MoELayer(SegmentedLayer):
             for name, function in run.items()
         )
 
-    # From segment to segment, before what is carried: the dispatcher's tensors, aux, counts, and the layer's
-    # input, in whose place the output of the shared expert goes.
+    # From segment to segment go the tensors of the one step, aux, counts, the layer's input (once the shared
+    # expert has run, its output in that place), and what is carried.
 
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
         self._capacity(hidden_SBH)  # an error comes before the router's collectives
@@ -122,31 +102,37 @@ class MoELayer(SegmentedLayer):
         indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH)
         return tokens_SBH.flatten(0, 1), indices_Tk, probs_Tk, aux, counts_E, hidden_SBH, *carried
 
-    def _preprocess(self, tokens_TH: Tensor, indices_Tk: Tensor, probs_Tk: Tensor, *rest: Tensor) -> Tensors:
-        room, capacity = self._room(rest[2]), self._capacity(rest[2])
+    def _preprocess(
+        self,
+        tokens_TH: Tensor,
+        indices_Tk: Tensor,
+        probs_Tk: Tensor,
+        aux: Tensor,
+        counts_E: Tensor,
+        hidden_SBH: Tensor,
+        *carried: Tensor,
+    ) -> Tensors:
+        room, capacity = self._room(hidden_SBH), self._capacity(hidden_SBH)
         if capacity is not None:
             indices_Tk, probs_Tk = apply_capacity(
                 indices_Tk, probs_Tk, self.moe.num_experts, max(capacity, 1), self.moe.drop_policy
             )
-        return tokens_TH, *self.dispatcher.preprocess(indices_Tk, probs_Tk, room, capacity == 0), *rest
+        plan = self.dispatcher.preprocess(indices_Tk, probs_Tk, room, capacity == 0)
+        return tokens_TH, *plan, aux, counts_E, hidden_SBH, *carried
 
     def _shared(self, *tensors: Tensor) -> Tensors:
-        before = tensors[: self._shared_place]
-        hidden_SBH, *carried = tensors[self._shared_place :]
+        assert self.shared_experts is not None
+        own = 1 + self.dispatcher.num_planned
+        planned, (aux, counts_E, hidden_SBH, *carried) = tensors[:own], tensors[own:]
         stream = side_stream(hidden_SBH)
         if stream is None:
-            return *before, self.shared_experts(hidden_SBH), *carried
+            return *planned, aux, counts_E, self.shared_experts(hidden_SBH), *carried
         # On a stream of its own the shared expert fills the device while rows travel; `combine` joins it.
         stream.wait_stream(torch.cuda.current_stream(hidden_SBH.device))
         with torch.cuda.stream(stream):
             output_SBH = self.shared_experts(hidden_SBH)
         hidden_SBH.record_stream(stream)
-        return *before, output_SBH, *carried
-
-    @property
-    def _shared_place(self) -> int:
-        """Where the layer's input is between preprocess and dispatch: after tokens, plan, aux and counts."""
-        return 1 + self.dispatcher.num_planned + 2
+        return *planned, aux, counts_E, output_SBH, *carried
 
     def _dispatch(self, *tensors: Tensor) -> Tensors:
         own = 1 + self.dispatcher.num_planned
@@ -158,16 +144,16 @@ class MoELayer(SegmentedLayer):
 
     def _combine(self, *tensors: Tensor) -> Tensors:
         own = 1 + self.dispatcher.num_kept
-        aux, counts_E, hidden_SBH, *carried = tensors[own:]
-        output_TH = self.dispatcher.combine(*tensors[:own])
-        output_SBH = self._all_tokens(output_TH, hidden_SBH)
+        kept, (aux, counts_E, hidden_or_shared_SBH, *carried) = tensors[:own], tensors[own:]
+        output_SBH = self._all_tokens(self.dispatcher.combine(*kept), hidden_or_shared_SBH)
         if self.shared_experts is not None:
-            stream = side_stream(hidden_SBH)
+            shared_SBH = hidden_or_shared_SBH
+            stream = side_stream(shared_SBH)
             if stream is not None:
-                current = torch.cuda.current_stream(hidden_SBH.device)
+                current = torch.cuda.current_stream(shared_SBH.device)
                 current.wait_stream(stream)
-                hidden_SBH.record_stream(current)
-            output_SBH = output_SBH + hidden_SBH
+                shared_SBH.record_stream(current)
+            output_SBH = output_SBH + shared_SBH
         return output_SBH, aux, counts_E, *carried
 
     def _capacity(self, hidden_SBH: Tensor) -> int | None:
@@ -195,20 +181,20 @@ class MoELayer(SegmentedLayer):
     def _part(self, S: int) -> int:
         """Positions of the sequence that are a rank's, except on the last ranks of a length that TP does not
         divide."""
-        return S if self.sequence_parallel else -(-S // group_size(self.tp_group))
+        return S if self.sequence_parallel else -(-S // group_size(self.groups.tp))
 
     def _own_tokens(self, hidden_SBH: Tensor) -> Tensor:
-        size, S = group_size(self.tp_group), hidden_SBH.shape[0]
+        size, S = group_size(self.groups.tp), hidden_SBH.shape[0]
         if size == 1 or self.sequence_parallel:
             return hidden_SBH
         part = self._part(S)
         if S % size:
             hidden_SBH = F.pad(hidden_SBH, (0, 0, 0, 0, 0, part * size - S))
-        tokens_SBH = split_to_group(hidden_SBH, self.tp_group, dim=0)
-        return tokens_SBH[: max(S - group_rank(self.tp_group) * part, 0)]
+        tokens_SBH = split_to_group(hidden_SBH, self.groups.tp, dim=0)
+        return tokens_SBH[: max(S - group_rank(self.groups.tp) * part, 0)]
 
     def _all_tokens(self, output_TH: Tensor, hidden_SBH: Tensor) -> Tensor:
-        size, (S, B, H) = group_size(self.tp_group), hidden_SBH.shape
+        size, (S, B, H) = group_size(self.groups.tp), hidden_SBH.shape
         missing = self._room(hidden_SBH) - len(output_TH)
         if missing < 0:  # other ranks have more tokens
             output_TH = output_TH[:missing]
@@ -216,7 +202,7 @@ class MoELayer(SegmentedLayer):
             return output_TH.view(S, B, H)
         if missing > 0:
             output_TH = F.pad(output_TH, (0, 0, 0, missing))
-        return gather_from_group(output_TH, self.tp_group, dim=0)[: S * B].view(S, B, H)
+        return gather_from_group(output_TH, self.groups.tp, dim=0)[: S * B].view(S, B, H)
 
     def extra_repr(self) -> str:
         return f"dispatcher={self.moe.dispatcher}, capacity_factor={self.moe.capacity_factor}"
@@ -235,14 +221,15 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _agree(config: GPTConfig, groups: ParallelGroups, dtype: torch.dtype) -> None:
+def _agree(config: GPTConfig, moe: MoEConfig, on: Placement) -> None:
     """Refuse layers of different kinds on ranks that share experts, on all of them and before any rank waits
     for rows that will not come."""
-    group = groups.etp_ep
+    group = on.groups.etp_ep
     if group is None:
         return
+    dtype = torch.get_default_dtype() if on.dtype is None else on.dtype
     shape = {"hidden_size": config.hidden_size, "activation": config.activation, "dtype": str(dtype)}
-    own = {**shape, **asdict(config.moe)}
+    own = {**shape, **asdict(moe)}
     everyones: list[dict] = [{}] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     for name, value in everyones[0].items():

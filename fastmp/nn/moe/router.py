@@ -39,12 +39,11 @@ from torch.distributed import ProcessGroup
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
+from fastmp.nn.placement import Placement
 from fastmp.ops import RouterOutput, topk_router
 from fastmp.ops.registry import without_autocast
 from fastmp.parallel.collectives import all_reduce_, group_size
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule
-from fastmp.parallel.rng import RngTracker
 
 __all__ = ["Router", "moe_config"]
 
@@ -65,36 +64,29 @@ class Router(ParallelModule):
 
     Args:
         config: sizes, the `moe` table, and the spread of the initial weights.
-        groups: process groups of this rank (`tp`, `tp_cp`, `tp_cp_dp` are used).
-        rng: generator states; jitter draws from the stream of this TP and CP rank.
+        on: losses count over `groups.tp_cp` and `groups.tp_cp_dp`; jitter draws from the stream of this TP
+            and CP rank.
 
     Attributes: `expert_bias` (E,), a buffer in float32 or float64, None unless the configuration asks for it.
 
-    Raises ValueError for jitter over several TP or CP ranks without `rng`.
+    Raises ValueError for jitter over several TP or CP ranks without `on.rng`.
     """
 
-    def __init__(
-        self,
-        config: GPTConfig,
-        *,
-        groups: ParallelGroups,
-        rng: RngTracker | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(groups.tp)
-        self.moe, self.groups, self.rng = moe_config("Router", config), groups, rng
-        self.cp_group = groups.cp
-        sharing = group_size(groups.tp_cp)
-        if self.moe.jitter > 0.0 and rng is None and sharing > 1:
+    expert_bias: torch.Tensor | None
+
+    def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
+        super().__init__(on.groups.tp)
+        self.moe, self.groups, self.rng = moe_config("Router", config), on.groups, on.rng
+        sharing = group_size(on.groups.tp_cp)
+        if self.moe.jitter > 0.0 and on.rng is None and sharing > 1:
             raise ValueError(
                 f"Router: jitter {self.moe.jitter} of the tokens of {sharing} ranks needs "
                 "rng=RngTracker(...), got rng=None"
             )
         size = (self.moe.num_experts, config.hidden_size)
-        self.weight = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(size, **on.tensor_options))
         self._mark()
-        bias = torch.zeros(size[0], device=device, dtype=_wide(self.weight.dtype))
+        bias = torch.zeros(size[0], device=on.device, dtype=_wide(self.weight.dtype))
         self.register_buffer("expert_bias", bias if self.moe.expert_bias else None)
         self._init_weight(size, normal(config), "full", None)
 
@@ -169,7 +161,7 @@ class Router(ParallelModule):
         jitter = self.moe.jitter if self.training else 0.0
         if jitter == 0.0:
             return tokens_SBH
-        with random_stream(self.rng, tokens_SBH.device, sharded=True, cp_group=self.cp_group):
+        with random_stream(self.rng, tokens_SBH.device, sharded=True, cp_group=self.groups.cp):
             noise = torch.empty_like(tokens_SBH).uniform_(1.0 - jitter, 1.0 + jitter)
         return tokens_SBH * noise
 

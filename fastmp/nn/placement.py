@@ -1,0 +1,55 @@
+"""Placement of a model part: which ranks divide it, where its tensors are, and how its weights are drawn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+
+__all__ = ["Placement"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What every part of a model is made with, beside its configuration; the default is one rank alone.
+
+    groups: process groups of this rank.
+    sequence_parallel: between tensor-parallel regions a rank has its part of the sequence, (S/TP, B, H).
+    rng: generator states. Needed where ranks must draw different numbers: dropout and jitter over several
+        ranks, and init="sharded".
+    init: "full" (initial weights are bitwise the same on any layout) or "sharded" (a rank draws its part).
+    device, dtype: those of the parameters; None means torch's defaults.
+
+    Raises ValueError for another `init`.
+    """
+
+    groups: ParallelGroups = ParallelGroups.alone()
+    sequence_parallel: bool = False
+    rng: RngTracker | None = None
+    init: str = "full"
+    device: torch.device | str | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if self.init not in ("full", "sharded"):
+            raise ValueError(f'Placement: init is "full" or "sharded", got {self.init!r}')
+
+    @property
+    def tensor_options(self) -> dict[str, Any]:
+        """Keywords for new tensors: device and dtype."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    @property
+    def layer_options(self) -> dict[str, Any]:
+        """Keywords for the layers of `fastmp.parallel`, divided over `groups.tp`."""
+        return {
+            "group": self.groups.tp,
+            "sequence_parallel": self.sequence_parallel,
+            "init": self.init,
+            "rng": self.rng,
+            **self.tensor_options,
+        }
