@@ -18,6 +18,8 @@ query heads per key/value head, N = G * R query heads of this rank, D width of a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
@@ -94,7 +96,11 @@ class SelfAttention(GroupModule):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if config.qk_norm:  # a rank normalises its own heads: the gradients of the ranks are added
-            norm = {"eps": config.layernorm_epsilon, "group": on.groups.tp, "sequence_parallel": True}
+            norm: dict[str, Any] = {
+                "eps": config.layernorm_epsilon,
+                "group": on.groups.tp,
+                "sequence_parallel": True,
+            }
             self.q_norm = RMSNorm(self.head_dim, **norm, **on.tensor_options)
             self.k_norm = RMSNorm(self.head_dim, **norm, **on.tensor_options)
         self.rotary: RotaryPositions | None = None
@@ -116,7 +122,7 @@ class SelfAttention(GroupModule):
         S, B = qkv.shape[:2]
         G, R, D = self.num_kv_heads, self.queries_per_kv, self.head_dim
         q_SBGRD, k_SBG1D, v_SBG1D = qkv.view(S, B, G, R + 2, D).split((R, 1, 1), dim=3)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
         if self.rotary is not None:
             q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S))
@@ -136,7 +142,7 @@ class SelfAttention(GroupModule):
     ) -> torch.Tensor:
         """(S, B, N, D): what the queries take from the values; of two slices over CP ranks one by one."""
         dropout = self.dropout if self.training else 0.0
-        options = {"dropout_p": dropout, "enable_gqa": self.queries_per_kv > 1}
+        options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": self.queries_per_kv > 1}
         rng = self.rng if dropout > 0.0 else None
         with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
             if mask is not None or not self.causal or group_size(self.cp_group) == 1:
@@ -180,7 +186,7 @@ def last_causal(
     allocates more than the mask it stands for. The flash kernels of a GPU count from the end; elsewhere there
     is a mask of C x E bytes.
     """
-    options = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
     C, E, D = q_BNCD.shape[2], k_BGED.shape[2], q_BNCD.shape[3]
     if C == E:
         return F.scaled_dot_product_attention(q_BNCD, k_BGED, v_BGED, is_causal=True, **options)

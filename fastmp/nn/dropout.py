@@ -36,7 +36,7 @@ def require_rng(owner: str, probability: float, on: Placement, *, sharded: bool)
 
 def random_stream(
     rng: RngTracker | None, device: torch.device, *, sharded: bool, cp_group: ProcessGroup | None
-) -> AbstractContextManager:
+) -> AbstractContextManager[None]:
     """Draw random numbers on `device` for this rank's shard if `sharded`, else for a replica on all TP ranks;
     in both cases for the tokens of this CP rank. Without a tracker (one rank): from torch's own generator."""
     parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
@@ -80,7 +80,7 @@ class Dropout(GroupModule):
     def drops(self) -> bool:
         return self.training and self.probability > 0.0
 
-    def _stream(self, device: torch.device) -> AbstractContextManager:
+    def _stream(self, device: torch.device) -> AbstractContextManager[None]:
         """Where random numbers come from, if any are drawn: no fork, and no break of a graph, if not."""
         if not self.drops:
             return nullcontext()

@@ -107,11 +107,11 @@ class GPT(nn.Module):
             module = make() if wanted or on.init == "full" else None
             return module if wanted else None
 
-        rows, drawn = pad_vocab(config.vocab_size, group_size(self.group)), {"init_method": self._init_words}
+        rows, draw = pad_vocab(config.vocab_size, group_size(self.group)), self._init_words
         tied = config.tie_embeddings
         self.word_embedding = own(
             first or (last and tied),
-            lambda: VocabParallelEmbedding(rows, config.hidden_size, **drawn, **on.layer_options),
+            lambda: VocabParallelEmbedding(rows, config.hidden_size, init_method=draw, **on.layer_options),
         )
         self.position_embedding: PositionEmbedding | None = None
         self.rotary: RotaryPositions | None = None
@@ -131,7 +131,12 @@ class GPT(nn.Module):
             self.output_layer = own(
                 last,
                 lambda: ColumnParallelLinear(
-                    config.hidden_size, rows, bias=False, gather_output=False, **drawn, **on.layer_options
+                    config.hidden_size,
+                    rows,
+                    bias=False,
+                    gather_output=False,
+                    init_method=draw,
+                    **on.layer_options,
                 ),
             )
         self._clear_padding()
@@ -139,7 +144,9 @@ class GPT(nn.Module):
     @property
     def output_weight(self) -> nn.Parameter:
         """This rank's shard (V, H) of the weight that makes the logits."""
-        return (self.word_embedding if self.output_layer is None else self.output_layer).weight
+        layer = self.word_embedding if self.output_layer is None else self.output_layer
+        assert layer is not None, "a stage in the middle has no output layer"
+        return layer.weight
 
     def _init_words(self, weight_VH: torch.Tensor) -> torch.Tensor:
         """Draw real rows only: how many padding rows follow must not move the generator."""
@@ -190,6 +197,7 @@ class GPT(nn.Module):
 
     def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Words, plus learned positions, then dropout: hidden states (S, B, H)."""
+        assert self.word_embedding is not None, "only the first stage has the embeddings"
         self._check(tokens_BS)
         words_SBH = self.word_embedding(tokens_BS.t())
         return self.dropout(
@@ -198,6 +206,7 @@ class GPT(nn.Module):
 
     def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Final norm and the product with this rank's part of the output weight: logits (S, B, V)."""
+        assert self.final_norm is not None, "only the last stage has a head"
         return parallel_logits(
             self.final_norm(hidden_SBH),
             self.output_weight,
@@ -250,6 +259,7 @@ class GPT(nn.Module):
         loss_grad_BS: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
         """Cross-entropy of every token (B, S), of what `hidden` returns; options as in `loss`."""
+        assert self.final_norm is not None, "only the last stage has a head"
         loss_SB = vocab_parallel_linear_cross_entropy(
             self.final_norm(hidden_SBH),
             self.output_weight,

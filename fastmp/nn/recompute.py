@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -45,10 +46,10 @@ def recompute(
         raise ValueError(
             f"recompute: an input of {hidden.numel()} elements cannot be divided over {size} ranks"
         )
-    options = {"use_reentrant": False, "preserve_rng_state": rng is None}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng is None}
     if rng is not None:
         options["context_fn"] = lambda: _rng_contexts(rng)
-    if size == 1 or not torch.is_grad_enabled():
+    if shard_over is None or size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, hidden, *others, **options)
     shard = hidden.detach().reshape(size, -1)[group_rank(shard_over)].clone()
     return checkpoint(_Gathering(function, hidden, shard_over), shard, *others, **options)
@@ -72,7 +73,7 @@ class _Gathering:
         return self.function(hidden, *others)
 
 
-def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the forward, which starts now, and of its repetition."""
     return nullcontext(), _Replay(rng, rng.states())
 

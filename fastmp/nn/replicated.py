@@ -92,7 +92,8 @@ class RMSNorm(_Replicated):
 
 def make_norm(config: GPTConfig, on: Placement) -> LayerNorm | RMSNorm:
     """The norm of hidden states that `config.norm` names."""
-    kind = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}[config.norm]
+    kinds: dict[str, type[LayerNorm | RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
+    kind = kinds[config.norm]
     return kind(
         config.hidden_size,
         eps=config.layernorm_epsilon,

@@ -106,6 +106,7 @@ class LayerChain(nn.ModuleList):
         """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""
         links = []
         for name, layer in self._modules.items():  # a layer may be there twice
+            assert isinstance(layer, SegmentedLayer)
             *_, last = segments = layer.segments()
             for each in segments:
                 title = f"fastmp.segment.{type(layer).__name__}.{each.name}"

@@ -33,7 +33,7 @@ class GPTStage(GPT):
     (layers of the stage, experts), see `ExpertLosses`. `token_losses` of the last stage ends the pipeline.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | StageOutput:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | StageOutput:  # type: ignore[override]  # no logits
         hidden_SBH, aux, counts = self._run_layers(self.embed(x) if self.part.first else x)
         if not aux:
             return hidden_SBH
@@ -103,9 +103,9 @@ def gpt_stages(
 @torch.no_grad()
 def _share_embedding(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
     for stage in stages:
-        if stage.part.last:
-            stage.word_embedding.mark_pipeline_replica()
-        if stage.part.first or stage.part.last:
+        if stage.word_embedding is not None:
+            if stage.part.last:
+                stage.word_embedding.mark_pipeline_replica()
             dist.broadcast(stage.word_embedding.weight, group=groups.embedding, group_src=0)
 
 
@@ -135,7 +135,7 @@ def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups) -> No
     if group is None or not stages[0].config.tie_embeddings:
         return
     for stage in stages:
-        if stage.part.first or stage.part.last:
+        if stage.word_embedding is not None:
             weight_VH = stage.word_embedding.weight
             main = getattr(weight_VH, "main_grad", None)
             if main is None and weight_VH.grad is None:

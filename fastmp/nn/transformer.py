@@ -70,7 +70,7 @@ class TransformerLayer(SegmentedLayer):
             *others,
             replace(
                 last,
-                run=lambda *tensors, out=None: self._add_experts(*last.run(*tensors), out=out),
+                run=lambda *tensors, out=None: self._add_experts(out, *last.run(*tensors)),
                 accepts_out=True,
             ),
         )
@@ -80,10 +80,11 @@ class TransformerLayer(SegmentedLayer):
         return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:
+        assert self.mlp is not None
         output_SBH, bias_H = self.mlp(self.mlp_norm(hidden_SBH))
         return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
     def _add_experts(
-        self, output_SBH: Tensor, aux: Tensor, counts_E: Tensor, hidden_SBH: Tensor, out: Tensor | None
+        self, out: Tensor | None, output_SBH: Tensor, aux: Tensor, counts_E: Tensor, hidden_SBH: Tensor
     ) -> Tensors:
         return self.dropout.add(output_SBH, None, hidden_SBH, out), aux, counts_E

@@ -60,6 +60,7 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
     if groups.etp_ep is None:
         return LocalDispatcher(moe.num_experts)
     if group_size(groups.ep) == 1:
+        assert groups.etp is not None
         return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=_within(groups.etp, groups.tp))
     kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
     axes = groups.grid.expert_axes
@@ -102,13 +103,15 @@ class LocalDispatcher:
         row_of, offsets = permutation(indices, self.num_experts)
         return probs, row_of, offsets
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor) -> Tensors:
+    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
+        probs, row_of, offsets = plan
         return permute(tokens, row_of, row_of.numel()), offsets, probs, row_of
 
     def sizes(self, *kept: Tensor) -> list[int] | None:
         return None
 
-    def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor) -> Tensor:
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        probs, row_of = kept
         return unpermute(outputs, row_of, probs)
 
 
@@ -138,13 +141,14 @@ class SharingDispatcher(LocalDispatcher):
         everyones = all_gather(_padded(indices, room, -1), self.etp_group)[0]
         return super().preprocess(everyones, probs, room)
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor) -> Tensors:
+    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
+        probs, row_of, offsets = plan
         room = row_of.shape[0] // group_size(self.etp_group)
         tokens, probs = (gather_sequence(_padded(part, room), self.etp_group) for part in (tokens, probs))
         return super().dispatch(tokens, probs, row_of, offsets)
 
-    def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor) -> Tensor:
-        return reduce_scatter_sequence(super().combine(outputs, probs, row_of), self.etp_group)
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        return reduce_scatter_sequence(super().combine(outputs, *kept), self.etp_group)
 
 
 class _Exchanging(LocalDispatcher):
@@ -209,7 +213,8 @@ class AllToAllDispatcher(_Exchanging):
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         return probs, row_of, self._everyones(counts, indices.shape[0], room, refused)
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, row_of: Tensor, matrix_RX: Tensor) -> Tensors:
+    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
+        probs, row_of, matrix_RX = plan
         copy = HostCopy(matrix_RX)
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
         host_RX = self._accepted(copy)
@@ -221,9 +226,8 @@ class AllToAllDispatcher(_Exchanging):
         rows = permute(rows, row_of_arrived, sum(by_etp))
         return rows, offsets, probs, row_of, row_of_arrived, host_RX
 
-    def combine(
-        self, outputs: Tensor, probs: Tensor, row_of: Tensor, row_of_arrived: Tensor, host_RX: Tensor
-    ) -> Tensor:
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        probs, row_of, row_of_arrived, host_RX = kept
         sent, received, by_etp = self._splits(host_RX)
         rows = unpermute(outputs, row_of_arrived, None)
         if self.etp > 1:
@@ -261,7 +265,8 @@ class AllGatherDispatcher(_Exchanging):
         )
         return indices, probs, self._everyones(counts[:-1], indices.shape[0], room, refused)
 
-    def dispatch(self, tokens: Tensor, indices: Tensor, probs: Tensor, matrix_RX: Tensor) -> Tensors:
+    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
+        indices, probs, matrix_RX = plan
         host_RX = self._accepted(HostCopy(matrix_RX))
         longest, rows_here, _ = self._rows(host_RX)
         tokens, probs = (
@@ -273,7 +278,8 @@ class AllGatherDispatcher(_Exchanging):
         rows = permute(tokens, row_of, rows_here)
         return rows, offsets, probs, row_of, host_RX
 
-    def combine(self, outputs: Tensor, probs: Tensor, row_of: Tensor, host_RX: Tensor) -> Tensor:
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        probs, row_of, host_RX = kept
         partial = unpermute(outputs, row_of, probs)
         own_tokens = self._rows(host_RX)[2]
         return _first(reduce_scatter_sequence(partial, self.etp_ep_group), own_tokens)

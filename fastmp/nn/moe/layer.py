@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,7 +81,7 @@ class MoELayer(SegmentedLayer):
         self.dispatcher = make_dispatcher(self.moe, on.groups)
 
     def segments(self) -> tuple[Segment, ...]:
-        run = {
+        run: dict[str, Callable[..., Tensors]] = {
             "router": self._router,
             "preprocess": self._preprocess,
             **({} if self.shared_experts is None else {"shared_experts": self._shared}),
@@ -230,7 +232,7 @@ def _agree(config: GPTConfig, moe: MoEConfig, on: Placement) -> None:
     dtype = torch.get_default_dtype() if on.dtype is None else on.dtype
     shape = {"hidden_size": config.hidden_size, "activation": config.activation, "dtype": str(dtype)}
     own = {**shape, **asdict(moe)}
-    everyones: list[dict] = [{}] * group.size()
+    everyones: list[dict[str, Any]] = [{}] * group.size()
     dist.all_gather_object(everyones, own, group=group)
     for name, value in everyones[0].items():
         values = [other[name] for other in everyones]

@@ -30,6 +30,9 @@ S sequence, B batch, T = S * B tokens of this rank, H hidden, E experts, k chose
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -93,11 +96,11 @@ class Router(ParallelModule):
     def _marks(self) -> dict[str, ParallelAttributes]:
         return {"weight": ParallelAttributes(sequence_parallel=True)}
 
-    def _apply(self, fn, recurse: bool = True) -> Router:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
         before = self.expert_bias
         super()._apply(fn, recurse)
-        if before is not None:  # its steps are too small for a narrow dtype: move it, do not round it
-            now = self.expert_bias
+        now = self.expert_bias
+        if before is not None and now is not None:  # its steps are too small for a narrow dtype: not rounded
             self.expert_bias = (now if before.is_meta else before).to(now.device, _wide(now.dtype))
         return self
 
@@ -191,14 +194,14 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 class _RouterLogits(Function):
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         with without_autocast(x.device.type):
             return F.linear(x.to(_wide(x.dtype)), weight.to(_wide(x.dtype)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         grad_TE = grad.reshape(-1, grad.shape[-1])
