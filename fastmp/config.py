@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastmp.parallel.schedule import SCHEDULES
 
@@ -55,7 +55,8 @@ class _Checked:
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 
 
-class Launched(NamedTuple):
+@dataclass(frozen=True)
+class Launched:
     """One of `count` processes that `launcher` ("srun", "mpirun" or "mpiexec") started together."""
 
     launcher: str

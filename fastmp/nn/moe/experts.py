@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastmp.config import ACTIVATIONS, GPTConfig
+from fastmp.nn.activation import activation_function
 from fastmp.nn.init import Init, normal, residual_normal
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.router import moe_config
@@ -62,6 +63,7 @@ class GroupedExperts(ParallelModule):
         self.num_experts, self.num_local_experts = moe.num_experts, moe.num_experts // ep
         self.first_expert = group_rank(on.groups.ep) * self.num_local_experts
         activation = ACTIVATIONS[config.activation]
+        activation_function("GroupedExperts", activation)  # refuses one that no op computes
         self.activation, self.form, self.blocks = config.activation, activation.form, activation.blocks
         L, H, F = self.num_local_experts, config.hidden_size, moe.expert_ffn_hidden_size // self.tp_size
         self.fc1 = nn.Parameter(torch.empty(L, self.blocks * F, H, **on.tensor_options))
