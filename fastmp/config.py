@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastmp.parallel.schedule import SCHEDULES
 
@@ -55,13 +55,12 @@ class _Checked:
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 
 
-@dataclass(frozen=True)
-class Launched:
-    """One of `count` processes that `launcher` ("srun", "mpirun" or "mpiexec") started together."""
+class Launched(NamedTuple):
+    """One of `processes` that `launcher` ("srun", "mpirun" or "mpiexec") started together, by its number."""
 
     launcher: str
-    index: int
-    count: int
+    number: int
+    processes: int
 
 
 # What a launcher calls a process's number, and the processes of a step: in a batch script, Slurm's job may
