@@ -13,7 +13,6 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.moe import MoELayer
 from fastmp.parallel import (
     ColumnParallelLinear,
-    ParallelGroups,
     RowParallelLinear,
     VocabParallelEmbedding,
     sharded_state_dict,
@@ -77,6 +76,6 @@ def test_entries_share_memory_with_parameters_and_blocks_have_names():
 
 
 def test_experts_are_refused():
-    layer = MoELayer(GPTConfig(moe=MoEConfig()), groups=ParallelGroups.alone())
+    layer = MoELayer(GPTConfig(moe=MoEConfig()))
     with pytest.raises(ValueError, match=r"experts\.fc1 belongs to experts, which are divided"):
         sharded_state_dict(layer)
