@@ -119,14 +119,14 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> 
     ValueError naming the step where a backward has no forward, or one is left without, and for a chunk that
     `chunks` does not have.
     """
-    chunks = tuple(tuple(RunSpec(*run) for run in chunk) for chunk in chunks)
-    pool, replays, leases, ends = _Pool(), [], [], []
+    own_chunks = tuple(tuple(RunSpec(*run) for run in chunk) for chunk in chunks)
+    pool, replays, leases, ends = _Pool(), list[Replay](), list[Lease](), list[int]()
     captured: dict[tuple[Step, ...], int] = {}  # the first graph of a round
     for steps in _rounds([Step(*step) for step in order], len(chunks)):
         graph = captured.setdefault(_renumbered(steps), 1 + max((r.graph for r in replays), default=-1))
         held: dict[tuple[int, int, int], list[Lease]] = defaultdict(list)  # until now
         for step in steps:
-            forward, runs = step.kind == FORWARD, chunks[step.chunk]
+            forward, runs = step.kind == FORWARD, own_chunks[step.chunk]
             for run in range(len(runs)) if forward else reversed(range(len(runs))):
                 specs = runs[run].inputs if forward else runs[run].gradients
                 leases_of = held[step.microbatch, step.chunk, run]
@@ -145,7 +145,7 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> 
                         leases.append(lease._replace(last=now))
                         pool.give_back(lease.buffer)
         ends.append(len(replays))
-    return BufferPlan(chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
+    return BufferPlan(own_chunks, tuple(pool.specs), tuple(replays), tuple(leases), tuple(ends))
 
 
 def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:

@@ -118,20 +118,20 @@ class CudaBackend:
     @contextmanager
     def watch(self) -> Iterator[Watched]:
         """Watch what an eager forward draws; what this yields is complete at its end."""
-        watched = Watched([], set())
-        if self.rng is None:
+        watched, rng = Watched([], set()), self.rng
+        if rng is None:
             yield watched
             return
-        first = {name: generator.get_offset() for name, generator in self.rng.generators().items()}
+        first = {name: generator.get_offset() for name, generator in rng.generators().items()}
 
         def note() -> None:
             watched.parts.append(advanced())
 
         def advanced() -> Offsets:
-            now = self.rng.generators()
+            now = rng.generators()
             return {name: now[name].get_offset() - offset for name, offset in first.items()}
 
-        with self.rng.kept_by(note):
+        with rng.kept_by(note):
             yield watched
         watched.moved.update(name for name, offset in advanced().items() if offset)
 
@@ -245,7 +245,7 @@ class CudaGraph:
         return rng.kept_by(part)
 
     def replay(self) -> None:
-        if self.parts:
+        if self.parts and self.backend.rng is not None:
             streams = self.backend.rng.generators()
             self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
         if self.forward is not None:
@@ -348,7 +348,7 @@ def _stream_of_captures(device: int) -> torch.cuda.Stream:
 def _without_memory(tensor: Tensor) -> Tensor:
     """The same tensor by its address: it holds no memory."""
     storage = tensor.untyped_storage()
-    place = {
+    place: dict[str, Any] = {
         **{"nbytes": storage.nbytes(), "data_ptr": storage.data_ptr(), "device": tensor.device},
         **{"size": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype},
         "storage_offset": tensor.storage_offset(),

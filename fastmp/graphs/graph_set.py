@@ -144,17 +144,17 @@ def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         into[0].copy_(tensors[0])
         return
     if len({buffer.dtype for buffer in into}) == 1:
-        torch._foreach_copy_(into, tensors)
+        torch._foreach_copy_(list(into), list(tensors))
         return
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for pair in zip(into, tensors):
-        if all(map(_is_words, pair)):
-            pair = tuple([each.view(-1).view(torch.int32) for each in pair])
-        own = groups.setdefault(pair[0].dtype, ([], []))
-        own[0].append(pair[0])
-        own[1].append(pair[1])
-    for buffers, own in groups.values():
-        torch._foreach_copy_(buffers, own)
+    for buffer, tensor in zip(into, tensors):
+        if _is_words(buffer) and _is_words(tensor):
+            buffer, tensor = (each.view(-1).view(torch.int32) for each in (buffer, tensor))
+        buffers, sources = groups.setdefault(buffer.dtype, ([], []))
+        buffers.append(buffer)
+        sources.append(tensor)
+    for buffers, sources in groups.values():
+        torch._foreach_copy_(buffers, sources)
 
 
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:

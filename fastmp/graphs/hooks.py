@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.modules import module as of_all
 
-from fastmp.nn.segment import Link, Segment, SegmentedLayer, Tensors
+from fastmp.nn.segment import LayerChain, Link, Segment, SegmentedLayer, Tensors
 
 if TYPE_CHECKING:
     from fastmp.graphs.graph_set import Gradients, GraphSet, Slot
@@ -49,8 +49,8 @@ def called_whole(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, Ski
     """
     every: list[Link] = []
     called: dict[nn.Module, Skipped] = {}
-    for _, own in groupby(links, attrgetter("name")):
-        own = list(own)
+    for _, group in groupby(links, attrgetter("name")):
+        own = list(group)
         layer = own[0].layer
         skipped = called.get(layer) or _skipped(layer)
         if skipped is not None:
@@ -87,7 +87,7 @@ class HookWatch:
     It is asked before every step, so its lists are flat.
     """
 
-    def __init__(self, chains: Iterable[nn.Module]) -> None:
+    def __init__(self, chains: Iterable[LayerChain]) -> None:
         modules = [module for chain in chains for layer in chain for module in layer.modules()]
         self._before = [module._forward_pre_hooks for module in modules]
         self._others = [*(hooks for module in modules for hooks in _others(module)), *_GLOBAL]

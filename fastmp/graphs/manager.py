@@ -148,7 +148,7 @@ class GraphManager:
             for chunk, chain in enumerate(self.chains)
         ]
         for chain, forward in zip(self.chains, self._forwards):
-            chain.forward = forward
+            chain.forward = forward  # type: ignore[method-assign]
 
     def _cut(self) -> None:
         self._parts: list[list[Part]] = [cut(chain, self.scope) for chain in self.chains]
@@ -285,27 +285,28 @@ class GraphManager:
         gradients = tuple(self._arrived[place]) if place in self._reached else None
         return RunSpec(run.name, tuple(spec for spec, _ in observed[place].inputs), gradients)
 
-    def _first_forward(self, tensors: Tensors) -> None:
+    def _first_forward(self, tensors: Tensors) -> Signature:
         """Decide by a step's first inputs whether it runs eagerly, is observed, or goes through graphs."""
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise GraphError(
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
                 "fastmp's GradBuffer, or hooks behind accumulated gradients"
             )
-        self._signature = (_autocast(tensors), *map(_spec_and_grad, tensors))
+        self._signature = signature = (_autocast(tensors), *map(_spec_and_grad, tensors))
         self._device = tensors[0].device
         if self.verify_every > 0 and self._step % self.verify_every == 0:
             self._verifier = VerifiedReplay(self.runs, self.backend.rng)
         if self._step < self.warmup - 1:
-            return
-        if self._signature in self._graph_sets:
-            graph_set = self._graph_sets[self._signature]
+            return signature
+        if signature in self._graph_sets:
+            graph_set = self._graph_sets[signature]
             # A mode that has changed since `begin_step`: the step runs eagerly, the next one captures anew.
             if graph_set is not None and not self._snapshot_of_chains().modes_changed():
                 self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
         elif len(self._graph_sets) < _MOST_GRAPH_SETS:
             self._observed = {}
             self._snapshot_of_chains()
+        return signature
 
     def _snapshot_of_chains(self) -> ModelSnapshot:
         if self._snapshot is None:
@@ -327,11 +328,10 @@ class GraphManager:
         chain = self.chains[chunk]
         if self._step < 0 or not torch.is_grad_enabled() or not chain.training:
             return type(chain).forward(chain, *tensors)
-        if self._signature is None:
-            self._first_forward(tensors)
+        signature = self._signature or self._first_forward(tensors)
         runner = self._runner
         graphed = runner is not None and not (
-            _autocast(tensors) != self._signature[0] or torch._C._are_functorch_transforms_active()
+            _autocast(tensors) != signature[0] or torch._C._are_functorch_transforms_active()
         )
         if self._verifier is not None and self.group is not None:
             self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors))
@@ -351,7 +351,7 @@ class GraphManager:
             if isinstance(part, Run):
                 tensors, more = runner.run(chunk, number, part, tensors, shared)
                 number += 1
-            else:
+            elif isinstance(part, EagerPart):
                 call_pre_hooks(part.begins)
                 tensors, more = runner.between(chunk, number, part, tensors, shared)
             others += more
@@ -361,6 +361,7 @@ class GraphManager:
         return tuple([next(own) if inside else tensor for tensor, inside in zip(made, in_graphs)])
 
     def _replays(self, chunk: int, tensors: Tensors) -> bool:
+        assert self._runner is not None and self._graph_set is not None
         begins = isinstance(self._parts[chunk][0], Run)
         return self._runner.replays(chunk) and (not begins or self._graph_set.takes(chunk, 0, tensors))
 
@@ -426,8 +427,11 @@ def _managed(
     manager: weakref.ref[GraphManager], chunk: int, chain: weakref.ref[LayerChain], *tensors: Tensor
 ) -> Tensors:
     """Stand in for the forward of a chain, without keeping the manager and its graphs."""
-    own = manager()
-    return type(chain()).forward(chain(), *tensors) if own is None else own._forward(chunk, *tensors)
+    own, layers = manager(), chain()
+    if own is not None:
+        return own._forward(chunk, *tensors)
+    assert layers is not None
+    return type(layers).forward(layers, *tensors)
 
 
 def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -79,6 +79,10 @@ class Pool:
     def block_of(self, tensor: Tensor) -> _Block | None:
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
+    def memory_of(self, tensor: Tensor) -> Tensor:
+        """The whole block that a tensor of the pool lies in, as bytes."""
+        return self._blocks[tensor.untyped_storage().data_ptr()].memory
+
     def _take(self, nbytes: int) -> torch.UntypedStorage:
         nbytes += -nbytes % _ALIGNMENT
         free = self._free[nbytes]
@@ -175,7 +179,8 @@ class RecordedGraph:
             self._ready = [(op, *_arguments(op)) for op in self._ops]
         with torch._C._DisableAutocast():  # what it has cast is among the ops
             for op, args, kwargs in self._ready:
-                outputs = op.func(*args, **kwargs) if op.draw is None else self._drawn(op, args, kwargs)
+                drawn = op.draw is not None
+                outputs = self._drawn(op, args, kwargs) if drawn else op.func(*args, **kwargs)
                 flat = tree_flatten(outputs)[0]
                 for i, memory in op.made:
                     made = _bytes(flat[i].untyped_storage())
@@ -184,6 +189,7 @@ class RecordedGraph:
 
     def _drawn(self, op: _Op, args: Any, kwargs: Any) -> Any:
         draw, generator = op.draw, torch.default_generator
+        assert draw is not None
         with self._stream(draw.stream):
             here = generator.get_state()
             if draw.repeats is None:
@@ -255,9 +261,9 @@ class _Recorder(TorchDispatchMode):
             if address in moved:
                 outputs[i] = _on(moved[address], _view(output))
                 continue
-            outputs[i] = pool.keep(output)
-            moved[address] = outputs[i].untyped_storage()
-            made.append((i, pool.block_of(outputs[i]).memory))
+            outputs[i] = kept = pool.keep(output)
+            moved[address] = kept.untyped_storage()
+            made.append((i, pool.memory_of(kept)))
         graph._ops.append(_Op(func, arguments, spec, made, draw))
         return tree_unflatten(outputs, form)
 
@@ -286,7 +292,7 @@ def _arguments(op: _Op) -> tuple[Any, Any]:
 def _finished(outputs: list[Any]) -> list[Any]:
     """With work that has been waited for in place of that of a collective: what gloo does when a caller waits
     is part of the collective, and no op of its own."""
-    works = [output for output in outputs if isinstance(output, torch.ScriptObject)]
+    works: list[Any] = [output for output in outputs if isinstance(output, torch.ScriptObject)]
     for work in works:
         work.wait()
     return (
@@ -301,8 +307,8 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _view(tensor: Tensor) -> _View:
-    place = (tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
-    return _View(tensor.dtype, *place, tensor.is_conj(), tensor.is_neg())
+    offset, lazy = int(tensor.storage_offset()), (tensor.is_conj(), tensor.is_neg())
+    return _View(tensor.dtype, offset, tuple(tensor.shape), tensor.stride(), *lazy)
 
 
 def _on(storage: torch.UntypedStorage, view: _View) -> Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fastmp.graphs.hooks import HookWatch
+from fastmp.nn.segment import LayerChain
 
 __all__ = ["ModelSnapshot"]
 
@@ -21,7 +22,7 @@ class ModelSnapshot:
     It is asked in every step, so its lists are flat.
     """
 
-    def __init__(self, chains: Sequence[nn.Module]) -> None:
+    def __init__(self, chains: Sequence[LayerChain]) -> None:
         self._chains, self.hooks = chains, HookWatch(chains)
         self._modules = [module for chain in chains for module in chain.modules()]
         self._parameters = [param for chain in chains for param in chain.parameters()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from operator import gt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ class GraphedStep:
         self._graph_set, self._runs, self._backend, self._replay = graph_set, runs, backend, replay
         self._fallback, self.failure = fallback, None
         self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
-        self._accumulates = self._anchor.expand(()).grad_fn.next_functions[0][0]  # as those of parameters do
+        # The node that accumulates its gradient: it runs where those of parameters do.
+        self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend)
         self._hooks = ReplayedHooks(graph_set, runs)
         self._in_flight: set[Key] = set()  # forwards whose backward has not begun
@@ -207,7 +209,7 @@ class GraphedStep:
         self, slot: Slot, captured: Captured, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
         given = [grad is not None for grad in grads]
-        misplaced, kept = slot.misplaced(grads) if slot.in_place else [], []
+        misplaced, kept = slot.misplaced(grads) if slot.in_place else [], list[Tensor]()
         if misplaced:
             grads, kept = self._stage_gradients(slot, misplaced, grads)
         static = slot.fill(grads)

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from fastmp.graphs import hooks
-from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.buffers import BufferPlan
 from fastmp.graphs.graph_set import GraphSet
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.runs import EagerPart, Run
 from fastmp.nn.segment import LayerChain, Tensors, run_links
+from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
 
 __all__ = ["Arguments", "TransformerEngineManager", "arguments"]
 
 _Place: TypeAlias = tuple[int, int, int]  # chunk, microbatch, run
-_Callables: TypeAlias = "dict[_Place, tuple[_RunModule, Callable[..., Tensors]]]"
+_Callables: TypeAlias = "dict[_Place, tuple[_RunModule, Any]]"
 
 
 class Arguments(NamedTuple):
@@ -85,7 +85,7 @@ class TransformerEngineManager(GraphManager):
         chains: Sequence[LayerChain],
         order: Sequence[Step],
         *,
-        rng: RandomStreams | None = None,
+        rng: RngTracker | None = None,
         scope: Sequence[str] | None = None,
         warmup: int = 2,
     ) -> None:
@@ -119,8 +119,8 @@ class TransformerEngineManager(GraphManager):
             )
             for (chunk, _, number), buffers in wanted.samples.items()
         )
-        dtype = graph_set.autocast
-        cast = torch.autocast(graph_set.device.type, dtype or None, enabled=bool(dtype), cache_enabled=False)
+        dtype = graph_set.autocast if isinstance(graph_set.autocast, torch.dtype) else None
+        cast = torch.autocast(graph_set.device.type, dtype, enabled=dtype is not None, cache_enabled=False)
         every = [run for runs in self.runs for run in runs]
         with torch.enable_grad(), _without_side_effects(every), self.backend.streams(), cast:
             made = self._make(
@@ -197,7 +197,7 @@ class _Backend:
     runs_at_capture = False
     owner: Any = None
 
-    def __init__(self, rng: RandomStreams | None) -> None:
+    def __init__(self, rng: RngTracker | None) -> None:
         self.rng = rng
         self.made: dict[GraphSet, _Callables] = {}
         self.pool = torch.cuda.graph_pool_handle()

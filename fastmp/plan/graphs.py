@@ -86,6 +86,7 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "segments": list(able),
         "captured": ["embedding"] * whole + [name for name in able if name in captured] + ["loss"] * whole,
         "eager": [name for name, can in able.items() if not can],
+        "beside": [name for name, can in able.items() if can and scope is None and name not in captured],
         "ranks": ranks,
     }
 
@@ -140,6 +141,8 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
     yield facts["layout"]
     yield f"{facts['name']}: {facts['schedule']}, {facts['microbatches']} microbatches"
     yield f"captured  {', '.join(facts['captured']) or 'nothing'}"
+    if facts["beside"]:
+        yield f"eager     {', '.join(facts['beside'])}: beside the exchange of tokens"
     if facts["eager"]:
         yield f"eager     {', '.join(facts['eager'])}: sizes of what other ranks send are known at run time"
     yield ""

@@ -138,13 +138,13 @@ class _Watcher:
     def _instead(self, chain: LayerChain, links: dict[str, Link]) -> Iterator[None]:
         """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
         before = vars(chain).get("forward")
-        chain.forward = lambda *tensors: self.through(links, tensors, chain.call)
+        chain.forward = lambda *tensors: self.through(links, tensors, chain.call)  # type: ignore[method-assign]
         try:
             yield
         finally:
             del chain.forward
             if before is not None:
-                chain.forward = before
+                chain.forward = before  # type: ignore[method-assign]
 
     def through(self, links: dict[str, Link], tensors: tuple[Any, ...], call: Call | None = None) -> Tensors:
         others: Tensors = ()

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -37,6 +38,7 @@ _BETWEEN = (__file__, _SEGMENT, contextlib.__file__)  # never to blame
 _READS = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__", "__bool__", "item", "is_nonzero"}
 _READS |= {"__int__", "__float__", "__index__", "__complex__", "__contains__"}
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "new_tensor"}
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _HOOKS = {"register_hook", "register_post_accumulate_grad_hook"}
 
 
@@ -103,10 +105,11 @@ class Trace:
         cuda = torch.cuda
         for place, name in ((torch, "from_numpy"), (torch, "frombuffer")):
             yield place, name, self._noting(getattr(place, name), "host data", _HOST_DATA)
-        for place, name in (
+        waits: tuple[tuple[Any, str], ...] = (
             *((cuda, "synchronize"), (torch.accelerator, "synchronize")),
             *((cuda.Stream, "synchronize"), (cuda.Event, "synchronize"), (cuda.Event, "query")),
-        ):
+        )
+        for place, name in waits:
             yield place, name, self._noting(getattr(place, name), "host sync", "waits for the device")
         enter, wait_stream = cuda.StreamContext.__enter__, cuda.Stream.wait_stream
 
@@ -239,7 +242,7 @@ class _Functions(TorchFunctionMode):
             trace.problem("host sync", 'to("cpu") copies to the host, which waits for it')
         elif name in _HOOKS:
             trace.problem("hook", f"{name}: the Python of a hook runs at capture, not at replay")
-        elif name == "__set__" and func == Tensor.data.__set__ and key(own) in trace.names:
+        elif func == _SET_DATA and key(own) in trace.names:
             trace.problem(
                 "moved", f"{trace.names[key(own)]} gets other memory; replay uses the memory it had"
             )
@@ -261,7 +264,7 @@ def where() -> str:
     """The innermost line, since `explain` called, that is not torch's; in a backward that has none, the line
     of its forward; else torch's."""
     frames: list[tuple[str, int]] = []
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _EXPLAIN:
         if frame.f_code.co_filename not in _BETWEEN:
             frames.append((frame.f_code.co_filename, frame.f_lineno))
@@ -270,10 +273,11 @@ def where() -> str:
         if not place[0].startswith(_TORCH):
             return _line(*place)
     node = torch._C._current_autograd_node()
-    for text in reversed([] if node is None else node.metadata.get("traceback_", [])):
-        place = re.search(r'File "(.+)", line (\d+)', text)
-        if place and not place[1].startswith((_TORCH, _EXPLAIN, *_BETWEEN)):
-            return f"backward of {_line(place[1], int(place[2]))}"
+    metadata: Any = {} if node is None else node.metadata
+    for text in reversed(metadata.get("traceback_", [])):
+        found = re.search(r'File "(.+)", line (\d+)', text)
+        if found and not found[1].startswith((_TORCH, _EXPLAIN, *_BETWEEN)):
+            return f"backward of {_line(found[1], int(found[2]))}"
     return _line(*frames[0]) if frames else "in backward"
 
 
