@@ -21,10 +21,10 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.mark.parametrize(
     ("page", "number", "launcher"),
     [
-        ("README.md", 0, [sys.executable]),
+        pytest.param("README.md", 0, [sys.executable], marks=pytest.mark.full),
         ("README.md", 0, TORCHRUN),
         ("README.md", 1, [sys.executable]),
-        ("docs/pipeline.md", 0, [sys.executable]),
+        pytest.param("docs/pipeline.md", 0, [sys.executable], marks=pytest.mark.full),
         ("docs/pipeline.md", 0, TORCHRUN),
         ("docs/pipeline.md", 1, [sys.executable]),
         ("docs/cuda-graphs.md", 0, [sys.executable]),
