@@ -29,6 +29,7 @@ class Draw:
 
     special: tensors may hold NaN, infinities, subnormal and very large numbers.
     large: one regular case of at least 100,000 elements is wanted, to estimate errors.
+    rows: that regular case is wanted with so many rows (tokens, queries), whatever its size.
     small: a case for Triton's interpreter is wanted, which takes milliseconds a program.
     """
 
@@ -41,9 +42,11 @@ class Draw:
         special: bool = False,
         large: bool = False,
         small: bool = False,
+        rows: int | None = None,
     ) -> None:
         self.source, self.dtype, self.device = source, dtype, torch.device(device)
-        self.special, self.large, self.small = special, large, small
+        self.special, self.large, self.small = special, large or rows is not None, small
+        self.rows = rows
         self.generator = torch.Generator().manual_seed(source.getrandbits(32))
 
     def choice(self, options: Sequence[Any]) -> Any:

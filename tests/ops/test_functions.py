@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.testing.functions import Draw, as_tuple, converted, evaluate, functions, gradients_for, leaves
@@ -147,6 +149,90 @@ def test_compiles_to_one_graph(name):
     eager = evaluate(function.call, positional, keywords)
     for value, want in zip(evaluate(compiled, positional, keywords), eager, strict=True):
         assert torch.equal(value, want)
+
+
+# The functions whose sizes torch.compile need not know.
+OF_ANY_SIZE = pytest.mark.parametrize(
+    "name",
+    ("bias_gelu", "swiglu", "geglu", "bias_dropout_add", "rms_norm", "layer_norm", "rope", "rope_qk",
+     "scaled_masked_softmax", "topk_router"),
+)  # fmt: skip
+
+
+def with_rows(name: str, rows: int) -> tuple[tuple, dict]:
+    """The same case with another number of rows."""
+    return drawn(name, random.Random(1), torch.float32, rows=rows)
+
+
+@OF_ANY_SIZE
+def test_compiles_twice_for_any_number_of_rows(name):
+    """Once for the first number, once for all others: forward and backward."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(FUNCTIONS[name].call, fullgraph=True, backend=counter)
+    for rows in (24, 17, 32, 33, 40, 48, 5, 63, 64):
+        evaluate(compiled, *with_rows(name, rows))
+    assert counter.frame_count <= 2
+
+
+@OF_ANY_SIZE
+def test_compiles_with_sizes_unknown(name):
+    """From the first call on, numbers among the options included."""
+    torch.compiler.reset()
+    call = FUNCTIONS[name].call
+    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (24, 17):
+        arguments = with_rows(name, rows)
+        for value, want in zip(evaluate(compiled, *arguments), evaluate(call, *arguments), strict=True):
+            assert torch.equal(value, want)
+
+
+@OF_ANY_SIZE
+def test_exports_for_any_number_of_rows(name):
+    class Module(torch.nn.Module):
+        """The function of the tensors among its arguments; the others are constants."""
+
+        def forward(self, tensors):
+            given = [tensors.get(f"_{i}", value) for i, value in enumerate(positional)]
+            named = {key: tensors.get(key, value) for key, value in keywords.items()}
+            return FUNCTIONS[name].call(*given, **named)
+
+    def tensors(rows: int) -> dict[str, torch.Tensor]:
+        positional, keywords = with_rows(name, rows)
+        given = {f"_{i}": value for i, value in enumerate(positional)} | keywords
+        return {k: v.detach() for k, v in given.items() if isinstance(v, torch.Tensor)}
+
+    positional, keywords = with_rows(name, 24)
+    other = tensors(17)
+    dynamic = {
+        key: {dim: Dim.DYNAMIC for dim in range(t.dim()) if t.shape[dim] != other[key].shape[dim]}
+        for key, t in tensors(24).items()
+    }
+    exported = torch.export.export(Module(), (tensors(24),), dynamic_shapes=(dynamic,))
+    for value, want in zip(as_tuple(exported.module()(other)), as_tuple(Module()(other)), strict=True):
+        assert torch.equal(value, want)
+
+
+@OF_ANY_SIZE
+def test_gradients_by_torch_func(name):
+    """torch.func.grad gives what autograd does."""
+    positional, keywords = drawn(name, random.Random(1), torch.float64, large=True)
+    inputs = leaves((positional, keywords))
+    _, *rest = evaluate(FUNCTIONS[name].call, positional, keywords)
+    want = rest[-len(inputs) :]
+
+    def product(values: list[torch.Tensor]) -> torch.Tensor:
+        given = {id(leaf): value for leaf, value in zip(inputs, values, strict=True)}
+        put = lambda value: given.get(id(value), value)  # noqa: E731
+        outputs = as_tuple(
+            FUNCTIONS[name].call(*map(put, positional), **{key: put(v) for key, v in keywords.items()})
+        )
+        differentiable = [out for out in outputs if out.requires_grad]
+        grads = gradients_for(differentiable)
+        return sum((out * grad).sum() for out, grad in zip(differentiable, grads, strict=True))
+
+    found = torch.func.grad(product)([leaf.detach() for leaf in inputs])
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
 
 
 @EVERY

@@ -32,7 +32,9 @@ def _eager_bias_gelu(x, bias, approximate):
 
 
 def _draw_bias_gelu(draw: Draw) -> tuple[tuple, dict]:
-    rows, columns = (256, 1024) if draw.large else (draw.size(33), draw.size(200 if draw.small else 1031))
+    rows, columns = (
+        (draw.rows or 256, 1024) if draw.large else (draw.size(33), draw.size(200 if draw.small else 1031))
+    )
     x = draw.tensor(rows, columns, scale=2.0) if draw.flag() else draw.tensor(1, rows, columns, scale=2.0)
     bias = draw.tensor(columns) if draw.flag() else None
     return (x, bias), {"approximate": draw.choice(["tanh", "none"])}

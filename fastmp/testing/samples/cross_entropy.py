@@ -87,7 +87,7 @@ def _eager_cross_entropy(
 
 
 def _draw_cross_entropy(draw: Draw) -> tuple[tuple, dict]:
-    tokens = 256 if draw.large else draw.size(17)
+    tokens = draw.rows or 256 if draw.large else draw.size(17)
     columns = 512 if draw.large else draw.size(200 if draw.small else 1031, least=1)
     shape = (tokens,) if draw.flag() else (2, tokens)
     vocabulary = draw.choice([None, columns, max(columns - 3, 1)])

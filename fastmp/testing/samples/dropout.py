@@ -46,7 +46,9 @@ def _eager_bias_dropout_add(x, bias, residual, *, p, training, seed):
 
 
 def _draw_bias_dropout_add(draw: Draw) -> tuple[tuple, dict]:
-    rows, columns = (256, 1024) if draw.large else (draw.size(33), draw.size(200 if draw.small else 1031))
+    rows, columns = (
+        (draw.rows or 256, 1024) if draw.large else (draw.size(33), draw.size(200 if draw.small else 1031))
+    )
     shape = (rows, columns) if draw.flag() else (1, rows, columns)
     x, residual = draw.tensor(*shape), draw.tensor(*shape)
     bias = draw.tensor(columns) if draw.flag() else None

@@ -45,7 +45,7 @@ def _eager(
 
 
 def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
-    tokens = 384 if draw.large else draw.size(31)
+    tokens = draw.rows or 384 if draw.large else draw.size(31)
     size = 96 if draw.large else draw.size(32, least=1)
     columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
     shape = (tokens,) if draw.flag() else (2, tokens)

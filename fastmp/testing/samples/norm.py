@@ -79,7 +79,7 @@ def _draw_rms_norm(draw: Draw) -> tuple[tuple, dict]:
     least = 0 if draw.dtype == torch.float64 else 5
     rows, columns = draw.size(33), draw.size(200 if draw.small else 1031, least)
     if draw.large:
-        rows, columns = 256, 1024
+        rows, columns = draw.rows or 256, 1024
     shape = (rows, columns) if draw.flag() else (rows, 1, columns)
     options = {"eps": draw.choice([1e-6, 1e-3])}
     if draw.flag():

@@ -74,7 +74,7 @@ def _eager_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
 def _draw_rows(draw: Draw) -> tuple[int, Tensor, int]:
     """Columns, row_of and the number of rows."""
     if draw.large:
-        tokens, slots, experts, columns = 192, 4, 8, 256
+        tokens, slots, experts, columns = draw.rows or 192, 4, 8, 256
     else:
         tokens, slots, experts, columns = (
             draw.size(17),

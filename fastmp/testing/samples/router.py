@@ -94,7 +94,7 @@ def _draw_router(draw: Draw) -> tuple[tuple, dict]:
     experts = groups * each
     opened = draw.choice(range(1, groups + 1))
     k = min(draw.choice([1, 2, 3, 8, experts]), each * opened)
-    tokens = 2048 if draw.large else draw.size(33)
+    tokens = draw.rows or 2048 if draw.large else draw.size(33)
     shape = (tokens,) if draw.flag() else (tokens // 2, 2)
     logits = draw.tensor(*shape, experts)
     score, pre_softmax = draw.choice([("softmax", True), ("softmax", False), ("sigmoid", True)])

@@ -43,7 +43,7 @@ def eager_scaled_masked_softmax(x, mask=None, *, scale=1.0, causal=False):
 
 def _draw(draw: Draw) -> tuple[tuple, dict]:
     batch, heads, queries, keys = (
-        (2, 4, 128, 160)
+        (2, 4, draw.rows or 128, 160)
         if draw.large
         else (draw.size(3), draw.size(3, 1), draw.size(17), draw.size(64 if draw.small else 1031))
     )
