@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import register
 from fastmp.profiling import traced
@@ -205,10 +206,6 @@ def launch(
         )
 
 
-def _fake(*arguments: object) -> None:
-    return None
-
-
 def _flops(param: Tensor, *others: object) -> int:
     return _FLOPS_PER_ELEMENT * param.numel()
 
@@ -222,13 +219,12 @@ def _traffic(
     return param.numel() * (6 * param.element_size() + grad.element_size() + narrow)
 
 
-register(
+_adamw_ = register(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) step, "
     "Tensor(e!)? low_precision_out, Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip_coefficient, "
     "Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, int num_decayed) "
     "-> ()",
     reference=reference,
-    fake=_fake,
     triton=launch,
     flops=_flops,
     traffic=_traffic,
@@ -236,43 +232,37 @@ register(
 
 
 def _check_buffers(param: Tensor, grad: Tensor, others: dict[str, Tensor | None]) -> None:
-    if param.dtype not in _MAIN:
-        raise ValueError(f"adamw_: param must be float32 or float64, got {param.dtype}")
+    require = checks.require
+    require(param.dtype in _MAIN, "adamw_: param must be float32 or float64, got {}", param.dtype)
     narrow = _NARROW if param.dtype == torch.float32 else ()
-    if grad.dtype not in (param.dtype, *narrow):
-        raise ValueError(f"adamw_: param is {param.dtype} but grad is {grad.dtype}")
+    known = grad.dtype in (param.dtype, *narrow)
+    require(known, "adamw_: param is {} but grad is {}", param.dtype, grad.dtype)
+    checks.fits("adamw_", param.shape, to=("param", param), grad=grad, **others)
     for name, tensor in {"param": param, "grad": grad, **others}.items():
-        if tensor is None:
-            continue
-        if tensor.shape != param.shape:
-            shapes = f"{name} of shape {tuple(tensor.shape)} does not fit param of shape {tuple(param.shape)}"
-            raise ValueError(f"adamw_: {shapes}")
-        if not tensor.is_contiguous():
+        if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"adamw_: {name} must be contiguous, got strides {tensor.stride()}")
-        if tensor.device != param.device:
-            raise ValueError(f"adamw_: param is on {param.device} but {name} is on {tensor.device}")
-        if name.startswith("exp_avg") and tensor.dtype != param.dtype:
-            raise ValueError(f"adamw_: param is {param.dtype} but {name} is {tensor.dtype}")
+    checks.same_device("adamw_", param=param, grad=grad, **others)
     out = others["low_precision_out"]
+    checks.like("adamw_", param=param, exp_avg=others["exp_avg"], exp_avg_sq=others["exp_avg_sq"])
     if out is not None and out.dtype not in narrow:
         raise ValueError(f"adamw_: param is {param.dtype} but low_precision_out is {out.dtype}")
 
 
 def _check_scalars(param: Tensor, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
+    require = checks.require
+    checks.same_device("adamw_", param=param, **tensors)
     for name, tensor in tensors.items():
         if tensor is None:
             continue
-        if tensor.numel() != 1:
-            raise ValueError(f"adamw_: {name} must hold one number, got shape {tuple(tensor.shape)}")
-        if tensor.device != param.device:
-            raise ValueError(f"adamw_: param is on {param.device} but {name} is on {tensor.device}")
-        if name == "step" and tensor.dtype != torch.int64:
-            raise ValueError(f"adamw_: step must be int64, got {tensor.dtype}")
-        if name not in ("step", "found_inf") and tensor.dtype not in _MAIN:
-            raise ValueError(f"adamw_: {name} must be float32 or float64, got {tensor.dtype}")
+        require(tensor.numel() == 1, "adamw_: {} must hold one number, got shape {}", name, tensor.shape)
+        if name == "step":
+            require(tensor.dtype == torch.int64, "adamw_: step must be int64, got {}", tensor.dtype)
+        elif name != "found_inf":
+            known = tensor.dtype in _MAIN
+            require(known, "adamw_: {} must be float32 or float64, got {}", name, tensor.dtype)
     for name, number in numbers.items():
-        if not number >= 0 or (name.startswith("beta") and number >= 1):
-            raise ValueError(f"adamw_: {name} must not be negative, nor a beta one or more, got {number}")
+        known = number >= 0 and (number < 1 or not name.startswith("beta"))
+        require(known, "adamw_: {} must not be negative, nor a beta one or more, got {}", name, number)
 
 
 @torch.no_grad()
@@ -331,7 +321,7 @@ def adamw_(
         num_decayed = param.numel()
     elif not 0 <= num_decayed <= param.numel():
         raise ValueError(f"adamw_: num_decayed {num_decayed} is outside a buffer of {param.numel()} elements")
-    torch.ops.fastmp.adamw_(
+    _adamw_(
         param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
         found_inf, lr, *betas, eps, weight_decay, num_decayed,
     )  # fmt: skip

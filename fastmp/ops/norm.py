@@ -34,7 +34,7 @@ def _reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual (empty without), and stats: rstd, then the mean if `centred`, of each row."""
-    y, total, stats = _fake(x, residual, centred)
+    y, total, stats = _new_results(x, residual, centred)
     if x.numel() == 0:
         return y, total, stats.zero_()
     if residual is not None:
@@ -62,7 +62,7 @@ def _reference_backward(
     with_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of total and, as rows of one tensor, of weight and bias."""
-    dx, dparams = _fake_backward(total, weight, with_bias)
+    dx, dparams = _new_gradients(total, weight, with_bias)
     if total.numel() == 0:
         return dx, dparams.zero_()
     rstd, *mean = (s.view(*total.shape[:-1], 1) for s in stats)
@@ -78,12 +78,12 @@ def _reference_backward(
     return dx.copy_(d), dparams
 
 
-def _fake(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _new_results(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     stats = x.new_empty((2 if centred else 1, math.prod(x.shape[:-1])), dtype=compute_dtype(x.dtype))
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), stats
 
 
-def _fake_backward(total: Tensor, weight: Tensor, with_bias: bool) -> tuple[Tensor, Tensor]:
+def _new_gradients(total: Tensor, weight: Tensor, with_bias: bool) -> tuple[Tensor, Tensor]:
     return total.new_empty(total.shape), weight.new_empty((2 if with_bias else 1, *weight.shape))
 
 
@@ -117,14 +117,14 @@ def layer_norm_backward_reference(grad, grad_total, total, weight, stats, with_b
     return _reference_backward(grad, grad_total, total, weight, stats, True, with_bias)
 
 
-_RMS_NORM_BACKWARD = register(
+_rms_norm_backward = register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
     reference=rms_norm_backward_reference,
     triton=lambda *arguments: launch_backward(*arguments, False, False),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
 )
-_LAYER_NORM_BACKWARD = register(
+_layer_norm_backward = register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
     reference=layer_norm_backward_reference,
@@ -154,14 +154,14 @@ def _backward(op: Any, ctx: Any, grad: Tensor | None, grad_total: Tensor | None,
 
 
 @traced("fastmp.rms_norm_backward")
-def _rms_norm_backward(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
-    dx, dresidual, dweight, *_ = _backward(_RMS_NORM_BACKWARD, ctx, grad, grad_total)
+def _backward_rms_norm(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
+    dx, dresidual, dweight, *_ = _backward(_rms_norm_backward, ctx, grad, grad_total)
     return dx, dresidual, dweight, None
 
 
 @traced("fastmp.layer_norm_backward")
-def _layer_norm_backward(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
-    op = _LAYER_NORM_BACKWARD
+def _backward_layer_norm(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
+    op = _layer_norm_backward
     dx, dresidual, dweight, *dbias = _backward(op, ctx, grad, grad_total, ctx.with_bias)
     return dx, dresidual, dweight, (dbias[0] if dbias else None), None
 
@@ -172,7 +172,7 @@ _rms_norm = register(
     reference=rms_norm_reference,
     triton=lambda x, residual, weight, eps: launch(x, residual, weight, None, eps, False),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
-    backward=(_setup, _rms_norm_backward),
+    backward=(_setup, _backward_rms_norm),
 )
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
@@ -180,7 +180,7 @@ _layer_norm = register(
     reference=layer_norm_reference,
     triton=lambda x, residual, weight, bias, eps: launch(x, residual, weight, bias, eps, True),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
-    backward=(_setup, _layer_norm_backward),
+    backward=(_setup, _backward_layer_norm),
 )
 
 

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
 _LEVELS = 3
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
@@ -354,30 +354,34 @@ class _InPlace(torch.autograd.Function):
 
 
 def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"rope: {message}")
-
-    shape, angles = tuple(x.shape), tuple(cos.shape)
-    require(x.dtype in _DTYPES, f"{name} must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    require(sin.shape == cos.shape, f"cos {angles} and sin {tuple(sin.shape)} differ in shape")
-    require(0 < cos.dim() <= x.dim(), f"cos {angles} has more dimensions than {name} {shape}, or none")
-    require(
-        2 * angles[-1] <= shape[-1],
-        f"cos {angles} rotates {2 * angles[-1]} elements of a head, but {name} {shape} has {shape[-1]}",
-    )
-    fits = all(n in (1, m) for n, m in zip(angles[:-1], shape, strict=False))
-    require(fits, f"cos {angles} does not fit the leading dimensions of {name} {shape}")
+    require = checks.require
+    checks.floating("rope", name, x)
+    require(sin.shape == cos.shape, "rope: cos {} and sin {} differ in shape", cos.shape, sin.shape)
+    fewer = 0 < cos.dim() <= x.dim()
+    require(fewer, "rope: cos {} has more dimensions than {} {}, or none", cos.shape, name, x.shape)
+    turned, width = 2 * cos.shape[-1], x.shape[-1]
+    rotates = "rope: cos {} rotates {} elements of a head, but {} {} has {}"
+    require(turned <= width, rotates, cos.shape, turned, name, x.shape, width)
+    fits = all(n in (1, m) for n, m in zip(cos.shape[:-1], x.shape, strict=False))
+    require(fits, "rope: cos {} does not fit the leading dimensions of {} {}", cos.shape, name, x.shape)
     wanted = compute_dtype(x.dtype)
     for other, t in (("cos", cos), ("sin", sin)):
-        require(t.dtype == wanted, f"{other} must be {wanted} for {name} of {x.dtype}, got {t.dtype}")
-        require(t.device == x.device, f"{name} is on {x.device} but {other} is on {t.device}")
-        require(not t.requires_grad, f"{other} {angles} requires a gradient, but receives none")
+        if t.dtype not in (wanted, x.dtype):
+            either = wanted if wanted == x.dtype else f"{wanted} or {x.dtype}"
+            raise ValueError(f"rope: {other} must be {either} for {name} of {x.dtype}, got {t.dtype}")
+        require(not t.requires_grad, "rope: {} {} requires a gradient, but receives none", other, t.shape)
+    checks.same_device("rope", **{name: x}, cos=cos, sin=sin)
     if in_place:
-        overlap = any(n > 1 and stride == 0 for n, stride in zip(shape, x.stride(), strict=True))
-        require(not overlap, f"in_place needs elements of their own, got {shape} with strides {x.stride()}")
+        shape, strides = tuple(x.shape), x.stride()
+        apart = all(n <= 1 or stride for n, stride in zip(shape, strides, strict=True))
+        require(apart, "rope: in_place needs elements of their own, got {} with strides {}", shape, strides)
         trained = x.requires_grad and x.is_leaf and torch.is_grad_enabled()
-        require(not trained, f"in_place would overwrite {name} {shape}, a leaf that requires grad")
+        require(not trained, "rope: in_place would overwrite {} {}, a leaf that requires grad", name, shape)
+
+
+def _angles(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin in the dtype of the arithmetic; of 16-bit ones, small as they are, a copy is made."""
+    return cos.to(compute_dtype(x.dtype)), sin.to(compute_dtype(x.dtype))
 
 
 def _in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
@@ -399,10 +403,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
         x: (..., D), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy), e.g.
             (S, B, N, D) of N heads. A view that holds queries and keys next to each other, as a fused
             projection makes them, takes one call.
-        cos, sin: (..., R / 2) of the angles, R <= D, float32 (float64 for float64 x), see `rope_cos_sin`.
-            Their leading dimensions are the first ones of x, each of the same size or 1: (S, R / 2) for
-            sequence-first x, (1, S, R / 2) for (B, S, N, D), (S, B, R / 2) where samples have positions of
-            their own, (T, R / 2) for packed tokens (T, N, D). Elements of x from R on stay as they are.
+        cos, sin: (..., R / 2) of the angles, R <= D, float32 (float64 for float64 x), see `rope_cos_sin`, or
+            of x's dtype, as transformers makes them: their rounding is then in the result. Their leading
+            dimensions are the first ones of x, each of the same size or 1: (S, R / 2) for sequence-first x,
+            (1, S, R / 2) for (B, S, N, D), (S, B, R / 2) where samples have positions of their own,
+            (T, R / 2) for packed tokens (T, N, D). Elements of x from R on stay as they are.
         interleaved: the element at 2i turns with that at 2i + 1 (GPT-J), not that at i with the one at
             i + R / 2 (GPT-NeoX, Llama).
         in_place: overwrite x and return it: half the memory, and nothing is moved but the rotated part. A
@@ -419,6 +424,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     _check("x", x, cos, sin, in_place)
+    cos, sin = _angles(x, cos, sin)
     if in_place:
         return _in_place(x, None, cos, sin, interleaved)[0]
     return _rope(x, None, cos, sin, interleaved, False)[0]
@@ -441,6 +447,7 @@ def rope_qk(
     for what, one, other in (("dtype", q.dtype, k.dtype), ("width", q.shape[-1], k.shape[-1])):
         if one != other:
             raise ValueError(f"rope: q has {what} {one} but k has {what} {other}")
+    cos, sin = _angles(q, cos, sin)
     if in_place:
         return tuple(_in_place(q, k, cos, sin, interleaved))
     return _rope(q, k, cos, sin, interleaved, False)

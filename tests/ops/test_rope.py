@@ -279,7 +279,12 @@ TRAINED = torch.ones(4, 3).requires_grad_()
         (ONES[0, 0], ANGLES, ANGLES, r"cos \(4, 3\) has more dimensions than x \(6,\)"),
         (ONES[..., :5], ANGLES, ANGLES, r"cos \(4, 3\) rotates 6 elements of a head, but x \(4, 2, 5\) has"),
         (ONES[:3], ANGLES, ANGLES, r"cos \(4, 3\) does not fit the leading dimensions of x \(3, 2, 6\)"),
-        (ONES.bfloat16(), ANGLES.bfloat16(), ANGLES, r"cos must be torch.float32 for x of torch.bfloat16,"),
+        (
+            ONES.bfloat16(),
+            ANGLES.half(),
+            ANGLES,
+            r"cos must be torch.float32 or torch.bfloat16 for x of torch.bfloat16, got torch.float16",
+        ),
         (ONES.double(), ANGLES.double(), ANGLES, r"sin must be torch.float64 for x of torch.float64, got"),
         (ONES, ANGLES.to("meta"), ANGLES, r"x is on cpu but cos is on meta"),
         (ONES, TRAINED, ANGLES, r"cos \(4, 3\) requires a gradient, but receives none"),
@@ -288,6 +293,23 @@ TRAINED = torch.ones(4, 3).requires_grad_()
 def test_wrong_arguments(x, cos, sin, message):
     with pytest.raises(ValueError, match="rope: " + message):
         rope(x, cos, sin)
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_angles_in_the_dtype_of_x(dtype, in_place):
+    """transformers makes them so; the arithmetic is in float32 all the same."""
+    cos, sin = (t.to(dtype) for t in rope_cos_sin(5, 6))
+    q, k, grad = (
+        torch.randn(5, 2, 4, 8, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(3)
+    )
+    results = []
+    for angles in ((cos, sin), (cos.float(), sin.float())):
+        leaves = q.clone().requires_grad_(), k.clone().requires_grad_()
+        turned = rope_qk(*(2 * leaf for leaf in leaves), *angles, in_place=in_place)
+        single = rope(2 * leaves[0], *angles, in_place=in_place)
+        results.append((*turned, single, *torch.autograd.grad((*turned, single), leaves, (grad, grad, grad))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_wrong_pairs():
