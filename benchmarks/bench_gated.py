@@ -74,7 +74,7 @@ def _case(
     ours = swiglu if name == "swiglu" else geglu
     with_compile = compiled(lambda x, bias: _eager(name, x, bias))
     rivals = {
-        OURS: lambda: ours(x, bias),
+        OURS: lambda: ours(x, bias=bias),
         EAGER: lambda: _eager(name, x, bias),
         COMPILE: lambda: with_compile(x, bias),
     }

@@ -1,4 +1,4 @@
-// swiglu and geglu and their backward on the CPU: y = activation(gate) * up, x + bias = [gate | up].
+// swiglu and geglu and their backward on the CPU: y = activation(gate) * up, of two tensors or x + bias = [gate | up].
 //
 // Both walk tiles of at most 64 rows and 4096 columns of each half, which are spread over the threads. The backward
 // adds a tile's column sums up in one row of partial sums, which stays in the caches; the rows of partial sums are
@@ -19,15 +19,17 @@ namespace fastmp {
 constexpr int64_t kTileRows = 64;
 constexpr int64_t kTileCols = 4096;
 
-// A tile of (num_rows, num_cols) of the gates; the other half of x, bias, dx and partials lies `half` elements after
-// it. Pitches are in elements. `bias` and `partials` may be null.
+// A tile of (num_rows, num_cols). What belongs to `up` lies `half` elements after what belongs to the gate in bias and
+// partials. Pitches are in elements. `bias` and `partials` may be null.
 struct GatedTile {
   const void* grad;
-  const void* x;
+  const void* gate;
+  const void* up;
   const void* bias;
-  void* out;       // y, or dx
+  void* out;       // y, or the gradient of the gate
+  void* up_out;    // the gradient of up
   void* partials;  // compute type
-  int64_t num_rows, num_cols, half, grad_pitch, x_pitch, out_pitch;
+  int64_t num_rows, num_cols, half, grad_pitch, gate_pitch, up_pitch, out_pitch;
   ScalarType dtype;
   Form form;
 };
@@ -55,12 +57,13 @@ void gated_tile(const GatedTile& tile) {
     const T* bias = static_cast<const T*>(tile.bias);
     const int64_t half = tile.half;
     for (int64_t row = 0; row < tile.num_rows; ++row) {
-      const T* x = static_cast<const T*>(tile.x) + row * tile.x_pitch;
+      const T* gates = static_cast<const T*>(tile.gate) + row * tile.gate_pitch;
+      const T* ups = static_cast<const T*>(tile.up) + row * tile.up_pitch;
       T* y = static_cast<T*>(tile.out) + row * tile.out_pitch;
       for_vectors<num_lanes<V>>(tile.num_cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
-        prefetch(x + col);
-        prefetch(x + half + col);
-        V gate = load(x + col, count, 0), up = load(x + half + col, count, 0);
+        prefetch(gates + col);
+        prefetch(ups + col);
+        V gate = load(gates + col, count, 0), up = load(ups + col, count, 0);
         if (bias) {
           gate += load(bias + col, count, 0);
           up += load(bias + half + col, count, 0);
@@ -74,25 +77,27 @@ void gated_tile(const GatedTile& tile) {
 // One row of a tile of the backward.
 template <typename T, Form form>
 struct BackwardRow {
-  const T *grad, *x, *bias;
-  T* dx;
+  const T *grad, *gates, *ups, *bias;
+  T *dgates, *dups;
   int64_t half;
 
   BackwardRow(const GatedTile& tile, int64_t row)
       : grad(static_cast<const T*>(tile.grad) + row * tile.grad_pitch),
-        x(static_cast<const T*>(tile.x) + row * tile.x_pitch),
+        gates(static_cast<const T*>(tile.gate) + row * tile.gate_pitch),
+        ups(static_cast<const T*>(tile.up) + row * tile.up_pitch),
         bias(static_cast<const T*>(tile.bias)),
-        dx(static_cast<T*>(tile.out) + row * tile.out_pitch),
+        dgates(static_cast<T*>(tile.out) + row * tile.out_pitch),
+        dups(static_cast<T*>(tile.up_out) + row * tile.out_pitch),
         half(tile.half) {}
 
-  // Writes a vector of dx in both halves, and returns the two.
+  // Writes a vector of both gradients, and returns the two.
   template <class Count>
   FASTMP_INLINE Pair<lanes_of<T>> step(int64_t col, Count count) const {
     using V = lanes_of<T>;
-    prefetch(x + col);
-    prefetch(x + half + col);
+    prefetch(gates + col);
+    prefetch(ups + col);
     prefetch(grad + col);
-    V gate = load(x + col, count, 0), up = load(x + half + col, count, 0);
+    V gate = load(gates + col, count, 0), up = load(ups + col, count, 0);
     if (bias) {
       gate += load(bias + col, count, 0);
       up += load(bias + half + col, count, 0);
@@ -100,8 +105,8 @@ struct BackwardRow {
     const V g = load(grad + col, count, 0);
     const auto [p, q] = activation_parts<form>(gate);
     const V dgate = g * (up * (p + gate * q)), dup = g * (gate * p);
-    store(dx + col, dgate, count);
-    store(dx + half + col, dup, count);
+    store(dgates + col, dgate, count);
+    store(dups + col, dup, count);
     return {dgate, dup};
   }
 };
@@ -144,89 +149,129 @@ void gated_backward_tile(const GatedTile& tile) {
 namespace fastmp {
 namespace {
 
-void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& bias) {
-  FASTMP_CHECK(x.dim() > 0 && x.size(x.dim() - 1) % 2 == 0, op, ": x must end in a dimension of even size");
+// gate and up as rows: two tensors, or the halves of one.
+struct Parts {
+  Rows gate;
+  Rows up;
+  int64_t num_cols;
+  int64_t up_start;  // column of `up` where the first column of up is
+
+  Parts(const Tensor& x, const std::optional<Tensor>& given)
+      : gate(x), up(given ? Rows(*given) : gate), num_cols(given ? gate.num_cols : gate.num_cols / 2),
+        up_start(given ? 0 : num_cols) {}
+};
+
+void check_arguments(const char* op, const Tensor& x, const std::optional<Tensor>& up,
+                     const std::optional<Tensor>& bias) {
+  FASTMP_CHECK(x.dim() > 0 && (up || x.size(x.dim() - 1) % 2 == 0), op, ": x must end in a dimension of even size");
   dispatch_float(x.scalar_type(), op, [](auto) {});
-  check_bias(op, bias, x);
+  if (!up) return check_bias(op, bias, x);
+  FASTMP_CHECK(up->scalar_type() == x.scalar_type() && same_sizes(*up, x), op, ": gate is ", described(x),
+               ", which does not fit up, ", described(*up));
+  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 &&
+                         bias->size(0) == 2 * x.size(x.dim() - 1)),
+               op, ": gate and up are ", described(x), ", which does not fit a bias of ", described(*bias));
 }
+
+// Where a kernel writes: y, or the gradients of gate and up, both with this pitch.
+struct Outputs {
+  char* gate;
+  char* up;
+  int64_t pitch;
+};
 
 // Calls kernel(tile) on every tile, over all threads. `partials` has one row for each strip of kTileRows rows.
 template <class Kernel>
-void for_tiles(const Kernel& kernel, const Rows* grad, const Rows& x, const Tensor* bias, const Tensor& out,
+void for_tiles(const Kernel& kernel, const Rows* grad, const Parts& parts, const Tensor* bias, const Outputs& out,
                const Tensor* partials, Form form) {
-  const auto itemsize = static_cast<int64_t>(x.tensor.element_size());
-  const int64_t half = x.num_cols / 2, out_pitch = grad ? x.num_cols : half;
-  const int64_t strips = (x.num_rows + kTileRows - 1) / kTileRows;
+  const Tensor& x = parts.gate.tensor;
+  const auto itemsize = static_cast<int64_t>(x.element_size());
+  const int64_t num_rows = parts.gate.num_rows, half = parts.num_cols;
+  const int64_t strips = (num_rows + kTileRows - 1) / kTileRows;
   const int64_t blocks = (half + kTileCols - 1) / kTileCols;
   const auto run = [&](int64_t index) {
     const int64_t strip = index / blocks, row = strip * kTileRows, col = index % blocks * kTileCols;
     GatedTile tile{};
-    tile.num_rows = std::min(kTileRows, x.num_rows - row);
+    tile.num_rows = std::min(kTileRows, num_rows - row);
     tile.num_cols = std::min(kTileCols, half - col);
     tile.half = half;
-    tile.x_pitch = x.pitch;
-    tile.x = at(x.tensor.const_data_ptr(), row * x.pitch + col, itemsize);
+    tile.gate_pitch = parts.gate.pitch;
+    tile.gate = at(x.const_data_ptr(), row * parts.gate.pitch + col, itemsize);
+    tile.up_pitch = parts.up.pitch;
+    tile.up = at(parts.up.tensor.const_data_ptr(), row * parts.up.pitch + parts.up_start + col, itemsize);
     if (grad) {
       tile.grad_pitch = grad->pitch;
       tile.grad = at(grad->tensor.const_data_ptr(), row * grad->pitch + col, itemsize);
     }
     if (bias) tile.bias = at(bias->const_data_ptr(), col, itemsize);
-    tile.out_pitch = out_pitch;
-    tile.out = const_cast<char*>(at(out.mutable_data_ptr(), row * out_pitch + col, itemsize));
+    tile.out_pitch = out.pitch;
+    tile.out = out.gate + (row * out.pitch + col) * itemsize;
+    if (out.up) tile.up_out = out.up + (row * out.pitch + col) * itemsize;
     if (partials) {
       const auto size = static_cast<int64_t>(partials->element_size());
-      tile.partials = const_cast<char*>(at(partials->mutable_data_ptr(), strip * x.num_cols + col, size));
+      tile.partials = const_cast<char*>(at(partials->mutable_data_ptr(), strip * 2 * half + col, size));
     }
-    tile.dtype = x.tensor.scalar_type();
+    tile.dtype = x.scalar_type();
     tile.form = form;
     kernel(tile);
   };
-  const int64_t elements = std::min(kTileRows, x.num_rows) * std::min(kTileCols, half);
+  const int64_t elements = std::min(kTileRows, num_rows) * std::min(kTileCols, half);
   parallel_for(0, strips * blocks, std::max<int64_t>(1, 8192 / elements), [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) run(index);
   });
 }
 
-Tensor gated_activation(const Tensor& x, std::optional<Tensor> bias, std::string activation) {
+char* bytes(const Tensor& tensor) { return static_cast<char*>(tensor.mutable_data_ptr()); }
+
+Tensor gated_activation(const Tensor& x, std::optional<Tensor> bias, std::string activation,
+                        std::optional<Tensor> up) {
   constexpr const char* kOp = "gated_activation";
-  check_arguments(kOp, x, bias);
+  check_arguments(kOp, x, up, bias);
   const Form form = form_of(kOp, activation);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  sizes.back() /= 2;
+  if (!up) sizes.back() /= 2;
   Tensor y = fastmp::empty(sizes, x.scalar_type(), x);
   if (x.numel() == 0) return y;
   if (bias) bias = torch::stable::contiguous(*bias);
-  for_tiles(FASTMP_BEST(gated_tile), nullptr, Rows(x), bias ? &*bias : nullptr, y, nullptr, form);
+  const Parts parts(x, up);
+  const Outputs out{bytes(y), nullptr, parts.num_cols};
+  for_tiles(FASTMP_BEST(gated_tile), nullptr, parts, bias ? &*bias : nullptr, out, nullptr, form);
   return y;
 }
 
-std::tuple<Tensor, Tensor> gated_activation_backward(const Tensor& grad, const Tensor& x, std::optional<Tensor> bias,
-                                                     std::string activation) {
+std::tuple<Tensor, Tensor, Tensor> gated_activation_backward(const Tensor& grad, const Tensor& x,
+                                                             std::optional<Tensor> bias, std::string activation,
+                                                             std::optional<Tensor> up) {
   constexpr const char* kOp = "gated_activation_backward";
-  check_arguments(kOp, x, bias);
+  check_arguments(kOp, x, up, bias);
   const Form form = form_of(kOp, activation);
-  FASTMP_CHECK(grad.scalar_type() == x.scalar_type() && 2 * grad.numel() == x.numel() && grad.dim() == x.dim() &&
-                   2 * grad.size(grad.dim() - 1) == x.size(x.dim() - 1),
+  const int64_t times = up ? 1 : 2;
+  FASTMP_CHECK(grad.scalar_type() == x.scalar_type() && times * grad.numel() == x.numel() && grad.dim() == x.dim() &&
+                   times * grad.size(grad.dim() - 1) == x.size(x.dim() - 1),
                kOp, ": grad is ", dtype_name(grad.scalar_type()), " of ", grad.numel(), " elements but x is ",
-               dtype_name(x.scalar_type()), " of ", x.numel(), ", or the last dimension of x is not twice grad's");
+               dtype_name(x.scalar_type()), " of ", x.numel(), ", or the last dimension of x is not ", times,
+               " times grad's");
   Tensor dx = fastmp::empty(x.sizes(), x.scalar_type(), x);
-  Tensor dbias = fastmp::empty({bias ? x.size(x.dim() - 1) : 0}, x.scalar_type(), x);
+  Tensor dup = up ? fastmp::empty(x.sizes(), x.scalar_type(), x) : fastmp::empty({0}, x.scalar_type(), x);
+  Tensor dbias = fastmp::empty({bias ? bias->numel() : 0}, x.scalar_type(), x);
   if (x.numel() == 0) {
     if (dbias.numel() > 0) torch::stable::zero_(dbias);
-    return {dx, dbias};
+    return {dx, dup, dbias};
   }
-  const Rows x_rows(x), grad_rows(grad);
+  const Parts parts(x, up);
+  const Rows grad_rows(grad);
+  const auto itemsize = static_cast<int64_t>(x.element_size());
+  const Outputs out{bytes(dx), up ? bytes(dup) : bytes(dx) + parts.num_cols * itemsize, times * parts.num_cols};
   if (!bias) {
-    for_tiles(FASTMP_BEST(gated_backward_tile), &grad_rows, x_rows, nullptr, dx, nullptr, form);
-    return {dx, dbias};
+    for_tiles(FASTMP_BEST(gated_backward_tile), &grad_rows, parts, nullptr, out, nullptr, form);
+    return {dx, dup, dbias};
   }
   bias = torch::stable::contiguous(*bias);
-  const ScalarType compute = compute_dtype(x.scalar_type());
-  const int64_t strips = (x_rows.num_rows + kTileRows - 1) / kTileRows;
-  const Tensor partials = fastmp::empty({strips, x_rows.num_cols}, compute, x);
-  for_tiles(FASTMP_BEST(gated_backward_tile), &grad_rows, x_rows, &*bias, dx, &partials, form);
+  const int64_t strips = (parts.gate.num_rows + kTileRows - 1) / kTileRows;
+  const Tensor partials = fastmp::empty({strips, 2 * parts.num_cols}, compute_dtype(x.scalar_type()), x);
+  for_tiles(FASTMP_BEST(gated_backward_tile), &grad_rows, parts, &*bias, out, &partials, form);
   sum_rows(partials, dbias);
-  return {dx, dbias};
+  return {dx, dup, dbias};
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ __all__ = ["ActivationFunction", "activation_function"]
 class ActivationFunction(Protocol):
     """Maps (..., blocks * F) and a bias (blocks * F,) or None to the activation (..., F) of their sum."""
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, *, bias: Tensor | None = None) -> Tensor: ...
 
 
 _FUNCTIONS: dict[Activation, ActivationFunction] = {

@@ -56,4 +56,4 @@ class MLP(nn.Module):
     def forward(self, hidden_SBH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output (S, B, H) without the last bias, and that bias (H,) or None."""
         up_SBF, bias_F = self.up(hidden_SBH)
-        return self.down(self.activate(up_SBF, bias_F))
+        return self.down(self.activate(up_SBF, bias=bias_F))

@@ -13,10 +13,10 @@ import math
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
-from fastmp.ops._triton import cdiv, jit, tl
+from fastmp.ops import checks, rows
+from fastmp.ops._triton import jit, tl
 from fastmp.ops.registry import autocast, compute_dtype, register
-from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
+from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 
@@ -159,40 +159,15 @@ def bias_gelu_backward_kernel(
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
-def _constants(x: Tensor, bias: Tensor | None, approximate: str) -> dict:
-    compute = tl.float64 if x.dtype == torch.float64 else tl.float32
-    block_m, block_n = block_shape(x.shape[-1], x.element_size())
-    return {
-        "HAS_BIAS": bias is not None,
-        "TANH": approximate == "tanh",
-        "COMPUTE": compute,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "num_warps": NUM_WARPS,
-    }
+def _constants(bias: Tensor | None, approximate: str) -> dict[str, bool]:
+    return {"HAS_BIAS": bias is not None, "TANH": approximate == "tanh"}
 
 
 def launch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return y
-    rows = as_rows(x)
-    bias = None if bias is None else bias.contiguous()
-    num_rows, num_cols = rows.shape
-    constants = _constants(x, bias, approximate)
-    vector = vector_width(rows)
-    grid = (cdiv(num_rows, constants["BLOCK_M"]) * cdiv(num_cols, constants["BLOCK_N"]),)
-    with torch.cuda.device_of(x):
-        bias_gelu_kernel[grid](
-            rows,
-            bias,
-            y,
-            num_rows,
-            num_cols // vector,
-            rows.stride(0) // vector,
-            VECTOR=vector,
-            **constants,
-        )
+    if x.numel():
+        bias = None if bias is None else bias.contiguous()
+        rows.launch(bias_gelu_kernel, (x,), (bias, y), **_constants(bias, approximate))
     return y
 
 
@@ -201,32 +176,10 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
     dbias = x.new_empty(0 if bias is None else x.shape[-1])
     if x.numel() == 0:
         return dx, dbias.zero_()
-    x_rows, grad_rows = as_rows(x), as_rows(grad)
     bias = None if bias is None else bias.contiguous()
-    num_rows, num_cols = x_rows.shape
-    constants = _constants(x, bias, approximate)
-    vector = vector_width(x_rows, grad_rows)
-    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, constants["BLOCK_M"], constants["BLOCK_N"])
-    partials = None
-    if bias is not None:
-        partials = torch.empty((num_strips, num_cols), dtype=compute_dtype(x.dtype), device=x.device)
-    with torch.cuda.device_of(x):
-        bias_gelu_backward_kernel[(num_strips * cdiv(num_cols, constants["BLOCK_N"]),)](
-            grad_rows,
-            x_rows,
-            bias,
-            dx,
-            partials,
-            num_rows,
-            rows_per_strip,
-            num_cols // vector,
-            grad_rows.stride(0) // vector,
-            x_rows.stride(0) // vector,
-            VECTOR=vector,
-            **constants,
-        )
-        if partials is not None:
-            sum_strips(partials, dbias)
+    sums = None if bias is None else dbias
+    constants = _constants(bias, approximate)
+    rows.launch_with_sums(bias_gelu_backward_kernel, (grad, x), (bias, dx), sums, **constants)
     return dx, dbias
 
 

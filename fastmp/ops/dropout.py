@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastmp.ops import checks
+from fastmp.ops import checks, rows
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import autocast, compute_dtype, register
-from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
+from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 _WORD = 0xFFFFFFFF
@@ -141,15 +141,15 @@ def _dropout(h, words, threshold, scale):
 
 @jit
 def bias_dropout_add_kernel(
+    residual,
     x,
     bias,
-    residual,
     y,
     seed,
     num_rows,
     num_vectors,
-    x_pitch,
     residual_pitch,
+    x_pitch,
     threshold,
     scale,
     HAS_BIAS: tl.constexpr,
@@ -182,8 +182,8 @@ def bias_dropout_add_kernel(
 def bias_dropout_add_backward_kernel(
     grad,
     dx,
-    partials,
     seed,
+    partials,
     num_rows,
     rows_per_strip,
     num_vectors,
@@ -227,22 +227,13 @@ def _mask_constants(p: float) -> tuple[int, int]:
     return (1 << 32) | _threshold(p), scale
 
 
-def _constants(rows: Tensor, vector: int) -> dict:
-    """Constants of both kernels for `rows` of the widest dtype, loaded `vector` elements at once.
+def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N): fewer rows at a time where their length is no multiple of four.
 
-    Rows that are no multiple of four cost four times the work and registers, so fewer are taken at a time.
+    Those cost four times the work and registers.
     """
-    num_cols = rows.shape[1]
-    whole = num_cols % 4 == 0
-    block_m, block_n = block_shape(num_cols, rows.element_size())
-    return {
-        "COMPUTE": tl.float64 if rows.dtype == torch.float64 else tl.float32,
-        "VECTOR": vector,
-        "WHOLE": whole,
-        "BLOCK_M": block_m if whole else max(1, block_m // 4),
-        "BLOCK_N": block_n,
-        "num_warps": NUM_WARPS,
-    }
+    block_m, block_n = rows.block_shape(num_cols, itemsize)
+    return block_m if num_cols % 4 == 0 else max(1, block_m // 4), block_n
 
 
 def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
@@ -258,28 +249,16 @@ def launch_into(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed
     if not y.is_contiguous():
         y.copy_(launch(x, bias, residual, p, seed))
         return
-    x_rows, residual_rows = as_rows(x), as_rows(residual)
-    bias = None if bias is None else bias.contiguous()
-    num_rows, num_cols = x_rows.shape
-    vector = vector_width(residual_rows, x_rows)
-    constants = _constants(residual_rows, vector)
-    grid = (cdiv(num_rows, constants["BLOCK_M"]) * cdiv(num_cols, constants["BLOCK_N"]),)
-    with torch.cuda.device_of(x):
-        bias_dropout_add_kernel[grid](
-            x_rows,
-            bias,
-            residual_rows,
-            y,
-            seed,
-            num_rows,
-            num_cols // vector,
-            x_rows.stride(0) // vector,
-            residual_rows.stride(0) // vector,
-            *_mask_constants(p),
-            HAS_BIAS=bias is not None,
-            DROPS=seed is not None,
-            **constants,
-        )
+    rows.launch(
+        bias_dropout_add_kernel,
+        (residual, x),
+        (None if bias is None else bias.contiguous(), y, seed),
+        _mask_constants(p),
+        blocks=block_shape,
+        HAS_BIAS=bias is not None,
+        DROPS=seed is not None,
+        WHOLE=x.shape[-1] % 4 == 0,
+    )
 
 
 def launch_backward(
@@ -289,30 +268,16 @@ def launch_backward(
     dbias = grad.new_empty(grad.shape[-1] if with_bias else 0, dtype=dtype)
     if grad.numel() == 0 or p == 1:
         return dx.zero_(), dbias.zero_()
-    rows = as_rows(grad)
-    num_rows, num_cols = rows.shape
-    vector = vector_width(rows)
-    constants = _constants(rows, vector)
-    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, constants["BLOCK_M"], constants["BLOCK_N"])
-    partials = None
-    if with_bias:
-        partials = torch.empty((num_strips, num_cols), dtype=compute_dtype(dtype), device=grad.device)
-    with torch.cuda.device_of(grad):
-        bias_dropout_add_backward_kernel[(num_strips * cdiv(num_cols, constants["BLOCK_N"]),)](
-            rows,
-            dx,
-            partials,
-            seed,
-            num_rows,
-            rows_per_strip,
-            num_cols // vector,
-            rows.stride(0) // vector,
-            *_mask_constants(p),
-            HAS_BIAS=with_bias,
-            **constants,
-        )
-    if partials is not None:
-        sum_strips(partials, dbias)
+    rows.launch_with_sums(
+        bias_dropout_add_backward_kernel,
+        (grad,),
+        (dx, seed),
+        dbias if with_bias else None,
+        _mask_constants(p),
+        blocks=block_shape,
+        HAS_BIAS=with_bias,
+        WHOLE=grad.shape[-1] % 4 == 0,
+    )
     return dx, dbias
 
 

@@ -1,6 +1,7 @@
-"""swiglu and geglu: y = activation(gate) * up with x + bias = [gate | up], and its backward.
+"""swiglu and geglu: y = activation(gate) * up, and its backward.
 
-Only x and bias are saved; the backward recomputes the activation from them. SiLU and the tanh form of GeLU
+gate and up are the halves of x + bias = [gate | up], or two tensors.
+Only the arguments are saved; the backward recomputes the activation from them. SiLU and the tanh form of GeLU
 are h * sigmoid(w(h)), one exp2 and one reciprocal, from which the activation and its slope follow. The bias
 gradient comes out of the same pass (see rows.py).
 Gated linear units: Dauphin et al. 2017 (arXiv 1612.08083); these two: Shazeer 2020 (arXiv 2002.05202).
@@ -14,20 +15,27 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import activation as gelu_family
-from fastmp.ops._triton import cdiv, jit, tl
+from fastmp.ops import checks, rows
+from fastmp.ops._triton import jit, tl
 from fastmp.ops.activation import gelu, gelu_parts
 from fastmp.ops.registry import autocast, compute_dtype, register
-from fastmp.ops.rows import NUM_WARPS, as_rows, block_shape, strip_shape, sum_rows, sum_strips, vector_width
+from fastmp.ops.rows import sum_rows
 from fastmp.profiling import region, traced
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _GELU_FORM = {"gelu_tanh": "tanh", "gelu": "none"}
 _FUNCTION = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu": "geglu"}
 
 
-def _halves(x: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
-    h = x.to(compute_dtype(x.dtype))
-    return (h if bias is None else h + bias.to(h.dtype)).chunk(2, -1)
+def _parts(x: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
+    """gate and up, as views."""
+    return x.chunk(2, -1) if up is None else (x, up)
+
+
+def _shifted(x: Tensor, up: Tensor | None, bias: Tensor | None) -> list[Tensor]:
+    """gate and up with the bias, in the dtype of the arithmetic."""
+    wide = [part.to(compute_dtype(x.dtype)) for part in _parts(x, up)]
+    shifts = (None, None) if bias is None else bias.to(wide[0].dtype).chunk(2)
+    return [h if shift is None else h + shift for h, shift in zip(wide, shifts, strict=True)]
 
 
 def _activated(gate: Tensor, activation: str) -> Tensor:
@@ -45,21 +53,24 @@ def _slope(gate: Tensor, activation: str) -> Tensor:
     return torch.where(gate > 0, r, e).add_(e.mul_(r).mul_(gate))
 
 
-def reference(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """activation(gate) * up, rounded once."""
-    gate, up = _halves(x, bias)
-    return _activated(gate, activation).mul_(up).to(x.dtype).contiguous()
+def reference(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None) -> Tensor:
+    """activation(gate) * up, rounded once; x is the gate where `up` is given, else [gate | up]."""
+    gate, factor = _shifted(x, up, bias)
+    return _activated(gate, activation).mul_(factor).to(x.dtype).contiguous()
 
 
 def reference_backward(
-    grad: Tensor, x: Tensor, bias: Tensor | None, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x and bias; the second is empty without a bias."""
-    gate, up = _halves(x, bias)
-    dgate = _slope(gate, activation).mul_(up).mul_(grad)
-    dh = torch.cat((dgate, _activated(gate, activation).mul_(grad)), -1)
-    dbias = x.new_empty(0) if bias is None else sum_rows(dh.unsqueeze(0).flatten(0, -2)).to(x.dtype)
-    return dh.to(x.dtype), dbias
+    grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, up and bias; empty for what is not given."""
+    gate, factor = _shifted(x, up, bias)
+    dgate = _slope(gate, activation).mul_(factor).mul_(grad)
+    dup = _activated(gate, activation).mul_(grad)
+    both = torch.cat((dgate, dup), -1)
+    dbias = x.new_empty(0) if bias is None else sum_rows(both.unsqueeze(0).flatten(0, -2)).to(x.dtype)
+    if up is None:
+        return both.to(x.dtype), x.new_empty(0), dbias
+    return dgate.to(x.dtype).contiguous(), dup.to(x.dtype).contiguous(), dbias
 
 
 @jit
@@ -71,7 +82,7 @@ def activate(h, FORM: tl.constexpr):
 
 
 @jit
-def _parts(h, FORM: tl.constexpr):
+def _factors(h, FORM: tl.constexpr):
     """(p, q) of the activation h p, whose slope is p + h q."""
     if FORM == "silu":
         e = tl.exp2(-1.4426950408889634 * tl.abs(h))
@@ -83,12 +94,14 @@ def _parts(h, FORM: tl.constexpr):
 
 @jit
 def gated_activation_kernel(
-    x,
+    gates,
+    ups,
     bias,
     y,
     num_rows,
     num_vectors,
-    x_pitch,
+    gate_pitch,
+    up_pitch,
     HAS_BIAS: tl.constexpr,
     FORM: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -96,16 +109,17 @@ def gated_activation_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of y. Its row length and the pitch of x count vectors of VECTOR elements: both are aligned."""
+    """One tile of y. Its row length and the pitches count vectors of VECTOR elements: all are aligned."""
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    gates = x + rows[:, None] * x_pitch * VECTOR + cols[None, :]
+    gates += rows[:, None] * gate_pitch * VECTOR + cols[None, :]
+    ups += rows[:, None] * up_pitch * VECTOR + cols[None, :]
     gate = tl.load(gates, mask=mask, other=0.0).to(COMPUTE)
-    up = tl.load(gates + num_cols, mask=mask, other=0.0).to(COMPUTE)
+    up = tl.load(ups, mask=mask, other=0.0).to(COMPUTE)
     if HAS_BIAS:
         gate += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
         up += tl.load(bias + num_cols + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
@@ -116,15 +130,19 @@ def gated_activation_kernel(
 @jit
 def gated_activation_backward_kernel(
     grad,
-    x,
+    gates,
+    ups,
     bias,
-    dx,
+    dgates,
+    dups,
     partials,
     num_rows,
     rows_per_strip,
     num_vectors,
     grad_pitch,
-    x_pitch,
+    gate_pitch,
+    up_pitch,
+    JOINED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FORM: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -132,7 +150,10 @@ def gated_activation_backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """dx of one strip of rows and one block of columns of both halves, and their sums in `partials`."""
+    """Both gradients of one strip of rows and one block of columns, and their sums in `partials`.
+
+    JOINED: gate and up, and so their gradients, are the halves of one tensor.
+    """
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -149,18 +170,20 @@ def gated_activation_backward_kernel(
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & inside[None, :]
-        gates = x + rows[:, None] * x_pitch * VECTOR + cols[None, :]
         g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
-        gate = tl.load(gates, mask=mask, other=0.0)
-        up = tl.load(gates + num_cols, mask=mask, other=0.0)
+        gate_at = rows[:, None] * gate_pitch * VECTOR + cols[None, :]
+        # one set of offsets for both halves of a tensor: the exact GELU has no registers to spare
+        up_at = gate_at if JOINED else rows[:, None] * up_pitch * VECTOR + cols[None, :]
+        gate = tl.load(gates + gate_at, mask=mask, other=0.0)
+        up = tl.load(ups + up_at, mask=mask, other=0.0)
         g = g.to(COMPUTE)
         gate = gate.to(COMPUTE) + gate_bias[None, :]
-        p, q = _parts(gate, FORM)
+        p, q = _factors(gate, FORM)
         dgate = g * ((up.to(COMPUTE) + up_bias[None, :]) * (p + gate * q))
         dup = g * (gate * p)
-        out = dx + rows[:, None] * (2 * num_vectors) * VECTOR + cols[None, :]
-        tl.store(out, dgate, mask=mask)
-        tl.store(out + num_cols, dup, mask=mask)
+        out = rows[:, None] * ((2 if JOINED else 1) * num_vectors) * VECTOR + cols[None, :]
+        tl.store(dgates + out, dgate, mask=mask)
+        tl.store(dups + out, dup, mask=mask)
         gate_total += dgate
         up_total += dup
     if HAS_BIAS:
@@ -171,95 +194,60 @@ def gated_activation_backward_kernel(
 
 def backward_block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N) of the backward: three tensors come in, so half the rows keep as much in flight."""
-    block_m, block_n = block_shape(num_cols, itemsize)
+    block_m, block_n = rows.block_shape(num_cols, itemsize)
     return block_m // 2, block_n
 
 
-def _constants(x: Tensor, bias: Tensor | None, activation: str, blocks: tuple[int, int]) -> dict:
-    return {
-        "HAS_BIAS": bias is not None,
-        "FORM": activation,
-        "COMPUTE": tl.float64 if x.dtype == torch.float64 else tl.float32,
-        "BLOCK_M": blocks[0],
-        "BLOCK_N": blocks[1],
-        "num_warps": NUM_WARPS,
-    }
+def _shape(x: Tensor, up: Tensor | None) -> tuple[int, ...]:
+    """The shape of y."""
+    return tuple(x.shape) if up is not None else (*x.shape[:-1], x.shape[-1] // 2)
 
 
-def launch(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    y = torch.empty(_half_shape(x), dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return y
-    rows = as_rows(x)
-    bias = None if bias is None else bias.contiguous()
-    num_rows, num_cols = rows.shape[0], y.shape[-1]
-    block_m, block_n = block_shape(num_cols, x.element_size())
-    vector = vector_width(rows[:, :num_cols])
-    with torch.cuda.device_of(x):
-        gated_activation_kernel[(cdiv(num_rows, block_m) * cdiv(num_cols, block_n),)](
-            rows,
-            bias,
-            y,
-            num_rows,
-            num_cols // vector,
-            rows.stride(0) // vector,
-            VECTOR=vector,
-            **_constants(x, bias, activation, (block_m, block_n)),
-        )
+def launch(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None) -> Tensor:
+    y = torch.empty(_shape(x, up), dtype=x.dtype, device=x.device)
+    if x.numel():
+        bias = None if bias is None else bias.contiguous()
+        constants = {"HAS_BIAS": bias is not None, "FORM": activation}
+        rows.launch(gated_activation_kernel, _parts(x, up), (bias, y), **constants)
     return y
 
 
-def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = x.new_empty(0 if bias is None else x.shape[-1])
+    dup = torch.empty(0 if up is None else x.shape, dtype=x.dtype, device=x.device)
+    dbias = x.new_empty(0 if bias is None else bias.numel())
     if x.numel() == 0:
-        return dx, dbias.zero_()
-    x_rows, grad_rows = as_rows(x), as_rows(grad)
+        return dx, dup, dbias.zero_()
     bias = None if bias is None else bias.contiguous()
-    num_rows, num_cols = grad_rows.shape
-    block_m, block_n = backward_block_shape(num_cols, x.element_size())
-    vector = vector_width(grad_rows, x_rows)
-    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, block_m, block_n)
-    partials = None
-    if bias is not None:
-        partials = torch.empty((num_strips, 2 * num_cols), dtype=compute_dtype(x.dtype), device=x.device)
-    with torch.cuda.device_of(x):
-        gated_activation_backward_kernel[(num_strips * cdiv(num_cols, block_n),)](
-            grad_rows,
-            x_rows,
-            bias,
-            dx,
-            partials,
-            num_rows,
-            rows_per_strip,
-            num_cols // vector,
-            grad_rows.stride(0) // vector,
-            x_rows.stride(0) // vector,
-            VECTOR=vector,
-            **_constants(x, bias, activation, (block_m, block_n)),
-        )
-        if partials is not None:
-            sum_strips(partials, dbias)
-    return dx, dbias
-
-
-def _half_shape(x: Tensor) -> tuple[int, ...]:
-    return (*x.shape[:-1], x.shape[-1] // 2)
+    rows.launch_with_sums(
+        gated_activation_backward_kernel,
+        (grad, *_parts(x, up)),
+        (bias, *(dx.chunk(2, -1) if up is None else (dx, dup))),
+        None if bias is None else dbias,
+        blocks=backward_block_shape,
+        JOINED=up is None,
+        HAS_BIAS=bias is not None,
+        FORM=activation,
+    )
+    return dx, dup, dbias
 
 
 _FLOPS_PER_ELEMENT = {"silu": (8, 17), "gelu_tanh": (11, 22), "gelu": (18, 28)}
 
 
-def _flops(x: Tensor, bias: Tensor | None, activation: str) -> int:
-    return math.prod(_half_shape(x)) * _FLOPS_PER_ELEMENT[activation][0]
+def _flops(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None) -> int:
+    return math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[activation][0]
 
 
-def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str) -> int:
-    return math.prod(_half_shape(x)) * _FLOPS_PER_ELEMENT[activation][1]
+def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, *up: Tensor | None) -> int:
+    return math.prod(grad.shape) * _FLOPS_PER_ELEMENT[activation][1]
 
 
 _gated_activation_backward = register(
-    "gated_activation_backward(Tensor grad, Tensor x, Tensor? bias, str activation) -> (Tensor, Tensor)",
+    "gated_activation_backward(Tensor grad, Tensor x, Tensor? bias, str activation, Tensor? up=None)"
+    " -> (Tensor, Tensor, Tensor)",
     reference=reference_backward,
     triton=launch_backward,
     flops=_flops_backward,
@@ -267,19 +255,19 @@ _gated_activation_backward = register(
 
 
 def _setup(ctx, inputs, output) -> None:
-    x, bias, ctx.activation = inputs
-    ctx.save_for_backward(x, bias)
+    x, bias, ctx.activation, up = inputs
+    ctx.save_for_backward(x, bias, up)
 
 
 def _backward(ctx, grad: Tensor):
-    x, bias = ctx.saved_tensors
+    x, bias, up = ctx.saved_tensors
     with region(f"fastmp.{_FUNCTION[ctx.activation]}_backward"):
-        dx, dbias = _gated_activation_backward(grad, x, bias, ctx.activation)
-    return dx, (None if bias is None else dbias), None
+        dx, dup, dbias = _gated_activation_backward(grad, x, bias, ctx.activation, up)
+    return dx, (None if bias is None else dbias), None, (None if up is None else dup)
 
 
 _gated_activation = register(
-    "gated_activation(Tensor x, Tensor? bias, str activation) -> Tensor",
+    "gated_activation(Tensor x, Tensor? bias, str activation, Tensor? up=None) -> Tensor",
     reference=reference,
     triton=launch,
     flops=_flops,
@@ -287,32 +275,30 @@ _gated_activation = register(
 )
 
 
-def _gated(x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    name = _FUNCTION[activation]
-    x, bias = autocast(x, bias)
-    if x.dtype not in _DTYPES:
-        raise ValueError(f"{name}: x must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    if x.dim() == 0 or x.shape[-1] % 2:
-        raise ValueError(f"{name}: x must end in a dimension of even size, got shape {tuple(x.shape)}")
-    if bias is not None:
-        if bias.shape != x.shape[-1:]:
-            shapes = f"bias of shape {tuple(bias.shape)} does not fit x of shape {tuple(x.shape)}"
-            raise ValueError(f"{name}: {shapes}")
-        if bias.dtype != x.dtype:
-            raise ValueError(f"{name}: x is {x.dtype} but bias is {bias.dtype}")
-        if bias.device != x.device:
-            raise ValueError(f"{name}: x is on {x.device} but bias is on {bias.device}")
-    return _gated_activation(x, bias, activation)
+def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
+    op = _FUNCTION[activation]
+    x, up, bias = autocast(x, up, bias)
+    name = "x" if up is None else "gate"
+    checks.floating(op, name, x)
+    even = up is not None or x.shape[-1] % 2 == 0
+    checks.require(even, "{}: x must end in a dimension of even size, got shape {}", op, x.shape)
+    checks.fits(op, x.shape, to=(name, x), up=up)
+    columns = x.shape[-1] if up is None else 2 * x.shape[-1]
+    checks.fits(op, (columns,), to=(name, x), bias=bias)
+    checks.like(op, **{name: x}, up=up, bias=bias)
+    return _gated_activation(x, bias, activation, up)
 
 
 @traced("fastmp.swiglu")
-def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """silu(gate) * up on the halves of x + bias, fused; differentiable once. Under autocast, in its dtype.
+def swiglu(x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, fused; differentiable once. Under autocast, in its dtype.
 
     Args:
         x: (..., 2F) = [gate | up], float64, float32, bfloat16 or float16, any strides (last stride 1 avoids
-            a copy).
-        bias: (2F,) of the same dtype and device, or None.
+            a copy). With `up`, the gate alone (..., F).
+        up: of the shape, dtype and device of the gate, where the two are tensors of their own, as two
+            products make them.
+        bias: (2F,) of the same dtype and device, added to [gate | up] first, or None.
 
     Returns:
         A new contiguous tensor (..., F) of x's dtype. Arithmetic is in float32 (float64 for float64 inputs)
@@ -323,21 +309,22 @@ def swiglu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _gated(x, bias, "silu")
+    return _gated(x, up, bias, "silu")
 
 
 @traced("fastmp.geglu")
-def geglu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "tanh") -> Tensor:
-    """gelu(gate) * up on the halves of x + bias, fused; differentiable once. Under autocast, in its dtype.
+def geglu(
+    x: Tensor, up: Tensor | None = None, *, bias: Tensor | None = None, approximate: str = "tanh"
+) -> Tensor:
+    """gelu(gate) * up, fused; differentiable once. Under autocast, in its dtype.
 
     Args:
-        x, bias: as for `swiglu`.
+        x, up, bias: as for `swiglu`.
         approximate: "tanh" or "none" (the exact form with erf).
 
     Returns, raises: as `swiglu`; ValueError also where `approximate` is neither of the two.
 
     Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    if approximate not in ("tanh", "none"):
-        raise ValueError(f"geglu: approximate must be 'tanh' or 'none', got {approximate!r}")
-    return _gated(x, bias, "gelu_tanh" if approximate == "tanh" else "gelu")
+    checks.one_of("geglu", "approximate", approximate, ("tanh", "none"))
+    return _gated(x, up, bias, "gelu_tanh" if approximate == "tanh" else "gelu")

@@ -7,11 +7,15 @@ row of fp32 partial sums, and `sum_strips` adds those rows in order: no atomics,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.registry import compute_dtype
 
 NUM_WARPS = 4
 _NUM_PROGRAMS = 1024
@@ -81,3 +85,94 @@ def sum_strips(partials: Tensor, sums: Tensor) -> None:
         sum_strips_kernel[(cdiv(num_cols, 32),)](
             partials, sums, num_strips, num_cols, BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS
         )
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Tensors as rows, and the tiles that a kernel cuts them into."""
+
+    rows: list[Tensor]
+    vector: int
+    block_m: int
+    block_n: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], blocks: Callable | None) -> _Tiles:
+        rows = [as_rows(t) for t in tensors]
+        return cls(
+            rows, vector_width(*rows), *(blocks or block_shape)(rows[0].shape[1], rows[0].element_size())
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Vectors in a row, then from row to row of each tensor."""
+        return self.rows[0].shape[1] // self.vector, *(t.stride(0) // self.vector for t in self.rows)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {
+            "COMPUTE": tl.float64 if self.rows[0].dtype == torch.float64 else tl.float32,
+            "VECTOR": self.vector,
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "num_warps": NUM_WARPS,
+        }
+
+
+def launch(
+    kernel: Any,
+    tensors: Sequence[Tensor],
+    others: Sequence[Tensor | None],
+    numbers: Sequence[int] = (),
+    *,
+    blocks: Callable[[int, int], tuple[int, int]] | None = None,
+    **constants: Any,
+) -> None:
+    """Launch `kernel` with one program for each tile of BLOCK_M rows and BLOCK_N columns.
+
+    Its parameters are the tensors, the others, num_rows, num_vectors, the pitch of each tensor, and the
+    numbers. num_vectors and pitches count vectors of VECTOR elements, which proves their alignment to the
+    compiler.
+
+    Args:
+        tensors: (..., N), not empty, read as rows; the first has the widest dtype.
+        others: passed as they are: what is not read as rows, what is written.
+        blocks: (BLOCK_M, BLOCK_N) for N columns of elements of so many bytes; default `block_shape`.
+        constants: further `tl.constexpr` parameters.
+    """
+    tiles = _Tiles.of(tensors, blocks)
+    num_rows, num_cols = tiles.rows[0].shape
+    grid = (cdiv(num_rows, tiles.block_m) * cdiv(num_cols, tiles.block_n),)
+    with torch.cuda.device_of(tensors[0]):
+        kernel[grid](*tiles.rows, *others, num_rows, *tiles.sizes, *numbers, **tiles.constants, **constants)
+
+
+def launch_with_sums(
+    kernel: Any,
+    tensors: Sequence[Tensor],
+    others: Sequence[Tensor | None],
+    sums: Tensor | None,
+    numbers: Sequence[int] = (),
+    *,
+    blocks: Callable[[int, int], tuple[int, int]] | None = None,
+    **constants: Any,
+) -> None:
+    """Launch `kernel` with one program for each strip of rows and block of columns, and add up column sums.
+
+    Its parameters are those of `launch`, with `partials` after the others and rows_per_strip after num_rows.
+    `partials` has a row of sums in fp32 (fp64) for each strip; `sums` gets their sum. Both may be None.
+    """
+    tiles = _Tiles.of(tensors, blocks)
+    num_rows, num_cols = tiles.rows[0].shape
+    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, tiles.block_m, tiles.block_n)
+    grid = (num_strips * cdiv(num_cols, tiles.block_n),)
+    partials = None
+    if sums is not None:
+        partials = sums.new_empty((num_strips, sums.numel()), dtype=compute_dtype(sums.dtype))
+    with torch.cuda.device_of(tensors[0]):
+        kernel[grid](
+            *tiles.rows, *others, partials, num_rows, rows_per_strip, *tiles.sizes, *numbers,
+            **tiles.constants, **constants,
+        )  # fmt: skip
+    if partials is not None:
+        sum_strips(partials, sums)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastmp.ops import activation as module
+from fastmp.ops import rows
 from fastmp.testing.ops import poisoned_memory
 
 pytestmark = pytest.mark.interpret
@@ -73,6 +74,6 @@ def test_special_values(approximate):
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_many_strips(monkeypatch):
     """More strips than one step of the second kernel takes, and a last strip cut short."""
-    monkeypatch.setattr(module, "block_shape", lambda num_cols, itemsize: (2, 16))
+    monkeypatch.setattr(rows, "block_shape", lambda num_cols, itemsize: (2, 16))
     x, grad = (_random(417, 19, dtype=torch.float32, seed=seed) for seed in (5, 6))
     _check(x, _random(19, dtype=torch.float32, seed=7), grad, "tanh")

@@ -95,7 +95,7 @@ def test_geglu_agrees_with_bias_gelu():
     x, bias, _ = _inputs((5, 24))
     for approximate in ("tanh", "none"):
         gate = bias_gelu(x[:, :12], bias[:12], approximate=approximate)
-        ours = geglu(x, bias, approximate=approximate)
+        ours = geglu(x, bias=bias, approximate=approximate)
         torch.testing.assert_close(ours, gate * (x[:, 12:] + bias[12:]), rtol=1e-13, atol=1e-13)
     assert torch.equal(geglu(x), geglu(x, approximate="tanh"))
 
@@ -105,14 +105,14 @@ def test_saves_only_its_inputs(function):
     x, bias, _ = _inputs((6, 8))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        function(x.requires_grad_(), bias.requires_grad_())
+        function(x.requires_grad_(), bias=bias.requires_grad_())
     assert {t.data_ptr() for t in saved} == {x.data_ptr(), bias.data_ptr()}
 
 
 @pytest.mark.parametrize("function", (swiglu, geglu))
 def test_second_derivative_raises(function):
     x, bias, _ = _inputs((3, 4))
-    (dx,) = torch.autograd.grad(function(x.requires_grad_(), bias).sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(function(x.requires_grad_(), bias=bias).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"gated_activation: its backward is not differentiable"):
         dx.sum().backward()
 
@@ -120,9 +120,9 @@ def test_second_derivative_raises(function):
 def test_frozen_bias_and_frozen_input():
     x, bias, grad = _inputs((3, 4))
     both = x.requires_grad_(), bias.requires_grad_()
-    expected = torch.autograd.grad(swiglu(*both), both, grad)
-    (dx,) = torch.autograd.grad(swiglu(x, bias.detach()), x, grad)
-    (dbias,) = torch.autograd.grad(swiglu(x.detach(), bias), bias, grad)
+    expected = torch.autograd.grad(swiglu(x, bias=bias), both, grad)
+    (dx,) = torch.autograd.grad(swiglu(x, bias=bias.detach()), x, grad)
+    (dbias,) = torch.autograd.grad(swiglu(x.detach(), bias=bias), bias, grad)
     assert torch.equal(dx, expected[0]) and torch.equal(dbias, expected[1])
 
 
@@ -135,12 +135,44 @@ def test_frozen_bias_and_frozen_input():
         (torch.zeros(2, 6), torch.zeros(6, device="meta"), r"x is on cpu but bias is on meta"),
         (torch.zeros(2, 6, dtype=torch.int32), None, r"got torch.int32"),
         (torch.zeros(2, 5), None, r"dimension of even size, got shape \(2, 5\)"),
-        (torch.tensor(1.0), None, r"dimension of even size, got shape \(\)"),
+        (torch.tensor(1.0), None, r"at least one dimension, got shape \(\)"),
     ],
 )
 def test_wrong_arguments(function, x, bias, message):
     with pytest.raises(ValueError, match=f"{function.__name__}: .*{message}"):
-        function(x, bias)
+        function(x, bias=bias)
+
+
+@pytest.mark.parametrize("backend", (None, "reference"))
+@pytest.mark.parametrize("activation", FORMS)
+@pytest.mark.parametrize("with_bias", (True, False))
+def test_two_tensors_give_the_same_bits_as_one(activation, with_bias, backend):
+    """gate and up in tensors of their own, also with rows apart and of different strides."""
+    x, bias, grad = _inputs((37, 130), torch.float32, with_bias)
+    gate, up = x.chunk(2, -1)
+    forward, backward = _implementations(backend)
+    y, (dx, nothing, dbias) = forward(x, bias, activation), backward(grad, x, bias, activation)
+    assert nothing.numel() == 0
+    for first, second in ((gate, up), (gate.contiguous(), up), (gate.t().contiguous().t(), up.contiguous())):
+        dgate, dup, again = backward(grad, first, bias, activation, second)
+        assert torch.equal(forward(first, bias, activation, second), y)
+        assert torch.equal(torch.cat((dgate, dup), -1), dx) and torch.equal(again, dbias)
+        assert dgate.is_contiguous() and dup.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("up", "message"),
+    [
+        (torch.zeros(2, 4), r"up of shape \(2, 4\) does not fit gate of shape \(2, 3\)"),
+        (torch.zeros(2, 3).half(), r"gate is torch.float32 but up is torch.float16"),
+        (torch.zeros(2, 3, device="meta"), r"gate is on cpu but up is on meta"),
+    ],
+)
+def test_wrong_second_tensor(up, message):
+    with pytest.raises(ValueError, match=f"swiglu: {message}"):
+        swiglu(torch.zeros(2, 3), up)
+    with pytest.raises(ValueError, match=r"swiglu: bias of shape \(3,\) does not fit gate"):
+        swiglu(torch.zeros(2, 3), torch.zeros(2, 3), bias=torch.zeros(3))
 
 
 def test_unknown_form():
@@ -156,7 +188,7 @@ def test_cost_formulas():
     assert backward.traffic(grad, x, None, "silu") == 2 * 5 * 24
     assert backward.traffic(grad, x, bias, "silu") == 2 * (5 * 24 + 2 * 8)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        swiglu(x, bias)
+        swiglu(x, bias=bias)
     assert counter.get_total_flops() == 8 * 24
 
 

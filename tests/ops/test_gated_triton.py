@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastmp.ops import gated as module
+from fastmp.ops import rows
 from fastmp.testing.ops import poisoned_memory
 
 pytestmark = [
@@ -76,6 +77,6 @@ def test_special_values(activation):
 
 def test_many_strips(monkeypatch):
     """More strips than one step of the second kernel takes, and a last strip cut short."""
-    monkeypatch.setattr(module, "block_shape", lambda num_cols, itemsize: (4, 16))
+    monkeypatch.setattr(rows, "block_shape", lambda num_cols, itemsize: (4, 16))
     x, grad = _random(289, 38, dtype=torch.float32, seed=5), _random(289, 19, dtype=torch.float32, seed=6)
     _check(x, _random(38, dtype=torch.float32, seed=7), grad, "gelu_tanh")

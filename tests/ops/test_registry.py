@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.ops import backends
+from fastmp.ops import backends, bias_gelu
 from fastmp.ops.registry import OPS, can_read_values
 from fastmp.testing.ops import check_op, poisoned_memory, relative_error, run, samples
 
@@ -107,6 +108,42 @@ def test_a_mutating_op_bumps_the_version_of_what_it_writes(op):
     before = [argument._version for argument in written]
     OPS[op].overload(*arguments)
     assert written and all(argument._version > v for argument, v in zip(written, before, strict=True))
+
+
+def test_the_raw_op_is_differentiable_too():
+    x, bias = torch.randn(3, 4).requires_grad_(), torch.randn(4).requires_grad_()
+    calls = bias_gelu, lambda x, bias: torch.ops.fastmp.bias_gelu(x, bias, "tanh")
+    ours, raw = (torch.autograd.grad(call(x, bias).sum(), (x, bias)) for call in calls)
+    assert all(torch.equal(a, b) for a, b in zip(ours, raw, strict=True))
+    values = x.detach(), bias.detach()
+    ours, raw = (torch.func.grad(lambda *v: call(*v).sum(), (0, 1))(*values) for call in calls)  # noqa: B023
+    assert all(torch.equal(a, b) for a, b in zip(ours, raw, strict=True))
+
+
+def test_what_has_no_derivative_says_so():
+    """Neither no gradient nor one of the reference's steps, and never without a word."""
+    logits = torch.randn(4, 8).requires_grad_()
+    stats = torch.ops.fastmp.cross_entropy_stats(logits * 1, torch.zeros(4, dtype=torch.int64), 0, 8, False)
+    with pytest.raises(RuntimeError, match="cross_entropy_stats: this op has no derivative"):
+        stats.sum().backward()
+    total, grad = torch.zeros(2, 3), torch.ones(5, 2).requires_grad_()
+    with pytest.raises(RuntimeError, match="accumulate_weight_grad_ writes into its arguments"):
+        torch.ops.fastmp.accumulate_weight_grad_(total, grad, torch.ones(5, 3))
+    x = torch.randn(3).requires_grad_()
+    with pytest.raises(RuntimeError, match="bias_gelu: its backward is not differentiable"):
+        torch.func.grad(lambda x: torch.func.grad(lambda x: bias_gelu(x).sum())(x).sum())(x.detach())
+
+
+def test_checkpoints_and_hooks_of_saved_tensors():
+    x, bias = torch.randn(3, 4).requires_grad_(), torch.randn(4).requires_grad_()
+    plain = torch.autograd.grad(bias_gelu(x, bias).sum(), (x, bias))
+    again = torch.utils.checkpoint.checkpoint(bias_gelu, x, bias, use_reentrant=False)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.numpy(force=True), torch.from_numpy):
+        moved = bias_gelu(x, bias)
+    for y in (again, moved):
+        assert all(
+            torch.equal(a, b) for a, b in zip(torch.autograd.grad(y.sum(), (x, bias)), plain, strict=True)
+        )
 
 
 def test_cost_formulas():
