@@ -1,4 +1,4 @@
-"""What a `GraphManager` needs of a backend: something that captures work and replays it."""
+"""The interface of a backend, which captures work for a `GraphManager` and replays it."""
 
 from __future__ import annotations
 

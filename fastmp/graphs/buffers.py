@@ -1,14 +1,14 @@
-"""What an order of steps asks of CUDA graphs: which, and over which static buffers. Standard library only.
+"""Plans which graphs an order of steps needs, and which static buffer each reads. Standard library only.
 
 A chunk is a list of captured runs with eager code between them. A step runs the graphs of its chunk's runs,
-forwards in order, backwards in reverse. A graph knows addresses only, so what it reads stays untouched until
-the last graph that needs it has run: the inputs of a forward until its backward (until the backward of its
-weights where those are split), the gradients it receives until the same. Each such hold is a lease of a
-buffer; a buffer that nobody holds goes to the next one who asks for its shape and dtype. So memory follows
-what is in flight, not the number of microbatches.
+forwards in order, backwards in reverse. A graph knows addresses only, so a buffer stays untouched until the
+last graph that reads it has run. The inputs of a forward are held until its backward, or until the backward
+of its weights where backwards are split; so are the gradients that a backward receives. Each such hold is a
+lease. A buffer that nobody holds goes to the next lease of its shape and dtype, so memory follows what is in
+flight, not the number of microbatches.
 
-Where nothing is in flight, what follows may be what came before with other microbatches: then it is replayed,
-not captured again.
+The steps between two times when nothing is in flight are a round. A round that repeats an earlier one with
+other microbatches replays its graphs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ITEMSIZES = {
 
 
 class TensorSpec(NamedTuple):
-    """A tensor by shape and dtype ("bfloat16"): a buffer holds one after the other of the same spec.
+    """The shape and dtype ("bfloat16") of a tensor; a buffer holds tensors of one spec in turn.
 
-    strides: of one that is dense, but not in the order of its dimensions; None: contiguous.
+    strides: for a tensor that is dense in another order of dimensions; None: it is contiguous.
     """
 
     shape: tuple[int, ...]
@@ -48,9 +48,9 @@ class TensorSpec(NamedTuple):
 
 
 class RunSpec(NamedTuple):
-    """A captured run: what it takes, and the outputs that receive gradients, which have their specs.
+    """The inputs of a captured run, and the gradients of its outputs, by their specs.
 
-    gradients: None where it has no backward, as layers that are frozen.
+    gradients: None where the run has no backward, because its layers are frozen.
     """
 
     name: str
@@ -59,9 +59,10 @@ class RunSpec(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """One graph at work: run `run` of a step. `buffers` are inputs in a forward, gradients in a backward.
+    """One replay of a graph: run number `run` of a step.
 
-    `graph` is the number of the graph; its first replay in the order is where it is captured.
+    buffers: those of the inputs in a forward, of the gradients in a backward.
+    graph: the number of the graph. Where the order has it first, it is captured.
     """
 
     step: Step
@@ -71,7 +72,7 @@ class Replay(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Replays `first` to `last`, both included, need what is in the buffer."""
+    """A hold of a buffer from replay `first` to replay `last`, both included."""
 
     buffer: int
     first: int
@@ -80,13 +81,16 @@ class Lease(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """The replays of one training step of a rank, in order, and the buffers that they share."""
+    """The replays of one training step of a rank, in order, and the buffers that they share.
+
+    ends: how many replays are over each time that nothing is in flight.
+    """
 
     chunks: tuple[tuple[RunSpec, ...], ...]
     buffers: tuple[TensorSpec, ...]
     replays: tuple[Replay, ...]
     leases: tuple[Lease, ...]
-    ends: tuple[int, ...]  # how many replays are over each time that nothing is in flight
+    ends: tuple[int, ...]
 
     @property
     def num_graphs(self) -> int:
@@ -94,27 +98,28 @@ class BufferPlan:
 
     @property
     def nbytes(self) -> int:
-        """Of the static buffers; what graphs hold inside is known when they are captured."""
+        """The bytes of the static buffers; those inside graphs are known only when these are captured."""
         return sum(spec.nbytes for spec in self.buffers)
 
     def rounds(self) -> Iterator[range]:
-        """The replays, cut wherever nothing is in flight. Two rounds have all graphs in common, or none."""
+        """The replays of each round. Two rounds have all graphs in common, or none."""
         for start, end in pairwise((0, *self.ends)):
             if start < end:
                 yield range(start, end)
 
     def inputs(self, spec: TensorSpec | None = None) -> int:
-        """How many buffers hold inputs of forwards, of all specs or of one."""
+        """How many buffers hold inputs of forwards; with `spec`, how many of that spec."""
         held = {buffer for replay in self.replays if replay.step.kind == FORWARD for buffer in replay.buffers}
         return sum(spec is None or self.buffers[buffer] == spec for buffer in held)
 
 
 def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> BufferPlan:
-    """Graphs and buffers for the steps of one rank; `chunks` has the captured runs of each of its chunks.
+    """Plan the graphs and buffers of one rank; `chunks` has the captured runs of each of its chunks.
 
-    With R runs a chunk whose inputs are alike, the forwards' inputs are peak in flight x R buffers for each
-    input: min(warm-up + 1, num_microbatches x vpp) x R under 1F1B. There are 2 graphs for each run where a
-    forward is followed by its backward, 2 x num_microbatches where they overlap; 3 where backwards are split.
+    With R runs a chunk whose inputs are alike, each input of a forward takes R buffers for each microbatch in
+    flight: min(warm-up + 1, num_microbatches x vpp) x R under 1F1B. A run has 2 graphs where each forward is
+    followed by its backward, 2 x num_microbatches where microbatches overlap; 3 in place of 2 where backwards
+    are split.
 
     ValueError naming the step where a backward has no forward, or one is left without, and for a chunk that
     `chunks` does not have.
@@ -149,7 +154,7 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> 
 
 
 def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
-    """The order cut wherever nothing is in flight; ValueError naming a step that cannot be there."""
+    """Cut the order wherever nothing is in flight. ValueError naming a step that cannot be there."""
     in_flight: dict[tuple[int, int], str] = {}  # the last step of it
     before = {BACKWARD: FORWARD, BACKWARD_INPUT: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}
     done: set[tuple[int, int]] = set()
@@ -157,7 +162,9 @@ def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
     for i, step in enumerate(steps):
         key = (step.microbatch, step.chunk)
         if not 0 <= step.chunk < num_chunks:
-            raise ValueError(f"graphs: step {i}, {step}, is of a chunk that is not there; {num_chunks} are")
+            raise ValueError(
+                f"graphs: step {i}, {step}, is of a chunk that does not exist; the plan has {num_chunks}"
+            )
         if step.kind == FORWARD and (key in in_flight or key in done):
             raise ValueError(f"graphs: step {i}, {step}, is there twice")
         if step.kind not in KINDS:
@@ -178,15 +185,15 @@ def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
 
 
 def _renumbered(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps with microbatches numbered as they come: equal for rounds that can share graphs."""
+    """Number the microbatches as they come: rounds that can share graphs become equal."""
     numbers: dict[int, int] = {}
     return tuple(s._replace(microbatch=numbers.setdefault(s.microbatch, len(numbers))) for s in steps)
 
 
 class _Pool:
-    """Buffers by number. Those of inputs and of gradients are apart: few are needed of the latter.
+    """Hands out buffers by number. Buffers of inputs and of gradients are kept apart.
 
-    Who asks gets the first that is free, so that equal rounds get equal buffers.
+    The first free one is handed out, so that equal rounds get equal buffers.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong with graphs."""
+"""The errors of graphs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ __all__ = ["CaptureError", "GraphError"]
 
 
 class GraphError(RuntimeError):
-    """What runs is not what was planned or captured; the message says what differs."""
+    """A step does something else than was planned or captured; the message says what differs."""
 
 
 class CaptureError(RuntimeError):
-    """Something that a graph cannot hold; the message names it and the line that called it."""
+    """A graph cannot hold a piece of work; the message names it and the line that called it."""

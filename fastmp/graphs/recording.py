@@ -1,11 +1,11 @@
-"""Graphs on a CPU: the ops of a capture, done again on the same memory at every replay.
+"""Graphs on a CPU: a replay does the ops of a capture again, on the same memory.
 
-What CUDA does for kernels, this does for torch ops, with the same rules, so that whoever captures and replays
-can be held to them anywhere. A captured op keeps addresses, not tensors. What it makes lies in a block of the
-pool, which is free as soon as nobody holds the tensor, also while other graphs are captured: a result that is
-read after that is another's, as it would be on a GPU. Nothing of Python runs at replay.
+This does for torch ops what CUDA does for kernels, by the same rules, so that mistakes with graphs show on
+any machine. A captured op keeps addresses, not tensors. Its results lie in blocks of the pool. A block is
+free as soon as nobody holds its tensor, also while other graphs are captured; who reads it later reads
+another's result, as on a GPU. No Python of the model runs at replay.
 
-Random ops draw at replay from the stream that they drew from at capture, and go on where it stands. One that
+At replay a random op draws from the same stream as at capture, and goes on where that stands. An op that
 started where one of the forward had started is a recomputation, and starts there again.
 """
 
@@ -37,7 +37,7 @@ _HIDDEN = (str(Path(torch.__file__).parent), __file__)  # frames that an error d
 
 
 class _Block:
-    """Memory of the pool, and the way to know when the tensor in it is gone."""
+    """Memory of the pool that tells when the tensor in it is gone."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -45,17 +45,17 @@ class _Block:
         self.address = self.memory.data_ptr()
 
     def lend(self, give_back: Callable[[], None]) -> torch.UntypedStorage:
-        """A storage on the memory; `give_back` is called when it dies."""
+        """Make a storage on the memory; `give_back` is called when it dies."""
         holder = (ctypes.c_char * self.nbytes).from_address(self.address)
         weakref.finalize(holder, give_back)
         return torch.frombuffer(holder, dtype=torch.uint8).untyped_storage()
 
 
 class Pool:
-    """Memory that graphs share. A block goes to the next that asks for as much, once its tensor is gone.
+    """Memory that graphs share. Once the tensor in a block is gone, the block is free for one of its size.
 
-    `nbytes` is all that was ever taken: what a step needs at once, if graphs are captured in the order in
-    which they run.
+    `nbytes`: the bytes of all blocks. If graphs are captured in the order in which they run, a step needs as
+    many at once.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Pool:
         self._free: dict[int, list[_Block]] = defaultdict(list)
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """The same tensor, its storage in the pool."""
+        """Move a tensor into the pool."""
         storage = tensor.untyped_storage()
         kept = self._take(storage.nbytes())
         _bytes(kept)[: storage.nbytes()].copy_(_bytes(storage))
@@ -96,7 +96,7 @@ class Pool:
 
 
 class _View(NamedTuple):
-    """What a tensor is besides its storage. conj, neg: whether it is to be read as conjugate, as negative."""
+    """How a tensor reads its storage. conj, neg: whether it is read as conjugate, as negative."""
 
     dtype: torch.dtype
     offset: int
@@ -107,7 +107,7 @@ class _View(NamedTuple):
 
 
 class _InPool(NamedTuple):
-    """A tensor by where it lies; nothing of it is held."""
+    """The place of a tensor, which is not held."""
 
     memory: Tensor
     view: _View
@@ -117,7 +117,7 @@ class _InPool(NamedTuple):
 
 
 class _Outside(NamedTuple):
-    """A tensor that was there before: a parameter, a static input, a gradient buffer, a constant."""
+    """A tensor from before the capture: a parameter, a static input, a gradient buffer, a constant."""
 
     held: Tensor
     address: int
@@ -127,7 +127,7 @@ class _Outside(NamedTuple):
 
 
 class _Draw(NamedTuple):
-    """A random op: its stream, and whose start it has; its own if `repeats` is None."""
+    """The stream of a random op, and where it starts: with `repeats`, where an op of the forward did."""
 
     stream: str
     own: bytes
@@ -145,11 +145,11 @@ class _Op(NamedTuple):
 class RecordedGraph:
     """`with graph.capture(): ...` does the work once and notes it; `replay()` does it again, in place.
 
-    pool: where results lie; graphs that are captured in the order in which they run may share one.
+    pool: holds the results; graphs that are captured in the order in which they run may share one.
     rng: the streams that the work draws from; None: torch's default generator only.
     forward: the graph whose backward this is; a recomputation in it draws what the forward drew.
 
-    Tensors from outside must stay where they are: their values are read anew, their addresses are not.
+    Tensors from outside must stay where they are: a replay reads them where they were at capture.
     CaptureError for what a CUDA graph cannot hold either: a value that is read on the host, a shape that
     depends on data, a generator that is not the default one.
     """
@@ -169,7 +169,7 @@ class RecordedGraph:
     @contextmanager
     def capture(self) -> Iterator[None]:
         if self._ops:
-            raise CaptureError("graph: it is captured already; capture another one")
+            raise CaptureError("graph: it is captured already; make another graph")
         with _Recorder(self):
             yield
 
@@ -205,7 +205,7 @@ class RecordedGraph:
 
 
 class RecordingBackend:
-    """For a `GraphManager`: graphs over one pool, which draw from the streams of `rng`."""
+    """Captures and replays graphs over one pool, which draw from the streams of `rng`."""
 
     runs_at_capture = True
 
@@ -220,7 +220,7 @@ class RecordingBackend:
         return nullcontext()
 
     def prepare(self) -> None:
-        """Nothing: memory of a pool is the process's own."""
+        """Do nothing: on a CPU a pool takes memory like anything else."""
 
     def graph(self, forward: RecordedGraph | None = None, watched: None = None) -> RecordedGraph:
         return RecordedGraph(self.pool, self.rng, forward)
@@ -229,7 +229,7 @@ class RecordingBackend:
         return self.pool.place(tensor.detach()).tensor().detach
 
     def reset(self) -> None:
-        """Graphs are let go with those who hold them; what is captured next has a pool of its own."""
+        """Begin another pool; graphs go when nobody holds them."""
         self.pool = Pool()
 
 
@@ -290,8 +290,10 @@ def _arguments(op: _Op) -> tuple[Any, Any]:
 
 
 def _finished(outputs: list[Any]) -> list[Any]:
-    """With work that has been waited for in place of that of a collective: what gloo does when a caller waits
-    is part of the collective, and no op of its own."""
+    """Wait for collectives among `outputs`, and put finished work in their place.
+
+    What gloo does when a caller waits is part of the collective, and no op of its own.
+    """
     works: list[Any] = [output for output in outputs if isinstance(output, torch.ScriptObject)]
     for work in works:
         work.wait()
@@ -336,7 +338,7 @@ def _reason(func: Any) -> str:
 
 
 def _where() -> str:
-    """The innermost line that is not torch's own; without one, the op was called by a backward."""
+    """The innermost line outside torch; if there is none, a backward called the op."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_HIDDEN):
             return f"at {frame.filename}:{frame.lineno}, {frame.line}"

@@ -60,7 +60,7 @@ def _plot(facts: dict[str, Any], out: str) -> None:
 
 
 def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
-    """What `fastmp.graphs` plans for each pipeline rank of a recipe that fits; sizes are in bytes.
+    """Plan the graphs of each pipeline rank of a recipe that fits; sizes are in bytes.
 
     ValueError as `fastmp.graphs.scope.captured_segments`.
     """
@@ -122,8 +122,7 @@ def _rank_facts(
 
 
 def _most_at_once(steps: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> int:
-    """Of the inputs of each shape, the most that are in flight: of chunks that are alike, those of one for
-    each microbatch in flight."""
+    """The number of inputs in flight at most, counted for each shape by itself and added up."""
     now: Counter[TensorSpec] = Counter()
     most: Counter[TensorSpec] = Counter()
     for step in steps:

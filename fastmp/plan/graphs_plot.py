@@ -1,5 +1,4 @@
-"""The picture of partial capture: the segments of some layers in the order in which they run, and the graphs
-that hold them."""
+"""Draws the segments of some layers in the order in which they run, and the graphs that hold them."""
 
 from __future__ import annotations
 
@@ -67,5 +66,5 @@ def draw(segments: Mapping[str, bool], layers: Sequence[int], out: str | Path, *
 
 
 def _count(links: Sequence[tuple[str, bool]]) -> int:
-    """Of runs of captured segments."""
+    """How many runs the captured segments make."""
     return sum(captured for captured, _ in groupby(captured for _, captured in links))

@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 def segments(shapes: Shapes) -> list[Segment]:
-    """Those of one layer."""
+    """The segments of one layer."""
     parts = _Parts(shapes)
     found = [Segment("attention", True, parts.new_hidden)]
     if shapes.model.moe is None:
@@ -64,8 +64,8 @@ def runs(shapes: Shapes, layers: range, scope: Sequence[str] | None = None) -> l
     links = [(f"{layer}.{segment.name}", segment) for layer in layers for segment in own]
     found: list[RunSpec] = []
     tensors: Tensors = (_Parts(shapes).hidden(),)
-    for captured, piece in groupby(links, lambda link: link[1].name in chosen):
-        given, run = tensors, list(piece)
+    for captured, part in groupby(links, lambda link: link[1].name in chosen):
+        given, run = tensors, list(part)
         others: Tensors = ()
         for _, segment in run:
             tensors = segment.run(*tensors)
@@ -106,7 +106,7 @@ def whole_runs(shapes: Shapes, stage: int, num_stages: int, num_layers: int) -> 
 
 
 def _eager(shapes: Shapes) -> tuple[str, ...]:
-    """What depends on what other ranks send."""
+    """The segments whose shapes depend on what other ranks send."""
     if shapes.dispatcher == "local" or (shapes.dispatcher == "sharing" and _one_sequence(shapes)):
         return ()
     return ("preprocess", *_BACK) if shapes.dispatcher == "sharing" else _BACK
@@ -119,7 +119,7 @@ def _one_sequence(shapes: Shapes) -> bool:
 
 
 class _Parts:
-    """What each segment makes of what it takes; see the segments of `fastmp.nn.moe`."""
+    """The tensors that each segment returns; see the segments of `fastmp.nn.moe`."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes, self.dtype = shapes, "float32" if shapes.itemsize == 4 else "bfloat16"
@@ -171,7 +171,7 @@ class _Parts:
     def dispatch(
         self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor, *rest: Tensor
     ) -> Tensors:
-        """As where every rank has all experts; elsewhere nobody asks for what this makes."""
+        """Returns what it would where every rank has all experts; elsewhere nobody asks."""
         if self._sharing > 1:
             probs = Tensor(row_of.spec.shape, "float32", grad=True)
         return self._rows(), offsets, probs, row_of, *rest

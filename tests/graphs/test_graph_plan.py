@@ -125,7 +125,7 @@ def test_a_buffer_that_is_reused_too_early_is_found():
         ([(BACKWARD, 0, 0)], "step 0, backward of microbatch 0 chunk 0, has no forward before it"),
         (
             [(FORWARD, 0, 1)],
-            "step 0, forward of microbatch 0 chunk 1, is of a chunk that is not there; 1 are",
+            "step 0, forward of microbatch 0 chunk 1, is of a chunk that does not exist; the plan has 1",
         ),
         ([(FORWARD, 0, 0)] * 2, "step 1, forward of microbatch 0 chunk 0, is there twice"),
         (

@@ -50,12 +50,12 @@ class Report(NamedTuple):
 
     @property
     def captured(self) -> bool:
-        """All of them."""
+        """Whether all segments can be captured."""
         return all(segment.captured for segment in self.segments)
 
     @property
     def runs(self) -> int:
-        """Of segments in a row that can be captured."""
+        """How many runs the segments that can be captured make."""
         return sum(captured for captured, _ in groupby(segment.captured for segment in self.segments))
 
     def __str__(self) -> str:
@@ -213,7 +213,7 @@ class _Watcher:
 
 
 def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
-    """With their names; not those that are part of another's layer."""
+    """The chains of a model with their names, except those inside a layer of another chain."""
     found: list[tuple[str, LayerChain]] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
@@ -236,7 +236,7 @@ def _backward(link: Link, inputs: tuple[Any, ...], outputs: Tensors) -> None:
 
 
 def _differences(first: Trace, second: Trace) -> list[Problem]:
-    """What two runs did not do alike; after an op that only one of them has, nothing compares."""
+    """List what two runs did not do alike, up to the first op that only one of them has."""
     found: list[Problem] = []
     sent, again = ([e for e in trace.events if e.op.startswith("c10d")] for trace in (first, second))
     for one, other in zip_longest(sent, again, fillvalue=_NOTHING):
@@ -275,7 +275,7 @@ def _named(layer: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _state(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """What could change in Python: where parameters and buffers lie, and the attributes of modules."""
+    """The state that Python could change: where parameters and buffers lie, and the attributes of modules."""
     state: dict[tuple[str, str], Any] = {(what, name): key(x) for what, name, x in _named(layer)}
     for path, module in layer.named_modules():
         for name, value in vars(module).items():

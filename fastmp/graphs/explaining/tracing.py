@@ -1,6 +1,6 @@
-"""Watches a part of a model run, and notes what a graph would not hold, with the line that did it.
+"""Watches a segment run, and notes what a graph would not hold, with the line that did it.
 
-The part runs as it is, on its own device, so everything is seen: all reads of values, not only the first,
+The segment runs as it is, on its own device, so everything is seen: all reads of values, not only the first,
 collectives with the other ranks, custom ops. On the meta device nothing is computed. A dispatch mode sees
 ops; a function mode sees what is no op on a CPU (`.cpu()`, `.tolist()`, printing, `torch.tensor`); what
 neither sees (`torch.from_numpy`, streams) is replaced while the trace lasts.
@@ -137,7 +137,7 @@ class Trace:
         return noted
 
     def known(self, tensor: Tensor) -> bool:
-        """Whether it is on the device: of what the host has itself, reads wait for nothing."""
+        """Whether `tensor` is on the device: reading what the host made itself waits for nothing."""
         return tensor.device.type != "cpu" or key(tensor) in self.names
 
     def op(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
