@@ -156,7 +156,7 @@ def test_a_mask_of_another_kind_is_refused(wrong):
         make()(inputs(), wrong)
 
 
-@pytest.mark.parametrize("tp", (2, 4))
+@pytest.mark.parametrize("tp", (2, pytest.param(4, marks=pytest.mark.full)))
 @pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
 def test_heads_are_divided_over_tp(tp, sequence_parallel):
     length = 8

@@ -100,21 +100,25 @@ def whole_and_cut(rank, world, layout, name, options):
 SEQUENCE, RECOMPUTE = {"sequence_parallel": True}, {"recompute": True}
 CASES = [
     ("gpt2", 2, {"cp": 2}, {}),
-    ("gpt2", 4, {"cp": 4}, RECOMPUTE),
-    ("gpt2", 4, {"cp": 2, "tp": 2}, {}),
+    pytest.param("gpt2", 4, {"cp": 4}, RECOMPUTE, marks=pytest.mark.full),
+    pytest.param("gpt2", 4, {"cp": 2, "tp": 2}, {}, marks=pytest.mark.full),
     ("gpt2", 4, {"cp": 2, "tp": 2}, SEQUENCE | RECOMPUTE),
-    ("gpt2", 4, {"cp": 2}, {}),
+    pytest.param("gpt2", 4, {"cp": 2}, {}, marks=pytest.mark.full),
     ("llama", 2, {"cp": 2}, RECOMPUTE),
-    ("llama", 4, {"cp": 4}, {}),
+    pytest.param("llama", 4, {"cp": 4}, {}, marks=pytest.mark.full),
     ("qwen3", 4, {"cp": 2, "tp": 2}, SEQUENCE),
-    ("qwen3", 4, {"cp": 2, "tp": 2}, RECOMPUTE | {"shard_recompute_input": True}),
-    ("moe", 2, {"cp": 2}, {}),
+    pytest.param(
+        "qwen3", 4, {"cp": 2, "tp": 2}, RECOMPUTE | {"shard_recompute_input": True}, marks=pytest.mark.full
+    ),
+    pytest.param("moe", 2, {"cp": 2}, {}, marks=pytest.mark.full),
     ("moe", 2, {"cp": 2, "ep": 2}, RECOMPUTE),
     ("moe", 4, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}, SEQUENCE),
-    ("moe", 4, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}, {}),
-    ("moe", 4, {"cp": 2, "ep": 2}, {}),
-    ("moe", 8, {"cp": 8, "ep": 8}, RECOMPUTE),
-    ("moe", 8, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}, SEQUENCE | RECOMPUTE),
+    pytest.param("moe", 4, {"cp": 2, "tp": 2, "ep": 2, "etp": 2}, {}, marks=pytest.mark.full),
+    pytest.param("moe", 4, {"cp": 2, "ep": 2}, {}, marks=pytest.mark.full),
+    pytest.param("moe", 8, {"cp": 8, "ep": 8}, RECOMPUTE, marks=pytest.mark.full),
+    pytest.param(
+        "moe", 8, {"cp": 2, "tp": 2, "ep": 4, "etp": 1}, SEQUENCE | RECOMPUTE, marks=pytest.mark.full
+    ),
 ]
 
 

@@ -15,8 +15,14 @@ from fastmp.testing import run_ranks
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=("f64", "f32"))
-@pytest.mark.parametrize("tp, sequence_parallel", ((1, False), (2, False), (2, True), (4, False)))
+CASES = [(tp, sp, dtype) for tp, sp in ((1, False), (2, False), (2, True), (4, False)) for dtype in TOLERANCE]
+QUICK = [(1, False, torch.float64), (1, False, torch.float32), (2, True, torch.float64)]
+
+
+@pytest.mark.parametrize(
+    "tp, sequence_parallel, dtype",
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
+)
 def test_the_reference_bundle(tp, sequence_parallel, dtype):
     reference = load_bundle()
     tolerance = TOLERANCE[dtype]
@@ -33,7 +39,7 @@ def test_the_bundle_is_small_and_says_where_it_is_from():
     assert BUNDLE.stat().st_size < 4 << 20
 
 
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
 def test_a_live_gpt2(tp):
     """Other weights than the bundle's, from the `transformers` that is installed."""
     pytest.importorskip("transformers", reason="transformers is not installed: the bundle stands for it")

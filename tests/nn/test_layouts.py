@@ -145,7 +145,7 @@ def first_part(kind: str, world: int, rest: bool = False) -> list[Layout]:
     return layouts[rest::2] if world == 8 else [] if rest else layouts
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.full) for world in WORLDS[1:])])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layout_has_the_numbers_of_one_rank(kind, world):
     run_layouts(kind, world, first_part(kind, world))

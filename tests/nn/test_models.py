@@ -122,7 +122,9 @@ def test_the_model_of_a_recipe_can_be_made(path):
 
 
 @pytest.mark.parametrize("base", (SMALL, QWEN, EXPERTS), ids=("gpt", "qwen", "experts"))
-@pytest.mark.parametrize("kv_heads, ffn, seq_len", ((None, None, 16), (4, 96, 20)))
+@pytest.mark.parametrize(
+    "kv_heads, ffn, seq_len", ((4, 96, 20), pytest.param(None, None, 16, marks=pytest.mark.full))
+)
 def test_flops_are_what_torch_counts(kv_heads, ffn, seq_len, base):
     """The counter has no formula for the CPU's fused attention, so attention runs as two products here."""
     config = replace(base, num_kv_heads=kv_heads, ffn_hidden_size=ffn, vocab_size=256)

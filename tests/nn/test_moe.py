@@ -341,8 +341,8 @@ def test_a_capacity_of_less_than_one_token_is_refused():
 
 
 def test_an_unknown_way_to_draw_weights_is_refused():
-    with pytest.raises(ValueError, match='GroupedExperts: init is "full" or "sharded", not \'zeros\''):
-        make_moe(plain_moe(), init="zeros")
+    with pytest.raises(ValueError, match='Placement: init is "full" or "sharded", got \'other\''):
+        Placement(init="other")
 
 
 def test_defaults_are_a_small_mixture():

@@ -39,16 +39,16 @@ LAYOUTS = [
     (2, {"tp": 2}),
     (2, {"tp": 2, "ep": 2, "etp": 1}),
     (2, {"etp": 2}),
-    (2, {"cp": 2}),
-    (4, {"ep": 2}),
-    (4, {"tp": 2, "ep": 2}),
+    pytest.param(2, {"cp": 2}, marks=pytest.mark.full),
+    pytest.param(4, {"ep": 2}, marks=pytest.mark.full),
+    pytest.param(4, {"tp": 2, "ep": 2}, marks=pytest.mark.full),
     (4, {"tp": 2, "ep": 2, "etp": 1}),
     (4, {"tp": 4, "ep": 2, "etp": 2, "order": "ep-dp-cp-tp-pp"}),
-    (8, {"cp": 8, "ep": 8}),
-    (8, {"tp": 2, "cp": 2, "ep": 4, "etp": 1}),
-    (8, {"tp": 2, "ep": 2, "etp": 2}),
-    (8, {"ep": 2, "etp": 4}),
-    (8, {"tp": 2, "pp": 2, "ep": 4, "etp": 1}),
+    pytest.param(8, {"cp": 8, "ep": 8}, marks=pytest.mark.full),
+    pytest.param(8, {"tp": 2, "cp": 2, "ep": 4, "etp": 1}, marks=pytest.mark.full),
+    pytest.param(8, {"tp": 2, "ep": 2, "etp": 2}, marks=pytest.mark.full),
+    pytest.param(8, {"ep": 2, "etp": 4}, marks=pytest.mark.full),
+    pytest.param(8, {"tp": 2, "pp": 2, "ep": 4, "etp": 1}, marks=pytest.mark.full),
 ]
 
 
@@ -175,8 +175,16 @@ def forced_case(rank, world, layout, dispatcher, examples):
     return drawn
 
 
-@pytest.mark.parametrize("dispatcher", ("alltoall", "allgather"))
-@pytest.mark.parametrize(("world", "layout"), [(2, {"ep": 2}), (4, {"ep": 2, "etp": 2})], ids=layout_id)
+@pytest.mark.parametrize(
+    ("world", "layout", "dispatcher"),
+    [
+        (2, {"ep": 2}, "alltoall"),
+        pytest.param(2, {"ep": 2}, "allgather", marks=pytest.mark.full),
+        pytest.param(4, {"ep": 2, "etp": 2}, "alltoall", marks=pytest.mark.full),
+        (4, {"ep": 2, "etp": 2}, "allgather"),
+    ],
+    ids=layout_id,
+)
 def test_any_routing_and_ranks_without_tokens(world, layout, dispatcher):
     drawn = run_ranks(forced_case, world, layout, dispatcher, 14)
     assert len(set(drawn)) == 1 and drawn[0] >= 14

@@ -36,16 +36,27 @@ def step(model, promised, **options):
     return loss_BS.detach()
 
 
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 1e-2}
+QUICK = [*((2, variant, {}) for variant in VARIANTS), (4, "sequence", SMOOTHED)]
+CASES = [(tp, variant, options) for tp in (2, 4) for variant in VARIANTS for options in ({}, SMOOTHED)]
+
+
 @pytest.mark.parametrize(
-    "loss_options", ({}, {"label_smoothing": 0.1, "z_loss": 1e-2}), ids=("cross-entropy", "smoothed")
+    "tp, variant, loss_options",
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in CASES],
+    ids=[f"{tp}-{variant}-{'smoothed' if options else 'cross-entropy'}" for tp, variant, options in CASES],
 )
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("tp", (2, 4))
 def test_loss_and_every_gradient(tp, variant, loss_options):
     compare(SMALL, tp, variant, loss_options)
 
 
-@pytest.mark.parametrize("tp, variant", ((2, "sequence"), (4, "plain"), (4, "sequence-recompute")))
+@pytest.mark.parametrize(
+    "tp, variant",
+    (
+        (2, "sequence"),
+        *(pytest.param(4, variant, marks=pytest.mark.full) for variant in ("plain", "sequence-recompute")),
+    ),
+)
 def test_loss_and_every_gradient_of_a_qwen(tp, variant):
     """A rank rotates whole sequences of its own heads, and its norms of queries and keys see only those."""
     compare(QWEN, tp, variant, {})

@@ -39,7 +39,7 @@ DENSE = [
 ]
 LAYOUTS = [
     (2, {"pp": 2}, DENSE),
-    (
+    pytest.param(
         4,
         {"pp": 4},
         [
@@ -47,8 +47,14 @@ LAYOUTS = [
             {"config": LLAMA, "vpp": 1, "number": 8},
             {"config": replace(GPT2, num_layers=8), "vpp": 2, "number": 8, "schedule": "zero_bubble"},
         ],
+        marks=pytest.mark.full,
     ),
-    (8, {"pp": 4, "tp": 2}, [{"config": GPT2, "vpp": 1, "number": 4, "sequence_parallel": True}]),
+    pytest.param(
+        8,
+        {"pp": 4, "tp": 2},
+        [{"config": GPT2, "vpp": 1, "number": 4, "sequence_parallel": True}],
+        marks=pytest.mark.full,
+    ),
     (
         4,
         {"pp": 2, "tp": 2},
@@ -58,7 +64,7 @@ LAYOUTS = [
             {"config": LLAMA, "vpp": 1, "number": 4, "schedule": "zero_bubble", "sequence_parallel": True},
         ],
     ),
-    (
+    pytest.param(
         4,
         {"pp": 2, "ep": 2},
         [
@@ -66,6 +72,7 @@ LAYOUTS = [
             {"config": TIED, "vpp": 2, "number": 4},
             {"config": MIXTRAL, "vpp": 1, "number": 4, "schedule": "zero_bubble"},
         ],
+        marks=pytest.mark.full,
     ),
     (
         4,

@@ -180,8 +180,13 @@ def test_dropout_of_shards_without_a_tracker_is_refused():
     run_ranks(case, 2)
 
 
-@pytest.mark.parametrize("sequence_parallel", (False, True), ids=("plain", "sequence"))
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize(
+    "tp, sequence_parallel",
+    [
+        (2, True),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in ((1, False), (1, True), (2, False))),
+    ],
+)
 def test_a_layer_compiles_to_one_graph(tp, sequence_parallel):
     def case(rank, world):
         torch._dynamo.reset()
@@ -190,6 +195,7 @@ def test_a_layer_compiles_to_one_graph(tp, sequence_parallel):
     run_ranks(case, tp)
 
 
+@pytest.mark.full
 def test_a_layer_of_a_context_parallel_rank_compiles_to_one_graph():
     def case(rank, world):
         torch._dynamo.reset()

@@ -21,8 +21,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
     (
         (1, False, torch.float64),
         (2, True, torch.float64),
-        (4, False, torch.float64),
-        (1, False, torch.float32),
+        pytest.param(4, False, torch.float64, marks=pytest.mark.full),
+        pytest.param(1, False, torch.float32, marks=pytest.mark.full),
     ),
 )
 @pytest.mark.parametrize("family", FAMILIES)
@@ -34,7 +34,8 @@ def test_the_reference_bundles(family, tp, sequence_parallel, dtype):
 
 
 @pytest.mark.parametrize(
-    "tp, sequence_parallel, experts", ((2, True, {"ep": 2, "etp": 1}), (4, False, {"ep": 2, "etp": 2}))
+    "tp, sequence_parallel, experts",
+    ((2, True, {"ep": 2, "etp": 1}), pytest.param(4, False, {"ep": 2, "etp": 2}, marks=pytest.mark.full)),
 )
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_the_reference_bundles_with_experts_over_ranks(family, tp, sequence_parallel, experts):
@@ -77,7 +78,7 @@ def test_bf16_is_as_close_where_the_same_experts_are_chosen(family):
     assert error <= 1.1 * error_there, (error, error_there)
 
 
-@pytest.mark.parametrize("tp", (1, 2))
+@pytest.mark.parametrize("tp", (1, pytest.param(2, marks=pytest.mark.full)))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_live_model(family, tp):
     """Other weights than the bundle's, from the `transformers` that is installed."""
