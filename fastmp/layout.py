@@ -1,6 +1,7 @@
-"""Whether a recipe fits a number of ranks: everything that does not, at once. Standard library only.
+"""A check of a recipe against a number of ranks, which finds everything that does not fit at once.
 
 Layers and the trainer refuse each of these mistakes as well, one at a time and once processes run.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe lear
 
 
 class Problem(NamedTuple):
-    """Something that does not fit: what, with all values, and the fields to change, the likeliest first."""
+    """Something that does not fit: a message with all values, and the fields to change, likeliest first."""
 
     fields: tuple[str, ...]
     message: str
@@ -30,7 +31,7 @@ class Problem(NamedTuple):
 
 
 def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
-    """The ranks of `recipe`; ValueError where its layout does not divide them."""
+    """Make the grid of `recipe`'s ranks; ValueError where its layout does not divide them."""
     layout = recipe.parallel
     return RankGrid(
         world_size=world_size, tp=layout.tp, cp=layout.cp, pp=layout.pp, ep=layout.ep, etp=layout.etp
@@ -54,14 +55,14 @@ def expected_vocab_size(data: DataConfig) -> int:
 
 
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
-    """All that keeps `recipe` from running on `world_size` ranks; None: on any number of them."""
-    parts = (_of_axes, _of_sequence, _of_schedule, _of_layers, _of_experts)
+    """List all that keeps `recipe` from running on `world_size` ranks; None: on any number of ranks."""
+    parts = (_axis_problems, _sequence_problems, _schedule_problems, _layer_problems, _expert_problems)
     found = [problem for part in parts for problem in part(recipe)]
-    return found if world_size is None else [*_of_ranks(recipe, world_size), *found]
+    return found if world_size is None else [*_rank_problems(recipe, world_size), *found]
 
 
 def check_layout(recipe: Recipe, world_size: int | None) -> None:
-    """ValueError naming all `problems`, one a line."""
+    """Raise a ValueError with all `problems`, one a line."""
     found = [str(problem) for problem in problems(recipe, world_size)]
     if found:
         ranks = "" if world_size is None else f" does not fit {world_size} ranks"
@@ -69,12 +70,12 @@ def check_layout(recipe: Recipe, world_size: int | None) -> None:
 
 
 def _listed(messages: list[str]) -> str:
-    """One message as it is, several one a line."""
+    """Join messages: one as it is, several one a line."""
     return messages[0] if len(messages) == 1 else "".join(f"\n  {message}" for message in messages)
 
 
-def _of_ranks(recipe: Recipe, world_size: int) -> Iterator[Problem]:
-    """The world size over the axes of both grids, and the samples of a step over data-parallel ranks."""
+def _rank_problems(recipe: Recipe, world_size: int) -> Iterator[Problem]:
+    """Check the world size against the axes of both grids, and a step's samples against dp."""
     layout = recipe.parallel
     if world_size < 1:
         yield Problem(("world_size",), f"world_size must be positive, got {world_size}")
@@ -95,10 +96,10 @@ def _of_ranks(recipe: Recipe, world_size: int) -> Iterator[Problem]:
             formula = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
             yield Problem(fields, f"world_size {world_size} is not a multiple of {formula} = {product}")
     if fits:
-        yield from _of_microbatches(recipe, world_size // (layout.tp * layout.cp * layout.pp))
+        yield from _microbatch_problems(recipe, world_size // (layout.tp * layout.cp * layout.pp))
 
 
-def _of_microbatches(recipe: Recipe, dp: int) -> Iterator[Problem]:
+def _microbatch_problems(recipe: Recipe, dp: int) -> Iterator[Problem]:
     layout, batch, samples = recipe.parallel, recipe.train.global_batch_size, recipe.data.micro_batch_size
     if batch % (samples * dp):
         yield Problem(
@@ -113,14 +114,14 @@ def _of_microbatches(recipe: Recipe, dp: int) -> Iterator[Problem]:
         yield Problem(fields, message)
 
 
-def _of_schedule(recipe: Recipe) -> Iterator[Problem]:
-    """What no number of microbatches would mend."""
+def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check the schedule, where no number of microbatches would help."""
     if message := _refused(recipe.parallel):
         yield Problem(("parallel.microbatch_group_size", "parallel.vpp"), message)
 
 
 def _refused(layout: ParallelConfig, num_microbatches: int | None = None) -> str | None:
-    """Why there is no order for so many microbatches; None: for a whole number of groups."""
+    """Say why so many microbatches (one group by default) have no schedule; None where they have one."""
     whole_group = layout.microbatch_group_size or layout.pp
     try:
         make_schedule(layout, whole_group if num_microbatches is None else num_microbatches)
@@ -129,8 +130,8 @@ def _refused(layout: ParallelConfig, num_microbatches: int | None = None) -> str
     return None
 
 
-def _of_axes(recipe: Recipe) -> Iterator[Problem]:
-    """What the ranks of an axis divide between them."""
+def _axis_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check the sizes that the ranks of an axis divide between them."""
     model, layout, moe = recipe.model, recipe.parallel, recipe.model.moe
     etp = layout.tp if layout.etp is None else layout.etp
     divided = [("num_heads", model.num_heads, "tp", layout.tp)]
@@ -158,8 +159,8 @@ def _of_axes(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _of_sequence(recipe: Recipe) -> Iterator[Problem]:
-    """The sequence over context-parallel ranks, then over tensor-parallel ones."""
+def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check the sequence against context-parallel ranks, then tensor-parallel ones."""
     layout, S, tp, cp = recipe.parallel, recipe.data.seq_len, recipe.parallel.tp, recipe.parallel.cp
     longest = recipe.model.max_seq_len
     if longest < S:
@@ -195,8 +196,8 @@ def _of_sequence(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _of_layers(recipe: Recipe) -> Iterator[Problem]:
-    """The layers over the stages of the pipeline."""
+def _layer_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check the layers against the stages of the pipeline."""
     layout, layers = recipe.parallel, recipe.model.num_layers
     stages = layout.pp * layout.vpp
     if layout.stage_layers is not None:
@@ -220,7 +221,7 @@ def _of_layers(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _of_experts(recipe: Recipe) -> Iterator[Problem]:
+def _expert_problems(recipe: Recipe) -> Iterator[Problem]:
     layout, data, moe = recipe.parallel, recipe.data, recipe.model.moe
     if moe is None:
         for axis, size in (("ep", layout.ep), ("etp", layout.etp)):

@@ -1,5 +1,7 @@
-"""How large a model is: parameters, by how ranks hold them, and floating-point operations. Standard library
-only, so that `fastmp plan` answers at once."""
+"""Sizes of a model by formula: parameters, by how ranks hold them, and floating-point operations.
+
+Standard library only, so that `fastmp plan` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a model: `sharded` over tensor-parallel ranks, `replicated` on them, and of `experts`.
+    """Parameters of a model: `sharded` over tensor-parallel ranks, `replicated` on them, or of `experts`.
 
-    `chosen` is the part of the experts that one token goes to.
+    `chosen` counts those of the experts that one token goes to.
     """
 
     sharded: int
@@ -38,7 +40,7 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """Those that one token meets."""
+        """Parameters that one token meets."""
         return self.sharded + self.replicated + self.chosen
 
     def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
@@ -58,7 +60,7 @@ def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
 
 
 def layer_parameters(config: GPTConfig) -> ParameterCounts:
-    """Of one layer."""
+    """Count the parameters of one layer."""
     h, d, moe = config.hidden_size, config.head_dim, config.moe
     qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
     sharded = _attention(config) + (_blocks(config) + 1) * h * ffn
@@ -74,17 +76,20 @@ def layer_parameters(config: GPTConfig) -> ParameterCounts:
 
 
 def norm_parameters(config: GPTConfig) -> int:
-    """Of a norm of hidden states."""
+    """Count the parameters of a norm of hidden states."""
     return config.hidden_size * (1 if config.norm == "rmsnorm" else 2)
 
 
 def position_parameters(config: GPTConfig) -> int:
-    """Of the table of positions, where they are learned."""
+    """Count the parameters of the table of positions; 0 where they are not learned."""
     return config.max_seq_len * config.hidden_size if config.position == "learned" else 0
 
 
 def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
-    """`vocab_size`: rows of the embedding counted, the real vocabulary by default."""
+    """Count the parameters of the whole model.
+
+    vocab_size: rows of the embedding counted, the real vocabulary by default.
+    """
     V = config.vocab_size if vocab_size is None else vocab_size
     words = V * config.hidden_size * (1 if config.tie_embeddings else 2)
     ends = position_parameters(config) + norm_parameters(config)
@@ -137,7 +142,7 @@ def _attention(config: GPTConfig) -> int:
 
 
 def _router(config: GPTConfig) -> int:
-    """With the gate of the shared expert."""
+    """Elements of the router, and of the shared expert's gate."""
     assert config.moe is not None
     return config.hidden_size * (config.moe.num_experts + config.moe.shared_expert_gate)
 
@@ -153,5 +158,5 @@ def _dense_ffn(config: GPTConfig) -> int:
 
 
 def _blocks(config: GPTConfig) -> int:
-    """How many products the first one of an MLP is: gate and up, or one."""
+    """Blocks of an MLP's first product: two where the activation has a gate."""
     return ACTIVATIONS[config.activation].blocks

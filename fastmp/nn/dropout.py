@@ -1,4 +1,4 @@
-"""Dropout on ranks: alike on all TP ranks for replicas, different for shards and for the tokens of CP ranks.
+"""Dropout on ranks: the same mask on all TP ranks for replicas, others for shards and for tokens of CP ranks.
 
 Replicated activations draw from the default generator, which is alike on the ranks of a TP group; shards
 (heads of the attention, parts of the sequence) draw inside `rng.fork("tensor-parallel")`. CP ranks have other
@@ -81,7 +81,7 @@ class Dropout(GroupModule):
         return self.training and self.probability > 0.0
 
     def _stream(self, device: torch.device) -> AbstractContextManager[None]:
-        """Where random numbers come from, if any are drawn: no fork, and no break of a graph, if not."""
+        """The stream of masks; without dropout there is no fork, which would break a compiled graph."""
         if not self.drops:
             return nullcontext()
         return random_stream(self.rng, device, sharded=self.sharded, cp_group=self.cp_group)

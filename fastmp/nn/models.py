@@ -37,7 +37,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class ExpertLosses(NamedTuple):
-    """What `GPT.loss` returns for a model with experts.
+    """The losses of a batch and the loads of experts, as `GPT.loss` returns them for a model with experts.
 
     tokens: (B, S), cross-entropy of every token, equal on all TP ranks.
     aux: 0-dim, the auxiliary losses of these tokens, summed over layers and tokens: to be added to the sum of
@@ -53,7 +53,7 @@ class ExpertLosses(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Of a model: embeddings if `first`, these layers, final norm and output layer if `last`."""
+    """The part of a model in a stage: embeddings if `first`, layers, final norm and output if `last`."""
 
     first: bool
     layers: range
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         first, own_layers, last = self.part
 
         def own(wanted: bool, make: Callable[[], Module]) -> Module | None:
-            """What is wanted; the rest moves the generator all the same, so that every part starts alike."""
+            """Make what this part has; make and drop the rest, so that every part draws the same numbers."""
             module = make() if wanted or on.init == "full" else None
             return module if wanted else None
 
@@ -172,7 +172,7 @@ class GPT(nn.Module):
         return self.head(self.hidden(tokens_BS))
 
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """What the last layer leaves, before the final norm: hidden states (S, B, H)."""
+        """Hidden states (S, B, H) behind the last layer, before the final norm."""
         return self._through_layers(tokens_BS)[0]
 
     def _through_layers(
@@ -190,8 +190,11 @@ class GPT(nn.Module):
     def _recomputed(
         self, function: Callable[..., torch.Tensor | Tensors], *tensors: torch.Tensor
     ) -> torch.Tensor | Tensors:
-        """A layer, or segments of one. What takes one tensor takes hidden states, equal on all TP ranks; of
-        others, the first may be this rank's tokens."""
+        """Run a layer, or some segments of one, so that backward runs it again.
+
+        A single tensor is hidden states, the same on all TP ranks. The first of several may be this rank's
+        tokens, which are not shared out.
+        """
         shard_over = self.group if self.shard_recompute_input and len(tensors) == 1 else None
         return recompute(function, *tensors, rng=self.rng, shard_over=shard_over)
 
@@ -258,7 +261,7 @@ class GPT(nn.Module):
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """Cross-entropy of every token (B, S), of what `hidden` returns; options as in `loss`."""
+        """Cross-entropy of every token (B, S) from hidden states of the last layer; options as in `loss`."""
         assert self.final_norm is not None, "only the last stage has a head"
         loss_SB = vocab_parallel_linear_cross_entropy(
             self.final_norm(hidden_SBH),
@@ -276,7 +279,7 @@ class GPT(nn.Module):
         return loss_SB.t()
 
     def _sum_aux(self, aux: list[torch.Tensor]) -> torch.Tensor:
-        """Over layers, then TP ranks: each has the part of its tokens, with the gradient of the sum."""
+        """Add up the losses of layers, then of TP ranks, each of which has those of its own tokens."""
         total = torch.stack(aux).sum()
         return reduce_from_group(total, self.group) if self.training else total
 

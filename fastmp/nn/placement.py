@@ -15,7 +15,7 @@ __all__ = ["Placement"]
 
 @dataclass(frozen=True)
 class Placement:
-    """What every part of a model is made with, beside its configuration; the default is one rank alone.
+    """The second argument of every part of a model, after its configuration; the default is one rank alone.
 
     groups: process groups of this rank.
     sequence_parallel: between tensor-parallel regions a rank has its part of the sequence, (S/TP, B, H).

@@ -1,7 +1,7 @@
-"""What every tensor-parallel rank holds whole: norms, the position table, the angles of rotary positions.
+"""Modules that every tensor-parallel rank holds undivided: norms, the position table, rotary angles.
 
-Under sequence parallelism a rank uses them on its part of the sequence, so its gradient is a partial sum; the
-marks that say so are kept through conversions and copies.
+Under sequence parallelism a rank uses them on its part of the sequence, so its gradient is a partial sum.
+Marks on the parameters say so, and are kept through conversions and copies.
 """
 
 from __future__ import annotations

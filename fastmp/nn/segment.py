@@ -61,8 +61,9 @@ class SegmentedLayer(nn.Module):
 
 
 class SingleSegment(SegmentedLayer):
-    """Any module as a layer of one segment, which has the name of its class: tensors in, a tensor or several
-    out.
+    """A layer of one segment around any module: tensors in, a tensor or several out.
+
+    The segment has the name of the module's class.
 
     reason: why it cannot be captured, in words; empty: it can, which `fastmp.graphs.explain` looks at.
     """
@@ -139,7 +140,7 @@ def run_links(
     out: torch.Tensor | None = None,
     begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """What the last segment hands on, and what layers that ended on the way returned beside.
+    """Run segments: (tensors of the last one, further tensors of the layers that ended on the way).
 
     call: that of the chain.
     out: where the last segment may leave its first tensor, see `Segment.accepts_out`.

@@ -152,7 +152,7 @@ class SharingDispatcher(LocalDispatcher):
 
 
 class _Exchanging(LocalDispatcher):
-    """What dispatchers over several ranks share: who is who in the etp-ep group, and the matrix of counts.
+    """The base of dispatchers over several ranks: their places in the etp-ep group, and the matrix of counts.
 
     etp_varies_first: neighbours in `etp_ep_group` are ranks of one etp group, not of one ep group.
     """
@@ -291,12 +291,12 @@ class AllGatherDispatcher(_Exchanging):
 
 
 def _refusable(tokens: int, refused: bool) -> int:
-    """`tokens`, or a number below 0 that says they are too few."""
+    """Mark a number of tokens as too few, if `refused`, by one below 0."""
     return -1 - tokens if refused else tokens
 
 
 def _accepted(tokens_of_ranks: list[int]) -> list[int]:
-    """The same; ValueError where a rank has refused its tokens."""
+    """Check the tokens of all ranks; ValueError where one has refused its own."""
     for rank, tokens in enumerate(tokens_of_ranks):
         if tokens < 0:
             raise ValueError(
@@ -307,7 +307,7 @@ def _accepted(tokens_of_ranks: list[int]) -> list[int]:
 
 
 def _of_all_ranks(number: int, group: ProcessGroup) -> list[int]:
-    """The numbers of all ranks of `group`, from host to host."""
+    """Gather a number of each rank of `group`, from host to host."""
     return all_gather(torch.tensor([number], device=_HOST), group)[0].tolist()
 
 
