@@ -139,6 +139,11 @@ class TrainLog:
         """Whether `step(step, ...)` will read its values; alike on every rank."""
         return step % self._interval == 0 or step in (1, self._run.total_steps)
 
+    def progress(self, step: int) -> None:
+        """Show that step number `step` is done, on a terminal; reads no tensor."""
+        if self._active and not self.due(step):
+            self._display.progress(f"{self._progress(step)}{self._eta}")
+
     def step(
         self, step: int, *, loss: Any, grad_norm: Any, lr: float, experts: Experts | None = None
     ) -> None:
@@ -146,10 +151,8 @@ class TrainLog:
 
         experts: losses per token and counts (layers, experts) of the steps since the last report.
         """
-        if not self._active:
+        if not self._active or not self.due(step):
             return
-        if not self.due(step):
-            return self._display.progress(f"{self._progress(step)}{self._eta}")
         values = {"loss": float(loss), "grad_norm": float(grad_norm), "lr": float(lr)}
         now = self._clock()
         seconds = max(now - self._window_begin - self._paused, 1e-9)

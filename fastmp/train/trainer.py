@@ -199,6 +199,8 @@ class Trainer:
             result = self.train_step()
             if self.graphs is not None and log is not None and self._graph_state() != before:
                 log.note(f"step {self.step}: {self.graphs.describe()}")
+            if log is not None:
+                log.progress(self.step)
             if log is not None and log.due(self.step):
                 self._log_step(log, result)
                 skipped = self._note_skipped(log, skipped)

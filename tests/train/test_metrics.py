@@ -41,6 +41,7 @@ def log_run(folder, *, stream=None, steps=range(1, 21), **options):
     with TrainLog(folder, RUN, log_interval=5, stream=stream or io.StringIO(), clock=clock, **options) as log:
         for step in steps:
             clock.now += 2.0
+            log.progress(step)
             log.step(step, loss=torch.tensor(8.0 / step), grad_norm=torch.tensor(0.5), lr=1e-3)
             if step % 10 == 0:
                 with log.paused():
@@ -120,7 +121,7 @@ def test_the_terminal_is_left_clean_after_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="step failed"):
         with TrainLog(tmp_path, RUN, stream=stream) as log:
             log.step(1, loss=1.0, grad_norm=1.0, lr=1.0)
-            log.step(2, loss=1.0, grad_norm=1.0, lr=1.0)
+            log.progress(2)
             assert "step  2/20" in stream.getvalue().rpartition("\x1b[K")[2]
             raise RuntimeError("step failed")
     assert stream.getvalue().endswith("\r\x1b[K")

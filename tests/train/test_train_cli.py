@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -25,6 +26,11 @@ from fastmp.train.microbatches import named_parameters
 from fastmp.train.recipe import parse_arguments
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
@@ -71,6 +77,14 @@ def test_the_vocabulary_is_that_of_the_data_unless_given(tmp_path, capsys):
         assert made["model"]["vocab_size"] == expected
     options = ["--recipe", str(ROOT / "configs" / "gpt-small.toml"), "--data.path", str(bpe)]
     assert main([*options, "--train.run-dir", str(tmp_path), "--steps", "1"]) == 0
+
+
+def test_a_terminal_shows_the_step_that_is_done(tmp_path, tokens, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert main(arguments(tmp_path, tokens, train__log_interval=6, train__eval_interval=0)) == 0
+    shown = re.split(r"\r\x1b\[K|\n", sys.stdout.getvalue())
+    assert any(line.startswith("step 2/6  ETA") for line in shown)
+    assert [line[:8] for line in shown if re.match("step .* loss ", line)] == ["step 1/6", "step 6/6"]
 
 
 def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, tokens, capsys):
