@@ -298,6 +298,16 @@ def test_environment_resolves_extras():
     assert not [item for item in wanted if item.startswith(("torch", "fastmp"))]
 
 
+def test_environment_says_how_far_a_build_is(capsys):
+    environment = load(".ci/environment.py")
+    code = "for i in range(3): print(f'[{i + 1}/3] Building')\nprint('done')"
+    succeeded, printed = environment.run(sys.executable, "-c", code, watch="compiled")
+    assert succeeded and printed.endswith("done\n")
+    assert capsys.readouterr().out == "environment: compiled: 3 of 3\n"
+    assert environment.run(sys.executable, "-c", "raise SystemExit('no')") == (False, "no\n")
+    assert capsys.readouterr().out == ""  # the caller shows it
+
+
 @pytest.mark.exhaustive
 def test_isolated_install_twice_in_one_tree(tmp_path):
     """The second one must not trip over tools of the first one's build environment, which is gone."""
