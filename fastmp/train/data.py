@@ -27,7 +27,7 @@ from fastmp.commands import Parser
 from fastmp.config import DataConfig
 from fastmp.train.corpus import DatasetExists, build
 from fastmp.train.sampling import sample_starts
-from fastmp.train.tokenfile import Split, open_split, open_tokenizer, read_index, verify
+from fastmp.train.tokenfile import FORMAT, Split, open_split, open_tokenizer, read_index, verify
 from fastmp.train.tokenize import load_tokenizer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class TokenDataset:
                 description = load_tokenizer(tokenizer).to_json() or ""
                 tokenizer = f"{Path(tokenizer).stem}-{zlib.crc32(description.encode()):08x}"
             name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
-            directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}"
+            directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}-{FORMAT.rpartition('-')[2]}"
             if not directory.exists():
                 with contextlib.suppress(DatasetExists):  # another process has just built it
                     build(

@@ -217,7 +217,7 @@ def read_index(directory: Path) -> Index:
     if isinstance(content, dict) and content.get("format") != FORMAT:
         raise ValueError(
             f"{path}: format {content.get('format')!r}, this version reads {FORMAT!r}: build it again "
-            "(fastmp data build --overwrite), or remove it if fastmp train made it"
+            "(fastmp data build --overwrite)"
         )
     try:
         return _index_of(content)
