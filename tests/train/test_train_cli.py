@@ -155,7 +155,9 @@ def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
 
 def test_stages_have_the_weights_of_the_whole_and_random_numbers_of_their_own(tmp_path, tokens):
     def rank_main(rank, world_size, layout):
-        recipe = parse_arguments(arguments(tmp_path, tokens, model__num_layers=2, **layout))
+        recipe = parse_arguments(
+            arguments(tmp_path, tokens, model__num_layers=2, model__vocab_size=257, **layout)
+        )
         runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
         groups = make_groups(recipe, runtime)
         rng = RngTracker(recipe.train.seed)
@@ -307,6 +309,7 @@ def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
     assert len(losses(tmp_path / "by-torchrun")) == 6
 
 
+@pytest.mark.full
 def test_torchrun_trains_a_pipeline_of_experts_over_four_ranks(tmp_path, tokens):
     options = {"data.path": tokens, "train.run-dir": tmp_path, "data.micro-batch-size": 4}
     options |= {"train.eval-batches": 1, "train.log-interval": 1}
@@ -343,6 +346,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
@@ -362,6 +366,7 @@ def test_a_fault_in_a_stage_ends_the_job_in_seconds(tmp_path, tokens, kind, mess
     assert time.monotonic() - begin < 60 and (seconds is None or seconds < 10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

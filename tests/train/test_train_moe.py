@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
+from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, full, saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
@@ -32,16 +32,20 @@ MICRO_BATCH, NUM_MICROBATCHES = 4, 2  # over all data-parallel ranks
 STEPS = 4
 # World size, tp, ep, etp, and what else
 LAYOUTS = [
-    (2, 2, 2, 1, {}),
     (2, 2, 2, 1, {"sequence_parallel": True}),
     (2, 2, 1, 2, {"recompute": True}),
     (2, 1, 2, 1, {"dispatcher": "allgather"}),
-    (4, 2, 2, 1, {"sequence_parallel": True, "recompute": True}),
-    (4, 2, 2, 2, {"dispatcher": "allgather"}),
-    (4, 1, 2, 2, {}),
-    (4, 4, 4, 1, {}),
-    (8, 2, 2, 2, {"sequence_parallel": True}),
-    (8, 2, 8, 1, {}),
+    *full(
+        [
+            (2, 2, 2, 1, {}),
+            (4, 2, 2, 1, {"sequence_parallel": True, "recompute": True}),
+            (4, 2, 2, 2, {"dispatcher": "allgather"}),
+            (4, 1, 2, 2, {}),
+            (4, 4, 4, 1, {}),
+            (8, 2, 2, 2, {"sequence_parallel": True}),
+            (8, 2, 8, 1, {}),
+        ]
+    ),
 ]
 
 
@@ -142,7 +146,7 @@ DROPOUT = replace(CONFIG, dropout=0.1, attention_dropout=0.1, moe=replace(MOE, j
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [((1, 1, 1, 1), torch.bfloat16), ((2, 2, 2, 1), torch.float32), ((4, 2, 2, 1), torch.bfloat16)],
+    [((2, 2, 2, 1), torch.float32), *full([((1, 1, 1, 1), torch.bfloat16), ((4, 2, 2, 1), torch.bfloat16)])],
 )
 def test_resume_is_bitwise(tmp_path, layout, dtype):
     """Six steps, and three, a checkpoint, new objects from another seed, three more; dropout and jitter."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, full, saved_tensors
 
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
@@ -33,13 +33,11 @@ GLOBAL_BATCH = 8
 # (tp, dp, sequence_parallel)
 LAYOUTS = [
     (1, 2, False),
-    (1, 4, False),
     (2, 1, False),
-    (2, 1, True),
-    pytest.param(4, 1, False, marks=pytest.mark.exhaustive),
-    (4, 1, True),
-    pytest.param(2, 2, False, marks=pytest.mark.exhaustive),
     (2, 2, True),
+    *full([(1, 4, False), (2, 1, True), (4, 1, True)]),
+    pytest.param(4, 1, False, marks=pytest.mark.exhaustive),
+    pytest.param(2, 2, False, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -186,7 +184,7 @@ DROPOUT = GPTConfig(**{**CONFIG.__dict__, "dropout": 0.1, "attention_dropout": 0
 
 @pytest.mark.parametrize(
     ("world_size", "tp", "dtype"),
-    [(1, 1, torch.float32), (1, 1, torch.bfloat16), (2, 2, torch.float32), (2, 1, torch.float32)],
+    [(1, 1, torch.bfloat16), (2, 2, torch.float32), *full([(1, 1, torch.float32), (2, 1, torch.float32)])],
 )
 def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
     """Six steps in one go, and three, a checkpoint, new objects from another seed, and three more.
