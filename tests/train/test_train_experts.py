@@ -374,7 +374,7 @@ def train_with_routers(groups):
 @pytest.mark.parametrize(("world", "tp", "ep", "etp"), [(2, 2, 2, 1), *full([(2, 1, 2, 1), (4, 2, 2, 2)])])
 def test_routers_see_the_counts_of_the_whole_step_on_every_layout(world, tp, ep, etp):
     """The auxiliary loss is minimised, reported apart, and no more than the loss a matter of the layout."""
-    curve, gate, seen, biases = train_with_routers(None)
+    curve, gate, seen, biases = train_with_routers(ParallelGroups.alone())
     batch = Rows().batch(0, 0, 1, 0, 1)
     assert curve[0][0] == pytest.approx(make_trainer().train_step().loss.item(), abs=1e-12)
     assert torch.tensor(seen).sum(-1).eq(GLOBAL_BATCH).all() and seen[1][0] != seen[0][0]

@@ -195,11 +195,11 @@ def test_any_model_and_what_its_loss_may_take_and_return():
         return {"y": torch.zeros(1)} if step == 3 else {}
 
     assert torch.equal(*(torch.stack(train_odd(graphs, third=lambda _: (None,))) for graphs in (FULL, None)))
-    with pytest.raises(ValueError, match="results of the microbatch must be tensors, and there is 'here'"):
+    with pytest.raises(ValueError, match="results of the microbatch must be tensors, got 'here'"):
         train_odd(FULL, third=lambda _: ("here",))
-    with pytest.raises(ValueError, match="arguments of the microbatch must be put together alike in all mic"):
+    with pytest.raises(ValueError, match="arguments of the microbatch must have one form in all mic"):
         train_odd(FULL, extra)
-    with pytest.raises(ValueError, match="results of the microbatch must be put together alike in all micro"):
+    with pytest.raises(ValueError, match="results of the microbatch must have one form in all micro"):
         train_odd(FULL, third=lambda calls: (None,) * (calls % 2))
 
 
