@@ -104,12 +104,14 @@ def bias_gelu_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One tile of y. Row length and pitch count vectors of VECTOR elements, which proves their alignment."""
+    # Which tile: column blocks vary fastest, so that neighbours read neighbouring memory.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
     rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    # Load, add the bias, activate and store: each element once.
     h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     if HAS_BIAS:
         h += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
@@ -136,6 +138,7 @@ def bias_gelu_backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
+    # Which strip of rows and which columns; the bias stays in registers.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -145,6 +148,7 @@ def bias_gelu_backward_kernel(
     if HAS_BIAS:
         shift = tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    # Walk down the strip: dx is stored, and summed for the gradient of the bias.
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -156,6 +160,7 @@ def bias_gelu_backward_kernel(
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
         total += dh
     if HAS_BIAS:
+        # A row of partial sums for each strip, which `sum_strips` adds in order.
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 

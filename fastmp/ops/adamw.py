@@ -112,6 +112,7 @@ def adamw_kernel(
     """
     COMPUTE: tl.constexpr = param.dtype.element_ty
     TICKET: tl.constexpr = 1 << 32
+    # Load a block of the gradient, both averages and the parameters.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
     inside = at < tl.cast(num_vectors, tl.int64) * VECTOR - start  # a size of 2^31 is an int32 of vectors
@@ -122,6 +123,7 @@ def adamw_kernel(
     v = tl.load(exp_avg_sq + start + at, mask=inside, other=0.0)
     p = tl.load(param + start + at, mask=inside, other=0.0)
 
+    # Scalars, all of them on the device: the step that this one is, learning rate, scale, clipping.
     done = tl.load(step)
     count = (done & (TICKET - 1)) + 1
     rate = tl.full((), lr, COMPUTE) if lr_tensor is None else tl.load(lr_tensor).to(COMPUTE)
@@ -134,12 +136,14 @@ def adamw_kernel(
     inv_root = 1.0 / tl.sqrt(_bias_correction(count, tl.full((), log_beta2, COMPUTE), COMPUTE))
     keep = 1.0 - rate * tl.full((), weight_decay, COMPUTE)
 
+    # Decoupled weight decay and the update (Loshchilov and Hutter 2019).
     g *= factor.to(COMPUTE)
     m += tl.full((), 1.0 - beta1, COMPUTE) * (g - m)
     v = tl.full((), beta2, COMPUTE) * v + tl.full((), 1.0 - beta2, COMPUTE) * g * g
     p *= tl.where(at < num_decayed - start, keep, 1.0)
     p -= step_size * m / (tl.sqrt(v) * inv_root + tl.full((), eps, COMPUTE))
 
+    # Store, unless the step is dropped, and with a copy in 16 bits where one is kept.
     wanted = True
     if found_inf is not None:  # the interpreter needs the detour over integers
         wanted = tl.where(tl.load(found_inf) == 0, 1, 0) > 0

@@ -161,6 +161,7 @@ def bias_dropout_add_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One tile of y. Row length and pitches count vectors of VECTOR elements: that proves alignment."""
+    # Which tile.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -168,6 +169,7 @@ def bias_dropout_add_kernel(
     first_col = (pid % column_blocks) * BLOCK_N
     cols = first_col + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
+    # x + bias, dropped by words of Philox that depend on the element's index alone, + residual.
     h = tl.load(x + rows[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
     r = tl.load(residual + rows[:, None] * residual_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
     if HAS_BIAS:
@@ -198,6 +200,7 @@ def bias_dropout_add_backward_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
+    # Which strip of rows and which columns.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -206,6 +209,7 @@ def bias_dropout_add_backward_kernel(
     cols = first_col + tl.arange(0, BLOCK_N)
     key = tl.load(seed)
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    # Walk down the strip with the same words as forward; dx is summed for the gradient of the bias.
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
@@ -215,6 +219,7 @@ def bias_dropout_add_backward_kernel(
         tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], dh, mask=mask)
         total += dh
     if HAS_BIAS:
+        # A row of partial sums for each strip, which `sum_strips` adds in order.
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 

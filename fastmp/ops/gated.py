@@ -110,6 +110,7 @@ def gated_activation_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """One tile of y. Its row length and the pitches count vectors of VECTOR elements: all are aligned."""
+    # Which tile, and the same place in gate and up.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -123,6 +124,7 @@ def gated_activation_kernel(
     if HAS_BIAS:
         gate += tl.load(bias + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
         up += tl.load(bias + num_cols + cols, mask=cols < num_cols, other=0.0).to(COMPUTE)[None, :]
+    # Activate the gate, multiply and store.
     out = y + rows[:, None] * num_vectors * VECTOR + cols[None, :]
     tl.store(out, activate(gate, FORM) * up, mask=mask)
 
@@ -154,6 +156,7 @@ def gated_activation_backward_kernel(
 
     JOINED: gate and up, and so their gradients, are the halves of one tensor.
     """
+    # Which strip of rows and which columns; both biases stay in registers.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -167,6 +170,7 @@ def gated_activation_backward_kernel(
         up_bias = tl.load(bias + num_cols + cols, mask=inside, other=0.0).to(COMPUTE)
     gate_total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     up_total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    # Walk down the strip: both gradients are stored, and summed for the gradient of the bias.
     for step in range(0, rows_per_strip, BLOCK_M):
         rows = strip * rows_per_strip + step + tl.arange(0, BLOCK_M)
         mask = (rows < num_rows)[:, None] & inside[None, :]
@@ -178,6 +182,7 @@ def gated_activation_backward_kernel(
         up = tl.load(ups + up_at, mask=mask, other=0.0)
         g = g.to(COMPUTE)
         gate = gate.to(COMPUTE) + gate_bias[None, :]
+        # form(gate) = gate p, its slope p + gate q: one exponential for both.
         p, q = _factors(gate, FORM)
         dgate = g * ((up.to(COMPUTE) + up_bias[None, :]) * (p + gate * q))
         dup = g * (gate * p)
@@ -187,6 +192,7 @@ def gated_activation_backward_kernel(
         gate_total += dgate
         up_total += dup
     if HAS_BIAS:
+        # A row of partial sums for each strip, which `sum_strips` adds in order.
         sums = partials + strip * 2 * num_cols + cols
         tl.store(sums, tl.sum(gate_total, 0), mask=inside)
         tl.store(sums + num_cols, tl.sum(up_total, 0), mask=inside)

@@ -157,6 +157,7 @@ def rope_kernel(
     INDEX: tl.constexpr,
 ):
     """A block of rows: the programs of q come first, then those of k."""
+    # Queries and keys share the launch; their sizes and strides differ, cos and sin do not.
     pid = tl.program_id(0)
     q_blocks = tl.cdiv(q_rows, BLOCK_M)
     if pid < q_blocks:

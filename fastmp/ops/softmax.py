@@ -95,6 +95,7 @@ def softmax_kernel(
     Row length and pitch of x count vectors of VECTOR elements. WHOLE: a block holds whole rows; otherwise
     they are read twice, block by block.
     """
+    # Which queries, and where their rows of x, mask and y begin; `end`: the keys before it are visible.
     num_keys = num_vectors * VECTOR
     blocks = tl.cdiv(num_queries, BLOCK_M)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -109,6 +110,7 @@ def softmax_kernel(
     written = (query < num_queries)[:, None]
     scale = tl.full([1, 1], scale, COMPUTE)
     keys = tl.arange(0, BLOCK_N)
+    # A row in registers: maximum, exponentials, sum, and out.
     if WHOLE:
         scores, visible = _scores(x, mask, keys, end, mask_key, scale, HAS_MASK, VECTOR)
         top = tl.max(scores, 1)
@@ -118,6 +120,7 @@ def softmax_kernel(
         out = tl.where(visible, e * share, 0.0)  # else a row with NaN would have it where it is hidden, too
         tl.store(y + keys[None, :], out, mask=written & (keys < num_keys)[None, :])
     else:
+        # A long row: maximum and sum in one walk, rescaled as the maximum rises; a second walk writes.
         top = tl.full([BLOCK_M], float("-inf"), COMPUTE)
         total = tl.zeros([BLOCK_M], COMPUTE)
         for start in range(0, tl.max(end, 0), BLOCK_N):
@@ -162,6 +165,7 @@ def softmax_backward_kernel(
     written = (query < num_queries)[:, None]
     scale = tl.full([1, 1], scale, COMPUTE)
     keys = tl.arange(0, BLOCK_N)
+    # dx = y (grad - sum(grad y)) scale; the sum of a long row takes a walk of its own.
     if WHOLE:
         g, weight = _load_pair(grad, y, keys, end, COMPUTE, VECTOR)
         slope = (g - tl.sum(g * weight, 1)[:, None]) * (weight * scale)
