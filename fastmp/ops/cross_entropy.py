@@ -1,8 +1,9 @@
 """Cross-entropy over a vocabulary that may be sharded: three numbers a token, merged, then the gradient.
 
-Each shard reads its logits once and keeps (maximum, sum of exponentials, the target's logit) per token; all
-shards' statistics merge into the loss and the log-sum-exp (lse); the gradient needs the logits and the lse
-alone. So nothing else of size tokens x vocabulary exists, and the gradient may overwrite the logits.
+Each shard reads its logits once and keeps three numbers per token: the maximum, the sum of exponentials and
+the target's logit. The statistics of all shards merge into the loss and the log-sum-exp (lse), and the
+gradient needs only the logits and the lse. So nothing else of size tokens x vocabulary exists, and the
+gradient may overwrite the logits.
 loss = w [(1 - a) (lse - x_t) + a / V sum_j (lse - x_j) + z lse^2], where V counts the whole vocabulary
 without padding, x_t is the target's logit, w the token's weight, a the label smoothing, z the z-loss.
 Where a rank holds the whole vocabulary and knows the gradient of each token's loss beforehand, one launch
@@ -12,9 +13,13 @@ N tokens, V columns of this shard (padding included), P shards.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops.cross_entropy_triton import (
     launch_grad,
     launch_grad_into,
@@ -23,10 +28,11 @@ from fastmp.ops.cross_entropy_triton import (
     launch_stats,
     real_columns,
 )
-from fastmp.ops.registry import can_read_values, compute_dtype, register
+from fastmp.ops.registry import Differentiable, can_read_values, compute_dtype, refuse_create_graph, register
 from fastmp.profiling import traced
 
 _NAN = float("nan")
+REDUCTIONS = ("none", "mean", "sum")
 
 
 def _stats_reference(logits, target, vocab_start, vocab_size, with_sum):
@@ -83,6 +89,7 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
 
 
 # What each op costs: operations (an exponential counts as one) and the fewest bytes across device memory.
+# Columns that are padding cost nothing, so traffic can be less than the size of the tensors.
 
 
 def _stats_flops(logits, target, vocab_start, vocab_size, with_sum) -> int:
@@ -124,7 +131,7 @@ def _loss_grad_traffic(logits, target, loss_grad, token_weight, vocab_size, *opt
     return _grad_traffic(logits, target, loss_grad, loss_grad, token_weight, 0, vocab_size)
 
 
-register(
+_stats = register(
     "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
     " -> Tensor",
     reference=_stats_reference,
@@ -135,7 +142,7 @@ register(
     flops=_stats_flops,
     traffic=_stats_traffic,
 )
-register(
+_merge = register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
     " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
     reference=_merge_reference,
@@ -149,7 +156,7 @@ _GRAD_OPTIONS = (
     "int ignore_index, float label_smoothing, float z_loss"
 )
 _GRAD_COSTS = {"flops": _grad_flops, "traffic": _grad_traffic}
-register(
+_grad = register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     reference=_grad_reference,
     triton=launch_grad,
@@ -174,33 +181,32 @@ register(
 )
 
 
-def _refuse_create_graph() -> None:
-    """Else a second derivative would silently be missing: once_differentiable does not see saved tensors."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("cross_entropy: its backward is not differentiable (create_graph=True)")
+def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    logits, target, _, token_weight, vocab_start, *options, in_place = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, target, output[1], token_weight)
+    ctx.options, ctx.in_place = (vocab_start, *options), in_place
 
 
-class _LossFromStats(torch.autograd.Function):
-    """Loss (N,) of logits (N, V) whose statistics are known; keeps logits, target, lse and weight."""
+@traced("fastmp.cross_entropy_backward")
+def _backward(ctx: Any, grad_loss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    logits, target, lse, token_weight = ctx.saved_tensors
+    if ctx.in_place:
+        refuse_create_graph("cross_entropy")
+        grad = logits.detach()
+        torch.ops.fastmp.cross_entropy_grad_(grad, target, lse, grad_loss, token_weight, *ctx.options)
+    else:
+        grad = _grad(logits, target, lse, grad_loss, token_weight, *ctx.options)
+    return (grad, *[None] * 9)
 
-    @staticmethod
-    def forward(ctx, logits, target, stats, token_weight, vocab_start, options, in_place):
-        loss, lse = torch.ops.fastmp.cross_entropy_merge(stats, target, token_weight, *options)
-        ctx.save_for_backward(logits, target, lse, token_weight)
-        ctx.options = (vocab_start, *options)
-        ctx.in_place = in_place
-        return loss
 
-    @staticmethod
-    @traced("fastmp.cross_entropy_backward")
-    def backward(ctx, grad_loss):
-        _refuse_create_graph()
-        logits, target, lse, token_weight = ctx.saved_tensors
-        arguments = (logits.detach(), target, lse, grad_loss, token_weight, *ctx.options)
-        if ctx.in_place:
-            torch.ops.fastmp.cross_entropy_grad_(*arguments)
-            return arguments[0], None, None, None, None, None, None
-        return torch.ops.fastmp.cross_entropy_grad(*arguments), None, None, None, None, None, None
+def _merged(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
+    return _merge(stats, target, token_weight, vocab_size, *options[:3])
+
+
+# (loss, lse) of logits (N, V) whose statistics are known; keeps logits, target, lse and weight.
+_loss_from_stats = Differentiable("cross_entropy", _merged, _setup, _backward)
 
 
 def _can_be_dirty(logits: Tensor) -> bool:
@@ -230,7 +236,7 @@ class _LossAndGrad(torch.autograd.Function):
     @staticmethod
     @traced("fastmp.cross_entropy_backward")
     def backward(ctx, grad_loss, grad_logits=None):
-        _refuse_create_graph()
+        refuse_create_graph("cross_entropy")
         if ctx.spent:
             raise RuntimeError(
                 "cross_entropy: with loss_grad the gradient exists once, so there is no second backward pass"
@@ -263,31 +269,62 @@ def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
 
 
 def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"cross_entropy: {message}")
+    def require(condition: bool, message: str, *values: Any) -> None:
+        checks.require(condition, "cross_entropy: " + message, *values)
 
-    shape = tuple(logits.shape)
-    require(
-        logits.is_floating_point() and logits.dim() > 0, f"logits {shape} of {logits.dtype} are not floats"
-    )
-    require(target.dtype == torch.int64, f"target must be int64, got {target.dtype}")
-    require(target.device == logits.device, f"target is on {target.device}, logits on {logits.device}")
-    require(target.shape == logits.shape[:-1], f"target {tuple(target.shape)} does not fit logits {shape}")
-    require(vocab_size > 0, f"vocab_size must be positive, got {vocab_size} for logits {shape}")
-    require(vocab_start >= 0, f"vocab_start must not be negative, got {vocab_start}")
-    require(0 <= label_smoothing <= 1, f"label_smoothing must lie in [0, 1], got {label_smoothing}")
-    require(z_loss >= 0, f"z_loss must not be negative, got {z_loss}")
+    shape = logits.shape
+    floats = logits.is_floating_point() and logits.dim() > 0
+    require(floats, "logits {} of {} are not floats", shape, logits.dtype)
+    require(target.dtype == torch.int64, "target must be int64, got {}", target.dtype)
+    require(target.device == logits.device, "target is on {}, logits on {}", target.device, logits.device)
+    require(target.shape == shape[:-1], "target {} does not fit logits {}", target.shape, shape)
+    require(vocab_size > 0, "vocab_size must be positive, got {} for logits {}", vocab_size, shape)
+    require(vocab_start >= 0, "vocab_start must not be negative, got {}", vocab_start)
+    require(0 <= label_smoothing <= 1, "label_smoothing must lie in [0, 1], got {}", label_smoothing)
+    require(z_loss >= 0, "z_loss must not be negative, got {}", z_loss)
     for name, given in per_token.items():
         if given is not None:
-            shape, tokens = tuple(given.shape), tuple(target.shape)
-            require(shape == tokens, f"{name} {shape} does not fit target {tokens}")
-            require(not given.requires_grad, f"{name} requires a gradient, but receives none")
+            require(
+                given.shape == target.shape, "{} {} does not fit target {}", name, given.shape, target.shape
+            )
+            require(
+                given.device == logits.device, "{} is on {}, logits on {}", name, given.device, logits.device
+            )
+            require(not given.requires_grad, "{} requires a gradient, but receives none", name)
+
+
+def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
+    """Check the option, and that a promised gradient comes with losses of tokens."""
+    checks.one_of(op, "reduction", reduction, REDUCTIONS)
+    promised = "{}: loss_grad is the gradient of each token's loss, which needs reduction='none', got {!r}"
+    checks.require(loss_grad is None or reduction == "none", promised, op, reduction)
+
+
+def number_of_targets(
+    target: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
+) -> Tensor:
+    """The divisor of a mean, 0-dim: how many targets are not ignored, or the sum of their weights."""
+    counted = target != ignore_index
+    if token_weight is None:
+        return counted.sum().to(dtype)
+    return token_weight.to(dtype).where(counted, 0).sum()
+
+
+def reduced(
+    loss: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int, reduction: str
+) -> Tensor:
+    """The losses of tokens, or their sum or mean, a 0-dim tensor."""
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    return total / number_of_targets(target, token_weight, ignore_index, loss.dtype)
 
 
 def _check_apart(name: str, rows: Tensor) -> None:
     """Raise unless the rows can be written to one by one."""
-    if len(rows) > 1 and rows.stride(0) < rows.shape[1]:
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
         raise ValueError(
             f"cross_entropy: {name} needs rows that do not overlap, got {tuple(rows.shape)} "
             f"with strides {rows.stride()}"
@@ -296,7 +333,7 @@ def _check_apart(name: str, rows: Tensor) -> None:
 
 def _rows(logits: Tensor) -> Tensor:
     """(..., V) as (N, V), neighbouring columns next to each other: a view if strides allow, else one copy."""
-    rows = logits.reshape(logits.shape[:-1].numel(), logits.shape[-1])
+    rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
@@ -331,18 +368,19 @@ def cross_entropy_from_stats(
     """
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
     rows, targets = _rows(logits), target.reshape(-1)
-    expected = (len(rows), 4 if label_smoothing else 3)
-    if stats.dim() != 3 or stats.shape[1:] != expected or stats.dtype != compute_dtype(logits.dtype):
-        raise ValueError(
-            f"cross_entropy: stats must be {compute_dtype(logits.dtype)} (P, {expected[0]}, {expected[1]}) "
-            f"for logits {tuple(logits.shape)}, got {stats.dtype} {tuple(stats.shape)}"
-        )
+    expected = (rows.shape[0], 4 if label_smoothing else 3)
+    wanted, dtype = "stats must be {} (P, {}, {}) for logits {}, got {} {}", compute_dtype(logits.dtype)
+    fits = stats.dim() == 3 and stats.shape[1:] == expected and stats.dtype == dtype
+    shapes = (logits.shape, stats.dtype, stats.shape)
+    checks.require(fits, "cross_entropy: " + wanted, dtype, *expected, *shapes)
     if grad_in_place:
         _check_apart("grad_in_place", rows)
     _check_range(targets, vocab_size, ignore_index)
     weight = None if token_weight is None else token_weight.reshape(-1).to(stats.dtype)
-    options = (vocab_size, ignore_index, label_smoothing, z_loss)
-    loss = _LossFromStats.apply(rows, targets, stats.detach(), weight, vocab_start, options, grad_in_place)
+    loss, _ = _loss_from_stats(
+        rows, targets, stats.detach(), weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
+        grad_in_place,
+    )  # fmt: skip
     return loss.reshape(target.shape)
 
 
@@ -356,10 +394,11 @@ def cross_entropy(
     ignore_index: int = -100,
     token_weight: Tensor | None = None,
     vocab_size: int | None = None,
+    reduction: str = "none",
     grad_in_place: bool = False,
     loss_grad: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy per token over a whole vocabulary.
+    """Cross-entropy over a whole vocabulary: per token, or its mean or sum.
 
     The logits are read once forward and once backward. In between, the logits and at most three numbers a
     token are kept, and nothing of their size is made but the gradient. Arithmetic is in float32 (float64 for
@@ -377,6 +416,9 @@ def cross_entropy(
         token_weight: (...) factor of each token's loss; receives no gradient.
         vocab_size: columns from this one on are padding: they do not count, and their gradient is zero.
             Default V.
+        reduction: "none"; "sum"; or "mean", the sum divided by the number of targets that are not
+            ignore_index, or by the sum of their `token_weight`. The mean of no targets is NaN, as in torch.
+            Neither costs a pass over the logits: what the loss receives enters the gradient's only kernel.
         grad_in_place: let the backward pass write the gradient over `logits`, bitwise the same, which saves
             memory of their size. A second backward pass, or one of anyone else who saved the logits, is then
             a RuntimeError.
@@ -388,8 +430,7 @@ def cross_entropy(
             to eight units in the last place.
 
     Returns:
-        (...) float64 for float64 logits, else float32. Ignored tokens count zero: for the mean, divide the
-        sum by the number of the others.
+        (...), or 0-dim if reduced; float64 for float64 logits, else float32. Ignored tokens count zero.
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit; on the CPU (not under torch.compile) also a
@@ -403,8 +444,9 @@ def cross_entropy(
     _check(
         logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad
     )
-    if vocab_size > logits.shape[-1]:
-        raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {logits.shape[-1]} columns")
+    exceeds = "cross_entropy: vocab_size {} exceeds the {} columns"
+    checks.require(vocab_size <= logits.shape[-1], exceeds, vocab_size, logits.shape[-1])
+    check_reduction("cross_entropy", reduction, loss_grad)
     rows, targets = _rows(logits), target.reshape(-1)
     weight = None if token_weight is None else token_weight.reshape(-1)
     if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():
@@ -416,9 +458,9 @@ def cross_entropy(
             (vocab_size, ignore_index, label_smoothing, z_loss), _can_be_dirty(logits),
         )[0]  # fmt: skip
         return loss.reshape(target.shape)
-    stats = torch.ops.fastmp.cross_entropy_stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
+    stats = _stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
     loss = cross_entropy_from_stats(
         rows, targets, stats[None], vocab_start=0, vocab_size=vocab_size, label_smoothing=label_smoothing,
         z_loss=z_loss, ignore_index=ignore_index, token_weight=weight, grad_in_place=grad_in_place,
     )  # fmt: skip
-    return loss.reshape(target.shape)
+    return reduced(loss.reshape(target.shape), target, token_weight, ignore_index, reduction)

@@ -18,15 +18,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastmp.ops import checks, grouped_mm_triton
 from fastmp.ops import gated as gated_activation
-from fastmp.ops import grouped_mm_triton
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.activation import reference as bias_gelu_reference
-from fastmp.ops.registry import autocast, compute_dtype, register, without_autocast
+from fastmp.ops.registry import (
+    Differentiable,
+    autocast,
+    can_read_values,
+    compute_dtype,
+    refuse_create_graph,
+    register,
+    without_autocast,
+)
 from fastmp.ops.wgrad import deferral
 from fastmp.profiling import traced
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMS = {"gelu_tanh": "tanh", "gelu": "none", "silu": None}  # and what torch calls it as an `approximate`
 # Tiles of 128 x 256 that every product of a loop must have: about two for each multiprocessor of an H200.
 _TILES_OF_A_LOOP = 256
@@ -206,12 +213,6 @@ register(
 )
 
 
-def _refuse_create_graph(name: str) -> None:
-    """Else a second derivative would silently be missing: nothing tells autograd what was saved."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{name}: its backward is not differentiable (create_graph=True is not supported)")
-
-
 def grouped_mm_choice(sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, arch: int) -> str:
     """ "loop" where one product of torch after another is the better grouped_mm, else "grouped".
 
@@ -242,7 +243,7 @@ def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence
     if sizes is None:
         return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
     y = x.new_empty(len(x), w.shape[2 if transposed else 1])
-    with without_autocast(x.device.type):
+    with without_autocast(x.device.type), torch.no_grad():
         for weight, (start, end) in zip(w, _starts(sizes), strict=True):
             if start < end:
                 torch.mm(x[start:end], weight if transposed else weight.t(), out=y[start:end])
@@ -260,7 +261,7 @@ def _wgrad(
         torch.ops.fastmp.grouped_mm_wgrad_(main_grad, grad, x, offsets)
         return None
     out = x.new_zeros(len(sizes), grad.shape[1], x.shape[1]) if main_grad is None else main_grad
-    with without_autocast(x.device.type):
+    with without_autocast(x.device.type), torch.no_grad():
         for total, (start, end) in zip(out, _starts(sizes), strict=True):
             if start == end:
                 continue
@@ -278,90 +279,89 @@ def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tenso
     return None
 
 
-class _GroupedMM(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, offsets, main_grad, transposed, sizes):
-        ctx.save_for_backward(x, w, offsets)
-        ctx.defer = deferral(w)
-        ctx.main_grad, ctx.transposed, ctx.sizes = main_grad, transposed, sizes
-        return _mm(x, w, offsets, transposed, sizes)
-
-    @staticmethod
-    @traced("fastmp.grouped_mm_backward")
-    def backward(ctx, grad):
-        _refuse_create_graph("grouped_mm")
-        x, w, offsets = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = _mm(grad, w, offsets, not ctx.transposed, ctx.sizes)
-        if ctx.needs_input_grad[1]:
-            left, right = (x, grad) if ctx.transposed else (grad, x)
-            dw = _wgrad_or_defer(ctx.defer, left, right, offsets, ctx.main_grad, ctx.sizes)
-        return dx, dw, None, None, None, None
+def _forward(x, w, offsets, main_grad, defer, transposed, sizes):
+    return _mm(x, w, offsets, transposed, sizes)
 
 
-class _GroupedMLPIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w, bias, offsets, main_grad, form, gated):
-        y, h = torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, True)
-        ctx.save_for_backward(x, w, offsets, h)
-        ctx.defer = deferral(w)
-        ctx.main_grad, ctx.form, ctx.gated = main_grad, form, gated
-        return y
+def _setup(ctx, inputs, output):
+    x, w, offsets, ctx.main_grad, ctx.defer, ctx.transposed, ctx.sizes = inputs
+    ctx.save_for_backward(x, w, offsets)
 
-    @staticmethod
-    @traced("fastmp.grouped_mlp_in_backward")
-    def backward(ctx, grad):
-        _refuse_create_graph("grouped_mlp_in")
-        x, w, offsets, h = ctx.saved_tensors
-        dh = _activation_backward(grad, h, ctx.form, ctx.gated)
-        dx = dw = dbias = None
-        if ctx.needs_input_grad[0]:
-            dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)
-        if ctx.needs_input_grad[1]:
-            dw = _wgrad_or_defer(ctx.defer, dh, x, offsets, ctx.main_grad)
-        if ctx.needs_input_grad[2]:  # column sums of each expert's rows: a product with a column of ones
-            dbias = torch.ops.fastmp.grouped_mm_wgrad(dh, dh.new_ones(len(dh), 1), offsets).squeeze(2)
-        return dx, dw, dbias, None, None, None, None
+
+@traced("fastmp.grouped_mm_backward")
+def _backward(ctx, grad):
+    refuse_create_graph("grouped_mm")
+    x, w, offsets = ctx.saved_tensors
+    dx = dw = None
+    if ctx.needs_input_grad[0]:
+        dx = _mm(grad, w, offsets, not ctx.transposed, ctx.sizes)
+    if ctx.needs_input_grad[1]:
+        left, right = (x, grad) if ctx.transposed else (grad, x)
+        dw = _wgrad_or_defer(ctx.defer, left, right, offsets, ctx.main_grad, ctx.sizes)
+    return dx, dw, None, None, None, None, None
+
+
+def _forward_mlp_in(x, w, bias, offsets, main_grad, defer, form, gated):
+    return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, True)
+
+
+def _setup_mlp_in(ctx, inputs, output):
+    x, w, _, offsets, ctx.main_grad, ctx.defer, ctx.form, ctx.gated = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, w, offsets, output[1])
+
+
+@traced("fastmp.grouped_mlp_in_backward")
+def _backward_mlp_in(ctx, grad, _):
+    refuse_create_graph("grouped_mlp_in")
+    x, w, offsets, h = ctx.saved_tensors
+    dh = _activation_backward(grad, h, ctx.form, ctx.gated)
+    dx = dw = dbias = None
+    if ctx.needs_input_grad[0]:
+        dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)
+    if ctx.needs_input_grad[1]:
+        dw = _wgrad_or_defer(ctx.defer, dh, x, offsets, ctx.main_grad)
+    if ctx.needs_input_grad[2]:  # column sums of each expert's rows: a product with a column of ones
+        dbias = torch.ops.fastmp.grouped_mm_wgrad(dh, dh.new_ones(dh.shape[0], 1), offsets).squeeze(2)
+    return dx, dw, dbias, None, None, None, None, None
+
+
+_grouped_mm = Differentiable("grouped_mm", _forward, _setup, _backward)
+_grouped_mlp_in = Differentiable("grouped_mlp_in", _forward_mlp_in, _setup_mlp_in, _backward_mlp_in)
 
 
 def _check(
-    name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, sizes: Sequence[int] | None
-) -> None:
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise ValueError(f"{name}: {message}")
+    name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, sizes: Sequence[int] | None,
+    main_grad: Tensor | None,
+) -> None:  # fmt: skip
+    def require(condition: bool, message: str, *values: Any) -> None:
+        checks.require(condition, f"{name}: " + message, *values)
 
-    shape, weight = tuple(x.shape), tuple(w.shape)
-    require(x.dtype in _DTYPES, f"x must have one of the dtypes {_DTYPES}, got {x.dtype}")
-    require(len(shape) == 2, f"x must be (M, K), got shape {shape}")
-    require(len(weight) == 3, f"w must be (E, N, K), got shape {weight}")
-    require(shape[1] == weight[columns], f"x {shape} does not fit w {weight}")
-    require(w.dtype == x.dtype, f"x is {x.dtype}, but w is {w.dtype}")
-    require(w.device == x.device, f"x is on {x.device}, but w is on {w.device}")
-    require(offsets.dtype == torch.int32, f"offsets must be int32, got {offsets.dtype}")
-    require(
-        tuple(offsets.shape) == weight[:1],
-        f"offsets of shape {tuple(offsets.shape)} do not fit the {weight[0]} experts of w",
-    )
-    require(offsets.device == x.device, f"x is on {x.device}, but offsets are on {offsets.device}")
+    checks.floating(name, "x", x)
+    shape, weight = x.shape, w.shape
+    require(len(shape) == 2, "x must be (M, K), got shape {}", shape)
+    require(len(weight) == 3, "w must be (E, N, K), got shape {}", weight)
+    require(shape[1] == weight[columns], "x {} does not fit w {}", shape, weight)
+    checks.like(name, x=x, w=w)
+    checks.fits(name, weight, to=("w", w), main_grad=main_grad)
+    require(offsets.dtype == torch.int32, "offsets must be int32, got {}", offsets.dtype)
+    fits = offsets.shape == weight[:1]
+    require(fits, "offsets of shape {} do not fit the {} experts of w", offsets.shape, weight[0])
+    checks.same_device(name, x=x, offsets=offsets, main_grad=main_grad)
     if sizes is not None:
-        require(len(sizes) == weight[0], f"{len(sizes)} sizes do not fit the {weight[0]} experts of w")
-        require(
-            all(size >= 0 for size in sizes) and sum(sizes) <= shape[0],
-            f"sizes {list(sizes)} must not be negative, nor sum to more than the {shape[0]} rows of x",
-        )
-    if offsets.device.type != "cpu" or type(offsets) is not Tensor or torch.compiler.is_compiling():
-        return  # looking at the offsets would make a device wait
+        require(len(sizes) == weight[0], "{} sizes do not fit the {} experts of w", len(sizes), weight[0])
+        within = all(size >= 0 for size in sizes) and sum(sizes) <= shape[0]
+        wrong = "sizes {} must not be negative, nor sum to more than the {} rows of x"
+        require(within, wrong, list(sizes), shape[0])
+    if not can_read_values(offsets):
+        return
     ends = [0, *offsets.tolist()]
-    require(
-        all(start <= end for start, end in pairwise(ends)) and ends[-1] <= shape[0],
-        f"offsets {ends[1:]} must not be negative, fall, or pass the {shape[0]} rows of x",
-    )
+    rising = all(start <= end for start, end in pairwise(ends)) and ends[-1] <= shape[0]
+    require(rising, "offsets {} must not be negative, fall, or pass the {} rows of x", ends[1:], shape[0])
     if sizes is not None:
-        require(
-            list(accumulate(sizes)) == ends[1:], f"sizes {list(sizes)} do not add up to offsets {ends[1:]}"
-        )
+        same = list(accumulate(sizes)) == ends[1:]
+        require(same, "sizes {} do not add up to offsets {}", list(sizes), ends[1:])
 
 
 def _sizes_of_a_loop(sizes: Sequence[int] | None, x: Tensor, w: Tensor) -> tuple[int, ...] | None:
@@ -402,18 +402,16 @@ def grouped_mm(
         inputs) and rounded once.
 
     Raises:
-        ValueError: shapes, dtypes, devices or sizes that do not fit; on the CPU also offsets that fall or
-            pass M (elsewhere they are taken as the nearest that do not).
+        ValueError: shapes (also of `main_grad`), dtypes, devices or sizes that do not fit; on the CPU also
+            offsets that fall or pass M (elsewhere they are taken as the nearest that do not).
 
     Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).
     """
     main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
     x, w = autocast(x, w)
-    _check("grouped_mm", x, w, offsets, 1 if transposed else 2, sizes)
-    sizes = _sizes_of_a_loop(sizes, x, w)
-    if not (torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)):
-        return _mm(x, w, offsets, transposed, sizes)
-    return _GroupedMM.apply(x, w, offsets, main_grad if w.requires_grad else None, transposed, sizes)
+    main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
+    _check("grouped_mm", x, w, offsets, 1 if transposed else 2, sizes, main_grad)
+    return _grouped_mm(x, w, offsets, main_grad, deferral(w), transposed, _sizes_of_a_loop(sizes, x, w))
 
 
 def _apply(h: Tensor, form: str, gated: bool) -> Tensor:
@@ -456,24 +454,17 @@ def grouped_mlp_in(
 
     Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
     """
-    if form not in _FORMS:
-        raise ValueError(f"grouped_mlp_in: form must be one of {tuple(_FORMS)}, got {form!r}")
+    checks.one_of("grouped_mlp_in", "form", form, tuple(_FORMS))
     given, main_grad = (x, w), getattr(w, "main_grad", None)
     x, w, bias = autocast(x, w, bias)
-    _check("grouped_mlp_in", x, w, offsets, 2, sizes)
-    if gated and w.shape[1] % 2:
-        raise ValueError(f"grouped_mlp_in: w {tuple(w.shape)} has an odd number of rows: no [gate | up]")
-    if bias is not None:
-        if bias.shape != w.shape[:2]:
-            shapes = f"bias of shape {tuple(bias.shape)} does not fit w of shape {tuple(w.shape)}"
-            raise ValueError(f"grouped_mlp_in: {shapes}")
-        if bias.dtype != x.dtype:
-            raise ValueError(f"grouped_mlp_in: x is {x.dtype}, but bias is {bias.dtype}")
-        if bias.device != x.device:
-            raise ValueError(f"grouped_mlp_in: x is on {x.device}, but bias is on {bias.device}")
+    main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
+    _check("grouped_mlp_in", x, w, offsets, 2, sizes, main_grad)
+    odd = "grouped_mlp_in: w {} has an odd number of rows: no [gate | up]"
+    checks.require(not (gated and w.shape[1] % 2), odd, w.shape)
+    checks.fits("grouped_mlp_in", w.shape[:2], to=("w", w), bias=bias)
+    checks.like("grouped_mlp_in", x=x, bias=bias)
     if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:
         return _apply(grouped_mm(*given, offsets, sizes=sizes), form, gated)
-    differentiable = (t.requires_grad for t in (x, w, bias) if t is not None)
-    if not (torch.is_grad_enabled() and any(differentiable)):
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, w, bias) if t is not None)):
         return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, False)[0]
-    return _GroupedMLPIn.apply(x, w, bias, offsets, main_grad if w.requires_grad else None, form, gated)
+    return _grouped_mlp_in(x, w, bias, offsets, main_grad, deferral(w), form, gated)[0]

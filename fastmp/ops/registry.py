@@ -234,6 +234,17 @@ def _refuse(name: str) -> Callable:
     return backward
 
 
+def refuse_create_graph(op: str) -> None:
+    """Raise inside a backward that autograd would differentiate (create_graph=True).
+
+    Backwards that write in place call it: nothing they return leads to `_refuse`. torch.func.grad records
+    every backward; it differentiates again where it is nested.
+    """
+    once = torch._C._functorch.maybe_current_level() == 1
+    if torch.is_grad_enabled() and not (once or torch.compiler.is_compiling()):
+        raise RuntimeError(f"{op}: its backward is not differentiable (create_graph=True is not supported)")
+
+
 def _below_autograd(overload: torch._ops.OpOverload) -> Callable:
     """The op without the kernel that `_register_autograd` gives it, which is in Python and takes its time."""
 

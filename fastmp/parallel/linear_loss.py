@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fastmp.ops.linear_cross_entropy import ALONE, Shards, linear_cross_entropy_of
+from fastmp.ops.linear_cross_entropy import linear_cross_entropy_of
+from fastmp.ops.linear_cross_entropy_chunks import ALONE, Shards
 from fastmp.parallel.collectives import all_gather, all_reduce_, group_size, reduce_scatter
 from fastmp.profiling import traced
 
@@ -53,10 +54,12 @@ def vocab_parallel_linear_cross_entropy(
     ignore_index: int = -100,
     token_weight: torch.Tensor | None = None,
     vocab_size: int | None = None,
+    reduction: str = "none",
     loss_grad: torch.Tensor | float | None = None,
     workspace: int | None = None,
 ) -> torch.Tensor:
-    """Loss per token (...) of `parallel_logits` and `vocab_parallel_cross_entropy`, without the logits.
+    """Loss of `parallel_logits` and `vocab_parallel_cross_entropy`, without the logits: per token (...), or
+    its mean or sum over all tokens (`reduction`).
 
     hidden: (..., H), the same on every rank; with `sequence_parallel` this rank's part of it along dim 0, and
         its gradient is that of the part.
@@ -74,5 +77,5 @@ def vocab_parallel_linear_cross_entropy(
     return linear_cross_entropy_of(
         shards, "vocab_parallel_linear_cross_entropy", hidden, weight, target,
         label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,
-        vocab_size=vocab_size, loss_grad=loss_grad, workspace=workspace,
+        vocab_size=vocab_size, reduction=reduction, loss_grad=loss_grad, workspace=workspace,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp import ops
+from fastmp.ops.cross_entropy import check_reduction, reduced
 from fastmp.parallel.collectives import all_gather, group_rank, group_size
 
 __all__ = ["vocab_parallel_cross_entropy"]
@@ -27,9 +28,11 @@ def vocab_parallel_cross_entropy(
     ignore_index: int = -100,
     token_weight: torch.Tensor | None = None,
     vocab_size: int | None = None,
+    reduction: str = "none",
     grad_in_place: bool = False,
 ) -> torch.Tensor:
-    """Loss per token (...) of logits (..., V/P) sharded over `group` along the vocabulary, for target (...).
+    """Loss of logits (..., V/P) sharded over `group` along the vocabulary, for target (...): per token (...),
+    or its mean or sum (`reduction`, as in `fastmp.ops.cross_entropy`).
 
     Rank r holds columns [r * V/P, (r+1) * V/P); `target` holds global ids (int64), the same on every rank.
     The loss is fp32 (float64 for float64 logits) and equal on all ranks; its definition, with label smoothing
@@ -52,7 +55,7 @@ def vocab_parallel_cross_entropy(
                 f"vocab_parallel_cross_entropy: token_weight has shape "
                 f"{tuple(token_weight.shape)}, target {tuple(target.shape)}"
             )
-        token_weight = token_weight.reshape(-1)
+    check_reduction("vocab_parallel_cross_entropy", reduction)
     size, shard = group_size(group), logits.shape[-1]
     vocab_start = group_rank(group) * shard
     if vocab_size is None:
@@ -80,7 +83,7 @@ def vocab_parallel_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         ignore_index=ignore_index,
-        token_weight=token_weight,
+        token_weight=None if token_weight is None else token_weight.reshape(-1),
         grad_in_place=grad_in_place,
     )
-    return loss_N.reshape(target.shape)
+    return reduced(loss_N.reshape(target.shape), target, token_weight, ignore_index, reduction)

@@ -302,12 +302,12 @@ ERRORS = {
     "x must be (M, K), got shape (3,)": {"x": torch.zeros(3)},
     "w must be (E, N, K), got shape (6, 5)": {"w": torch.zeros(6, 5)},
     "x (9, 5) does not fit w (2, 6, 4)": {"w": torch.zeros(2, 6, 4)},
-    "x is torch.float32, but w is torch.bfloat16": {"w": torch.zeros(2, 6, 5).bfloat16()},
+    "x is torch.float32 but w is torch.bfloat16": {"w": torch.zeros(2, 6, 5).bfloat16()},
     "x must have one of the dtypes": {"x": torch.zeros(9, 5).long()},
-    "x is on cpu, but w is on meta": {"w": torch.zeros(2, 6, 5, device="meta")},
+    "x is on cpu but w is on meta": {"w": torch.zeros(2, 6, 5, device="meta")},
     "offsets must be int32, got torch.int64": {"offsets": torch.tensor([4, 9])},
     "offsets of shape (3,) do not fit the 2 experts of w": {"offsets": ends([1, 2, 3])},
-    "x is on cpu, but offsets are on meta": {"offsets": ends([4, 5]).to("meta")},
+    "x is on cpu but offsets is on meta": {"offsets": ends([4, 5]).to("meta")},
     "offsets [5, 4] must not be negative, fall, or pass the 9 rows of x": {"offsets": ends([5, -1])},
     "offsets [4, 10] must not be negative, fall, or pass the 9 rows of x": {"offsets": ends([4, 6])},
     "offsets [-1, 4] must not be negative, fall, or pass the 9 rows of x": {"offsets": ends([-1, 5])},
@@ -319,11 +319,11 @@ SIZES = {
     "sizes [5, 4] do not add up to offsets [4, 9]": [5, 4],
 }
 MLP = {
-    "form must be one of ('gelu_tanh', 'gelu', 'silu'), got 'relu'": {"form": "relu"},
+    "form must be 'gelu_tanh', 'gelu' or 'silu', got 'relu'": {"form": "relu"},
     "w (2, 7, 5) has an odd number of rows: no [gate | up]": {"w": torch.zeros(2, 7, 5)},
     "bias of shape (6,) does not fit w of shape (2, 6, 5)": {"bias": torch.zeros(6)},
-    "x is torch.float32, but bias is torch.float64": {"bias": torch.zeros(2, 6).double()},
-    "x is on cpu, but bias is on meta": {"bias": torch.zeros(2, 6, device="meta")},
+    "x is torch.float32 but bias is torch.float64": {"bias": torch.zeros(2, 6).double()},
+    "x is on cpu but bias is on meta": {"bias": torch.zeros(2, 6, device="meta")},
 }
 
 
@@ -373,3 +373,14 @@ def test_costs():
     ):
         assert OPS[name].flops(*call) == products
         assert OPS[name].traffic(*call) == traffic
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 6), (2, 5, 6)], ids=str)
+@pytest.mark.parametrize("call", (grouped_mm, lambda *a: grouped_mlp_in(*a, form="silu", gated=True)))
+def test_a_main_gradient_has_the_shape_of_its_weight(call, shape):
+    """One of no elements would lose the gradient without a word."""
+    given = arguments()
+    weight = nn.Parameter(given["w"])
+    weight.main_grad = torch.zeros(shape)
+    with pytest.raises(ValueError, match=r"main_grad of shape .* does not fit w of shape \(2, 6, 5\)"):
+        call(given["x"], weight, given["offsets"])

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.measure import extra_bytes
 from fastmp.ops import OPS, cross_entropy, linear_cross_entropy
-from fastmp.ops.linear_cross_entropy import chunk_size
+from fastmp.ops.linear_cross_entropy_chunks import chunk_size
 from fastmp.parallel.grads import GradBuffer
 
 N, H, V = 22, 12, 40
@@ -364,9 +364,9 @@ def test_a_promise_is_checked_without_waiting_for_the_device():
     (
         ({"hidden": torch.zeros(4, 7)}, r"hidden \(4, 7\) does not fit weight \(9, 8\)"),
         ({"hidden": torch.zeros(4, 8).int()}, "hidden must have one of the dtypes .*got torch.int32"),
-        ({"weight": torch.zeros(9, 8).double()}, "hidden is torch.float32, but weight is torch.float64"),
+        ({"weight": torch.zeros(9, 8).double()}, "hidden is torch.float32 but weight is torch.float64"),
         ({"weight": torch.zeros(9)}, r"weight must be \(V, H\), got shape \(9,\)"),
-        ({"weight": torch.zeros(9, 8, device="meta")}, "hidden is on cpu, but weight is on meta"),
+        ({"weight": torch.zeros(9, 8, device="meta")}, "hidden is on cpu but weight is on meta"),
         (
             {"target": torch.zeros(3).long()},
             r"target \(3,\) does not fit the tokens \(4,\) of hidden \(4, 8\)",
@@ -389,3 +389,14 @@ def test_mistakes_are_named_with_both_values(change, message):
     arguments = {"hidden": torch.zeros(4, 8), "weight": torch.zeros(9, 8), "target": torch.zeros(4).long()}
     with pytest.raises(ValueError, match=f"linear_cross_entropy: {message}"):
         linear_cross_entropy(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("shape", [(0,), (9,), (8, 9)], ids=str)
+def test_a_main_gradient_has_the_shape_of_its_weight(shape):
+    """One of no elements would lose the gradient without a word."""
+    weight = torch.nn.Parameter(torch.ones(9, 8))
+    weight.main_grad = torch.zeros(shape)
+    with pytest.raises(
+        ValueError, match=r"linear_cross_entropy: main_grad of shape .* weight of shape \(9, 8\)"
+    ):
+        linear_cross_entropy(torch.zeros(4, 8), weight, torch.zeros(4).long())

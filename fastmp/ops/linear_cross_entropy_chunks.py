@@ -1,0 +1,233 @@
+"""The chunks of `linear_cross_entropy`: logits of some tokens at a time, their loss and their gradients.
+
+The shards of a vocabulary may lie on several ranks: `Shards` says how they come together.
+N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.registry import compute_dtype
+
+
+def chunk_size(tokens: int, columns: int, itemsize: int, workspace: int) -> int:
+    """Tokens a chunk: the fewest chunks whose logits fit into `workspace` bytes, all but equal in size."""
+    most = max(1, workspace // max(1, columns * itemsize))
+    unit = 128 if most >= 1024 else 16 if most >= 128 else 1
+    chunks = max(1, -(-tokens // (most - most % unit)))
+    return min(tokens, -(-tokens // (chunks * unit)) * unit)
+
+
+class Shards:
+    """How the shards of one vocabulary come together; this class is the only shard and does nothing."""
+
+    rank, size = 0, 1
+
+    def tokens(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of all tokens, where this rank's hidden states have `shape`."""
+        return shape[:-1]
+
+    def gather_hidden(self, hidden: Tensor) -> Tensor:
+        """The hidden states (N, H) of all tokens from those this rank has."""
+        return hidden
+
+    def gather_stats(self, stats: Tensor) -> tuple[Tensor, Any]:
+        """Statistics (N, 3 or 4) of this shard to those of all, (P, N, 3 or 4), and the work to wait for."""
+        return stats[None], None
+
+    def reduce_grad(self, grad: Tensor) -> tuple[Tensor, Any]:
+        """Sum the gradients (N, H) of the gathered hidden states over the shards.
+
+        Returns the gradient of this rank's hidden states and the work to wait for, or None.
+        """
+        return grad, None
+
+
+ALONE = Shards()
+
+
+class LossOptions(NamedTuple):
+    """This shard and the kind of loss, in the order of the cross-entropy ops; then bytes for logits."""
+
+    vocab_start: int
+    vocab_size: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    workspace: int
+
+
+class Tokens(NamedTuple):
+    """Targets of N tokens, or of one chunk, with their weights, gradients and log-sum-exps where known."""
+
+    target: Tensor
+    weight: Tensor | None
+    grad_loss: Tensor | None = None
+    lse: Tensor | None = None
+
+    def of(self, rows: slice) -> Tokens:
+        return Tokens(*(None if one is None else one[rows] for one in self))
+
+
+class _Chunks:
+    """The chunks of x (N, H), at least one, and memory for the logits of `num_buffers` of them."""
+
+    def __init__(self, x: Tensor, weight: Tensor, workspace: int, num_buffers: int = 1) -> None:
+        tokens, columns = len(x), len(weight)
+        size = max(1, chunk_size(tokens, columns, x.element_size(), workspace // num_buffers))
+        self.x, self.weight = x, weight
+        self.rows = [slice(start, min(start + size, tokens)) for start in range(0, max(1, tokens), size)]
+        self.num_buffers = min(num_buffers, len(self.rows))
+        self.buffers: list[Tensor] = []
+
+    def logits(self, number: int) -> Tensor:
+        """Logits of a chunk; chunks come in order. They take the memory of the chunk `num_buffers` before."""
+        rows = self.rows[number]
+        if number < self.num_buffers:
+            self.buffers.append(torch.mm(self.x[rows], self.weight.t()))
+            return self.buffers[number]
+        out = self.buffers[number % self.num_buffers][: rows.stop - rows.start]
+        return torch.mm(self.x[rows], self.weight.t(), out=out)
+
+
+class _Gradients:
+    """Gradients of hidden and weight, where wanted, from the logits' gradients of one chunk after another.
+
+    The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it.
+    """
+
+    def __init__(
+        self, chunks: _Chunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
+    ) -> None:
+        self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
+        self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
+        self.total, self.work = main_grad, None
+        weight, dtype = chunks.weight, compute_dtype(chunks.weight.dtype)
+        if self.want_weight and main_grad is None and len(chunks.rows) > 1 and weight.dtype != dtype:
+            self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+
+    def add(self, number: int, grad: Tensor) -> None:
+        """Take the gradient of chunk `number`; chunks come in order."""
+        chunks, rows = self.chunks, self.chunks.rows[number]
+        if self.hidden is not None:
+            torch.mm(grad, chunks.weight, out=self.hidden[rows])
+            if number == len(chunks.rows) - 1:  # goes on behind the product that follows
+                self.hidden, self.work = self.shards.reduce_grad(self.hidden)
+        if self.want_weight and self.total is None:
+            self.total = torch.mm(grad.t(), chunks.x[rows])  # of the only chunk, or one that is not rounded
+        elif self.want_weight:
+            torch.ops.fastmp.accumulate_weight_grad_(self.total, grad, chunks.x[rows])
+
+    def results(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.work is not None:
+            self.work.wait()
+        if not self.want_weight or self.main_grad is not None:
+            return self.hidden, None
+        return self.hidden, self.total.to(self.chunks.weight.dtype)
+
+
+def _grad_(logits: Tensor, tokens: Tokens, options: LossOptions) -> None:
+    """Turn logits into their gradient."""
+    torch.ops.fastmp.cross_entropy_grad_(
+        logits, tokens.target, tokens.lse, tokens.grad_loss, tokens.weight, *options[:5]
+    )
+
+
+def _stats(logits: Tensor, tokens: Tokens, options: LossOptions) -> Tensor:
+    return torch.ops.fastmp.cross_entropy_stats(
+        logits, tokens.target, options.vocab_start, options.vocab_size, options.label_smoothing > 0
+    )
+
+
+def _merge(stats: Tensor, tokens: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
+    return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options[1:5])
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _loss(chunks: _Chunks, tokens: Tokens, options: LossOptions, shards: Shards) -> tuple[Tensor, Tensor]:
+    """Loss and log-sum-exp of all tokens; the statistics of all chunks are gathered at once."""
+    parts = [_stats(chunks.logits(i), tokens.of(rows), options) for i, rows in enumerate(chunks.rows)]
+    stats, work = shards.gather_stats(_joined(parts))
+    if work is not None:
+        work.wait()
+    return _merge(stats, tokens, options)
+
+
+def _loss_and_gradients(
+    chunks: _Chunks, tokens: Tokens, options: LossOptions, shards: Shards, gradients: _Gradients
+) -> Tensor:
+    """Loss of all tokens, their gradients given to `gradients`.
+
+    Alone, loss and gradient come from one launch. Between several shards, statistics are gathered while the
+    next chunk's logits are made, and the last ones while the chunk before has its gradients.
+    """
+    losses = []
+    if shards.size == 1:
+        for number, rows in enumerate(chunks.rows):
+            logits, part = chunks.logits(number), tokens.of(rows)
+            losses.append(
+                torch.ops.fastmp.cross_entropy_loss_grad_(
+                    logits, part.target, part.grad_loss, part.weight, *options[1:5]
+                )
+            )
+            gradients.add(number, logits)
+        return _joined(losses)
+    begun, ahead = deque(), chunks.num_buffers - 1
+    for turn in range(len(chunks.rows) + ahead):
+        if turn < len(chunks.rows):
+            logits, part = chunks.logits(turn), tokens.of(chunks.rows[turn])
+            begun.append((logits, part, *shards.gather_stats(_stats(logits, part, options))))
+        if turn >= ahead:
+            logits, part, stats, work = begun.popleft()
+            if work is not None:
+                work.wait()
+            loss, lse = _merge(stats, part, options)
+            _grad_(logits, part._replace(lse=lse), options)
+            gradients.add(turn - ahead, logits)
+            losses.append(loss)
+    return _joined(losses)
+
+
+def make_loss(
+    hidden: Tensor, weight: Tensor, tokens: Tokens, options: LossOptions, shards: Shards, keep: bool
+) -> tuple[Tensor, ...]:
+    """(loss, lse), followed by the hidden states and the logits if `keep` and one chunk holds them all."""
+    x = shards.gather_hidden(hidden)
+    chunks = _Chunks(x, weight, options.workspace)
+    loss, lse = _loss(chunks, tokens, options, shards)
+    if not keep or len(chunks.rows) > 1:
+        return loss, lse
+    return (loss, lse, chunks.buffers[0]) if x is hidden else (loss, lse, chunks.buffers[0], x)
+
+
+def make_gradients(
+    hidden: Tensor, weight: Tensor, tokens: Tokens, main_grad: Tensor | None, options: LossOptions,
+    shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden and weight; from the logits `kept`, where there are any."""
+    chunks = _Chunks(hidden if kept is not None else shards.gather_hidden(hidden), weight, options.workspace)
+    gradients = _Gradients(chunks, shards, wanted, main_grad)
+    for number, rows in enumerate(chunks.rows):
+        logits = chunks.logits(number) if kept is None else kept.detach()
+        _grad_(logits, tokens.of(rows), options)
+        gradients.add(number, logits)
+    return gradients.results()
+
+
+def make_both(
+    hidden: Tensor, weight: Tensor, tokens: Tokens, main_grad: Tensor | None, options: LossOptions,
+    shards: Shards, wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """Loss, and gradients of hidden and weight for tokens whose `grad_loss` is known."""
+    chunks = _Chunks(shards.gather_hidden(hidden), weight, options.workspace, 1 + (shards.size > 1))
+    gradients = _Gradients(chunks, shards, wanted, main_grad)
+    loss = _loss_and_gradients(chunks, tokens, options, shards, gradients)
+    return (loss, *gradients.results())

@@ -1,0 +1,137 @@
+"""Reduced losses: what torch's own reductions give, whatever gradient they then receive."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastmp.ops import cross_entropy, linear_cross_entropy
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+SMALL, LARGE = (12, 33, 7), (384, 1031, 96)  # tokens, vocabulary, hidden size
+REDUCED = pytest.mark.parametrize("reduction", ("mean", "sum"))
+
+
+def problem(
+    dtype: torch.dtype = torch.float64, ignored: slice = slice(0, 4), sizes: tuple[int, int, int] = SMALL
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden, weight, target); the targets `ignored` are."""
+    tokens, vocabulary, size = sizes
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, tokens // 3, size, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(vocabulary, size, generator=generator, dtype=torch.float64).to(dtype)
+    target = torch.randint(vocabulary, (3, tokens // 3), generator=generator)
+    target.view(-1)[ignored] = -100
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def plain(hidden: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
+    logits = F.linear(hidden, weight).flatten(0, -2)
+    return F.cross_entropy(logits, target.flatten(), **options)
+
+
+def separate(hidden: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
+    return cross_entropy(F.linear(hidden, weight), target, **options)
+
+
+def in_chunks(hidden: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
+    workspace = target.numel() // 2 * len(weight) * hidden.element_size()
+    return linear_cross_entropy(hidden, weight, target, workspace=workspace, **options)
+
+
+OURS = pytest.mark.parametrize("ours", (separate, linear_cross_entropy, in_chunks))
+
+
+def loss_and_gradients(function, inputs: tuple, scale: float = 1.0, **options) -> list[Tensor]:
+    loss = function(*inputs, **options)
+    return [loss.detach(), *torch.autograd.grad(loss * scale, inputs[:2])]
+
+
+@OURS
+@REDUCED
+@pytest.mark.parametrize("scale", (1.0, -0.3))
+@pytest.mark.parametrize("smoothing", (0.0, 0.1))
+def test_equals_torch(ours, reduction, scale, smoothing):
+    """Some targets are ignored; the loss is scaled by any number before backward."""
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    torch.testing.assert_close(
+        loss_and_gradients(ours, problem(), scale, **options),
+        loss_and_gradients(plain, problem(), scale, **options),
+        **EXACT,
+    )
+
+
+@OURS
+@REDUCED
+def test_all_ignored(ours, reduction):
+    """The mean of nothing is NaN, as in torch; gradients are zero."""
+    inputs = problem(ignored=slice(None))
+    loss, *grads = loss_and_gradients(ours, inputs, reduction=reduction)
+    expected = loss_and_gradients(plain, inputs, reduction=reduction)
+    assert loss.isnan() == expected[0].isnan() == (reduction == "mean")
+    assert not any(grad.any() for grad in grads) and not any(grad.any() for grad in expected[1:])
+
+
+@OURS
+def test_weights_of_tokens_divide_the_mean(ours):
+    inputs = problem()
+    weight = torch.rand(inputs[2].shape, dtype=torch.float64)
+    losses = separate(*inputs)
+    expected = (losses * weight).sum() / weight[inputs[2] != -100].sum()
+    value = ours(*inputs, token_weight=weight, reduction="mean")
+    torch.testing.assert_close(value, expected, **EXACT)
+    grads = [torch.autograd.grad(loss, inputs[:2]) for loss in (value, expected)]
+    torch.testing.assert_close(*grads, **EXACT)
+
+
+@OURS
+def test_no_reduction_is_the_default(ours):
+    inputs = problem()
+    assert torch.equal(ours(*inputs), ours(*inputs, reduction="none"))
+
+
+@OURS
+def test_mistakes_are_named(ours):
+    inputs = problem()
+    with pytest.raises(ValueError, match="reduction must be 'none', 'mean' or 'sum', got 'average'"):
+        ours(*inputs, reduction="average")
+    promised = torch.ones(inputs[2].shape, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"loss_grad .* needs reduction='none', got 'mean'"):
+        ours(*inputs, reduction="mean", loss_grad=promised)
+
+
+@REDUCED
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
+def test_narrow_gradients_are_as_accurate_as_torchs(reduction, dtype):
+    """Under a loss scale as of float16 training, gradients do not vanish before they are scaled."""
+    scale, narrow = 2.0**10, problem(dtype, sizes=LARGE)
+    wide = tuple(t.detach().double().requires_grad_() if t.is_floating_point() else t for t in narrow)
+    truth = loss_and_gradients(plain, wide, scale, reduction=reduction)
+    theirs = loss_and_gradients(plain, narrow, scale, reduction=reduction)
+    for ours in (linear_cross_entropy, in_chunks):
+        values = loss_and_gradients(ours, narrow, scale, reduction=reduction)
+        for value, peer, want in zip(values[1:], theirs[1:], truth[1:], strict=True):
+            error, yardstick = ((t.double() - want).norm() for t in (value, peer))
+            assert error <= 1.1 * yardstick
+
+
+@REDUCED
+def test_main_gradients_receive_what_the_loss_receives(reduction):
+    inputs = problem()
+    expected = loss_and_gradients(plain, inputs, 0.3, reduction=reduction)
+    inputs[1].main_grad = torch.ones_like(inputs[1])
+    (in_chunks(*inputs, reduction=reduction) * 0.3).backward()
+    assert inputs[1].grad is None
+    torch.testing.assert_close(inputs[1].main_grad - 1, expected[2], **EXACT)
+    torch.testing.assert_close(inputs[0].grad, expected[1], **EXACT)
+
+
+@REDUCED
+def test_gradients_made_in_the_forward_pass_are_handed_out_once(reduction):
+    inputs = problem()
+    loss = linear_cross_entropy(*inputs, reduction=reduction)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="no second backward"):
+        loss.backward()
