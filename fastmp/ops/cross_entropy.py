@@ -190,7 +190,9 @@ def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 
 @traced("fastmp.cross_entropy_backward")
-def _backward(ctx: Any, grad_loss: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_loss is None:
+        return (None,) * 10
     logits, target, lse, token_weight = ctx.saved_tensors
     if ctx.in_place:
         refuse_create_graph("cross_entropy")

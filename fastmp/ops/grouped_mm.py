@@ -314,6 +314,8 @@ def _setup_mlp_in(ctx, inputs, output):
 
 @traced("fastmp.grouped_mlp_in_backward")
 def _backward_mlp_in(ctx, grad, _):
+    if grad is None:
+        return (None,) * 8
     refuse_create_graph("grouped_mlp_in")
     x, w, offsets, h = ctx.saved_tensors
     dh = _activation_backward(grad, h, ctx.form, ctx.gated)

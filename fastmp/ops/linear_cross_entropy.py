@@ -183,6 +183,8 @@ def _setup_unknown(ctx, inputs, output):
 
 @traced("fastmp.linear_cross_entropy_backward")
 def _backward_unknown(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * 6
     refuse_create_graph("linear_cross_entropy")
     hidden, weight, target, token_weight, lse, kept = ctx.saved_tensors
     job, main_grad = ctx.job, ctx.main_grad
@@ -224,6 +226,8 @@ def _setup_known(ctx, inputs, output):
 
 @traced("fastmp.linear_cross_entropy_backward")
 def _backward_known(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * 7
     refuse_create_graph("linear_cross_entropy")
     if ctx.spent:
         raise RuntimeError(
