@@ -124,7 +124,7 @@ def all_to_all(
     """
     size, send, receive = group_size(group), list(send_sizes), list(receive_sizes)
     problem = _size_problem(x, send, receive, size)
-    if check and size > 1:
+    if check and group is not None and size > 1:
         problem = _first_problem(problem, send, receive, group)
     if problem:
         raise ValueError(f"all_to_all: {problem}")
@@ -144,7 +144,7 @@ def _size_problem(x: torch.Tensor, send: list[int], receive: list[int], size: in
 
 
 def _first_problem(problem: str, send: list[int], receive: list[int], group: dist.ProcessGroup) -> str:
-    """What any rank has found wrong, else the first pair of ranks whose sizes differ; alike on all ranks."""
+    """The first problem that a rank has found, else the first pair of ranks whose sizes differ."""
     everyones: list[tuple[str, list[int], list[int]]] = [("", [], [])] * group.size()
     dist.all_gather_object(everyones, (problem, send, receive), group=group)
     for rank, (found, _, _) in enumerate(everyones):

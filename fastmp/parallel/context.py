@@ -34,7 +34,7 @@ def own_positions(
 
 
 def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> torch.Tensor:
-    """(.., S, ..) -> (.., S/CP, ..): of `x`, whose dimension `dim` is the whole sequence, this rank's slices.
+    """(.., S, ..) -> (.., S/CP, ..): this rank's slices of `x`, whose dimension `dim` is the sequence.
 
     Differentiable; communicates nothing, so all ranks have the same `x`. A copy; for a group of one `x`
     itself. ValueError where 2 * CP does not divide the sequence.

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from fastmp.parallel.collectives import all_reduce_
 from fastmp.parallel.layers import parallel_attributes
 
-__all__ = ["GradBuffer", "is_vector", "main_dtype"]
+__all__ = ["GradBuffer", "is_vector", "main_dtype", "main_grad"]
 
 _ALIGNMENT = 64  # elements: where parameters of another dtype begin within a buffer
 
@@ -30,8 +30,13 @@ def main_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def main_grad(param: Parameter) -> Tensor:
+    """The view of its buffer in which the gradient of `param` accumulates."""
+    return param.main_grad  # type: ignore[attr-defined]
+
+
 def is_vector(param: Parameter) -> bool:
-    """Whether `param` is a vector or a scalar, as biases and norms are; of experts, one for each."""
+    """Whether `param` is a vector or a scalar, as biases and norms are. Experts have one for each expert."""
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
@@ -67,7 +72,8 @@ class GradBuffer:
         self.dp_group, self.tp_group, self.edp_group = dp_group, tp_group, edp_group
         self.parameters = _unique_trainable(named_parameters)
         self.ranges: dict[str, tuple[int, int]] = {}
-        experts, others = {}, {}
+        experts: dict[str, Parameter] = {}
+        others: dict[str, Parameter] = {}
         for name, param in self.parameters.items():
             (experts if parallel_attributes(param).expert_parallel else others)[name] = param
         self.buffers = self._allocate(others)
@@ -98,7 +104,8 @@ class GradBuffer:
             # As the parameter lies in memory, also transposed or channels-last: fused kernels go by address.
             start, end = self.ranges[name]
             buffer = buffers[main_dtype(param.dtype)]
-            param.main_grad = buffer[start:end].as_strided(param.shape, param.stride())
+            grad = buffer[start:end].as_strided(param.shape, param.stride())
+            param.main_grad = grad  # type: ignore[attr-defined]
         return buffers
 
     def zero(self) -> None:
@@ -119,9 +126,9 @@ class GradBuffer:
             return
         for dtype in self.buffers:
             partial = [
-                p.main_grad
+                main_grad(p)
                 for p in self.parameters.values()
-                if parallel_attributes(p).sequence_parallel and p.main_grad.dtype == dtype
+                if parallel_attributes(p).sequence_parallel and main_grad(p).dtype == dtype
             ]
             if not partial:
                 continue
@@ -142,11 +149,12 @@ class GradBuffer:
 
 def _accumulate(param: Parameter) -> None:
     if param.grad is not None:  # else an op has added the gradient to main_grad by itself
-        param.main_grad.add_(param.grad)
+        main_grad(param).add_(param.grad)
         param.grad = None
 
 
-_accumulate.in_graph = True  # has no part but tensors: a captured backward holds it
+# A captured backward holds the hook, which does nothing but with tensors.
+_accumulate.in_graph = True  # type: ignore[attr-defined]
 
 
 def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:

@@ -68,9 +68,8 @@ class ParallelAttributes(NamedTuple):
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
     """The marks of `param`; a parameter without marks is replicated and has a complete gradient."""
-    return ParallelAttributes(
-        *(getattr(param, name, default) for name, default in ParallelAttributes._field_defaults.items())
-    )
+    defaults = ParallelAttributes._field_defaults.items()
+    return ParallelAttributes._make(getattr(param, name, default) for name, default in defaults)
 
 
 def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
@@ -94,6 +93,8 @@ class GroupModule(nn.Module):
 
 class ParallelModule(GroupModule):
     """The base of the layers: the group, the marks on parameters, and how a weight is filled."""
+
+    weight: nn.Parameter
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
@@ -320,7 +321,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return dict.fromkeys(("weight", "bias"), ParallelAttributes(True, 0, self.stride))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
-        bias = self.bias
+        bias: torch.Tensor | None = self.bias
         y = column_linear(
             x, self.weight, None if self.skip_bias_add else bias, self.group, self.sequence_parallel
         )

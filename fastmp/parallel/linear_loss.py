@@ -73,7 +73,7 @@ def vocab_parallel_linear_cross_entropy(
 
     The other options, the result and the errors: as in `fastmp.ops.linear_cross_entropy`.
     """
-    shards = ALONE if group_size(group) == 1 else _Group(group, sequence_parallel)
+    shards = ALONE if group is None or group_size(group) == 1 else _Group(group, sequence_parallel)
     return linear_cross_entropy_of(
         shards, "vocab_parallel_linear_cross_entropy", hidden, weight, target,
         label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,

@@ -20,7 +20,7 @@ __all__ = ["Message", "Program", "forward_orders", "program"]
 
 
 class Message(NamedTuple):
-    """What a step makes for the stage behind ("forward": activations) or before it ("backward": gradients).
+    """The activations that a step sends to the stage behind it, or the gradients to the stage before it.
 
     Messages sort in the order in which all ranks post them; `source` and `target` are pipeline ranks, `stage`
     is the one that makes it.

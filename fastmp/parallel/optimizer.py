@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from fastmp.ops import adamw_
 from fastmp.parallel.collectives import all_reduce_, group_rank
-from fastmp.parallel.grads import is_vector, main_dtype
+from fastmp.parallel.grads import is_vector, main_dtype, main_grad
 from fastmp.parallel.layers import parallel_attributes
 
 __all__ = ["AdamW", "clip_coefficient", "global_grad_norm"]
@@ -54,7 +54,7 @@ def global_grad_norm(
     for param in parameters:
         marks = parallel_attributes(param)
         kind = marks.expert_parallel, marks.tensor_model_parallel, marks.pipeline_replica
-        grads.setdefault(kind, []).append(param.main_grad)
+        grads.setdefault(kind, []).append(main_grad(param))
     if not grads:
         raise ValueError("global_grad_norm: no parameters given")
     device = next(iter(grads.values()))[0].device
@@ -208,7 +208,7 @@ class _Flat:
         sizes = [param.numel() for param in parameters.values()]
         self.num_decayed = sum(param.numel() for param in parameters.values() if _decayed(param))
         first = next(iter(parameters.values()))
-        self.grad = first.main_grad.as_strided((sum(sizes),), (1,))
+        self.grad = main_grad(first).as_strided((sum(sizes),), (1,))
         self.master = torch.empty(sum(sizes), dtype=main_dtype(first.dtype), device=first.device)
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
         self.rounded = None
@@ -264,7 +264,7 @@ def _check_separate(parameters: Mapping[str, Parameter]) -> None:
     """Two Parameters over one memory would be updated apart from each other."""
 
     def place(param: Parameter) -> tuple[int, int]:
-        return param.untyped_storage()._cdata, param.storage_offset() * param.element_size()
+        return param.untyped_storage()._cdata, int(param.storage_offset()) * param.element_size()
 
     storage, end, before = 0, 0, ""
     for name, param in sorted(parameters.items(), key=lambda item: place(item[1])):
@@ -278,7 +278,7 @@ def _runs(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
     """The parameters in as few groups as a `_Flat` allows."""
 
     def place(param: Parameter) -> tuple[Any, ...]:
-        grad = param.main_grad
+        grad = main_grad(param)
         return grad.untyped_storage()._cdata, str(grad.dtype), str(param.dtype), grad.storage_offset()
 
     runs: list[dict[str, Parameter]] = []

@@ -45,7 +45,7 @@ class PipelineError(RuntimeError):
 
 
 class StageOutput(NamedTuple):
-    """What a chunk may return in place of tensors: more than what the next stage gets.
+    """A chunk's result where it is more than the tensors that the next stage gets.
 
     tensors: for the next stage, or for the loss function.
     loss: 0-dim, a loss that arises in this stage (the auxiliary losses of experts); its gradient is 1.
@@ -58,7 +58,9 @@ class StageOutput(NamedTuple):
 
 
 class PipelineResult(NamedTuple):
-    """What one run did on this rank. Losses are detached sums over microbatches.
+    """The losses and the record of one training step or evaluation on this rank.
+
+    Losses are detached sums over microbatches.
 
     loss: of the loss function; None except on the last rank.
     stage_loss: of the losses that chunks of this rank returned; None where none did.
@@ -82,7 +84,7 @@ class _Spec(NamedTuple):
 
 
 class _Live(NamedTuple):
-    """What is left of a forward until its backward: tensors received, edges of tensors made, its losses."""
+    """What a backward needs of its forward: tensors received, graph edges of tensors made, losses."""
 
     inputs: Tensors
     edges: tuple[GradientEdge, ...]
@@ -298,7 +300,7 @@ class Pipeline:
         return step.chunk * self.size + self.rank
 
     def _checked(self, stage: int, tensors: Tensors) -> Tensors:
-        """What a stage hands on, without its graph; ValueError where it is not of the shapes agreed on."""
+        """The tensors that a stage hands on, detached. ValueError for shapes that were not agreed on."""
         specs = tuple(_Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         known = self._known.get(stage, self._new_specs.get(stage))
         if known is not None and known != specs:
@@ -342,10 +344,13 @@ class Pipeline:
 
     def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
         if sends:
-            works = [dist.isend(x, group=self.group, tag=tag, group_dst=peer) for x in tensors]
+            started = [dist.isend(x, group=self.group, tag=tag, group_dst=peer) for x in tensors]
+        else:
+            started = [dist.irecv(x, group=self.group, tag=tag, group_src=peer) for x in tensors]
+        works = [work for work in started if work is not None]  # None is for ranks outside the group
+        if sends:
             self._sending.append((works, tensors))
         else:
-            works = [dist.irecv(x, group=self.group, tag=tag, group_src=peer) for x in tensors]
             self._arriving[key] = (works, tensors)
 
     def _finish_sending(self, most: int) -> None:

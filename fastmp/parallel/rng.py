@@ -100,9 +100,9 @@ class RngTracker:
         """Exchange the default generator's state with that of stream `name`."""
         own = self._streams[name]
         if self._default.device.type == "cuda":  # by reference: no copy, and legal inside a captured graph
-            state = self._default.graphsafe_get_state()
+            before = self._default.graphsafe_get_state()
             self._default.graphsafe_set_state(own)
-            self._streams[name] = state
+            self._streams[name] = before
         else:
             state = self._default.get_state()
             self._default.set_state(own.get_state())
@@ -160,7 +160,7 @@ class RngTracker:
         finally:
             self._keeper = before
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> Mapping[str, torch.Tensor | torch.Generator]:
         """The streams' states, uint8 tensors, for a checkpoint. Each tensor-parallel rank saves its own."""
         return self.states()
 

@@ -235,7 +235,7 @@ def _wait_for_listener(env: Environment, rank: int, deadline: float, timeout: ti
 
 
 def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store | None:
-    """What `make` returns or raises; None where it takes longer than `seconds`.
+    """Return or raise what `make` does; None where it takes longer than `seconds`.
 
     torch's client waits without end for the first answer of a store. It is left waiting in a thread that no
     exit waits for.
@@ -251,9 +251,11 @@ def _within(seconds: float, make: Callable[[], dist.Store]) -> dist.Store | None
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    if done and isinstance(done[0], BaseException):
+    if not done:
+        return None
+    if isinstance(done[0], BaseException):
         raise done[0]
-    return done[0] if done else None
+    return done[0]
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:

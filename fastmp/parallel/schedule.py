@@ -156,7 +156,7 @@ class Schedule:
         return self.name in SPLIT_SCHEDULES
 
     def _delay(self, rank: int) -> int:
-        """By how many backwards of inputs a rank's backwards of weights lag.
+        """How many backwards of inputs a rank's backwards of weights are behind.
 
         The lag grows with the rank, for the end of the step: the last rank runs out of other work first, and
         rank 0 has backwards of weights between the last gradients that come up to it. The warm-up shrinks as

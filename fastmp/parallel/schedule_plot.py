@@ -54,8 +54,9 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
         for event in events:
             middle = (event.start + event.end) / 2
             dark = event.step.chunk < (chunks - 1) / 2 or chunks == 1
-            style = {"ha": "center", "va": "center", "fontsize": size, "color": PAPER if dark else INK}
-            axes.text(middle, event.rank, str(event.step.microbatch), **style)
+            place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size}
+            colour = PAPER if dark else INK
+            axes.text(middle, event.rank, str(event.step.microbatch), color=colour, **place)
     axes.set_xlim(0, end)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_yticks(range(ranks) if ranks <= 32 else range(0, ranks, ranks // 16))

@@ -1,4 +1,4 @@
-"""What a set of orders does in time: that it ends, idle time, memory, critical path. Standard library only.
+"""A simulator of orders: whether they end, idle time, memory, critical path. Standard library only.
 
 Each rank runs its order step by step. A step starts when the rank is free and what it needs has arrived: the
 forward of the stage before or the backward of the stage behind, `p2p` after it ended on another rank. Sends
@@ -281,7 +281,7 @@ def _check_step(rank: int, i: int, given: Step, known: dict[Step, Step]) -> Step
 
 
 def _check_lives(rank: int, steps: tuple[Step, ...], forward_only: bool) -> dict[tuple[int, int], int]:
-    """Where a rank runs each (microbatch, chunk) forward. ValueError if one has not the backwards it must."""
+    """The places of a rank's forwards, by (microbatch, chunk). ValueError if one lacks its backwards."""
     forward_at: dict[tuple[int, int], int] = {}
     awaited: dict[tuple[int, int], tuple[str, ...]] = {}  # the kinds that may come next
     for i, (kind, *rest) in enumerate(steps):
