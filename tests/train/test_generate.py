@@ -127,7 +127,7 @@ def generate_on_rank(rank, tp, sequence_parallel):
     ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_every_rank_generates_what_one_rank_alone_does(sequence_parallel):
     alone = generate_on_rank(0, 1, False)
     assert run_ranks(generate_on_rank, 2, sequence_parallel) == [alone, alone]

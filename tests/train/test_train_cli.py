@@ -117,7 +117,7 @@ BIAS = "--model.moe.expert-bias"
 @pytest.mark.parametrize(
     ("layout", "model", "flags"),
     [
-        pytest.param({"tp": 2}, {}, ["--parallel.sequence-parallel"], id="tp2"),
+        pytest.param({"tp": 2}, {}, ["--parallel.sequence-parallel"], id="tp2", marks=pytest.mark.full),
         pytest.param({}, {}, [], id="dp2", marks=pytest.mark.exhaustive),
         pytest.param({"tp": 2, "ep": 2}, EXPERTS, [BIAS], id="tp2 ep2"),
         pytest.param({"ep": 2}, EXPERTS, [BIAS], id="dp2 ep2", marks=pytest.mark.exhaustive),
