@@ -245,3 +245,25 @@ def check_compiled(rank, tp):
 
 def test_compiles_in_one_graph(warm_compiler):
     run_ranks(check_compiled, 2, timeout=240)
+
+
+def reduced_losses(rank, tp, sp):
+    """A mean and a sum of all tokens, fused or not, are those of one rank, and so are the gradients."""
+    hidden, weight, target, _, _ = problem({})
+    place = {"group": dist.group.WORLD, "sequence_parallel": sp}
+    for reduction in ("mean", "sum"):
+        whole = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logits = whole[0].flatten(0, 1) @ whole[1].T
+        truth = torch.nn.functional.cross_entropy(logits, target.flatten(), reduction=reduction)
+        wanted = torch.autograd.grad(truth * 0.3, whole)
+        parts = [wanted[0].chunk(tp)[rank] if sp else wanted[0], wanted[1].chunk(tp)[rank]]
+        for loss_of in both(place, {"reduction": reduction}, target):
+            x, w = leaves(hidden, weight, rank, tp, sp)
+            loss = loss_of(x, w)
+            grads = torch.autograd.grad(loss * 0.3, (x, w))
+            torch.testing.assert_close((loss.detach(), *grads), (truth.detach(), *parts), **CLOSE)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_reduced_losses_of_two_ranks(sp):
+    run_ranks(reduced_losses, 2, sp)
