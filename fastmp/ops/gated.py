@@ -28,7 +28,8 @@ _FUNCTION = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu": "geglu"}
 
 def _parts(x: Tensor, up: Tensor | None) -> tuple[Tensor, ...]:
     """gate and up, as views."""
-    return x.chunk(2, -1) if up is None else (x, up)
+    half = x.shape[-1] // 2
+    return (x[..., :half], x[..., half:]) if up is None else (x, up)
 
 
 def _shifted(x: Tensor, up: Tensor | None, bias: Tensor | None) -> list[Tensor]:
@@ -230,7 +231,7 @@ def launch_backward(
     rows.launch_with_sums(
         gated_activation_backward_kernel,
         (grad, *_parts(x, up)),
-        (bias, *(dx.chunk(2, -1) if up is None else (dx, dup))),
+        (bias, *_parts(dx, None if up is None else dup)),
         None if bias is None else dbias,
         blocks=backward_block_shape,
         JOINED=up is None,
