@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 
 import pytest
 import torch
@@ -71,20 +70,16 @@ FORWARD, BACKWARD = "forward of microbatch 2 chunk 0: ", "backward of microbatch
     ],
 )
 def test_a_failing_stage_ends_the_job(how, message):
-    start = time.monotonic()
     with pytest.raises(RankError, match="Error: pipeline rank 1, " + message) as caught:
         run_ranks(failing_case, 4, how, "1f1b")
-    assert time.monotonic() - start < 10
     assert caught.value.rank == 1
     check_others(str(caught.value))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_a_killed_rank_ends_the_job(schedule):
-    start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 4 died without a report \(killed by SIGKILL\)") as caught:
         run_ranks(failing_case, 4, "kill", schedule)
-    assert time.monotonic() - start < 10
     check_others(str(caught.value))
 
 
