@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fastmp.ops import OPS, bias_gelu
 from fastmp.ops import activation as module
+from fastmp.ops import rows as tiles
 
 FORMS = ("tanh", "none")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -257,12 +258,12 @@ def test_cost_formulas():
 @pytest.mark.parametrize("num_cols", (1, 8, 100, 768, 1024, 3072, 16384, 49152))
 @pytest.mark.parametrize("itemsize", (2, 4, 8))
 def test_block_shapes(num_cols, itemsize):
-    block_m, block_n = module.block_shape(num_cols, itemsize)
+    block_m, block_n = tiles.block_shape(num_cols, itemsize)
     assert block_m & (block_m - 1) == 0 and block_n & (block_n - 1) == 0
-    assert block_m * block_n * itemsize == 4 * 32 * module.NUM_WARPS * 16  # four 16-byte loads a thread
+    assert block_m * block_n * itemsize == 4 * 32 * tiles.NUM_WARPS * 16  # four 16-byte loads a thread
     padded = -(-num_cols // block_n) * block_n
     assert padded < 2 * num_cols or padded == 16
     for num_rows in (1, 63, 8192, 1 << 22):
-        strips, rows = module.strip_shape(num_rows, num_cols, block_m, block_n)
+        strips, rows = tiles.strip_shape(num_rows, num_cols, block_m, block_n)
         assert (strips - 1) * rows < num_rows <= strips * rows and rows % block_m == 0
         assert strips == 1 or strips * -(-num_cols // block_n) <= 1024
