@@ -13,6 +13,7 @@
 #include <array>
 #include <string>
 #include <tuple>
+#include <vector>
 
 namespace fastmp {
 
@@ -272,10 +273,14 @@ std::tuple<Tensor, Tensor, Tensor> forward(const char* op, const Tensor& x, cons
   const ScalarType dtype = x.scalar_type();
   dispatch_float(dtype, op, [](auto) {});
   int64_t num_rows = 1;
-  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) num_rows *= x.size(dim);
+  std::vector<int64_t> stats_sizes{centred ? 2 : 1};
+  for (int64_t dim = 0; dim + 1 < x.dim(); ++dim) {
+    num_rows *= x.size(dim);
+    stats_sizes.push_back(x.size(dim));
+  }
   Tensor y = fastmp::empty(x.sizes(), dtype, x);
   Tensor total = residual ? fastmp::empty(x.sizes(), dtype, x) : fastmp::empty({0}, dtype, x);
-  Tensor stats = fastmp::empty({centred ? 2 : 1, num_rows}, compute_dtype(dtype), x);
+  Tensor stats = fastmp::empty(stats_sizes, compute_dtype(dtype), x);
   if (x.numel() == 0) {
     if (stats.numel() > 0) torch::stable::zero_(stats);
     return {y, total, stats};

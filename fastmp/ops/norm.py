@@ -33,7 +33,7 @@ def _mean(rows: Tensor) -> Tensor:
 def _reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, x + residual (empty without), and stats: rstd, then the mean if `centred`, of each row."""
+    """y, x + residual (empty without), and stats (1 or 2, ...): rstd, then the mean if `centred`."""
     y, total, stats = _new_results(x, residual, centred)
     if x.numel() == 0:
         return y, total, stats.zero_()
@@ -42,10 +42,10 @@ def _reference(
     h = x.to(stats.dtype)
     if centred:
         mean = _mean(h)
-        stats[1] = mean.flatten()
+        stats[1] = mean.squeeze(-1)
         h = h - mean
     rstd = _mean(h * h).add_(eps).rsqrt_()
-    stats[0] = rstd.flatten()
+    stats[0] = rstd.squeeze(-1)
     h = (h * rstd).mul_(weight)
     if bias is not None:
         h.add_(bias)
@@ -65,7 +65,7 @@ def _reference_backward(
     dx, dparams = _new_gradients(total, weight, with_bias)
     if total.numel() == 0:
         return dx, dparams.zero_()
-    rstd, *mean = (s.view(*total.shape[:-1], 1) for s in stats)
+    rstd, *mean = stats.unsqueeze(-1)
     n = (total - mean[0]).mul_(rstd) if centred else total * rstd
     g = grad.to(stats.dtype)
     for i, rows in enumerate((g * n, g) if with_bias else (g * n,)):
@@ -79,7 +79,7 @@ def _reference_backward(
 
 
 def _new_results(x: Tensor, residual: Tensor | None, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
-    stats = x.new_empty((2 if centred else 1, math.prod(x.shape[:-1])), dtype=compute_dtype(x.dtype))
+    stats = x.new_empty((2 if centred else 1, *x.shape[:-1]), dtype=compute_dtype(x.dtype))
     return x.new_empty(x.shape), x.new_empty(0 if residual is None else x.shape), stats
 
 

@@ -302,11 +302,11 @@ def _compute(x: Tensor) -> Any:
 def launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, x + residual (empty without), stats (2 or 1, rows)."""
+    """y, x + residual (empty without), stats (2 or 1, ...), each of x's shape without the last dimension."""
     shape, num_rows = x.shape, x.shape[:-1].numel()
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
     total = torch.empty(shape if residual is not None else 0, dtype=x.dtype, device=x.device)
-    stats = torch.empty((2 if centred else 1, num_rows), dtype=compute_dtype(x.dtype), device=x.device)
+    stats = torch.empty((2 if centred else 1, *shape[:-1]), dtype=compute_dtype(x.dtype), device=x.device)
     if x.numel() == 0:
         return y, total, stats.zero_()
     block = block_shape(shape[-1], x.element_size(), backward=False)

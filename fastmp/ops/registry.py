@@ -9,7 +9,9 @@ the Triton kernels serve the CPU, interpreted.
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -251,10 +253,25 @@ def _below_autograd(overload: torch._ops.OpOverload) -> Callable:
     def forward(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return overload(*arguments)
+        try:  # costs nothing while nothing is raised
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*arguments)
+        except NotImplementedError:
+            if not _learn_dtensors():
+                raise
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*arguments)
 
     return forward
+
+
+def _learn_dtensors() -> bool:
+    """Register how ops are sharded, if DTensors may be about and it is not known yet; whether that was so."""
+    rules = "fastmp.ops.dtensor"
+    if rules in sys.modules or "torch.distributed.tensor" not in sys.modules:
+        return False
+    importlib.import_module(rules)
+    return True
 
 
 def _register_autograd(overload: torch._ops.OpOverload, record: Callable) -> None:
