@@ -112,7 +112,13 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+QUICK = ("pipelines", "experts and tensor")
+MARKS = {name: () if name in QUICK else pytest.mark.full for name in CASES}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=name, marks=MARKS[name]) for name, case in CASES.items()]
+)
 def test_steps_through_graphs_are_eager_ones(case):
     compare(*case)
 

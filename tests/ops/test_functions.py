@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import full
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
@@ -23,7 +24,6 @@ from fastmp.testing.ops import poisoned_memory
 FUNCTIONS = functions()
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EVERY = pytest.mark.parametrize("name", sorted(FUNCTIONS))
-full = lambda *values: [pytest.param(value, marks=pytest.mark.full) for value in values]  # noqa: E731
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 
@@ -123,7 +123,7 @@ def test_gradcheck(name, seed):
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *full(torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *full([torch.float32, torch.float16])], ids=str)
 def test_error_is_that_of_plain_torch(name, dtype):
     """Root-mean-square error against float64, over 100,000 elements: at most 1.1 times plain torch's."""
     positional, keywords = drawn(name, random.Random(0), dtype, large=True)

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 import torch
+from marks import DTYPES
 
 from fastmp.testing.ops import poisoned_memory
 
@@ -53,7 +54,7 @@ def _check(q, k, cos, sin, interleaved, inverse=False):
 
 
 @pytest.mark.parametrize("interleaved", (False, True), ids=("halves", "pairs"))
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "keys", "angles"),
     [

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import full
 from torch import nn
-from train_tools import full, saved_tensors
+from train_tools import saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.parallel.collectives import (

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, full, saved_tensors
+from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.nn import Placement

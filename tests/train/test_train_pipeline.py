@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from marks import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, full, saved_tensors
+from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, saved_tensors
 
 from fastmp.config import OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn import Placement

@@ -7,9 +7,10 @@ import zlib
 
 import pytest
 import torch
+from marks import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, full, saved_tensors
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
 
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn import Placement

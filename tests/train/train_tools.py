@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -68,12 +67,6 @@ EXPERTS = replace(
         z_loss=0.001,
     ),
 )
-
-
-def full(cases):
-    """Cases of a parametrized test that are in the full set only."""
-    each = (case if isinstance(case, tuple) else (case,) for case in cases)
-    return [pytest.param(*values, marks=pytest.mark.full) for values in each]
 
 
 def saved_tensors(trainer):

@@ -1,0 +1,19 @@
+"""Marks for some of the cases of a parametrized test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+
+def full(cases: Iterable[Any]) -> list[Any]:
+    """The cases, in the full set only; a tuple has the values of several arguments."""
+    each = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*values, marks=pytest.mark.full) for values in each]
+
+
+# of kernels that are interpreted, where a dtype differs in its rounding only
+DTYPES = [torch.float32, *full([torch.float64, torch.bfloat16, torch.float16])]
