@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fastmp.ops import apply_capacity
@@ -63,12 +64,16 @@ def test_gradients_reach_kept_pairs_only(policy):
 
 
 @POLICY
-def test_one_graph_and_no_wait_for_the_device(policy):
-    indices, probs = torch.randint(4, (8, 1)), torch.rand(8, 1)
-    compiled = torch.compile(apply_capacity, fullgraph=True, backend="aot_eager")
-    expected = apply_capacity(indices, probs, 4, 1, policy)
-    for value, want in zip(compiled(indices, probs, 4, 1, policy), expected, strict=True):
-        assert torch.equal(value, want)
+def test_two_graphs_for_all_sizes_and_no_wait_for_the_device(policy):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(apply_capacity, fullgraph=True, backend=counter)
+    for tokens in (5, 9, 13, 8):
+        indices, probs = torch.randint(4, (tokens, 1)), torch.rand(tokens, 1)
+        expected = apply_capacity(indices, probs, 4, 1, policy)
+        for value, want in zip(compiled(indices, probs, 4, 1, policy), expected, strict=True):
+            assert torch.equal(value, want)
+    assert counter.frame_count == 2  # one for the first number of tokens, one for any
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(t.to("meta")) for t in (indices, probs)]
     with mode:  # shapes that depend on data raise

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fastmp.ops
 from fastmp.testing.functions import Draw, as_tuple, converted, evaluate, functions, gradients_for, leaves
 from fastmp.testing.ops import poisoned_memory
 
@@ -26,6 +27,15 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 EVERY = pytest.mark.parametrize("name", sorted(FUNCTIONS))
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+# Public, but with tests of their own: what has no tensors, no gradient or no kernel, or is part of another.
+TESTED_ELSEWHERE = {
+    "RouterOutput", "adamw_", "apply_capacity", "backends", "cross_entropy_from_stats", "grouped_mm_choice",
+    "permutation", "rope_cos_sin",
+}  # fmt: skip
+
+
+def test_every_public_function_is_drawn():
+    assert set(fastmp.ops.__all__) == FUNCTIONS.keys() | TESTED_ELSEWHERE
 
 
 def drawn(name: str, source: random.Random, dtype: torch.dtype = torch.float64, **options):
@@ -151,12 +161,11 @@ def test_compiles_to_one_graph(name):
         assert torch.equal(value, want)
 
 
-# The functions whose sizes torch.compile need not know.
-OF_ANY_SIZE = pytest.mark.parametrize(
+SISTERS = {"geglu", "layer_norm", "rope_qk"}  # share most of their code with one that is quick
+EVERY_FAMILY = pytest.mark.parametrize(
     "name",
-    ("bias_gelu", "swiglu", "geglu", "bias_dropout_add", "rms_norm", "layer_norm", "rope", "rope_qk",
-     "scaled_masked_softmax", "topk_router"),
-)  # fmt: skip
+    [pytest.param(name, marks=pytest.mark.full if name in SISTERS else ()) for name in sorted(FUNCTIONS)],
+)
 
 
 def with_rows(name: str, rows: int) -> tuple[tuple, dict]:
@@ -164,7 +173,7 @@ def with_rows(name: str, rows: int) -> tuple[tuple, dict]:
     return drawn(name, random.Random(1), torch.float32, rows=rows)
 
 
-@OF_ANY_SIZE
+@EVERY_FAMILY
 def test_compiles_twice_for_any_number_of_rows(name):
     """Once for the first number, once for all others: forward and backward."""
     torch.compiler.reset()
@@ -175,7 +184,7 @@ def test_compiles_twice_for_any_number_of_rows(name):
     assert counter.frame_count <= 2
 
 
-@OF_ANY_SIZE
+@EVERY_FAMILY
 def test_compiles_with_sizes_unknown(name):
     """From the first call on, numbers among the options included."""
     torch.compiler.reset()
@@ -187,7 +196,7 @@ def test_compiles_with_sizes_unknown(name):
             assert torch.equal(value, want)
 
 
-@OF_ANY_SIZE
+@EVERY
 def test_exports_for_any_number_of_rows(name):
     class Module(torch.nn.Module):
         """The function of the tensors among its arguments; the others are constants."""
@@ -213,7 +222,7 @@ def test_exports_for_any_number_of_rows(name):
         assert torch.equal(value, want)
 
 
-@OF_ANY_SIZE
+@EVERY
 def test_gradients_by_torch_func(name):
     """torch.func.grad gives what autograd does."""
     positional, keywords = drawn(name, random.Random(1), torch.float64, large=True)

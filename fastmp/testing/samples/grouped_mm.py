@@ -96,11 +96,13 @@ def draw_offsets(draw: Draw, rows: int, experts: int) -> Tensor:
 
 def _draw(draw: Draw) -> tuple[int, int, int, Tensor]:
     """(M, N, K, offsets)"""
-    experts = 5 if draw.large else draw.choice([1, 2, 3, 7])
-    rows = 1031 if draw.large else draw.size(64 if draw.small else 128)
-    n, k = (128, 97) if draw.large else (draw.size(64), draw.size(64))
-    ends = torch.tensor([300, 300, 301, 900, 1000], dtype=torch.int32, device=draw.device)
-    return rows, n, k, ends if draw.large else draw_offsets(draw, rows, experts)
+    if draw.large:
+        rows = draw.rows or 1031
+        ends = [rows * share // 100 for share in (30, 30, 31, 88, 97)]
+        return rows, 128, 97, torch.tensor(ends, dtype=torch.int32, device=draw.device)
+    experts = draw.choice([1, 2, 3, 7])
+    rows = draw.size(64 if draw.small else 128)
+    return rows, draw.size(64), draw.size(64), draw_offsets(draw, rows, experts)
 
 
 def _draw_grouped_mm(draw: Draw) -> tuple[tuple, dict[str, Any]]:
