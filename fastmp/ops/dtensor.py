@@ -3,9 +3,8 @@
 Rows are independent, so every dimension of a row tensor but the last may be sharded, in all of them alike.
 Parameters are replicated; their gradients are partial sums. torch redistributes whatever comes otherwise; and
 `cross_entropy` flattens its logits, for which torch gathers what is sharded beyond the first dimension.
-The registry imports this file when torch first asks for a
-strategy, so that only programs with DTensors pay for `torch.distributed.tensor`; under torch.compile nothing
-can be imported, and the user does so.
+The registry imports this file when torch first asks for a strategy, so that only programs with DTensors pay
+for `torch.distributed.tensor`. Under torch.compile it cannot: there the user does.
 Left out are ops that write in place, and `bias_dropout_add`: its mask depends on where in the tensor an
 element lies, so that shards would draw another one than the whole.
 """
