@@ -6,6 +6,8 @@ by Triton when they are decorated (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
+__all__ = ["ABSENT", "INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "jit", "next_power_of_2", "tl"]
+
 try:
     import triton
     import triton.language as tl

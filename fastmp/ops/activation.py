@@ -9,6 +9,7 @@ GeLU: Hendrycks and Gimpel 2016 (arXiv 1606.08415).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -164,7 +165,7 @@ def bias_gelu_backward_kernel(
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
-def _constants(bias: Tensor | None, approximate: str) -> dict[str, bool]:
+def _constants(bias: Tensor | None, approximate: str) -> dict[str, Any]:
     return {"HAS_BIAS": bias is not None, "TANH": approximate == "tanh"}
 
 

@@ -27,18 +27,18 @@ def floating(op: str, name: str, x: Tensor) -> None:
 
 
 def same_device(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors are on the device of the first one."""
+    """Check that all tensors are on the device of the first one, which is not None."""
     (name, first), *others = tensors.items()
     for other, tensor in others:
-        if tensor is not None and tensor.device != first.device:
+        if first is not None and tensor is not None and tensor.device != first.device:
             raise ValueError(f"{op}: {name} is on {first.device} but {other} is on {tensor.device}")
 
 
 def like(op: str, **tensors: Tensor | None) -> None:
-    """Check that all tensors have dtype and device of the first one."""
+    """Check that all tensors have dtype and device of the first one, which is not None."""
     (name, first), *others = tensors.items()
     for other, tensor in others:
-        if tensor is not None and tensor.dtype != first.dtype:
+        if first is not None and tensor is not None and tensor.dtype != first.dtype:
             raise ValueError(f"{op}: {name} is {first.dtype} but {other} is {tensor.dtype}")
     same_device(op, **tensors)
 

@@ -155,20 +155,21 @@ _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
     "int ignore_index, float label_smoothing, float z_loss"
 )
-_GRAD_COSTS = {"flops": _grad_flops, "traffic": _grad_traffic}
 _grad = register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     reference=_grad_reference,
     triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
-    **_GRAD_COSTS,
+    flops=_grad_flops,
+    traffic=_grad_traffic,
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
     reference=_grad_reference_,
     triton=lambda logits, *options: launch_grad_into(logits, logits, *options),
     fake=lambda logits, *options: None,
-    **_GRAD_COSTS,
+    flops=_grad_flops,
+    traffic=_grad_traffic,
 )
 register(
     "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight,"

@@ -69,7 +69,7 @@ def _strategy(op: str) -> Callable:
         given = dict(zip(names, values))
         num_dims = values[0].ndim - (names[0] == "stats")
         replicated = [Replicate() if isinstance(value, DTensorSpec) else None for value in values]
-        accepted = [([Replicate() for _ in outputs], replicated)]
+        accepted: list[tuple[list, list]] = [([Replicate() for _ in outputs], replicated)]
         for dim in range(num_dims - whole):
             kinds = {"rows": Shard(dim), "stats": Shard(dim + 1), "sum": Partial()}
             results = [

@@ -214,8 +214,9 @@ def launch(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = 
     y = torch.empty(_shape(x, up), dtype=x.dtype, device=x.device)
     if x.numel():
         bias = None if bias is None else bias.contiguous()
-        constants = {"HAS_BIAS": bias is not None, "FORM": activation}
-        rows.launch(gated_activation_kernel, _parts(x, up), (bias, y), **constants)
+        rows.launch(
+            gated_activation_kernel, _parts(x, up), (bias, y), HAS_BIAS=bias is not None, FORM=activation
+        )
     return y
 
 

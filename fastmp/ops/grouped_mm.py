@@ -34,7 +34,7 @@ from fastmp.ops.registry import (
 from fastmp.ops.wgrad import deferral
 from fastmp.profiling import traced
 
-_FORMS = {"gelu_tanh": "tanh", "gelu": "none", "silu": None}  # and what torch calls it as an `approximate`
+_APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # what torch calls the forms of GELU
 # Tiles of 128 x 256 that every product of a loop must have: about two for each multiprocessor of an H200.
 _TILES_OF_A_LOOP = 256
 
@@ -93,7 +93,7 @@ def reference_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> N
 def _activated(h: Tensor, form: str, gated: bool) -> Tensor:
     if gated:
         return gated_activation.reference(h, None, form)
-    return F.silu(h) if form == "silu" else bias_gelu_reference(h, None, _FORMS[form])
+    return F.silu(h) if form == "silu" else bias_gelu_reference(h, None, _APPROXIMATE[form])
 
 
 def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Tensor:
@@ -102,7 +102,7 @@ def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Ten
         return torch.ops.fastmp.gated_activation_backward(grad, h, None, form)[0]
     if form == "silu":
         return torch.ops.aten.silu_backward(grad.contiguous(), h)
-    return torch.ops.fastmp.bias_gelu_backward(grad, h, None, _FORMS[form])[0]
+    return torch.ops.fastmp.bias_gelu_backward(grad, h, None, _APPROXIMATE[form])[0]
 
 
 def reference_mlp_in(
@@ -420,7 +420,7 @@ def _apply(h: Tensor, form: str, gated: bool) -> Tensor:
     """The activation as an op of its own."""
     if form == "silu":
         return gated_activation.swiglu(h) if gated else F.silu(h)
-    return (gated_activation.geglu if gated else bias_gelu)(h, approximate=_FORMS[form])
+    return (gated_activation.geglu if gated else bias_gelu)(h, approximate=_APPROXIMATE[form])
 
 
 @traced("fastmp.grouped_mlp_in")
@@ -456,7 +456,7 @@ def grouped_mlp_in(
 
     Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
     """
-    checks.one_of("grouped_mlp_in", "form", form, tuple(_FORMS))
+    checks.one_of("grouped_mlp_in", "form", form, (*_APPROXIMATE, "silu"))
     given, main_grad = (x, w), getattr(w, "main_grad", None)
     x, w, bias = autocast(x, w, bias)
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None

@@ -337,10 +337,10 @@ def linear_cross_entropy_of(
     # and that what was added to main_grad cannot be scaled any more.
     early = reduction != "none" and main_grad is None and rows.dtype != torch.float16
     if early:
-        divisor = 1.0
+        loss_grad = torch.ones((), dtype=dtype, device=rows.device)
         if reduction == "mean":
-            divisor = number_of_targets(targets, token_weight, ignore_index, dtype)
-        loss_grad = torch.ones((), dtype=dtype, device=rows.device).div(divisor).expand(targets.shape)
+            loss_grad = loss_grad / number_of_targets(targets, token_weight, ignore_index, dtype)
+        loss_grad = loss_grad.expand(targets.shape)
     elif loss_grad is not None and not isinstance(loss_grad, Tensor):
         loss_grad = torch.full(targets.shape, loss_grad, dtype=dtype, device=rows.device)
     with without_autocast(rows.device.type):

@@ -71,7 +71,8 @@ class Tokens(NamedTuple):
     lse: Tensor | None = None
 
     def of(self, rows: slice) -> Tokens:
-        return Tokens(*(None if one is None else one[rows] for one in self))
+        weight, grad_loss, lse = (None if one is None else one[rows] for one in self[1:])
+        return Tokens(self.target[rows], weight, grad_loss, lse)
 
 
 class _Chunks:
@@ -126,7 +127,7 @@ class _Gradients:
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         if self.work is not None:
             self.work.wait()
-        if not self.want_weight or self.main_grad is not None:
+        if self.total is None or self.main_grad is not None:
             return self.hidden, None
         return self.hidden, self.total.to(self.chunks.weight.dtype)
 
@@ -180,7 +181,8 @@ def _loss_and_gradients(
             )
             gradients.add(number, logits)
         return _joined(losses)
-    begun, ahead = deque(), chunks.num_buffers - 1
+    ahead = chunks.num_buffers - 1
+    begun: deque[tuple[Tensor, Tokens, Tensor, Any]] = deque()
     for turn in range(len(chunks.rows) + ahead):
         if turn < len(chunks.rows):
             logits, part = chunks.logits(turn), tokens.of(chunks.rows[turn])

@@ -121,14 +121,18 @@ _rms_norm_backward = register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
     reference=rms_norm_backward_reference,
-    triton=lambda *arguments: launch_backward(*arguments, False, False),
+    triton=lambda grad, grad_total, total, weight, stats: launch_backward(
+        grad, grad_total, total, weight, stats, False, False
+    ),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
 )
 _layer_norm_backward = register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
     reference=layer_norm_backward_reference,
-    triton=lambda *arguments: launch_backward(*arguments[:-1], True, arguments[-1]),
+    triton=lambda grad, grad_total, total, weight, stats, with_bias: launch_backward(
+        grad, grad_total, total, weight, stats, True, with_bias
+    ),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
 )
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 # asked once: torch.compile before torch 2.12 does not know the question
 _AUTOCAST_DEVICES = {d for d in ("cpu", "cuda", "xpu", "hpu", "mps") if torch.amp.is_autocast_available(d)}
 _REQUESTED = Environment.read().ops
+Tensors = TypeVarTuple("Tensors")  # each a Tensor or None
 
 
 class Differentiable:
@@ -111,20 +112,22 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def autocast(*tensors: *Tensors) -> tuple[*Tensors]:
     """The tensors as torch.autocast wants them: where it is on for their device, in its dtype.
 
     None and float64 stay as they are, as in torch's own rules. Public functions call it first: their kernels
     compute in float32 whatever the storage, so the narrow dtype costs one rounding.
     """
-    device = next((t.device.type for t in tensors if t is not None), "cpu")
+    given: tuple[Any, ...] = tensors
+    device = next((t.device.type for t in given if t is not None), "cpu")
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
+    narrowed: Any = tuple(
         t if t is None or t.dtype == torch.float64 or not t.is_floating_point() else t.to(dtype)
-        for t in tensors
+        for t in given
     )
+    return narrowed
 
 
 def without_autocast(device: str) -> AbstractContextManager:

@@ -210,14 +210,20 @@ def levels(tensors: Sequence[Tensor], cos: Tensor) -> list[Level]:
 
 
 def _launch_into(
-    outs: Sequence[Tensor] | None, tensors: Sequence[Tensor], cos: Tensor, sin: Tensor, *form: bool
+    outs: Sequence[Tensor] | None,
+    tensors: Sequence[Tensor],
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool,
+    inverse: bool,
 ) -> None:
     """Rotate one or two tensors of one rank into contiguous `outs`, or where they lie if that is None."""
     found = levels(tensors, cos)
     if len(found) > _LEVELS:
         for i in range(tensors[0].shape[0]):
-            turns = (t if t.dim() == 1 else t[min(i, t.shape[0] - 1)] for t in (cos, sin))
-            _launch_into(outs and [t[i] for t in outs], [t[i] for t in tensors], *turns, *form)
+            cos_i, sin_i = (t if t.dim() == 1 else t[min(i, t.shape[0] - 1)] for t in (cos, sin))
+            inner = outs and [t[i] for t in outs], [t[i] for t in tensors]
+            _launch_into(*inner, cos_i, sin_i, interleaved, inverse)
         return
     padding = [((1,) * len(tensors), (0,) * len(tensors), 0)] * (_LEVELS - len(found))
     sizes, strides, turns = zip(*padding, *found, strict=True)
@@ -242,8 +248,8 @@ def _launch_into(
             *described[-1],
             *(turn // turn_vector for turn in turns),
             HAS_K=len(tensors) == 2,
-            INTERLEAVED=form[0],
-            INVERSE=form[1],
+            INTERLEAVED=interleaved,
+            INVERSE=inverse,
             IN_PLACE=outs is None,
             HALF=cos.shape[-1],
             DIM=first.shape[-1],
@@ -450,7 +456,8 @@ def rope_qk(
             raise ValueError(f"rope: q has {what} {one} but k has {what} {other}")
     cos, sin = _angles(q, cos, sin)
     if in_place:
-        return tuple(_in_place(q, k, cos, sin, interleaved))
+        turned_q, turned_k = _in_place(q, k, cos, sin, interleaved)
+        return turned_q, turned_k
     return _rope(q, k, cos, sin, interleaved, False)
 
 

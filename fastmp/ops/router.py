@@ -342,7 +342,8 @@ def topk_router(
     if score == "softmax" and not pre_softmax:
         score, normalize = "logits", True
     twice = balance and (expert_bias is not None or group_topk < num_groups)
-    *out, balance_counts = _topk_router(
+    indices, probs, counts, score_sums, z_sum, balance_counts = _topk_router(
         logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale), twice
     )
-    return RouterOutput(*out, balance_counts if twice else out[2] if balance else None)
+    balance_counts = balance_counts if twice else counts if balance else None
+    return RouterOutput(indices, probs, counts, score_sums, z_sum, balance_counts)

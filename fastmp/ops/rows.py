@@ -174,5 +174,5 @@ def launch_with_sums(
             *tiles.rows, *others, partials, num_rows, rows_per_strip, *tiles.sizes, *numbers,
             **tiles.constants, **constants,
         )  # fmt: skip
-    if partials is not None:
+    if partials is not None and sums is not None:
         sum_strips(partials, sums)
