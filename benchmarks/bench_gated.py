@@ -30,7 +30,7 @@ def _eager(name: str, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _megatron_swiglu() -> Callable[[Tensor, Tensor | None], Tensor]:
-    """As Megatron-LM has it: both directions by hand under torch.compile, dx is read again for the bias."""
+    """Megatron-LM's: both directions by hand under torch.compile; dx is read again for the bias."""
 
     def forward(x: Tensor, bias: Tensor | None) -> Tensor:
         gate, up = torch.chunk(x if bias is None else x + bias, 2, -1)

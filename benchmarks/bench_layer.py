@@ -20,7 +20,7 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def layer_flops(config: GPTConfig, tokens: int, seq_len: int) -> int:
-    """Of the forward pass: matrix products, of attention only the half that is not masked."""
+    """Count the forward pass: matrix products, and the half of attention that is not masked."""
     h, f = config.hidden_size, config.ffn_size
     weights = h * (config.num_heads + 2 * config.kv_heads) * config.head_dim + h * h + 2 * h * f
     return 2 * tokens * weights + 2 * tokens * h * (seq_len + 1)

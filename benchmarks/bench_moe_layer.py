@@ -30,7 +30,7 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 @dataclass
 class Weights:
-    """Of the router (E, H), of the first products (E, 2F, H), gates before ups, of the second (E, H, F)."""
+    """Router (E, H), first products (E, 2F, H) with gates before ups, second products (E, H, F)."""
 
     router: Tensor
     fc1: Tensor

@@ -35,7 +35,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def _eager(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """As Llama's and Megatron's code has it; cos and sin (S, 1, 1, D) in the dtype of q."""
+    """The code of Llama and Megatron-LM; cos and sin are (S, 1, 1, D) in the dtype of q."""
     return q * cos + _rotate_half(q) * sin, k * cos + _rotate_half(k) * sin
 
 

@@ -24,7 +24,7 @@ def _finish(logits: Tensor, scores: Tensor, probs: Tensor, indices: Tensor) -> t
 
 
 def _eager_softmax(logits: Tensor, k: int) -> tuple[Tensor, ...]:
-    """As Mixtral and Qwen3-MoE route."""
+    """Route like Mixtral and Qwen3-MoE."""
     logits = logits.float()
     scores = logits.softmax(-1)
     probs, indices = scores.topk(k, -1)
@@ -32,7 +32,7 @@ def _eager_softmax(logits: Tensor, k: int) -> tuple[Tensor, ...]:
 
 
 def _eager_sigmoid(logits: Tensor, bias: Tensor, k: int) -> tuple[Tensor, ...]:
-    """As DeepSeek-V3 routes."""
+    """Route like DeepSeek-V3."""
     logits = logits.float()
     scores = logits.sigmoid()
     by = (scores + bias).detach()

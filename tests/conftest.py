@@ -112,7 +112,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """As forked ranks have: models are tiny, and a second thread costs more than it brings."""
+    """Give torch one thread, like forked ranks: models are tiny, and a second would cost time."""
     import torch
 
     before = torch.get_num_threads()

@@ -298,7 +298,7 @@ def test_bytes_on_ranks(made, dp):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_activations_follow_the_schedule(schedule):
-    """Of equal chunks the fullest moment has as many as the schedule says."""
+    """The fullest moment holds as many of the equal chunks as the schedule says."""
     made = recipe(replace(GPT2, num_layers=24), pp=4, vpp=2, microbatches=8, schedule=schedule)
     planned = Schedule(4, 8, 2, name=schedule)
     shapes = shapes_of(made, 4)

@@ -331,7 +331,7 @@ def tile_architecture(tensor: Tensor, tma: bool) -> int:
 
 
 def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
-    """As many as run at a time, that walk over at most so many tiles; interpreted, a few."""
+    """The number of programs that walk over `tiles`: at most as many as run at a time; interpreted, a few."""
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
 
 

@@ -301,7 +301,7 @@ def _flops(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
 
 
 def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
-    """Of q and k the rotated part only."""
+    """Read and write the rotated part of q and k, and read cos and sin."""
     rows = sum(x.numel() // max(x.shape[-1], 1) * x.element_size() for x in _given(q, k))
     return 2 * rows * 2 * cos.shape[-1] + 2 * cos.numel() * cos.element_size()
 

@@ -179,11 +179,11 @@ class Chunks:
         self._shape = (0, 0)
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
-        """As in `WholeModel`, for the number of microbatches that this was made for."""
+        """The steps of this rank in training; `num_microbatches` is that of the schedule it was made for."""
         return self.pipeline.orders[self.pipeline.rank]
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
-        """As in `WholeModel`: a chain for each chunk, and on the last rank one more for the loss function.
+        """A chain for each chunk, and on the last rank one for the loss function; see `WholeModel`.
 
         The loss function has the parameters of the last chunk. A stage that has no layers runs as it is.
         """
@@ -211,7 +211,7 @@ class Chunks:
         return group_rank(self.group) in (0, group_size(self.group) - 1)
 
     def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
-        """As `WholeModel.train`, in the order of the schedule; every rank of the pipeline calls it."""
+        """Train like `WholeModel`, in the order of the schedule; every rank of the pipeline calls it."""
         with region("fastmp.train.data"):
             batches = [fetch(i) if self.needs_batches else None for i in range(num_microbatches)]
         result = self.pipeline.train(batches)
@@ -219,7 +219,7 @@ class Chunks:
         return Sums(totals, self._count(result))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
-        """As `WholeModel.evaluate`, as many batches at once as in a step; zeros on all ranks but the last."""
+        """Evaluate as many batches at once as in a step; the result is zeros on all ranks but the last."""
         totals, rest = None, iter(batches)
         at_once = 1 + max(step.microbatch for step in self.pipeline.orders[0])
         while some := list(islice(rest, at_once)):
@@ -228,12 +228,12 @@ class Chunks:
         return totals
 
     def sum_shared_gradients(self) -> None:
-        """As in `WholeModel`."""
+        """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
         if self.functions.after_reduce is not None:
             self.functions.after_reduce()
 
     def own_rows(self, counts: Tensor) -> Tensor:
-        """As in `WholeModel`."""
+        """The rows of `Sums.counts` that belong to the experts of this rank."""
         rows = [] if self._rows is None else [self._rows[stage] for stage in self._stages()]
         return torch.cat([counts[:0], *(counts[each.start : each.stop] for each in rows)])
 

@@ -121,7 +121,7 @@ class Training:
         return made
 
     def gradients(self, **options: Any) -> list[Tensor]:
-        """Of one step, with its losses."""
+        """The losses, the statistics and the gradients of one step."""
         for param in self.parameters.values():
             param.grad = None
         if self.grads is not None:

@@ -29,7 +29,7 @@ def whole(scope, groups):
 
 
 def num_runs(layout, scope, groups):
-    """Of a chunk: one where all can be captured, else one a layer."""
+    """The runs of a chunk: one where all can be captured, else one a layer."""
     pp = group_size(groups.pp)
     return 1 if whole(scope, groups) else layout.config.num_layers // (pp * layout.vpp)
 

@@ -59,7 +59,7 @@ def test_a_segment_that_updates_a_buffer_it_reads():
 
 
 def test_gradients_stay_where_they_are():
-    """As views of one buffer, which is what is reduced and read."""
+    """Gradients are views of one buffer, which is what is reduced and read."""
 
     def run(graphs):
         chain = LayerChain([linear(), linear()])

@@ -79,7 +79,7 @@ def tp_groups(tp: int, **experts: int) -> ParallelGroups:
 
 
 def placed(groups: ParallelGroups, **options: Any) -> tuple[Placement, dict[str, Any]]:
-    """Of `options` those that are fields of a placement, as one; and the others."""
+    """Split `options` into a placement and those that are no fields of one."""
     names = {each.name for each in fields(Placement)} & set(options)
     on = Placement(groups, **{name: options.pop(name) for name in names})
     return on, options
@@ -113,7 +113,7 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
 
 
 def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups) -> torch.Tensor:
-    """As `shard_of`, also for the parameters of experts."""
+    """Cut like `shard_of`, also for the parameters of experts."""
     if not getattr(param, "expert_parallel", False):
         return shard_of(full, param, groups.tp)
     return shard_of(full.chunk(group_size(groups.ep))[group_rank(groups.ep)], param, groups.etp)

@@ -94,7 +94,7 @@ def test_padding_tokens_do_not_reach_the_others():
 
 
 def plain_qwen(attention, config, x_SBH):
-    """As `plain`, causal, with norms of every query and key and rotary positions, element by element."""
+    """`plain`, causal, with norms of every query and key and rotary positions, element by element."""
     D, R = config.head_dim, config.num_heads // config.kv_heads
 
     def turned(x_SD, weight_D):

@@ -38,7 +38,7 @@ MODELS = {
 
 
 def own_sequences(x_BS, groups):
-    """Of the sequences of all data-parallel ranks this rank's, and of these its slices."""
+    """This rank's slices of its sequences, from the sequences of all data-parallel ranks."""
     x_BS = x_BS.chunk(group_size(groups.dp))[group_rank(groups.dp)]
     return cut_sequence(x_BS, groups.cp)
 

@@ -77,7 +77,7 @@ def pairs(layout: Layout) -> set[tuple]:
 
 @cache
 def chosen(kind: str, worlds: tuple[int, ...] = WORLDS) -> tuple[Layout, ...]:
-    """Of few ranks first, each with pairs not seen before, until no pair is missing that there can be."""
+    """Layouts that have all possible pairs together: few ranks first, each with pairs not seen before."""
     draw, layouts = random.Random(5), []
     everything = [every for world in worlds for every in ways(kind, world)]
     missing = {pair for every in everything for way in every for pair in pairs(way)}

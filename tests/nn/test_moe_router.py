@@ -83,7 +83,7 @@ def deepseek_v3_loss(scores_TE: torch.Tensor, k: int) -> torch.Tensor:
 @pytest.mark.parametrize("score", ("sigmoid", "softmax"))
 @pytest.mark.parametrize("loss", ("sequence_aux_loss", "aux_loss"))
 def test_the_losses_count_the_best_scores_without_bias_and_groups(loss, score):
-    """As in DeepSeek-V3's paper and in Megatron; the loads count the choices that are made."""
+    """DeepSeek-V3's paper and Megatron-LM do so; the loads count the choices that are made."""
     router = make_router(plain_moe(score=score, expert_bias=True, num_groups=4, group_topk=2, **{loss: 0.7}))
     router.expert_bias.copy_(torch.linspace(0.6, -0.6, 8))
     hidden = hidden_states(6, 2)

@@ -82,7 +82,7 @@ def test_segments_of_a_layer_that_follow_each_other_are_called_as_one():
     called = []
 
     def twice(function, *tensors):
-        """As a recomputation does."""
+        """Call twice, like a recomputation."""
         called.append(len(tensors))
         function(*tensors)
         return function(*tensors)

@@ -185,7 +185,7 @@ def test_scalars_on_the_device_are_those_given_as_numbers(backend):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slices_are_updated_as_in_the_whole(dtype):
-    """As ranks do that share the work: cuts anywhere, on no boundary of 16 bytes."""
+    """Ranks that share the work may cut anywhere, on no boundary of 16 bytes."""
     inputs = drawn(2000, dtype, steps=2, num_decayed=700)
     whole = run("adamw_", OPS["adamw_"].overload, inputs)
     for begin, end in ((0, 3), (3, 500), (500, 777), (777, 2000)):

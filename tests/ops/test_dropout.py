@@ -53,7 +53,7 @@ def in_plain_python(counter: tuple[int, ...], seed: tuple[int, int]) -> list[int
 
 
 def test_known_answers():
-    """Of the Random123 library. Counters of the mask have a first half only: plain Python stands between."""
+    """The Random123 library publishes them, for plain Python: a mask counts in the first half only."""
     ones = 0xFFFFFFFF
     assert in_plain_python((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert in_plain_python((ones,) * 4, (ones, ones)) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -208,7 +208,7 @@ def joint(one: torch.Tensor, other: torch.Tensor, p: float) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize("p", (0.1, 0.5))
 def test_masks_are_independent(p):
-    """Of other seeds, neighbours and far ones, and of itself shifted: by elements, fours, rows.
+    """A mask is independent of other seeds, near and far, and of itself shifted by elements, fours, rows.
 
     The chi-square statistic of 3 degrees of freedom is below 21 in all but one of 10,000 cases.
     """

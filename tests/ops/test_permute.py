@@ -71,7 +71,7 @@ def test_is_the_stable_sort_of_any_pattern(op, backend, tokens, slots, num_exper
 
 @pytest.mark.parametrize(("op", "backend"), BACKENDS)
 def test_many_pairs(op, backend):
-    """As many as several blocks of the compiled kernel, in any layout."""
+    """The pairs fill several blocks of the compiled kernel, in any layout."""
     generator = torch.Generator().manual_seed(1)
     indices = torch.randint(-1, 70, (30001, 6), generator=generator, dtype=torch.int32)
     for given_indices in (indices, indices[:, 1:4], indices.t().contiguous().t()):

@@ -164,7 +164,7 @@ def test_every_width_on_every_instruction_set(half, interleaved):
 
 @FORMS
 def test_in_place_gradients(interleaved):
-    """Of a tensor of its own, of views of a fused projection one by one and side by side."""
+    """A tensor of its own, and views of a fused projection one by one and side by side."""
     weight = _random(11, 2, 3, 6, 20, seed=5).requires_grad_()
     cos, sin = _angles(11, 16)
 

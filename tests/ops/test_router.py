@@ -123,7 +123,7 @@ def _counted(chosen: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["DeepSeek-V2", "DeepSeek-V3"])
 @pytest.mark.parametrize("shape", [(200,), (50, 4)], ids=["tokens", "sequences"])
 def test_balance_counts_know_neither_bias_nor_groups(name, shape):
-    """As Megatron-LM's compute_routing_scores_for_aux_loss and the sequence-wise loss of DeepSeek-V3."""
+    """Megatron-LM's compute_routing_scores_for_aux_loss and DeepSeek-V3's sequence-wise loss do so."""
     _, k, options = PUBLISHED[name]
     logits = _logits(*shape, EXPERTS)
     out = topk_router(logits, k, **options)
@@ -176,7 +176,7 @@ def test_ties_go_to_the_lower_expert(options, dtype):
 @EVERY_SCORE
 @pytest.mark.parametrize("k", (1, 50, 130))
 def test_every_pattern_of_ties(options, k):
-    """As a stable sort has them; about a dozen levels over 200 experts, so most are equal."""
+    """A stable sort says which come first; of 200 experts most are equal, on about a dozen levels."""
     logits = (_logits(400, 200) * 2).round()
     out = topk_router(logits, k, **options)
     order = logits.sort(dim=-1, descending=True, stable=True).indices

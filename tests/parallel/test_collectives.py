@@ -127,7 +127,7 @@ def test_forward_and_backward(name, world_size):
 
 
 def check_second_derivative(rank, world_size):
-    """Of sum(f(x)^3): f is linear, so the gradient's gradient is that of the same pair once more."""
+    """Differentiate sum(f(x)^3) twice: f is linear, so its pair is used once more."""
     for function, _, _, _, _ in FUNCTIONS.values():
         x = torch.randn(4, 8, 12, dtype=torch.float64, requires_grad=True)
         y = function(x, dist.group.WORLD)

@@ -284,7 +284,7 @@ def test_frozen_weight_and_data_input(sp):
 
 
 def check_saved(rank, tp):
-    """Of the sequence-parallel input the shard is kept, not what was gathered."""
+    """The shard of the sequence-parallel input is kept, not what was gathered."""
     column = ColumnParallelLinear(H, V, group=dist.group.WORLD, sequence_parallel=True, gather_output=False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(tuple(t.shape)) or t, lambda t: t):

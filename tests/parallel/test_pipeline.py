@@ -77,7 +77,7 @@ def test_more_of_whatever_is_accepted(drawn):
 
 
 def without_tags_case(rank, world):
-    """As a backend whose messages between two ranks match in the order in which both sides post them."""
+    """Train over a backend that matches messages between two ranks in the order of their posting."""
     groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
     tags = set()
 
