@@ -112,7 +112,7 @@ MORE = {
 }
 
 
-QUICK = ("pipelines", "experts and tensor")
+QUICK = ("experts and tensor",)
 MARKS = {name: () if name in QUICK else pytest.mark.full for name in CASES}
 
 

@@ -22,6 +22,7 @@ from every_op_tools import (
     row_dim,
     stretched,
 )
+from marks import full
 from torch import Tensor
 
 from fastmp.ops import OPS, dropout, grouped_mm_triton, norm_triton, rows
@@ -102,7 +103,7 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
 @pytest.mark.parametrize(  # but not where each program reads all rows
     ("op", "backend"), op_backends(("triton",), without=(*INDEXED, *SUMS_OVER_ROWS))
 )
-@pytest.mark.parametrize("more_than", (1 << 31, 1 << 32, BEYOND), ids=("2^31", "2^32", "2^35"))
+@pytest.mark.parametrize("more_than", (1 << 31, *full([1 << 32, BEYOND])), ids=("2^31", "2^32", "2^35"))
 def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     """Contiguous arguments and results of so many elements; the programs in between are left out.
 
