@@ -1,4 +1,4 @@
-"""apply_capacity: the pairs of token and expert that an expert of limited capacity drops.
+"""apply_capacity: drop the pairs of token and expert that are beyond an expert's capacity.
 
 Shapes are static and nothing waits for the device: a stable sort by expert gives each pair its rank among the
 pairs of its expert, and pairs whose rank reaches the capacity are dropped. GShard, Lepikhin et al. 2020
@@ -10,16 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
+
 POLICIES = ("probs", "position")
 
 
 def apply_capacity(
     indices: Tensor, probs: Tensor, num_experts: int, capacity: int, policy: str = "probs"
 ) -> tuple[Tensor, Tensor]:
-    """At most `capacity` tokens for every expert; the others' pairs get index -1 and probability 0.
+    """Leave every expert at most `capacity` tokens; dropped pairs get index -1 and probability 0.
 
     Args:
-        indices: (..., k) integers, the experts of each token; outside [0, num_experts): dropped already.
+        indices: (..., k) integers, the experts of each token. A pair outside [0, num_experts) stays
+            dropped.
         probs: (..., k), their probabilities; differentiable.
         capacity: tokens an expert takes, at least 1.
         policy: "probs" keeps the largest probabilities (NaN first), ties to the earlier token; "position"
@@ -31,13 +34,9 @@ def apply_capacity(
     Raises:
         ValueError: capacity below 1, an unknown policy, or shapes that differ.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"apply_capacity: policy must be one of {POLICIES}, got {policy!r}")
-    if capacity < 1:
-        raise ValueError(f"apply_capacity: capacity must be at least 1 token, got {capacity}")
-    if indices.shape != probs.shape:
-        shapes = f"{tuple(indices.shape)} but probs {tuple(probs.shape)}"
-        raise ValueError(f"apply_capacity: indices have shape {shapes}")
+    checks.one_of("apply_capacity", "policy", policy, POLICIES)
+    checks.require(capacity > 0, "apply_capacity: capacity must be at least 1 token, got {}", capacity)
+    checks.fits("apply_capacity", indices.shape, to=("indices", indices), probs=probs)
     real = (indices >= 0) & (indices < num_experts)
     expert = indices.where(real, num_experts).flatten()
     if policy == "probs":

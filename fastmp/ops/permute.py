@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops.permute_triton import (
     launch,
     launch_permutation,
@@ -21,11 +22,9 @@ from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
 
 def reference_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The row of each pair, -1 for experts out of range, and the row after the last one of each expert."""
+    """Number the row of each pair, -1 for experts out of range, and the row after each expert's last one."""
     experts = indices.reshape(-1)
     valid = (experts >= 0) & (experts < num_experts)
     experts, order = experts.where(valid, num_experts).sort(stable=True)
@@ -40,7 +39,7 @@ def _inside(row_of: Tensor, num_rows: int) -> Tensor:
 
 
 def reference(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    """Token t at the rows row_of[t], zeros elsewhere; what has no row is written behind the last one."""
+    """Write token t to the rows row_of[t]. Rows of no token are zeros; a spare last row takes other pairs."""
     rows = row_of.where(_inside(row_of, num_rows), num_rows).long()
     out = x.new_zeros(num_rows + 1, x.shape[1])
     for slot in rows.unbind(1):
@@ -49,7 +48,7 @@ def reference(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
 
 
 def _gathered(y: Tensor, rows: Tensor) -> Tensor:
-    """The given rows of y in the compute dtype, zeros for those that y does not have."""
+    """Read rows of y in the compute dtype; rows that y does not have are zeros."""
     wide = compute_dtype(y.dtype)
     if len(y) == 0:
         return y.new_zeros(len(rows), y.shape[1], dtype=wide)
@@ -58,7 +57,7 @@ def _gathered(y: Tensor, rows: Tensor) -> Tensor:
 
 
 def reference_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
-    """The sum over the slots of probs times the rows of y, added in the order of the slots."""
+    """Add probs times the rows of y over the slots, in their order."""
     total = y.new_zeros(len(row_of), y.shape[1], dtype=compute_dtype(y.dtype))
     inside = _inside(row_of, len(y))
     for slot, rows in enumerate(row_of.unbind(1)):
@@ -72,7 +71,7 @@ def reference_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tens
 def reference_unpermute_backward(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of y, every row of it, and of probs."""
+    """Compute the gradients of y, every row of it, and of probs."""
     num_rows = len(y)
     rows = row_of.where(_inside(row_of, num_rows), num_rows).long()
     wide = grad.to(probs.dtype)
@@ -102,7 +101,7 @@ def _fake_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Ten
     return y.new_empty(y.shape), probs.new_empty(probs.shape)
 
 
-# Costs, where every pair has a row: bytes of everything read and written once.
+# Costs are those of a call in which every pair has a row: bytes of everything read and written once.
 
 
 def _bytes(*tensors: Tensor | None) -> int:
@@ -200,9 +199,21 @@ _unpermute = register(
 )
 
 
+def _check_pairs(op: str, name: str, pairs: Tensor) -> None:
+    fits = pairs.dim() == 2 and pairs.dtype == torch.int32
+    checks.require(fits, "{}: {} must be int32 (T, k), got {} {}", op, name, pairs.dtype, pairs.shape)
+
+
+def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
+    checks.floating(op, name, x)
+    checks.require(x.dim() == 2, "{}: {} must be a matrix, got shape {}", op, name, x.shape)
+    _check_pairs(op, "row_of", row_of)
+    checks.same_device(op, **{name: x}, row_of=row_of)
+
+
 @traced("fastmp.permutation")
 def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Where each (token, slot) pair goes when pairs are sorted by expert; for `permute` and `unpermute`.
+    """Sort the (token, slot) pairs by expert and number their rows, for `permute` and `unpermute`.
 
     Args:
         indices: (T, k) int32, the expert of each pair. One outside [0, num_experts), such as -1 for a dropped
@@ -211,86 +222,66 @@ def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         row_of (T, k) int32, the row of each pair or -1, and offsets (E,) int32, the row after the last one of
-        each expert. Pairs of one expert keep the order of their tokens, then of their slots. The host learns
-        nothing of it: no synchronisation, and shapes do not depend on the numbers.
+        each expert. Pairs of one expert keep the order of their tokens, then of their slots. Shapes do not
+        depend on the numbers, and the host does not wait for the device.
 
     Raises:
         ValueError: indices is not an int32 tensor of two dimensions with fewer than 2^31 elements, or
             num_experts is not positive.
     """
-    if indices.dim() != 2 or indices.dtype != torch.int32:
-        shape = tuple(indices.shape)
-        raise ValueError(f"permutation: indices must be int32 (T, k), got {indices.dtype} {shape}")
-    if indices.numel() >= 1 << 31:
-        raise ValueError(f"permutation: int32 cannot number the pairs of indices {tuple(indices.shape)}")
-    if num_experts < 1:
-        raise ValueError(f"permutation: num_experts must be positive, got {num_experts}")
+    _check_pairs("permutation", "indices", indices)
+    few = indices.numel() < 1 << 31
+    checks.require(few, "permutation: int32 cannot number the pairs of indices {}", indices.shape)
+    checks.require(num_experts > 0, "permutation: num_experts must be positive, got {}", num_experts)
     return torch.ops.fastmp.permutation(indices, num_experts)
-
-
-def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
-    shape, rows = tuple(x.shape), tuple(row_of.shape)
-    if x.dim() != 2 or x.dtype not in _DTYPES:
-        raise ValueError(
-            f"{op}: {name} must be a matrix of one of the dtypes {_DTYPES}, got {x.dtype} {shape}"
-        )
-    if row_of.dim() != 2 or row_of.dtype != torch.int32:
-        raise ValueError(f"{op}: row_of must be int32 (T, k), got {row_of.dtype} {rows}")
-    if row_of.device != x.device:
-        raise ValueError(f"{op}: {name} is on {x.device} but row_of is on {row_of.device}")
 
 
 @traced("fastmp.permute")
 def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    """Each token at its rows: the input of the experts. Differentiable in x, any number of times.
+    """Write each token to its rows, which are the input of the experts. Differentiable in x, repeatedly.
 
     Args:
         x: (T, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
-        row_of: (T, k) int32, where each token goes, see `permutation`; a number outside [0, num_rows) is
-            nowhere. No two are the same row.
+        row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside
+            [0, num_rows) is dropped. No two pairs have the same row.
         num_rows: M of the result.
 
     Returns:
-        (M, H) of x's dtype; rows that nothing maps to are zeros. The gradient of a token is the sum over its
+        (M, H) of x's dtype; rows without a pair are zeros. The gradient of a token is the sum over its
         rows, in float32 (float64 for float64 x) in the order of the slots.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check("permute", "x", x, row_of)
-    if row_of.shape[0] != x.shape[0]:
-        raise ValueError(f"permute: row_of {tuple(row_of.shape)} does not fit x {tuple(x.shape)}")
-    if num_rows < 0:
-        raise ValueError(f"permute: num_rows must not be negative, got {num_rows}")
+    fits = row_of.shape[0] == x.shape[0]
+    checks.require(fits, "permute: row_of {} does not fit x {}", row_of.shape, x.shape)
+    checks.require(num_rows >= 0, "permute: num_rows must not be negative, got {}", num_rows)
     return _permute(x, row_of, num_rows)
 
 
 @traced("fastmp.unpermute")
 def unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's rows: experts' outputs in token order. Differentiable in y and probs.
+    """Add up each token's rows, weighted: the experts' outputs by token. Differentiable in y and probs.
 
     Args:
         y: (M, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
-        row_of: (T, k) int32, see `permutation`; a number outside [0, M) adds nothing. No two are the same
-            row.
+        row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside [0, M)
+            adds nothing. No two pairs have the same row.
         probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
             differentiated again.
 
     Returns:
         (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32 (float64 for float64 y),
-        in order, rounded once. In the gradient of y, rows that nothing maps to are zeros.
+        in order, rounded once. In the gradient of y, rows without a pair are zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
     """
     _check("unpermute", "y", y, row_of)
     if probs is not None:
-        if probs.shape != row_of.shape:
-            shapes = f"probs {tuple(probs.shape)} does not fit row_of {tuple(row_of.shape)}"
-            raise ValueError(f"unpermute: {shapes}")
-        if probs.dtype != compute_dtype(y.dtype):
-            wanted = compute_dtype(y.dtype)
-            raise ValueError(f"unpermute: probs must be {wanted} for y of {y.dtype}, got {probs.dtype}")
-        if probs.device != y.device:
-            raise ValueError(f"unpermute: y is on {y.device} but probs is on {probs.device}")
+        checks.fits("unpermute", row_of.shape, to=("row_of", row_of), probs=probs)
+        wanted, message = compute_dtype(y.dtype), "unpermute: probs must be {} for y of {}, got {}"
+        checks.require(probs.dtype == wanted, message, wanted, y.dtype, probs.dtype)
+        checks.same_device("unpermute", y=y, probs=probs)
     return _unpermute(y, row_of, probs)

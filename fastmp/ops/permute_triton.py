@@ -1,4 +1,4 @@
-"""The Triton kernels of permutation, permute and unpermute, and their launches.
+"""Triton kernels of permutation, permute and unpermute, and their launches.
 
 permutation takes three launches: counts of each expert in blocks of pairs, their sums over the blocks before,
 and the rank of each pair among those of its block. Tensors are tiled in rows of 16-byte accesses: permute and
@@ -22,7 +22,7 @@ SLOTS = 8  # of a token are in flight at once
 
 @jit
 def count_kernel(indices, counts, num_pairs, num_experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """counts (blocks, experts): how many pairs of each block go to each expert."""
+    """Count, in counts (blocks, experts), the pairs of each block that go to each expert."""
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK + tl.arange(0, BLOCK)
     experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
@@ -34,7 +34,7 @@ def count_kernel(indices, counts, num_pairs, num_experts, BLOCK: tl.constexpr, B
 
 @jit
 def sum_blocks_kernel(counts, totals, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Each count becomes the sum of those of the blocks before; totals (experts,) of all blocks."""
+    """Turn each count into the sum over the blocks before it; totals (experts,) are sums over all blocks."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, num_blocks, BLOCK_B):
@@ -60,7 +60,7 @@ def rank_kernel(
     STEP: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """The row of each pair: after the experts before, the blocks before, the pairs before in its block."""
+    """Number the row of each pair: after earlier experts, earlier blocks and earlier pairs of its block."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     # Where each expert's rows begin: after those of the experts before (offsets: where they end),
@@ -128,7 +128,7 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 
 @jit
 def mark_kernel(row_of, used, num_pairs, num_rows, BLOCK: tl.constexpr):
-    """used[row] = 1 for all rows that a pair maps to."""
+    """Set used[row] = 1 for every row that has a pair."""
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
     tl.store(used + rows, 1, mask=(rows >= 0) & (rows < num_rows))
@@ -138,7 +138,7 @@ def mark_kernel(row_of, used, num_pairs, num_rows, BLOCK: tl.constexpr):
 def zero_unused(
     used, out, start, num_rows, num_cols, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Writes zeros to those of ROWS rows, from `start` on, that are not used: mostly there are none."""
+    """Write zeros to the unused ones of ROWS rows from `start` on; mostly there are none."""
     end = tl.minimum(start + ROWS, num_rows)
     searched = start + tl.arange(0, ROWS)
     flags = tl.load(used + searched, mask=searched < end, other=1)
@@ -175,13 +175,15 @@ def scatter_kernel(
     BLOCK_N: tl.constexpr,
     ZERO_ROWS: tl.constexpr,
 ):
-    """Rows of out for a block of pairs: the pair's row of x, where WEIGHTED times its probability; then also
-    dprobs, the product of that row of x and the pair's row of y. The last programs write rows of zeros.
+    """Write the rows of out for a block of pairs. A row of out is the pair's row of x.
+
+    Where WEIGHTED, that row is multiplied by the pair's probability, and the gradient of the probability,
+    dprobs, is the dot product of the pair's rows of x and y. The last programs write rows of zeros.
     """
     num_cols = num_vectors * VECTOR
     num_blocks = tl.cdiv(num_pairs, BLOCK_M)
     block = tl.program_id(0)
-    # The last programs: zeros in rows that no pair maps to.
+    # The last programs write zeros to rows without a pair.
     if block >= num_blocks:
         first_row = (block - num_blocks).to(tl.int64) * ZERO_ROWS
         zero_unused(used, out, first_row, num_rows, num_cols, ZERO_ROWS, BLOCK_M, BLOCK_N)
@@ -229,7 +231,7 @@ def gather_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of out: sums over the slots, SLOTS of which are loaded at once."""
+    """Compute a tile of out: sums over the slots, SLOTS of which are loaded at once."""
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
     pid = tl.program_id(0)
@@ -254,7 +256,7 @@ def gather_kernel(
 
 
 def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_N): each thread makes that many 16-byte accesses, few columns are padding."""
+    """Choose (BLOCK_M, BLOCK_N): each thread makes `accesses` 16-byte accesses, few columns are padding."""
     per_row = 32 * NUM_WARPS * 16 // itemsize
     block_n = min((2 * per_row, per_row, per_row // 2), key=lambda n: (cdiv(num_cols, n) * n, -n))
     block_n = min(block_n, accesses * per_row, max(16, next_power_of_2(num_cols)))
@@ -273,7 +275,7 @@ def _scatter(
     probs: Tensor | None = None,
     dprobs: Tensor | None = None,
 ) -> None:
-    """Write all rows of out, which has some."""
+    """Launch the kernels that write all rows of out, which has at least one."""
     num_rows, num_cols = out.shape
     num_pairs, row_of, x = row_of.numel(), row_of.contiguous(), as_rows(x)
     tall = x if y is None else as_rows(y)
