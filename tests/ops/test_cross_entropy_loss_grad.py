@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import full
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -167,7 +168,7 @@ def test_nothing_but_the_logits_and_two_numbers_a_token_are_kept():
     assert len(kept) == 3 and sum(t.numel() for t in own) == 2 * 64
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full(["inductor"])])
 def test_compiles_into_one_graph(backend):
     hidden, target = case()
     promised = torch.rand(9)
@@ -229,6 +230,7 @@ def test_costs_are_one_read_and_one_write():
     assert op.flops(*arguments) == 8 * 90 * 10
 
 
+@pytest.mark.full
 def test_inductor_makes_one_buffer_of_the_size_of_the_logits():
     from torch._inductor.utils import run_and_get_code
 

@@ -60,6 +60,7 @@ def test_rows_far_apart(op, backend, dtype):
     equals_when_apart(op, implementation(op, backend), dtype, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.full
 @pytest.mark.interpret
 @TRITON
 def test_rows_far_apart_interpreted(op, backend):

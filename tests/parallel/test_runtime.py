@@ -390,6 +390,7 @@ def test_an_exception_on_one_rank_ends_all(worker, tmp_path):
     assert line.startswith("fastmp: rank 0: another rank is gone (") and "Traceback" not in first + other
 
 
+@pytest.mark.full
 def test_torchrun_restarts_a_job_whose_rank_was_killed(worker, tmp_path):
     done = torchrun("--standalone", "--nproc-per-node=2", "--max-restarts=1", worker, "kill", tmp_path)
     assert done.returncode == 0, done.stderr

@@ -119,7 +119,7 @@ BIAS = "--model.moe.expert-bias"
     [
         pytest.param({"tp": 2}, {}, ["--parallel.sequence-parallel"], id="tp2", marks=pytest.mark.full),
         pytest.param({}, {}, [], id="dp2", marks=pytest.mark.exhaustive),
-        pytest.param({"tp": 2, "ep": 2}, EXPERTS, [BIAS], id="tp2 ep2"),
+        pytest.param({"tp": 2, "ep": 2}, EXPERTS, [BIAS], id="tp2 ep2", marks=pytest.mark.full),
         pytest.param({"ep": 2}, EXPERTS, [BIAS], id="dp2 ep2", marks=pytest.mark.exhaustive),
         pytest.param({"pp": 2}, TWO_LAYERS, [BIAS], id="pp2", marks=pytest.mark.exhaustive),
         pytest.param({"cp": 2}, BALANCED, [BIAS], id="cp2", marks=pytest.mark.exhaustive),

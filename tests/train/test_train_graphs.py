@@ -13,6 +13,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 
+from marks import full
+
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.parallel.collectives import group_rank
@@ -102,7 +104,7 @@ def one_rank_fails_case(rank, world, grid, layout, of_backward):
 
 @pytest.mark.parametrize(
     ("grid", "layout", "of_backward"),
-    [({"pp": 2}, ParallelConfig(pp=2), True), ({"tp": 2}, ParallelConfig(tp=2), False)],
+    [({"pp": 2}, ParallelConfig(pp=2), True), *full([({"tp": 2}, ParallelConfig(tp=2), False)])],
     ids=("pipeline", "tensor"),
 )
 def test_all_ranks_go_on_eagerly_where_a_capture_fails_on_one(grid, layout, of_backward):
@@ -153,6 +155,7 @@ def test_whole_microbatches_on_two_ranks():
     assert run_ranks(full_on_ranks, 2, {}, (ONE, EXPERTS)) == [[2]] * 2
 
 
+@pytest.mark.full
 def test_whole_chunks_of_pipelines():
     """In four microbatches that overlap; on the last rank with the loss, whose backward is not split."""
     interleaved = ParallelConfig(pp=2, vpp=2)
