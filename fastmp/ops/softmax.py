@@ -195,7 +195,7 @@ def block_shape(num_queries: int, num_keys: int, itemsize: int) -> tuple[int, in
     return block_m, block_n, max(4, block_n // per_warp), True
 
 
-def _mask_strides(mask: Tensor, shape: Sequence[int]) -> tuple[Tensor, int, list[int]]:
+def _mask_strides(mask: Tensor, shape: Sequence[int]) -> tuple[Tensor, int, tuple[int, ...]]:
     """The mask as bytes, and its strides over x seen as (outer, inner, queries, keys), with the inner size.
 
     A mask broadcast over leading dimensions in more than two alternating groups is copied.
@@ -212,7 +212,7 @@ def _mask_strides(mask: Tensor, shape: Sequence[int]) -> tuple[Tensor, int, list
     if len(groups) > 2:
         return _mask_strides(wide.contiguous(), shape)
     (_, outer), (size, inner) = [(1, 0), (1, 0), *groups][-2:]
-    return mask.view(torch.uint8), size, [outer, inner, *wide.stride()[-2:]]
+    return mask.view(torch.uint8), size, (outer, inner, *wide.stride()[-2:])
 
 
 def _constants(x: Tensor, causal: bool, num_queries: int) -> dict:
@@ -234,7 +234,8 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     rows = as_rows(x)
     plain = mask is None and not causal  # then all rows are alike
     num_queries = len(rows) if plain else x.shape[-2]
-    num_inner, strides = 1, [0, 0, 0, 0]
+    num_inner = 1
+    strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         mask, num_inner, strides = _mask_strides(mask, x.shape)
     constants = _constants(x, causal, num_queries)

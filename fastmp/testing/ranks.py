@@ -144,6 +144,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2 * timeout + 10)
         )
+        dist.barrier()  # a rank that fails at once would cut off peers that are still connecting
         payload = pickle.dumps(("ok", time.monotonic(), fn(rank, world_size, *args)))
     except BaseException:
         payload = pickle.dumps(("error", time.monotonic(), traceback.format_exc()))

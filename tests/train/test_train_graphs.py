@@ -9,11 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from marks import full
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
-
-from marks import full
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
 from fastmp.graphs.recording import RecordingBackend
