@@ -1,10 +1,10 @@
-"""Triton kernels of the cross-entropy family and their launchers; semantics as in `cross_entropy`.
+"""Triton kernels of the cross-entropy family and their launches; `cross_entropy` says what they compute.
 
-One program a row, walked in blocks of (BLOCK / VEC, VEC) elements: a thread holds VEC neighbours, 16 bytes,
-takes their maximum first and then spends one exponential a logit, and one more a fragment to rescale its own
-sum; lanes meet once, at the end of the row. A row that does not start on 16 bytes is walked from the last
-boundary before it. Only blocks that stick out of the row are masked, vector by vector: a mask that may end
-anywhere splits every access, so it is left to rows that do begin or end within a vector.
+Each program has a row, which it walks in blocks of (BLOCK / VEC, VEC) elements. A thread holds VEC
+neighbours, 16 bytes. It takes their maximum first, then one exponential a logit, and one more a fragment to
+rescale its own sum. The lanes meet once, at the end of the row. A row that does not start on 16 bytes is
+walked from the last boundary before it. Only blocks that stick out of the row are masked, vector by vector: a
+mask that may end anywhere splits every access, so it is left to rows that do begin or end within a vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fastmp.ops.registry import compute_dtype
 
 
 def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
-    """How many of a shard's columns are not padding."""
+    """Count the columns of a shard that are not padding."""
     return min(max(vocab_size - vocab_start, 0), columns)
 
 
@@ -28,7 +28,7 @@ def _exp(x):
 
 @jit
 def _offsets(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
-    """Where the vectors of a block begin (BLOCK / VEC, 1), and where its elements are (BLOCK / VEC, VEC)."""
+    """Return where a block's vectors begin (BLOCK / VEC, 1) and its elements are (BLOCK / VEC, VEC)."""
     first = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC
     return first, first + tl.arange(0, VEC)[None, :]
 
@@ -38,7 +38,7 @@ def _load_edge(
     base, first, at, begin, end,
     OTHER: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """base[at] for begin <= at < end, else OTHER."""
+    """Load base[at] for begin <= at < end, else OTHER."""
     whole = (first >= begin) & (first + VEC <= end)
     x = tl.load(base + at, mask=whole, other=OTHER, eviction_policy=EVICT)
     if (begin > 0) | (end % VEC > 0):
@@ -49,7 +49,7 @@ def _load_edge(
 
 @jit
 def _store_edge(base, first, at, value, begin, end, VEC: tl.constexpr):
-    """base[at] = value for begin <= at < end."""
+    """Store base[at] = value for begin <= at < end."""
     whole = (first >= begin) & (first + VEC <= end)
     tl.store(base + at, value, mask=whole)
     if (begin > 0) | (end % VEC > 0):
@@ -61,7 +61,7 @@ def _row_stats(
     base, begin, end,
     ACC: tl.constexpr, WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum of exponentials relative to it (to 0 where it is -inf) and sum of base[begin:end]."""
+    """Compute maximum, sum of exponentials relative to it (to 0 if it is -inf) and sum of base[begin:end]."""
     LANES: tl.constexpr = BLOCK // VEC
     # Each lane has a running maximum and a sum of exponentials relative to it.
     top = tl.full((LANES,), float("-inf"), ACC)
@@ -149,7 +149,7 @@ def _row_grad(
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of source[begin:end] to sink, then zeros up to `columns`; first the block last read before."""
+    """Write the gradient of source[begin:end] to sink, then zeros up to `columns`; the last block first."""
     # d loss / d logit = probability * slope - shift, and - share at the target.
     slope = scale * (1 + 2 * Z_LOSS * row_lse)
     shift = scale * SMOOTHING / vocab_size
@@ -205,10 +205,11 @@ def loss_grad_kernel(
     logits, target, loss_grad, token_weight, loss, row_stride, columns, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Loss of a whole row, and its gradient over it. The second read finds the row in the caches.
+    """Compute the loss of a whole row, and write its gradient over it.
 
-    The sizes leave so few programs on a multiprocessor that the rows they are at fit the second-level cache;
-    the first read asks to keep the row there, the second one to let it go.
+    The second read finds the row in the caches. The sizes leave so few programs on a multiprocessor that the
+    rows they are at fit the second-level cache. The first read asks to keep the row there, the second one to
+    let it go.
     """
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -244,7 +245,7 @@ def loss_grad_kernel(
 
 
 def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
-    """(BLOCK, VEC, num_warps) for rows of so many columns: 16 bytes a load, at most 8 KiB a block.
+    """Choose (BLOCK, VEC, num_warps) for rows of `columns`: 16 bytes a load, at most 8 KiB a block.
 
     Two loads a thread leave registers for several programs on a multiprocessor, so that some load while
     others compute, and little of a row's last block is padding.
@@ -255,9 +256,10 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
 
 
 def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
-    """(BLOCK, VEC, num_warps) for loss and gradient at once: two loads a thread, as above, but long rows get
-    so many warps that few rows are on a multiprocessor. On average half of a row is live: that of 132
-    multiprocessors takes 35 MB of the second-level cache at most, for rows of up to 512 KiB.
+    """Choose (BLOCK, VEC, num_warps) for loss and gradient at once: two loads a thread, but more warps.
+
+    Long rows get so many warps that few rows are on a multiprocessor. On average half of a row is live: that
+    of 132 multiprocessors takes 35 MB of the second-level cache at most, for rows of up to 512 KiB.
     """
     vec = 16 // itemsize
     most = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32

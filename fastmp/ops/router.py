@@ -1,4 +1,4 @@
-"""topk_router: scores, experts, probabilities, loads and sums for the losses of a mixture of experts.
+"""topk_router: choose the experts of each token, and sum what the losses of a mixture of experts need.
 
 A token's E logits are read once and stay in registers: scores, k rounds of choosing the best expert, the
 probabilities of the chosen ones. The same launch sums what the balancing losses need: how many tokens each
@@ -28,18 +28,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fastmp.ops import checks
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.router_triton import launch, launch_backward
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _SCORES = ("softmax", "sigmoid")
 TINY = 1e-20  # keeps the sum of sigmoids that all underflow from dividing by 0
 
 
 class RouterOutput(NamedTuple):
-    """What `topk_router` returns, for logits (T, E) or, with a row of sums per sequence, (S, B, E).
+    """The results of `topk_router` for logits (T, E) or, with a row of sums per sequence, (S, B, E).
 
     indices: (..., k) int32, the experts of each token, best first.
     probs: (..., k) float32 (float64 for float64 logits), their probabilities.
@@ -62,12 +62,12 @@ class RouterOutput(NamedTuple):
 
 
 def _first(keys: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest in order, ties to the lower index; -0 equals 0 on every device."""
+    """Return the indices of the `count` largest in order, ties to the lower index; -0 equals 0."""
     return (keys + 0.0).sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _open_experts(keys: Tensor, values: Tensor, score: str, num_groups: int, group_topk: int) -> Tensor:
-    """Which experts belong to the best groups."""
+    """Mark the experts of the best groups."""
     if score == "sigmoid":
         group = values.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values[..., :2].sum(-1)
     else:
@@ -91,7 +91,7 @@ def _choose(
 
 
 def _count(indices: Tensor, logits: Tensor) -> Tensor:
-    """int32 (E,) or (B, E): how often each expert stands in `indices` (..., k)."""
+    """Count how often each expert stands in `indices` (..., k): int32, (E,) or (B, E)."""
     if logits.dim() == 3:
         indices = indices + torch.arange(logits.shape[1], device=logits.device)[:, None] * logits.shape[-1]
     counts = torch.zeros(math.prod(logits.shape[1:]), dtype=torch.int32, device=logits.device)
@@ -111,7 +111,7 @@ def reference(
     scale: float,
     balance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The outputs of `RouterOutput`; the last is empty unless `balance`."""
+    """Compute the fields of `RouterOutput`; the last one is empty unless `balance`."""
     x = logits.to(compute_dtype(logits.dtype))
     scores = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
     indices = _choose(x, scores, expert_bias, k, score, num_groups, group_topk)
@@ -133,7 +133,7 @@ def reference(
 
 
 def _chosen(indices: Tensor, num_experts: int, values: Tensor | None) -> Tensor:
-    """(..., E): `values` (1 if None) at the chosen experts, 0 elsewhere."""
+    """Put `values` (1 if None) at the chosen experts of (..., E), and 0 elsewhere."""
     dtype = torch.bool if values is None else values.dtype
     out = torch.zeros((*indices.shape[:-1], num_experts), dtype=dtype, device=indices.device)
     return out.scatter_(-1, indices.long(), True if values is None else values)
@@ -149,7 +149,7 @@ def reference_backward(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    """Gradient of the logits; a gradient that is None is zero."""
+    """Compute the gradient of the logits; a gradient that is None is zero."""
     x = logits.to(compute_dtype(logits.dtype))
     sigmoid = score == "sigmoid"
     shares = x.softmax(-1)
@@ -203,7 +203,7 @@ def _fake_backward(grad_probs, grad_sums, grad_z, logits, *options):
 
 
 def _flops(logits, expert_bias, k, *options) -> int:
-    """Scores and their sums; the comparisons of the choice are none."""
+    """Count the scores and their sums, but not the comparisons of the choice."""
     return math.prod(logits.shape) * (6 if expert_bias is None else 7)
 
 
@@ -264,17 +264,16 @@ _topk_router = register(
 
 
 def _check_counts(experts: int, k: int, num_groups: int, group_topk: int) -> None:
-    if not 1 <= k <= experts:
-        raise ValueError(f"topk_router: k must be between 1 and the {experts} experts, got {k}")
-    if num_groups < 1 or experts % num_groups:
-        raise ValueError(f"topk_router: {experts} experts do not divide into num_groups={num_groups}")
-    if not 1 <= group_topk <= num_groups:
-        raise ValueError(
-            f"topk_router: group_topk must be between 1 and num_groups={num_groups}, got {group_topk}"
-        )
+    def require(condition: bool, message: str, *values: int) -> None:
+        checks.require(condition, "topk_router: " + message, *values)
+
+    require(1 <= k <= experts, "k must be between 1 and the {} experts, got {}", experts, k)
+    divides = num_groups >= 1 and experts % num_groups == 0
+    require(divides, "{} experts do not divide into num_groups={}", experts, num_groups)
+    opens = 1 <= group_topk <= num_groups
+    require(opens, "group_topk must be between 1 and num_groups={}, got {}", num_groups, group_topk)
     size = experts // num_groups
-    if k > size * group_topk:
-        raise ValueError(f"topk_router: k={k} experts are not in group_topk={group_topk} groups of {size}")
+    require(k <= size * group_topk, "k={} experts are not in group_topk={} groups of {}", k, group_topk, size)
 
 
 @traced("fastmp.topk_router")
@@ -291,24 +290,24 @@ def topk_router(
     scale: float = 1.0,
     balance: bool = True,
 ) -> RouterOutput:
-    """The k experts of each token with their probabilities, and sums for the balancing losses, in one launch.
+    """Choose the k experts of each token with their probabilities, and sum for the balancing losses, at once.
 
     Differentiable once in `probs`, `score_sums` and `z_sum`; under autocast logits keep their dtype.
 
     Args:
         logits: (T, E), or (S, B, E) for sums per sequence; float64, float32, bfloat16 or float16.
-        k: experts a token chooses.
+        k: the number of experts that a token chooses.
         score: "softmax" or "sigmoid" of the logits.
-        pre_softmax: softmax over all experts before the choice; else over the k chosen ones, after it, and
-            tokens choose by logits. Means nothing for sigmoid.
+        pre_softmax: take the softmax over all experts before the choice. Otherwise tokens choose by logits,
+            and the softmax is that of the k chosen ones. It has no effect on sigmoid.
         num_groups, group_topk: experts come in `num_groups` equal groups of neighbours, and a token chooses
             from its `group_topk` (default: all) best ones (see the top of this file).
         expert_bias: (E,), added to the scores (logits if `pre_softmax` is off) for the choice only; no
             gradient.
         normalize: divide the k probabilities by their sum (softmax: exactly the softmax of the k logits).
         scale: multiplies the probabilities last.
-        balance: whether `balance_counts` is wanted. With a bias or groups it takes another k rounds of
-            choosing; without them it is `counts` and free.
+        balance: count `balance_counts`. With a bias or groups that takes another k rounds of choosing;
+            without them it is `counts` and free.
 
     Returns:
         `RouterOutput`. Arithmetic is in float32 (float64). NaN logits are chosen first, and make the token's
@@ -320,24 +319,17 @@ def topk_router(
     Shazeer et al. 2017 (arXiv 1701.06538); Switch, Fedus et al. 2021 (arXiv 2101.03961) for the sums; Wang et
     al. 2024 (arXiv 2408.15664) for the bias.
     """
-    if score not in _SCORES:
-        raise ValueError(f"topk_router: score must be one of {_SCORES}, got {score!r}")
-    if logits.dtype not in _DTYPES:
-        raise ValueError(f"topk_router: logits must have one of the dtypes {_DTYPES}, got {logits.dtype}")
-    if logits.dim() not in (2, 3):
-        raise ValueError(f"topk_router: logits must be (T, E) or (S, B, E), got shape {tuple(logits.shape)}")
+    checks.one_of("topk_router", "score", score, _SCORES)
+    checks.floating("topk_router", "logits", logits)
+    shaped = logits.dim() in (2, 3)
+    checks.require(shaped, "topk_router: logits must be (T, E) or (S, B, E), got shape {}", logits.shape)
     group_topk = num_groups if group_topk is None else group_topk
     _check_counts(logits.shape[-1], k, num_groups, group_topk)
     if expert_bias is not None:
-        if expert_bias.shape != logits.shape[-1:]:
-            shapes = f"{tuple(expert_bias.shape)} does not fit logits of shape {tuple(logits.shape)}"
-            raise ValueError(f"topk_router: expert_bias of shape {shapes}")
-        if not expert_bias.is_floating_point():
-            raise ValueError(f"topk_router: expert_bias must be floating, got {expert_bias.dtype}")
-        if expert_bias.device != logits.device:
-            raise ValueError(
-                f"topk_router: logits are on {logits.device} but expert_bias is on {expert_bias.device}"
-            )
+        checks.fits("topk_router", logits.shape[-1:], to=("logits", logits), expert_bias=expert_bias)
+        floating = expert_bias.is_floating_point()
+        checks.require(floating, "topk_router: expert_bias must be floating, got {}", expert_bias.dtype)
+        checks.same_device("topk_router", logits=logits, expert_bias=expert_bias)
         expert_bias = expert_bias.detach().to(compute_dtype(logits.dtype))
     if score == "softmax" and not pre_softmax:
         score, normalize = "logits", True

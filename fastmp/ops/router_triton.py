@@ -1,4 +1,4 @@
-"""Triton kernels of the router, and their launches; semantics as in `router`.
+"""Triton kernels of the router, and their launches; `router` says what they compute.
 
 A program takes a strip of one sequence's tokens, a few at a time, all of whose experts are in registers: from
 128 experts on a warp has a token. Scores are compared as integers in the same order, because a maximum of
@@ -33,7 +33,7 @@ def _sigmoid(x):
 
 @jit
 def _sortable(x):
-    """Integers in the order of x: NaN above all, -0 equal to 0, and many left below -inf."""
+    """Map x to integers in its order: NaN above all, -0 equal to 0, and many left below -inf."""
     if x.dtype == tl.float64:
         bits = tl.where(x == 0, 0, x.to(tl.int64, bitcast=True))
         keys = tl.where(bits < 0, bits ^ 0x7FFFFFFFFFFFFFFF, bits)
@@ -46,7 +46,7 @@ def _sortable(x):
 
 @jit
 def _unsorted(keys):
-    """The numbers of which `_sortable` made the keys."""
+    """Undo `_sortable`."""
     if keys.dtype == tl.int64:
         return tl.where(keys < 0, keys ^ 0x7FFFFFFFFFFFFFFF, keys).to(tl.float64, bitcast=True)
     else:
@@ -55,9 +55,9 @@ def _unsorted(keys):
 
 @jit
 def _softmax(x):
-    """(maximum, exponentials relative to it, their sum, log-sum-exp) of each row.
+    """Compute each row's maximum, the exponentials relative to it, their sum and the log-sum-exp.
 
-    Padding is -inf. A row with NaN is all NaN; one with infinity, too, but for an infinite log-sum-exp.
+    Padding is -inf. A row with NaN is all NaN. So is one with infinity, but its log-sum-exp is infinite.
     """
     highest = _unsorted(tl.max(_sortable(x), 1))  # NaN if there is any
     top = tl.where(highest == float("-inf"), 0.0, highest)
@@ -68,7 +68,7 @@ def _softmax(x):
 
 @jit
 def _take_best(keys, places, TAKEN: tl.constexpr, END: tl.constexpr):
-    """Where each row's largest key is first, and the keys with TAKEN in its place."""
+    """Find each row's first largest key, and put TAKEN in its place."""
     best = tl.min(tl.where(keys == tl.max(keys, 1)[:, None], places, END), 1)
     return best, tl.where(places == best[:, None], TAKEN, keys)
 
@@ -78,10 +78,10 @@ def _close_groups(
     keys, BLOCK_M: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr, GROUPS: tl.constexpr,
     SIZE: tl.constexpr, OPEN: tl.constexpr, PAIR: tl.constexpr, LOGITS: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """The keys (BLOCK_M, ALL * EACH), the lowest for experts outside the OPEN best groups.
+    """Set the keys (BLOCK_M, ALL * EACH) of experts outside the OPEN best groups to the lowest.
 
-    A group is as good as its best key, or if PAIR as the sum of the two best, whose sigmoids are taken
-    first if LOGITS.
+    A group is as good as its best key. With PAIR it is as good as the sum of its two best, of their sigmoids
+    with LOGITS.
     """
     grouped = tl.reshape(keys, (BLOCK_M, ALL, EACH))
     first = tl.max(grouped, 2)
@@ -103,7 +103,7 @@ def _close_groups(
 
 @jit
 def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """sums = the rows of `partials` (num_rows, num_cols), which others wrote just now, added up in order."""
+    """Add up the rows of `partials` (num_rows, num_cols), which others wrote just now, in order."""
     for start in range(0, num_cols, COLS):
         cols = start + tl.arange(0, COLS)
         total = tl.zeros([ROWS, COLS], partials.dtype.element_ty)
@@ -127,10 +127,10 @@ def router_kernel(
     LOWEST: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
     ALL: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """One strip of one sequence; logits are (num_steps, num_sequences) rows, their pitch counts vectors.
+    """Route a strip of one sequence. Logits are (num_steps, num_sequences) rows; their pitch counts vectors.
 
     `counts` and `balance_counts`, if there are any, are 0, and so is the number behind `counts`, in which
-    programs count themselves. Keys below that of -inf mean: LOWEST, cannot be chosen; LOWEST + 1, has been.
+    programs count themselves. Two keys are below that of -inf: LOWEST cannot be chosen, LOWEST + 1 has been.
     """
     COMPUTE: tl.constexpr = probs.dtype.element_ty
     WIDTH: tl.constexpr = ALL * EACH
@@ -227,7 +227,7 @@ def router_backward_kernel(
     K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dx of BLOCK_M tokens of one sequence; gradients that are None are 0."""
+    """Compute dx of BLOCK_M tokens of one sequence; gradients that are None are 0."""
     cols = tl.arange(0, WIDTH)
     here = cols < EXPERTS
     sequence = tl.program_id(0) % num_sequences
@@ -281,10 +281,10 @@ def router_backward_kernel(
 
 
 def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
-    """(tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
+    """Choose (tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
 
-    Eight experts a thread (float64: 4), eight warps to hide latency in the k rounds; fewer tokens, but one a
-    warp, where that makes more programs, up to 256.
+    A thread has eight experts (float64: 4), and eight warps hide latency in the k rounds. There are fewer
+    tokens, but one a warp, where that makes more programs, up to 256.
     """
     per_warp = 256 if itemsize < 8 else 128
     num_warps = min(max(8, width // per_warp), 16)
@@ -293,14 +293,14 @@ def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
 
 
 def _sizes(logits: Tensor) -> tuple[int, int]:
-    """(steps, sequences): logits (T, E) are one sequence."""
+    """Return (steps, sequences); logits (T, E) are one sequence."""
     return logits.shape[0], logits.shape[1] if logits.dim() == 3 else 1
 
 
 def constants(
     num_tokens: int, experts: int, k: int, score: str, num_groups: int, group_topk: int, wide: torch.dtype
 ) -> dict[str, Any]:
-    """Constants of the forward kernel that follow from shapes and options."""
+    """Return the constants of the forward kernel that follow from shapes and options."""
     groups = num_groups if group_topk < num_groups else 1
     size = experts // groups
     all_groups, each = next_power_of_2(groups), max(next_power_of_2(size), 16 if groups == 1 else 1)
