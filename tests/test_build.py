@@ -166,6 +166,7 @@ def test_libraries_hold_no_python_symbol(installed):
         assert symbol.findall(library.read_bytes())
 
 
+@pytest.mark.full
 def test_pure_python_wheel_works_and_says_why(installed_pure, tmp_path):
     assert record_of(installed_pure)["cpp"] == "FASTMP_CPP=0"
     report = succeed(installed_pure.with_name("fastmp"), "doctor", cwd=tmp_path)

@@ -135,6 +135,7 @@ def memory_case(rank, world):
     return [(each.static_bytes, each.plan.nbytes, each.backend.nbytes) for each in managers]
 
 
+@pytest.mark.full
 def test_memory_follows_the_pipeline_and_not_the_microbatches():
     for few, many in run_ranks(memory_case, 2):
         assert few[0] == few[1] == many[0] == many[1]

@@ -240,6 +240,7 @@ def train_recipe(tmp_path, monkeypatch):
     return rank_main
 
 
+@pytest.mark.full
 def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd, train_recipe):
     run_ranks(train_recipe, 2, "eager")
     assert "graphs of" not in capfd.readouterr().out
