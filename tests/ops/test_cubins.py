@@ -477,7 +477,7 @@ def test_samples(op):
     """Odd sizes, sizes of one, which the launcher makes constants, and tensors that are None."""
     for arguments in samples(op, device="meta", dtype=torch.bfloat16):
         for launch in launches(op, arguments, 90):
-            check(launch, ANY, False)
+            assert launch.usage["LOCAL"] == 0, f"{launch.kernel} spills registers"
 
 
 def test_sizes_beyond_int32_change_nothing():
