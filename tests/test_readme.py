@@ -25,7 +25,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         ("README.md", 0, TORCHRUN),
         ("README.md", 1, [sys.executable]),
         pytest.param("docs/pipeline.md", 0, [sys.executable], marks=pytest.mark.full),
-        ("docs/pipeline.md", 0, TORCHRUN),
+        pytest.param("docs/pipeline.md", 0, TORCHRUN, marks=pytest.mark.full),
         ("docs/pipeline.md", 1, [sys.executable]),
         ("docs/cuda-graphs.md", 0, [sys.executable]),
     ],

@@ -195,7 +195,8 @@ def test_leading_dimensions():
         )
         assert_close((loss.flatten(), grad.view(24, 11)), flat, rtol=0, atol=0)
     alone = cross_entropy(logits[0], target[0])
-    assert alone.shape == () and alone == flat[0][0] / weight[0]
+    assert alone.shape == ()
+    assert_close(alone, flat[0][0] / weight[0], rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 40, 48])
@@ -297,6 +298,7 @@ def test_compiles_into_one_graph(in_place, options):
     assert_close(results[0], results[1], rtol=0, atol=0)
 
 
+@pytest.mark.full
 def test_compiles_with_inductor():
     logits, target, _, _ = case(6, 33, torch.float32)
     compiled = torch.compile(lambda x: cross_entropy(x * 2, target, grad_in_place=True).sum(), fullgraph=True)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from every_op_tools import implementation, op_backends
+from marks import full
 from torch import Tensor
 
 from fastmp.ops import OPS
@@ -18,7 +19,7 @@ FUNCTIONS = functions()
 # torch's product sums in an order that depends on the threads
 WITH_MATMUL = {"grouped_mlp_in", "grouped_mm", "linear_cross_entropy"}
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
-DTYPES = pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16])], ids=str)
 
 
 def bits(tensor: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ def test_every_op_has_one_server_a_device_and_a_reason():
         assert all(reason for _, reason in served.values())
 
 
+@pytest.mark.full
 def test_an_environment_variable_names_who_serves():
     table = backends_with("cross_entropy_stats=reference")
     assert table["cross_entropy_stats"]["cpu"] == ["reference", "named by FASTMP_OPS"]

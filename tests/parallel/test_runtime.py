@@ -254,6 +254,7 @@ def test_one_process_of_a_launcher_is_a_world_of_one(launcher):
     assert fastmp.init(backend="gloo").world_size == 1
 
 
+@pytest.mark.full
 def test_a_job_without_one_of_its_ranks_ends(worker, tmp_path):
     """Nobody supervises the ranks, nothing is set: they end long before a collective's timeout, a minute."""
     port = free_port()

@@ -124,7 +124,11 @@ BIAS = "--model.moe.expert-bias"
         pytest.param({"pp": 2}, TWO_LAYERS, [BIAS], id="pp2", marks=pytest.mark.exhaustive),
         pytest.param({"cp": 2}, BALANCED, [BIAS], id="cp2", marks=pytest.mark.exhaustive),
         pytest.param(
-            {"pp": 2, "vpp": 2, "schedule": "zero_bubble"}, {"model.num-layers": 4}, [], id="pp2 vpp2"
+            {"pp": 2, "vpp": 2, "schedule": "zero_bubble"},
+            {"model.num-layers": 4},
+            [],
+            id="pp2 vpp2",
+            marks=pytest.mark.full,
         ),
     ],
 )

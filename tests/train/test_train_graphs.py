@@ -148,6 +148,7 @@ def full_on_ranks(rank, world, grid, *cases):
     return [full(groups, layout, config=config) for layout, config in cases]
 
 
+@pytest.mark.full
 def test_whole_microbatches_on_two_ranks():
     sequence = ParallelConfig(tp=2, sequence_parallel=True)
     assert run_ranks(full_on_ranks, 2, {"tp": 2}, (sequence, DENSE)) == [[2]] * 2
