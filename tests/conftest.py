@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,9 @@ import pytest
 # fork), and a look at the GPUs through NVML, which leaves CUDA uninitialised.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+if "ATEN_CPU_CAPABILITY" in os.environ:  # inductor keeps code for other vectors under the same name
+    cache = f"torchinductor-{os.getuid()}-{os.environ['ATEN_CPU_CAPABILITY']}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), cache)))
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
