@@ -79,7 +79,7 @@ def test_an_index_out_of_range_is_refused_or_means_what_the_reference_says(op, v
                 run(op, OPS[op].overload, arguments)
         else:
             outputs = run(op, OPS[op].overload, arguments)
-            torch.testing.assert_close(outputs, truth, equal_nan=True, rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(outputs, truth, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("op", [op for op in COMPILED if WRITTEN[op]])

@@ -160,31 +160,26 @@ def test_a_launcher_that_sets_the_variables_is_enough():
     ]
 
 
-def miss(rank: int, world_size: int, port: int) -> str:
+def cannot_join(rank: int, world_size: int, port: int, first: int, ranks: int, seconds: float) -> str:
+    """What `init` says on rank `first + rank` of so many; its default process group goes before."""
     dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE="4", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(first + rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
     with pytest.raises(RuntimeError) as caught:
-        fastmp.init(backend="gloo", join_seconds=3)
+        fastmp.init(backend="gloo", join_seconds=seconds)
     return str(caught.value)
 
 
 def test_ranks_that_never_come_are_named():
-    messages = run_ranks(miss, 2, free_port(), timeout=30)
+    messages = run_ranks(cannot_join, 2, free_port(), 0, 4, 3, timeout=30)
     assert "ranks [2, 3] of 4 did not join in 3 s" in messages[0]
     assert "rank 1 of 4 waited 3 s" in messages[1] or "rank 1 of 4 lost the store" in messages[1]
 
 
-def no_store(rank: int, world_size: int, port: int) -> str:
-    dist.destroy_process_group()
-    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    with pytest.raises(RuntimeError) as caught:
-        fastmp.init(backend="gloo", join_seconds=1)
-    return str(caught.value)
-
-
 def test_a_store_that_is_not_there_is_named():
     port = free_port()
-    (message,) = run_ranks(no_store, 1, port, timeout=30)
+    (message,) = run_ranks(cannot_join, 1, port, 1, 2, 1, timeout=30)
     assert f"rank 1 cannot reach the store of rank 0 at localhost:{port} in 1 s" in message
     assert "onnection refused" in message and message.endswith(
         "set MASTER_ADDR and MASTER_PORT to where it runs"
@@ -203,21 +198,13 @@ def test_without_rank_0_the_others_say_one_line(worker, tmp_path):
     assert rank.stderr.startswith("fastmp: rank 1: ") and rank.stderr.count("\n") == 1, rank.stderr
 
 
-def meet_a_stranger(rank: int, world_size: int, port: int) -> str:
-    dist.destroy_process_group()
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
-    with pytest.raises(RuntimeError) as caught:
-        fastmp.init(backend="gloo", join_seconds=1)
-    return str(caught.value)
-
-
 def test_a_port_that_another_program_has_is_named_by_every_rank():
     """The other program takes connections and never answers."""
     with socket.socket() as stranger:
         stranger.bind(("localhost", 0))
         stranger.listen()
         port = stranger.getsockname()[1]
-        messages = run_ranks(meet_a_stranger, 2, port, timeout=30)
+        messages = run_ranks(cannot_join, 2, port, 0, 2, 1, timeout=30)
     assert messages == [
         f"fastmp.init: rank 0 cannot listen on port {port}: another program has it; set another MASTER_PORT",
         f"fastmp.init: rank 1 reached localhost:{port}, but the store of rank 0 did not answer in 1 s: "
