@@ -22,7 +22,7 @@ train:
 	cores=$$($(VENV) -c 'import os; print(len(os.sched_getaffinity(0)))'); \
 	threads=$$((cores / ranks)); [ $$threads -ge 1 ] || threads=1; \
 	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads}; set -x; \
-	$(VENV) -m torch.distributed.run --standalone --nproc-per-node $$ranks \
+	$(VENV) -m fastmp launch --standalone --nproc-per-node $$ranks \
 	    -m fastmp train --recipe configs/moe-small.toml --tp $$ranks --ep $$ranks $(ARGS)
 
 # Two runs, one in which Triton interprets its kernels and one in which it compiles them; before them a third where

@@ -78,7 +78,9 @@ class Environment:
         self.torch = torch
 
     def pip(self, *arguments: str) -> tuple[bool, str]:
-        return run(self.python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", *arguments)
+        """Install, and leave it to the first import to compile what is imported: a tenth of torch is."""
+        options = ("--disable-pip-version-check", "install", "--quiet", "--no-compile")
+        return run(self.python, "-m", "pip", *options, *arguments)
 
     def probe(self, python: str | Path) -> tuple[str, list[str]]:
         """(version of its torch if it is one to be used else "", its site directories)."""

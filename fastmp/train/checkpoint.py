@@ -45,6 +45,7 @@ _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
 _ONE_CHUNK = {"vpp": 1}  # the default, also for checkpoints that do not name it
 _BLOCK = 1 << 20  # bytes read at once
 NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+NO_SCALARS: Mapping[str, Any] = MappingProxyType({})
 
 
 class CheckpointError(ValueError):
@@ -133,16 +134,19 @@ class Checkpointer:
         self,
         shard: Mapping[str, Tensor],
         own: Mapping[str, Tensor],
+        scalars: Mapping[str, Any] = NO_SCALARS,
         *,
         experts: Mapping[str, Tensor] = NO_TENSORS,
     ) -> dict[str, Any] | None:
         """Read the latest valid checkpoint into the given tensors.
 
+        scalars: examples of the values that must be among those saved, each under its name and of its type.
+
         Returns {"step": int, **scalars}, or None where the directory has no checkpoint. A damaged checkpoint,
         or one with values that are not finite, is passed over for an older one, with a line on stderr.
 
-        Raises CheckpointError naming both sides where the checkpoint belongs to another layout or model, and
-        where there are checkpoints but none is whole.
+        Raises CheckpointError naming both sides where the checkpoint belongs to another layout or model or has
+        other scalars, and where there are checkpoints but none is whole.
         """
         path = self._agree_on_latest()
         if path is None:
@@ -150,6 +154,7 @@ class Checkpointer:
         state = _read_state(path)
         self._check_same("layout", path, {**_ONE_CHUNK, **state.layout}, self.layout)
         self._check_same("model", path, {**self.defaults, **state.description}, self.description)
+        _check_types(path / STATE_FILE, "scalars", state.scalars, scalars)
         wanted = self._named(shard, self._shard) | self._named(own, f"rank{self.rank}")
         wanted |= self._named(experts, self._expert_shard)
         prefixes = f"{self._shard}/", f"{self._expert_shard}/", f"rank{self.rank}/"
@@ -347,6 +352,17 @@ def _check_tensors(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[str,
         theirs, ours = form(saved, name), form(wanted, name)
         if theirs != ours:
             raise CheckpointError(f"checkpoint {path}: another model: {name} is {theirs}, here {ours}")
+
+
+def _check_types(file: Path, name: str, saved: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
+    """Check that `saved`, called `name` in `file`, has values of the types of all `examples`, at any depth."""
+    for key, example in examples.items():
+        found = saved.get(key)
+        if type(found) is not type(example):
+            what = repr(found) if key in saved else "nothing"
+            raise CheckpointError(f"{file}: {name}.{key} must be of type {type(example).__name__}, got {what}")
+        if isinstance(example, dict):
+            _check_types(file, f"{name}.{key}", found, example)
 
 
 def _all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -298,11 +298,9 @@ class Trainer:
     @traced("fastmp.train.save")
     def save(self) -> Path:
         """Write a checkpoint of everything the next step depends on; returns its directory."""
-        state = self.optimizer.state_dict()
-        scalars = {key: int(state[key]) for key in ("step", "skipped_steps")}
         shard, experts = self._shards()
         return self.checkpointer.save(
-            self.step, shard, self._random_states(), {"optimizer": scalars}, experts=experts
+            self.step, shard, self._random_states(), self._scalars(), experts=experts
         )
 
     def resume(self) -> bool:
@@ -313,7 +311,7 @@ class Trainer:
         """
         random_states = self._random_states()
         shard, experts = self._shards()
-        loaded = self.checkpointer.load(shard, random_states, experts=experts)
+        loaded = self.checkpointer.load(shard, random_states, self._scalars(), experts=experts)
         if loaded is None:
             return False
         self.step = loaded["step"]
@@ -429,6 +427,10 @@ class Trainer:
             into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
         shard |= {f"model/{name}": buffer for name, buffer in named_buffers(self.runner.chunks)}
         return shard, experts
+
+    def _scalars(self) -> dict[str, Any]:
+        state = self.optimizer.state_dict()
+        return {"optimizer": {key: int(state[key]) for key in ("step", "skipped_steps")}}
 
     def _random_states(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}

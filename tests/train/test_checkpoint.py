@@ -166,6 +166,16 @@ def test_whatever_state_json_says_it_is_named_and_an_older_one_is_used(tmp_path,
         load(checkpointer)
 
 
+@pytest.mark.parametrize("scalars", [{}, {"optimizer": {}}, {"optimizer": {"step": "1"}}, {"optimizer": [1]}])
+def test_scalars_that_are_missing_or_of_another_type_are_named_and_nothing_is_read(tmp_path, scalars):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, *state(1), scalars)
+    shard, own = (zeros_like(tensors) for tensors in state(0))
+    with pytest.raises(CheckpointError, match=r"state\.json: scalars\.optimizer.* must be of type (dict|int), got"):
+        checkpointer.load(shard, own, {"optimizer": {"step": 0}})
+    assert not any(tensor.any() for tensor in shard.values())
+
+
 @pytest.mark.parametrize("name", ["aa.safetensors", "zz.safetensors"])
 def test_a_file_that_is_not_listed_is_not_read(tmp_path, name):
     checkpointer = Checkpointer(tmp_path)
