@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, bias_gelu
 
@@ -58,8 +58,8 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("bias_gelu", "float32", "forward", OURS, 4.0, 2.0),
-    Goal("bias_gelu", "float32", "both", OURS, 3.0, 2.0),
+    CpuGoal("bias_gelu", "float32", "forward", OURS, 4.0, 2.0),
+    CpuGoal("bias_gelu", "float32", "both", OURS, 3.0, 2.0),
 )
 SHAPES = dict.fromkeys(("bias_gelu", "bias_gelu_backward"), ((8192, 16384), (2048, 6144), (4096, 49152)))
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, TORCH, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, OURS, TORCH, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, adamw_
 from fastmp.testing.samples.adamw import arguments as sample_arguments
@@ -105,8 +105,8 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("adamw", "float32", "forward", OURS, 1.0, 1.0, over=TORCH),
-    Goal("adamw", "bfloat16", "forward", OURS, 1.2, 1.2, over=TORCH),
+    CpuGoal("adamw", "float32", "forward", OURS, 1.0, 1.0, over=TORCH),
+    CpuGoal("adamw", "bfloat16", "forward", OURS, 1.2, 1.2, over=TORCH),
 )
 SHAPES = {"adamw_": ((100_000_000,),)}
 

@@ -15,7 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, QUACK, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import (
+    COMPILE,
+    EAGER,
+    LIGER,
+    OURS,
+    QUACK,
+    Case,
+    CpuGoal,
+    Workload,
+    compiled,
+    sweep,
+    title,
+)
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import OPS, cross_entropy
@@ -153,12 +165,12 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("cross_entropy", "float32", "both", IN_PLACE, 8.0, 8.0),
-    Goal("cross_entropy", "float32", "both", OURS, 4.0, 3.0),
-    Goal("cross_entropy", "bfloat16", "both", IN_PLACE, 5.5, 5.5),
-    Goal("cross_entropy", "bfloat16", "both", OURS, 3.0, 2.5),
-    Goal("at_once", "float32", "both", AT_ONCE, 12.0, 12.0),
-    Goal("at_once", "bfloat16", "both", AT_ONCE, 8.0, 8.0),
+    CpuGoal("cross_entropy", "float32", "both", IN_PLACE, 8.0, 8.0),
+    CpuGoal("cross_entropy", "float32", "both", OURS, 4.0, 3.0),
+    CpuGoal("cross_entropy", "bfloat16", "both", IN_PLACE, 5.5, 5.5),
+    CpuGoal("cross_entropy", "bfloat16", "both", OURS, 3.0, 2.5),
+    CpuGoal("at_once", "float32", "both", AT_ONCE, 12.0, 12.0),
+    CpuGoal("at_once", "bfloat16", "both", AT_ONCE, 8.0, 8.0),
 )
 SHAPES = {f"cross_entropy_{name}": _LOGITS for name in ("stats", "merge", "grad", "grad_", "loss_grad_")}
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, bias_dropout_add
 
@@ -61,10 +61,10 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("bias_dropout_add", "float32", "forward", OURS, 7.0, 3.5),
-    Goal("bias_dropout_add", "float32", "both", OURS, 4.5, 2.5),
-    Goal("bias_dropout_add", "bfloat16", "forward", OURS, 6.0, 4.0),
-    Goal("bias_dropout_add", "bfloat16", "both", OURS, 4.5, 2.8),
+    CpuGoal("bias_dropout_add", "float32", "forward", OURS, 7.0, 3.5),
+    CpuGoal("bias_dropout_add", "float32", "both", OURS, 4.5, 2.5),
+    CpuGoal("bias_dropout_add", "bfloat16", "forward", OURS, 6.0, 4.0),
+    CpuGoal("bias_dropout_add", "bfloat16", "both", OURS, 4.5, 2.8),
 )
 SHAPES = dict.fromkeys(
     ("bias_dropout_add", "bias_dropout_add_into", "bias_dropout_add_backward"),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import OPS, geglu, swiglu
@@ -125,11 +125,11 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("swiglu", "float32", "forward", OURS, 3.5, 1.6),
-    Goal("swiglu", "float32", "both", OURS, 3.0, 2.0),
-    Goal("swiglu", "bfloat16", "both", OURS, 2.5, 2.0),
-    Goal("geglu", "float32", "forward", OURS, 3.5, 2.0),
-    Goal("geglu", "float32", "both", OURS, 3.5, 2.0),
+    CpuGoal("swiglu", "float32", "forward", OURS, 3.5, 1.6),
+    CpuGoal("swiglu", "float32", "both", OURS, 3.0, 2.0),
+    CpuGoal("swiglu", "bfloat16", "both", OURS, 2.5, 2.0),
+    CpuGoal("geglu", "float32", "forward", OURS, 3.5, 2.0),
+    CpuGoal("geglu", "float32", "both", OURS, 3.5, 2.0),
 )
 SHAPES = dict.fromkeys(
     ("gated_activation", "gated_activation_backward"), ((8192, 14336), (32768, 768), (32768, 2048))

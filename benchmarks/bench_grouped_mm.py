@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import EAGER, OURS, TORCH, Case, Goal, Workload, sweep, title
+from benchmarks.cases import EAGER, OURS, TORCH, Case, CpuGoal, Workload, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, swiglu
 from fastmp.ops.registry import compute_dtype
@@ -263,7 +263,7 @@ WORKLOADS = (
 )
 # Where a CPU has a matrix unit (AMX), torch runs at half of its rate: there is no factor of three left.
 _FACTOR = 1.0 if torch.cpu._is_amx_tile_supported() else 3.0
-GOALS = (Goal("grouped_mm", "bfloat16", "forward", OURS, _FACTOR, _FACTOR, over=TORCH),)
+GOALS = (CpuGoal("grouped_mm", "bfloat16", "forward", OURS, _FACTOR, _FACTOR, over=TORCH),)
 SHAPES = {
     "grouped_mm": (*LARGE, *FINE, DECODE),
     "grouped_mm_wgrad": (LARGE[0], FINE[0]),

@@ -24,7 +24,7 @@ from benchmarks.cases import (
     QUACK,
     TORCH,
     Case,
-    Goal,
+    CpuGoal,
     Workload,
     compiled,
     sweep,
@@ -144,8 +144,8 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("linear_cross_entropy", "float32", "both", OURS, 1.05, 1.05, extra_bytes=0.1, shape=1),
-    Goal("linear_cross_entropy", "float32", "both", MAIN_GRAD, 1.05, 1.05, extra_bytes=0.1, shape=1),
+    CpuGoal("linear_cross_entropy", "float32", "both", OURS, 1.05, 1.05, extra_bytes=0.1, shape=1),
+    CpuGoal("linear_cross_entropy", "float32", "both", MAIN_GRAD, 1.05, 1.05, extra_bytes=0.1, shape=1),
 )
 SHAPES = {"accumulate_weight_grad_": ((4096, 4096, 128256), (8192, 8192, 16032))}
 

@@ -17,7 +17,7 @@ from benchmarks.cases import (
     OURS,
     QUACK,
     Case,
-    Goal,
+    CpuGoal,
     Workload,
     compiled,
     sweep,
@@ -147,8 +147,8 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("rms_norm", "float32", "both", OURS, 4.0, 4.0),
-    Goal("layer_norm", "float32", "both", OURS, 1.5, 1.0),
+    CpuGoal("rms_norm", "float32", "both", OURS, 4.0, 4.0),
+    CpuGoal("layer_norm", "float32", "both", OURS, 1.5, 1.0),
 )
 _SHAPES = ((8192, 4096), (8192, 8192), (4096, 7168), (2048, 12288))
 SHAPES = {f"{name}{way}": _SHAPES for name in ("rms_norm", "layer_norm") for way in ("", "_backward")}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, permutation, permute, unpermute
 from fastmp.ops.registry import compute_dtype
@@ -140,11 +140,11 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("permutation", "float32", "forward", OURS, 4.0, 4.0),
-    Goal("permute", "float32", "both", OURS, 1.5, 1.2),
-    Goal("unpermute", "float32", "forward", OURS, 4.0, 4.0),
-    Goal("unpermute", "float32", "both", OURS, 2.0, 1.5),
-    Goal("unpermute", "bfloat16", "both", OURS, 2.0, 1.5),
+    CpuGoal("permutation", "float32", "forward", OURS, 4.0, 4.0),
+    CpuGoal("permute", "float32", "both", OURS, 1.5, 1.2),
+    CpuGoal("unpermute", "float32", "forward", OURS, 4.0, 4.0),
+    CpuGoal("unpermute", "float32", "both", OURS, 2.0, 1.5),
+    CpuGoal("unpermute", "bfloat16", "both", OURS, 2.0, 1.5),
 )
 SHAPES = {
     "permutation": ((8192, 8, 256), (8192, 8, 512)),

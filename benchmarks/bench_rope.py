@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import OPS, rope_cos_sin, rope_qk
@@ -92,9 +92,9 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("rope", "float32", "both", OURS, 4.0, 2.0),
-    Goal("rope", "float32", "both", IN_PLACE, 5.0, 2.0),
-    Goal("rope", "bfloat16", "both", OURS, 2.5, 2.0),
+    CpuGoal("rope", "float32", "both", OURS, 4.0, 2.0),
+    CpuGoal("rope", "float32", "both", IN_PLACE, 5.0, 2.0),
+    CpuGoal("rope", "bfloat16", "both", OURS, 2.5, 2.0),
 )
 SHAPES = {"rope": _SHAPES, "rope_": _SHAPES}
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, topk_router
 from fastmp.ops.registry import compute_dtype
@@ -99,11 +99,11 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("router", "float32", "forward", OURS, 2.0, 2.0, over_compile=1.0),
-    Goal("router", "float32", "both", OURS, 2.0, 2.0, over_compile=1.0),
-    Goal("router grouped", "float32", "forward", OURS, 6.0, 6.0, over_compile=2.5),
-    Goal("router grouped", "float32", "both", OURS, 6.0, 6.0, over_compile=2.5),
-    Goal("router grouped", "bfloat16", "both", OURS, 6.0, 6.0, over_compile=2.5),
+    CpuGoal("router", "float32", "forward", OURS, 2.0, 2.0, over_compile=1.0),
+    CpuGoal("router", "float32", "both", OURS, 2.0, 2.0, over_compile=1.0),
+    CpuGoal("router grouped", "float32", "forward", OURS, 6.0, 6.0, over_compile=2.5),
+    CpuGoal("router grouped", "float32", "both", OURS, 6.0, 6.0, over_compile=2.5),
+    CpuGoal("router grouped", "bfloat16", "both", OURS, 6.0, 6.0, over_compile=2.5),
 )
 SHAPES = dict.fromkeys(("topk_router", "topk_router_backward"), ((8192, 256), (8192, 128)))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import COMPILE, EAGER, OURS, Case, Goal, Workload, compiled, sweep, title
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, CpuGoal, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from fastmp.ops import OPS, scaled_masked_softmax
 
@@ -75,9 +75,9 @@ WORKLOADS = (
     ),
 )
 GOALS = (
-    Goal("softmax", "float32", "forward", OURS, 4.0, 2.5),
-    Goal("softmax", "float32", "both", OURS, 4.0, 2.5),
-    Goal("softmax", "bfloat16", "both", OURS, 4.0, 2.5),
+    CpuGoal("softmax", "float32", "forward", OURS, 4.0, 2.5),
+    CpuGoal("softmax", "float32", "both", OURS, 4.0, 2.5),
+    CpuGoal("softmax", "bfloat16", "both", OURS, 4.0, 2.5),
 )
 SHAPES = dict.fromkeys(
     ("scaled_masked_softmax", "scaled_masked_softmax_backward"), ((48, 2048, 2048), (4, 8192, 8192))

@@ -22,7 +22,7 @@ from benchmarks.peers import CCE, LIGER, QUACK, TE
 
 __all__ = [
     "CCE", "COMPILE", "EAGER", "LIGER", "OURS", "QUACK", "TE", "TORCH",
-    "Case", "Goal", "Workload", "compiled", "is_first", "is_ours", "sweep", "title",
+    "Case", "CpuGoal", "Workload", "compiled", "is_first", "is_ours", "sweep", "title",
 ]  # fmt: skip
 
 OURS = "fastmp"
@@ -124,7 +124,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Goal:
+class CpuGoal:
     """A speed-up that is wanted on a CPU: of `rival` over `over`, at shape number `shape` of the workload.
 
     `factor` is wanted where the system grants huge pages, `without_huge_pages` where it does not.

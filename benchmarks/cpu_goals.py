@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import COMPILE, Case, Goal, Workload
+from benchmarks.cases import COMPILE, Case, CpuGoal, Workload
 from benchmarks.compare import Row, compare
 from benchmarks.measure import Ceilings, environment, measure_ceilings
 
@@ -30,7 +30,7 @@ from benchmarks.measure import Ceilings, environment, measure_ceilings
 class Outcome:
     """A goal beside what was measured; `compile` is None where torch.compile is not among the rivals."""
 
-    goal: Goal
+    goal: CpuGoal
     case: str
     wanted: float
     ours: Row
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def measure(
-    case: Case, goals: Sequence[Goal], huge_pages: bool, rounds: int, ceilings: Ceilings
+    case: Case, goals: Sequence[CpuGoal], huge_pages: bool, rounds: int, ceilings: Ceilings
 ) -> list[Outcome]:
     """Measure all goals of one case, with plain torch and torch.compile in the same rounds.
 
@@ -118,11 +118,11 @@ def families() -> list[ModuleType]:
     return [module for module in modules if getattr(module, "GOALS", ())]
 
 
-def goals_by_case() -> Iterator[tuple[Workload, tuple, str, list[Goal]]]:
+def goals_by_case() -> Iterator[tuple[Workload, tuple, str, list[CpuGoal]]]:
     """Yield (workload, shape, dtype, its goals), in the order of the files."""
     for module in families():
         works = {work.name: work for work in module.WORKLOADS}
-        cases: dict[tuple, list[Goal]] = {}
+        cases: dict[tuple, list[CpuGoal]] = {}
         for goal in module.GOALS:
             cases.setdefault((goal.workload, goal.shape, goal.dtype), []).append(goal)
         for (name, shape, dtype), goals in cases.items():

@@ -146,7 +146,7 @@ Values = Callable[[Sequence[Timing]], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Goal:
+class GpuGoal:
     """A bound that is wanted on an H200, in bfloat16, on every shape that was timed.
 
     `values` returns {case: our best figure}. `wanted` bounds the figures from below, or from above if `most`.
@@ -225,47 +225,51 @@ _CE, _LCE = "cross_entropy", "linear_cross_entropy"
 _LARGE_EXPERTS = ("[4, ", "[8, ", "[16, ")
 _LIGER_MEGATRON, _MEGATRON = "Liger for Megatron", "as Megatron, compiled"
 H200_GOALS = (
-    Goal("cross-entropy forward", 0.92, _kernel("cross_entropy_stats"), "of floor"),
-    Goal("cross-entropy backward, in place", 0.93, _kernel("cross_entropy_grad_"), "of floor"),
-    Goal("cross-entropy", 3.2, _times_as_fast(_CE, _LIGER_MEGATRON, "both"), f"x {_LIGER_MEGATRON}"),
-    Goal("cross-entropy", 7.0, _times_as_fast(_CE, _MEGATRON, "both"), f"x {_MEGATRON}"),
-    Goal("linear + cross-entropy", 0.93, _used(_LCE, "of_floor", max), "of floor"),
-    Goal("linear + cross-entropy", 17.6, _used(_LCE, "ms", min, "[4096, 4096, 128256]"), "ms", most=True),
-    Goal("linear + cross-entropy", 1.1, _used(_LCE, "extra_bytes", min, unit=1e9), "GB extra", most=True),
-    Goal("bias-GeLU forward", 0.95, _kernel("bias_gelu"), "of floor"),
-    Goal("bias-GeLU backward with bias gradient", 0.92, _kernel("bias_gelu_backward"), "of floor"),
-    Goal("SwiGLU and GeGLU forward", 0.95, _kernel("gated_activation"), "of floor"),
-    Goal("SwiGLU and GeGLU backward", 0.92, _kernel("gated_activation_backward"), "of floor"),
-    Goal("norms forward", 0.94, _kernel("rms_norm", "layer_norm"), "of floor"),
-    Goal("norms backward", 0.88, _kernel("rms_norm_backward", "layer_norm_backward"), "of floor"),
-    Goal("RMSNorm backward", 1.5, _times_as_fast("rms_norm", "Liger", "backward"), "x Liger"),
-    Goal("LayerNorm backward", 1.5, _times_as_fast("layer_norm", "Liger", "backward"), "x Liger"),
-    Goal("RoPE in place", 0.92, _kernel("rope_"), "of floor"),
-    Goal("bias-dropout-add forward", 0.92, _kernel("bias_dropout_add"), "of floor"),
-    Goal("bias-dropout-add backward", 0.95, _kernel("bias_dropout_add_backward"), "of floor"),
-    Goal("AdamW", 0.95, _kernel("adamw_"), "of floor"),
-    Goal("router forward", 0.005, _kernel("topk_router", attribute="ms", best=min), "ms", most=True),
-    Goal(
+    GpuGoal("cross-entropy forward", 0.92, _kernel("cross_entropy_stats"), "of floor"),
+    GpuGoal("cross-entropy backward, in place", 0.93, _kernel("cross_entropy_grad_"), "of floor"),
+    GpuGoal("cross-entropy", 3.2, _times_as_fast(_CE, _LIGER_MEGATRON, "both"), f"x {_LIGER_MEGATRON}"),
+    GpuGoal("cross-entropy", 7.0, _times_as_fast(_CE, _MEGATRON, "both"), f"x {_MEGATRON}"),
+    GpuGoal("linear + cross-entropy", 0.93, _used(_LCE, "of_floor", max), "of floor"),
+    GpuGoal("linear + cross-entropy", 17.6, _used(_LCE, "ms", min, "[4096, 4096, 128256]"), "ms", most=True),
+    GpuGoal("linear + cross-entropy", 1.1, _used(_LCE, "extra_bytes", min, unit=1e9), "GB extra", most=True),
+    GpuGoal("bias-GeLU forward", 0.95, _kernel("bias_gelu"), "of floor"),
+    GpuGoal("bias-GeLU backward with bias gradient", 0.92, _kernel("bias_gelu_backward"), "of floor"),
+    GpuGoal("SwiGLU and GeGLU forward", 0.95, _kernel("gated_activation"), "of floor"),
+    GpuGoal("SwiGLU and GeGLU backward", 0.92, _kernel("gated_activation_backward"), "of floor"),
+    GpuGoal("norms forward", 0.94, _kernel("rms_norm", "layer_norm"), "of floor"),
+    GpuGoal("norms backward", 0.88, _kernel("rms_norm_backward", "layer_norm_backward"), "of floor"),
+    GpuGoal("RMSNorm backward", 1.5, _times_as_fast("rms_norm", "Liger", "backward"), "x Liger"),
+    GpuGoal("LayerNorm backward", 1.5, _times_as_fast("layer_norm", "Liger", "backward"), "x Liger"),
+    GpuGoal("RoPE in place", 0.92, _kernel("rope_"), "of floor"),
+    GpuGoal("bias-dropout-add forward", 0.92, _kernel("bias_dropout_add"), "of floor"),
+    GpuGoal("bias-dropout-add backward", 0.95, _kernel("bias_dropout_add_backward"), "of floor"),
+    GpuGoal("AdamW", 0.95, _kernel("adamw_"), "of floor"),
+    GpuGoal("router forward", 0.005, _kernel("topk_router", attribute="ms", best=min), "ms", most=True),
+    GpuGoal(
         "router backward", 0.007, _kernel("topk_router_backward", attribute="ms", best=min), "ms", most=True
     ),
-    Goal("router", 6.0, _times_as_fast("router", "torch eager", "both"), "x torch eager"),
-    Goal("router", 2.5, _times_as_fast("router", "torch.compile", "both"), "x torch.compile"),
-    Goal("grouped router", 6.0, _times_as_fast("router grouped", "torch eager", "both"), "x torch eager"),
-    Goal(
+    GpuGoal("router", 6.0, _times_as_fast("router", "torch eager", "both"), "x torch eager"),
+    GpuGoal("router", 2.5, _times_as_fast("router", "torch.compile", "both"), "x torch.compile"),
+    GpuGoal("grouped router", 6.0, _times_as_fast("router grouped", "torch eager", "both"), "x torch eager"),
+    GpuGoal(
         "grouped router",
         2.5,
         _times_as_fast("router grouped", "torch.compile", "both"),
         "x torch.compile",
     ),
-    Goal("permutation", 0.012, _kernel("permutation", attribute="ms", best=min), "ms", most=True),
-    Goal("permute", 0.90, _kernel("permute"), "of floor"),
-    Goal("unpermute forward and backward", 0.88, _kernel("unpermute", "unpermute_backward"), "of floor"),
-    Goal("unpermute", 2.0, _times_as_fast("unpermute", "torch eager", "both"), "x torch eager"),
-    Goal("grouped products, large experts", 0.90, _kernel("grouped_mm", shapes=_LARGE_EXPERTS), "of floor"),
-    Goal("grouped products, all shapes", 0.80, _kernel("grouped_mm"), "of floor"),
-    Goal("grouped products", 1.02, _times_as_fast("grouped_mm", "torch fused", "forward"), "x torch fused"),
-    Goal("grouped products, weight gradient added", 0.88, _kernel("grouped_mm_wgrad_"), "of floor"),
-    Goal("experts in graphs", 1.3, _times_as_fast("graphed_moe_layer", OURS, "step"), "x eager"),
+    GpuGoal("permutation", 0.012, _kernel("permutation", attribute="ms", best=min), "ms", most=True),
+    GpuGoal("permute", 0.90, _kernel("permute"), "of floor"),
+    GpuGoal("unpermute forward and backward", 0.88, _kernel("unpermute", "unpermute_backward"), "of floor"),
+    GpuGoal("unpermute", 2.0, _times_as_fast("unpermute", "torch eager", "both"), "x torch eager"),
+    GpuGoal(
+        "grouped products, large experts", 0.90, _kernel("grouped_mm", shapes=_LARGE_EXPERTS), "of floor"
+    ),
+    GpuGoal("grouped products, all shapes", 0.80, _kernel("grouped_mm"), "of floor"),
+    GpuGoal(
+        "grouped products", 1.02, _times_as_fast("grouped_mm", "torch fused", "forward"), "x torch fused"
+    ),
+    GpuGoal("grouped products, weight gradient added", 0.88, _kernel("grouped_mm_wgrad_"), "of floor"),
+    GpuGoal("experts in graphs", 1.3, _times_as_fast("graphed_moe_layer", OURS, "step"), "x eager"),
 )
 
 

@@ -145,8 +145,8 @@ class Checkpointer:
         Returns {"step": int, **scalars}, or None where the directory has no checkpoint. A damaged checkpoint,
         or one with values that are not finite, is passed over for an older one, with a line on stderr.
 
-        Raises CheckpointError naming both sides where the checkpoint belongs to another layout or model or has
-        other scalars, and where there are checkpoints but none is whole.
+        Raises CheckpointError naming both sides where the checkpoint belongs to another layout or model or
+        has other scalars, and where there are checkpoints but none is whole.
         """
         path = self._agree_on_latest()
         if path is None:
@@ -355,12 +355,14 @@ def _check_tensors(path: Path, saved: Mapping[str, Tensor], wanted: Mapping[str,
 
 
 def _check_types(file: Path, name: str, saved: Mapping[str, Any], examples: Mapping[str, Any]) -> None:
-    """Check that `saved`, called `name` in `file`, has values of the types of all `examples`, at any depth."""
+    """Check that `saved`, called `name` in `file`, has values of the types of `examples`, at any depth."""
     for key, example in examples.items():
         found = saved.get(key)
         if type(found) is not type(example):
             what = repr(found) if key in saved else "nothing"
-            raise CheckpointError(f"{file}: {name}.{key} must be of type {type(example).__name__}, got {what}")
+            raise CheckpointError(
+                f"{file}: {name}.{key} must be of type {type(example).__name__}, got {what}"
+            )
         if isinstance(example, dict):
             _check_types(file, f"{name}.{key}", found, example)
 

@@ -121,9 +121,9 @@ def test_only_the_first_shape_and_dtype_run_on_a_cpu_by_default():
 
 def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp_path):
     from benchmarks import cpu_goals
-    from benchmarks.cases import Goal
+    from benchmarks.cases import CpuGoal
 
-    goal = Goal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0)
+    goal = CpuGoal("bias_gelu", "float32", "forward", "fastmp", 4.0, 2.0)
     tiny_case.rivals["torch.compile"] = tiny_case.rivals["torch eager"]
     for huge_pages, wanted in ((True, 4.0), (False, 2.0)):
         (outcome,) = cpu_goals.measure(tiny_case, [goal], huge_pages, rounds=2, ceilings=ceilings)

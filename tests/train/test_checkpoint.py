@@ -171,7 +171,9 @@ def test_scalars_that_are_missing_or_of_another_type_are_named_and_nothing_is_re
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, *state(1), scalars)
     shard, own = (zeros_like(tensors) for tensors in state(0))
-    with pytest.raises(CheckpointError, match=r"state\.json: scalars\.optimizer.* must be of type (dict|int), got"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.json: scalars\.optimizer.* must be of type (dict|int), got"
+    ):
         checkpointer.load(shard, own, {"optimizer": {"step": 0}})
     assert not any(tensor.any() for tensor in shard.values())
 
