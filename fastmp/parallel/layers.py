@@ -5,7 +5,7 @@ needs one all-reduce forward and one backward (Shoeybi et al. 2019). With `seque
 outside are sharded along the sequence (dim 0), and the all-reduce becomes an all-gather at the column and a
 reduce-scatter at the row (Korthikanti et al. 2022). A layer communicates over its `group` only: a
 ProcessGroup, or None for this rank alone. Parameters are plain tensors, this rank's shards:
-`torch.distributed.checkpoint` needs `sharded_state_dict` in place of `state_dict`.
+`torch.distributed.checkpoint` needs `sharded_state_dict` in place of `state_dict`, which it refuses.
 
 S sequence, B batch, P ranks of the group.
 """
@@ -16,7 +16,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,19 @@ def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
     return ParallelAttributes._make(getattr(param, name, default) for name, default in defaults)
 
 
+def _refuse(name: str = "a tensor", *_: object) -> NoReturn:
+    # Not a ValueError, which torch catches while it loads, to say something else.
+    raise RuntimeError(
+        f"{name} is one rank's shard of a parallel layer, which torch.distributed.checkpoint would take for "
+        "the whole weight; give it sharded_state_dict(module) in place of module.state_dict()"
+    )
+
+
+# Attributes of a shard in a state dict: torch.distributed.checkpoint asks a tensor for the first two before
+# it saves or loads it. By the third, a pickled shard is a tensor like any other.
+_NO_DCP = {"__create_write_items__": _refuse, "__create_chunk_list__": _refuse, "__getstate__": lambda: None}
+
+
 def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
     """Rank `rank`'s shard of `full`, whose `stride` blocks along `dim` are each cut into `size` parts.
 
@@ -121,6 +134,16 @@ class ParallelModule(GroupModule):
             if param is not None:
                 for field, value in marks._asdict().items():
                     setattr(param, field, value)
+
+    def _is_shard(self, marks: ParallelAttributes) -> bool:
+        """Whether other ranks hold other parts of a parameter with these marks."""
+        return marks.tensor_model_parallel and self.tp_size > 1
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, marks in self._marks().items():
+            if not keep_vars and getattr(self, name) is not None and self._is_shard(marks):
+                destination[prefix + name].__dict__.update(_NO_DCP)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
         super()._apply(fn, recurse)
@@ -246,33 +269,16 @@ class _ParallelLinear(ParallelModule):
             )
         if type(linear).__name__ == "Conv1D":
             weight = weight.t()
-        layer = cls(
-            weight.shape[1],
-            weight.shape[0],
-            group=group,
-            bias=bias is not None,
-            stride=stride,
-            device="meta",
-            dtype=weight.dtype,
-            **options,
-        )
+        options |= {"stride": stride, "bias": bias is not None, "dtype": weight.dtype}
+        layer = cls(weight.shape[1], weight.shape[0], group=group, device="meta", **options)
         layer._take(linear, weight=weight, bias=bias)
         return layer
 
     def extra_repr(self) -> str:
-        fields = (
-            "input_size",
-            "output_size",
-            "gather_output",
-            "input_is_parallel",
-            "skip_bias_add",
-            "sequence_parallel",
-            "stride",
-            "tp_rank",
-            "tp_size",
-        )
-        text = [f"{name}={getattr(self, name)}" for name in fields if hasattr(self, name)]
-        return ", ".join([*text, f"bias={self.bias is not None}"])
+        names = "input_size output_size gather_output input_is_parallel skip_bias_add sequence_parallel"
+        text = [f"{name}={getattr(self, name)}" for name in names.split() if hasattr(self, name)]
+        place = f"stride={self.stride}, tp_rank={self.tp_rank}, tp_size={self.tp_size}"
+        return ", ".join([*text, place, f"bias={self.bias is not None}"])
 
 
 class ColumnParallelLinear(_ParallelLinear):

@@ -1,7 +1,8 @@
 """The state of parallel layers as torch.distributed.checkpoint takes it: shards as DTensors.
 
-The parameters of parallel layers are plain tensors, which that library takes for replicas: of a plain
-`state_dict()` it would save one rank's shard as if it were the whole weight.
+The parameters of parallel layers are plain tensors, which that library takes for replicas: it would save one
+rank's shard as if it were the whole weight. Their plain `state_dict()` makes it refuse that (see `layers`);
+what is computed from an entry, such as a clone or a copy on another device, it cannot recognise.
 """
 
 from __future__ import annotations

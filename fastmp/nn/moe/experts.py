@@ -77,6 +77,9 @@ class GroupedExperts(ParallelModule):
             "fc2": ParallelAttributes(True, 2, 1, expert_parallel=True),
         }
 
+    def _is_shard(self, marks: ParallelAttributes) -> bool:
+        return super()._is_shard(marks) or self.num_local_experts < self.num_experts
+
     @torch.no_grad()
     def _init(self, methods: dict[str, Init], whole: bool) -> None:
         """Draw every expert from a seed of its own, after one draw from the default stream for all of them.
