@@ -402,7 +402,7 @@ def bias_dropout_add(
         training: False is p = 0: the two additions in one pass.
         seed: one int64 number on x's device, of which the mask is a pure function; None draws it from torch's
             default generator of that device, so that torch.manual_seed, `RngTracker.fork` and recomputation
-            repeat the mask. Not read, nor drawn, where p is 0.
+            repeat the mask. Not read, nor drawn, where p is 0. DTensors need one, equal on all ranks.
         out: where to write the result, a tensor of x's shape and the residual's dtype without a gradient.
 
     Returns:
@@ -418,6 +418,8 @@ def bias_dropout_add(
     if not training or p == 0:
         p, seed = 0.0, None
     elif seed is None:
+        whole = not hasattr(x, "device_mesh")  # as a DTensor has, whose ranks would draw different seeds
+        checks.require(whole, "bias_dropout_add: x is a DTensor of shape {}: give it a seed", x.shape)
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=x.device)
     if out is None:
         return _bias_dropout_add(x, bias, residual, float(p), seed)

@@ -1,12 +1,13 @@
-"""Sharding strategies of ops for `DTensor`s; importing this file registers one for each op of `_OUTPUTS`.
+"""Sharding strategies of ops for `DTensor`s; importing this file registers one for every op.
 
 Rows are independent, so every dimension of a row tensor but the last may be sharded, in all of them alike.
 Parameters are replicated; their gradients are partial sums. torch redistributes whatever comes otherwise; and
 `cross_entropy` flattens its logits, for which torch gathers what is sharded beyond the first dimension.
-The registry imports this file when torch first asks for a strategy, so that only programs with DTensors pay
-for `torch.distributed.tensor`. Under torch.compile it cannot: there the user does.
-Left out are ops that write in place, and `bias_dropout_add`: its mask depends on where in the tensor an
-element lies, so that shards would draw another one than the whole.
+A dropout mask depends on where in the whole tensor an element lies, so that a shard cannot draw its part of
+it: with a mask `bias_dropout_add` takes replicated tensors. Ops outside `_OUTPUTS`, those that write in place
+among them, say that they take local tensors.
+The registry imports this file when an op first meets a DTensor, or when torch.compile traces an op in a
+program that has torch.distributed.tensor: only programs with DTensors pay for it.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ _OUTPUTS = {
     "cross_entropy_stats": "rows",
     "cross_entropy_merge": "rows rows",
     "cross_entropy_grad": "rows",
+    "bias_dropout_add": "rows",
+    "bias_dropout_add_backward": "rows sum",
 }
 
 
@@ -59,6 +62,10 @@ def _input(name: str, value: Any, dim: int, num_dims: int) -> Placement | None:
     return Shard(own) if own >= 0 and value.shape[own] > 1 else Replicate()
 
 
+def _is_whole(value: Any) -> bool:
+    return not isinstance(value, DTensorSpec) or value.is_replicated()
+
+
 def _strategy(op: str) -> Callable:
     """The placements that `op` accepts and what they give, as `register_sharding` wants them."""
     names = [argument.name for argument in OPS[op].overload._schema.arguments]
@@ -70,6 +77,13 @@ def _strategy(op: str) -> Callable:
         num_dims = values[0].ndim - (names[0] == "stats")
         replicated = [Replicate() if isinstance(value, DTensorSpec) else None for value in values]
         accepted: list[tuple[list, list]] = [([Replicate() for _ in outputs], replicated)]
+        if given.get("seed") is not None:
+            if op == "bias_dropout_add" and not all(_is_whole(value) for value in values):
+                raise NotImplementedError(
+                    "bias_dropout_add: a shard cannot draw its part of the mask of the whole tensor: call it "
+                    "on local tensors, x.to_local(), with a seed for each rank, or on replicated ones"
+                )
+            return accepted
         for dim in range(num_dims - whole):
             kinds = {"rows": Shard(dim), "stats": Shard(dim + 1), "sum": Partial()}
             results = [
@@ -81,10 +95,20 @@ def _strategy(op: str) -> Callable:
     return strategy
 
 
+def _refusal(op: str) -> Callable:
+    """A strategy that says that `op` takes no DTensors."""
+    writes = " writes into its arguments and" if OPS[op].overload._schema.is_mutable else ""
+
+    def refuse(*values: Any) -> None:
+        raise NotImplementedError(f"{op}{writes} takes no DTensors: call it on local tensors, x.to_local()")
+
+    return refuse
+
+
 def _register() -> None:
     infos = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for op in _OUTPUTS:
-        register_sharding(OPS[op].overload)(_strategy(op))
+    for op in OPS:
+        register_sharding(OPS[op].overload)(_strategy(op) if op in _OUTPUTS else _refusal(op))
         # torch keeps what it worked out, and by itself ignores all arguments before the first int: an absent
         # tensor or a flag changes the shapes of results, so all of them count
         infos[OPS[op].overload] = RuntimeSchemaInfo(static_argnum=0)

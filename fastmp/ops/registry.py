@@ -255,6 +255,7 @@ def _below_autograd(overload: torch._ops.OpOverload) -> Callable:
 
     def forward(*arguments: Any) -> Any:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            _learn_dtensors()
             return overload(*arguments)
         try:  # costs nothing while nothing is raised
             with torch._C._AutoDispatchBelowAutograd():
@@ -275,6 +276,9 @@ def _learn_dtensors() -> bool:
         return False
     importlib.import_module(rules)
     return True
+
+
+_learn_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it as it traces
 
 
 def _register_autograd(overload: torch._ops.OpOverload, record: Callable) -> None:

@@ -307,18 +307,28 @@ def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
 
 
 def _setup(ctx, inputs, output) -> None:
-    _, k, cos, sin, *ctx.form = inputs
-    ctx.has_k = k is not None
+    _, _, cos, sin, *ctx.form = inputs
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(cos, sin)
 
 
 @traced("fastmp.rope_backward")
-def _backward(ctx, grad_q: Tensor, grad_k: Tensor):
+def _backward(ctx, *grads: Tensor | None):
     """The inverse rotation, again by `rope`: differentiable any number of times."""
-    cos, sin = ctx.saved_tensors
     interleaved, inverse = ctx.form
-    dq, dk = _rope(grad_q, grad_k if ctx.has_k else None, cos, sin, interleaved, not inverse)
-    return dq, (dk if ctx.has_k else None), None, None, None, None
+    return *_turned_back(ctx, grads, interleaved, not inverse), None, None, None, None
+
+
+def _turned_back(ctx, grads: Sequence[Tensor | None], interleaved: bool, inverse: bool) -> list:
+    """Gradients of q and k from those of the results, of which one or both may be None; one launch."""
+    wanted = [i for i, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[i]]
+    turned: list[Tensor | None] = [None, None]
+    if wanted:
+        first, second = [*(grads[i] for i in wanted), None][:2]
+        results = _rope(first, second, *ctx.saved_tensors, interleaved, inverse)
+        for i, result in zip(wanted, results, strict=False):
+            turned[i] = result
+    return turned
 
 
 _ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
@@ -354,10 +364,8 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     @traced("fastmp.rope_backward")
-    def backward(ctx, grad_q, grad_k=None):
-        cos, sin = ctx.saved_tensors
-        dq, dk = _rope(grad_q, grad_k, cos, sin, ctx.interleaved, True)
-        return dq, (None if grad_k is None else dk), None, None, None
+    def backward(ctx, *grads):
+        return *_turned_back(ctx, grads, ctx.interleaved, True), None, None, None
 
 
 def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
+import pytest
 import torch
 import torch._dynamo  # this and the next: 300 modules that every forked rank would import anew
 import torch.distributed.tensor.experimental
@@ -41,6 +43,11 @@ CASES = {
     "swiglu": (ops.swiglu, lambda s: [_random(*s, H)], []),
     "swiglu of two": (ops.swiglu, lambda s: [_random(*s, H), _random(*s, H, seed=1)], []),
     "geglu with bias": (lambda x, b: ops.geglu(x, bias=b), lambda s: [_random(*s, H)], [_random(H)]),
+    "bias_dropout_add without a mask": (
+        lambda x, residual, bias: ops.bias_dropout_add(x, bias, residual, p=0.5, training=False),
+        lambda s: [_random(*s, H), _random(*s, H, seed=1)],
+        [_random(H)],
+    ),
     "softmax": (
         lambda x, mask: ops.scaled_masked_softmax(x, mask, causal=True),
         lambda s: [_random(*s, 5, H), _random(*s, 1, H, seed=1) > 1],
@@ -62,6 +69,13 @@ CASES = {
         [],
     ),
 }
+
+
+MASKED = (
+    lambda x, residual, bias: ops.bias_dropout_add(x, bias, residual, p=0.5, seed=torch.tensor(7)),
+    [_random(B, H), _random(B, H, seed=1)],
+    [_random(H)],
+)
 
 
 def _leaves(tensors):
@@ -136,6 +150,54 @@ def test_rows_that_are_cut_themselves_are_made_whole():
     run_ranks(_last_dimension, 2)
 
 
+def _masked(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    assert _compare(*MASKED, mesh, Replicate()) == [Replicate()]
+    with pytest.raises(NotImplementedError, match=r"bias_dropout_add: a shard cannot draw .*to_local"):
+        _compare(*MASKED, mesh, Shard(0))
+    x = distribute_tensor(_random(B, H), mesh)
+    with pytest.raises(ValueError, match=r"x is a DTensor of shape \(4, 8\): give it a seed"):
+        ops.bias_dropout_add(x, None, x, p=0.5)
+
+
+def test_masks_of_dropout_are_those_of_whole_tensors():
+    run_ranks(_masked, 2)
+
+
+def _refused(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x, angles, target = (
+        distribute_tensor(t, mesh, [Shard(0)]) for t in (_random(B, H), _random(B, H // 2), _ids(B))
+    )
+    with pytest.raises(NotImplementedError, match="rope_ writes into its arguments and takes no DTensors"):
+        ops.rope(x, angles, angles, in_place=True)
+    with pytest.raises(NotImplementedError, match=r"topk_router takes no DTensors: .*to_local"):
+        ops.topk_router(x, 2)
+    for option in ({"grad_in_place": True}, {"loss_grad": _random(B)}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} overwrites logits, which may not be DT"):
+            ops.cross_entropy(x.requires_grad_(), target, **option)
+
+
+def test_what_takes_no_sharded_tensors_says_so():
+    run_ranks(_refused, 2)
+
+
+def _compiled(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    x = distribute_tensor(_random(B, H), mesh, [Shard(0)]).requires_grad_()
+    assert "fastmp.ops.dtensor" not in sys.modules
+    y = torch.compile(ops.bias_gelu, backend="aot_eager", fullgraph=True)(x)
+    y.sum().backward()
+    expected = _random(B, H).requires_grad_()
+    ops.bias_gelu(expected).sum().backward()
+    assert y.placements == x.grad.placements == (Shard(0),)
+    torch.testing.assert_close(x.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_compilers_find_the_strategies_by_themselves():
+    run_ranks(_compiled, 2)
+
+
 def _rotate(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     q, k = _random(S, B, 4, H), _random(S, B, 2, H, seed=1)
@@ -152,6 +214,13 @@ def _rotate(rank, world_size):
             Shard(dim),
         )
         assert placements == [Shard(dim)] * 2
+    for alone in range(2):
+        one, other = (distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (q, k))
+        turned = ops.rope_qk(one, other, *(distribute_tensor(t, mesh) for t in (cos, sin)))[alone]
+        turned.square().sum().backward()
+        kept, untouched = (one, other) if alone == 0 else (other, one)
+        torch.testing.assert_close(kept.grad.full_tensor(), 2 * (q, k)[alone], rtol=1e-12, atol=1e-12)
+        assert untouched.grad is None
 
 
 def test_rope_of_sharded_sequences_samples_and_heads():
