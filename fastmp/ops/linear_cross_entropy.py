@@ -240,6 +240,8 @@ def _backward_known(ctx, grad_loss, *_):
     else:
         grads = [_scaled(grad, grad_loss) for grad in grads]
     ctx.spent = True
+    if torch.compiler.is_compiling():  # torch 2.10 cannot divide a graph whose backward returns what is saved
+        grads = [grad.view_as(grad) for grad in grads]
     hidden = grads[0] if ctx.job.wanted[0] else None
     return hidden, grads[1] if ctx.has_weight else None, None, None, None, None, None
 

@@ -404,8 +404,11 @@ def _in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
         _rope_(q, k, cos, sin, interleaved, False)
         return given
-    # a function that overwrites a view may return no second tensor; compiled code cannot ask who is a view
-    if k is None or torch.compiler.is_compiling() or q._is_view() or k._is_view():
+    if torch.compiler.is_compiling():  # which cannot trace a function that overwrites a view
+        turned = _rope(q, k, cos, sin, interleaved, False)
+        return [x.copy_(y) for x, y in zip(given, turned, strict=False)]
+    # a function that overwrites a view may return no second tensor
+    if k is None or q._is_view() or k._is_view():
         return [_InPlace.apply(x, None, cos, sin, interleaved) for x in given]
     return list(_InPlace.apply(q, k, cos, sin, interleaved))
 

@@ -14,7 +14,7 @@ import fastmp
 
 pytest.importorskip("triton", reason="cuobjdump ships with Triton, which is not installed")
 
-from fastmp.ops import _triton
+from cubin_tools import TOOLS
 
 LIBRARY = Path(fastmp.__file__).parent / "_C_cuda.so"
 
@@ -27,8 +27,8 @@ def library() -> Path:
 
 
 def _cuobjdump(library: Path, *options: str) -> str:
-    tool = _triton._tool("cuobjdump")
-    return subprocess.check_output([tool, *options, library], text=True, stderr=subprocess.STDOUT)
+    command = [TOOLS / "cuobjdump", *options, library]
+    return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
 
 def test_cuda_library_holds_all_architectures(library):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from fastmp.nn import RMSNorm
 from fastmp.testing.ranks import run_ranks
 
 B, S, H = 4, 6, 8
+ROOT = Path(__file__).parents[2]
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -104,14 +107,24 @@ def _compare(function, rows, parameters, mesh, placement) -> list:
     return [r.placements[0] for r in results]
 
 
+def _gathers_to_flatten(mesh):
+    try:  # torch 2.10 and 2.11 refuse to
+        distribute_tensor(torch.zeros(2, 2, 2), mesh, [Shard(1)]).reshape(4, 2)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _every_case(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
-    wrong = {}
+    wrong, gathers = {}, _gathers_to_flatten(mesh)
     for (shape, dim), (name, case) in itertools.product((((B,), 0), ((B, S), 1)), CASES.items()):
         function, rows, parameters = case
-        placements = _compare(function, rows(shape), parameters, mesh, Shard(dim))
         # torch itself gathers what is sharded beyond the first dimension to flatten it into rows
         flat = "cross_entropy" in name and dim > 0
+        if flat and not gathers:
+            continue
+        placements = _compare(function, rows(shape), parameters, mesh, Shard(dim))
         expected = Replicate() if flat else Partial() if name.startswith("mean") else Shard(dim)
         if any(p != expected for p in placements):
             wrong[name, dim] = placements
@@ -182,20 +195,31 @@ def test_what_takes_no_sharded_tensors_says_so():
     run_ranks(_refused, 2)
 
 
-def _compiled(rank, world_size):
-    mesh = init_device_mesh("cpu", (world_size,))
-    x = distribute_tensor(_random(B, H), mesh, [Shard(0)]).requires_grad_()
-    assert "fastmp.ops.dtensor" not in sys.modules
-    y = torch.compile(ops.bias_gelu, backend="aot_eager", fullgraph=True)(x)
-    y.sum().backward()
-    expected = _random(B, H).requires_grad_()
-    ops.bias_gelu(expected).sum().backward()
-    assert y.placements == x.grad.placements == (Shard(0),)
-    torch.testing.assert_close(x.grad.full_tensor(), expected.grad, rtol=1e-12, atol=1e-12)
+ALONE = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from fastmp import ops
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+local = torch.randn(4, 8, dtype=torch.float64)
+x = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+assert "fastmp.ops.dtensor" not in sys.modules
+y = torch.compile(ops.bias_gelu, backend="aot_eager", fullgraph=True)(x)
+y.sum().backward()
+expected = local.clone().requires_grad_()
+ops.bias_gelu(expected).sum().backward()
+assert y.placements == x.grad.placements == (Shard(0),)
+torch.testing.assert_close(x.grad.to_local(), expected.grad, rtol=1e-12, atol=1e-12)
+"""
 
 
 def test_compilers_find_the_strategies_by_themselves():
-    run_ranks(_compiled, 2)
+    """In a process of its own: in this one another test may have asked for them."""
+    subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, check=True)
 
 
 def _rotate(rank, world_size):

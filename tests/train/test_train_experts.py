@@ -293,7 +293,7 @@ def test_one_value_that_is_not_finite_skips_the_step_everywhere(name):
         trainer = make_trainer(make_groups(world_size, 2, 2, 1), clip=1.0)
         trainer.train_step()
         victims = [0]
-        before = {name: tensor.detach().clone() for name, tensor in saved_tensors(trainer).items()}
+        before = {key: tensor.detach().clone() for key, tensor in saved_tensors(trainer).items()}
 
         def poisoned(model, batch):
             if rank == victims[0]:
