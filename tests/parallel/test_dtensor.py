@@ -126,7 +126,8 @@ def _every_case(rank, world_size):
             continue
         placements = _compare(function, rows(shape), parameters, mesh, Shard(dim))
         expected = Replicate() if flat else Partial() if name.startswith("mean") else Shard(dim)
-        if any(p != expected for p in placements):
+        summed = name.startswith("mean")  # before torch 2.12 at once, over the ranks too
+        if any(p != expected and not (summed and p == Replicate()) for p in placements):
             wrong[name, dim] = placements
     return wrong
 
