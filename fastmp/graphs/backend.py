@@ -25,10 +25,14 @@ class RandomStreams(Protocol):
 
 
 class Graph(Protocol):
-    """`with graph.capture(): ...` notes the work inside; `replay()` does it again on the same memory."""
+    """`with graph.capture(): ...` notes the work inside; `replay()` does it again on the same memory.
+
+    Inside `eager_backward()` the backward of the work runs eagerly, after a replay or a capture that worked.
+    """
 
     def capture(self) -> AbstractContextManager[None]: ...
     def replay(self) -> None: ...
+    def eager_backward(self) -> AbstractContextManager[None]: ...
 
 
 class Backend(Protocol):

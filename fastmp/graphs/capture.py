@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastmp.graphs.backend import Backend, Graph, Weak
+from fastmp.graphs.eagerly import repeatable_backward
 from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.graph_set import Captured, Gradients, GraphSet, Slot
 from fastmp.graphs.hooks import suspended_hooks
@@ -25,11 +26,16 @@ __all__ = ["Capture", "renew_accumulators"]
 class Capture:
     """Captures what a run does, and does it: each method returns what a replay would have.
 
+    repeatable: a backward whose capture fails can be run eagerly after that. It keeps its autograd graph.
+
     CaptureError, naming the run, the segment and the microbatch, for whatever a capture raises.
     """
 
-    def __init__(self, graph_set: GraphSet, runs: Sequence[Sequence[Run]], backend: Backend) -> None:
+    def __init__(
+        self, graph_set: GraphSet, runs: Sequence[Sequence[Run]], backend: Backend, repeatable: bool
+    ) -> None:
         self._graph_set, self._runs, self._backend = graph_set, runs, backend
+        self._repeatable = repeatable
 
     def forward(self, slot: Slot, static: list[Tensor]) -> Tensors:
         """Capture the forward of a run over the static buffers that hold its inputs."""
@@ -80,7 +86,7 @@ class Capture:
         """Capture the backward of a run; `grads` are the static buffers of `captured.given` outputs."""
 
         def work() -> None:
-            captured.backpropagate(grads)
+            captured.backpropagate(grads, keep=self._repeatable)
             storages = {each.untyped_storage().data_ptr() for each in grads}
             for each in captured.static:
                 if each.grad is not None and each.grad.untyped_storage().data_ptr() in storages:
@@ -88,7 +94,12 @@ class Capture:
             if captured.queue is not None and slot.kind == BACKWARD:
                 WgradQueue.run(captured.queue.take())
 
-        gradients = self._gradients(slot, captured.forward, work)
+        with (
+            repeatable_backward(captured.live, self._backend.runs_at_capture)
+            if self._repeatable
+            else nullcontext()
+        ):
+            gradients = self._gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
         self._graph_set.left = {grad.data_ptr(): grad for grad in own if grad is not None}
         gradients.inputs = [None if grad is None else self._backend.weak(grad) for grad in own]

@@ -252,6 +252,17 @@ class CudaGraph:
             self.forward._set_parts()
         self.graph.replay()
 
+    @contextmanager
+    def eager_backward(self) -> Iterator[None]:
+        """Inside, what is recomputed draws what the last replay of this forward drew."""
+        rng = self.backend.rng
+        if rng is None or not self.parts:
+            yield
+            return
+        self._set_parts()
+        with rng.kept_by(rng.generators):  # so that the streams are afterwards the generators they were
+            yield
+
     def _set_parts(self) -> None:
         for offsets, generators in self.parts:
             for name, generator in generators.items():

@@ -1,17 +1,19 @@
-"""Runs a run eagerly beside its graphs, or in their place, and puts back what that changes."""
+"""Puts back what running a run has changed: an eager run beside its graphs, or a capture that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 
 from fastmp.graphs.backend import RandomStreams
-from fastmp.graphs.runs import Part
+from fastmp.graphs.runs import Part, nodes_behind
 
-__all__ = ["PartState", "random_states", "restore_random_states"]
+__all__ = ["PartState", "random_states", "repeatable_backward", "restore_random_states"]
 
 
 class PartState:
@@ -50,6 +52,32 @@ def _held(part: Part) -> list[tuple[str, Tensor | None]]:
         held.append((f"the gradient of parameter {names[param]!r}", param.grad))
         held.append((f"the main gradient of parameter {names[param]!r}", getattr(param, "main_grad", None)))
     return held
+
+
+@contextmanager
+def repeatable_backward(outputs: Sequence[Tensor], does_work: bool) -> Iterator[None]:
+    """Run a backward of `outputs` inside, keeping its graph; if it raises, it can be run again.
+
+    Two things are in the way. Compiled code refuses, because its backward may write to what it has saved. A
+    loss whose forward makes the gradient allows one backward, and may scale the gradient in place.
+
+    does_work: whether the backward inside computes, or is captured only.
+    """
+    losses: list[Any] = [node for node in nodes_behind(outputs) if hasattr(node, "spent")]
+    saved = tuple(tensor for loss in losses for tensor in loss.saved_tensors)
+    values = [tensor.clone() for tensor in saved] if does_work else []
+    try:
+        with (
+            torch.autograd._unsafe_preserve_version_counter(saved),
+            functorch_config.patch(donated_buffer=False),
+        ):
+            yield
+    except BaseException:
+        for loss in losses:
+            loss.spent = False
+        for tensor, value in zip(saved, values):
+            tensor.data.copy_(value)
+        raise
 
 
 def random_states(rng: RandomStreams | None) -> Mapping[str, Tensor]:

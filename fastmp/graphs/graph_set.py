@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,7 +32,6 @@ class Captured:
     aliased: whether two outputs, or an output and an input, are views of one storage.
     trained: whether parameters of the run require a gradient. needs: which of its inputs do.
     given: which of the outputs in `live` got a gradient when the backward was captured.
-    start: the random states before the forward, where a failed capture is to be made up for.
     """
 
     forward: Graph
@@ -48,14 +47,16 @@ class Captured:
     trained: bool
     needs: list[bool]
     given: list[bool] = field(default_factory=list)
-    start: Mapping[str, Tensor] | None = None
     backward: Gradients | None = None
     weight: Gradients | None = None
 
-    def backpropagate(self, grads: Sequence[Tensor]) -> None:
-        """Run the backward by autograd, for the gradients of `given` outputs among `grads`."""
+    def backpropagate(self, grads: Sequence[Tensor], keep: bool = False) -> None:
+        """Run the backward by autograd, for the gradients of `given` outputs among `grads`.
+
+        keep: the autograd graph may run again.
+        """
         roots = [i for i, given in enumerate(self.given) if given]
-        torch.autograd.backward([self.live[i] for i in roots], [grads[i] for i in roots])
+        torch.autograd.backward([self.live[i] for i in roots], [grads[i] for i in roots], retain_graph=keep)
 
     def forget(self) -> None:
         """Let go of the autograd graph: the backward is captured, or done."""

@@ -187,6 +187,9 @@ class RecordedGraph:
                     memory[: len(made)].copy_(made)
                 _finished(flat)
 
+    def eager_backward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def _drawn(self, op: _Op, args: Any, kwargs: Any) -> Any:
         draw, generator = op.draw, torch.default_generator
         assert draw is not None

@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fastmp.graphs.buffers import TensorSpec
@@ -20,7 +21,10 @@ from fastmp.graphs.hooks import called_whole
 from fastmp.graphs.scope import captured_segments
 from fastmp.nn.segment import Call, LayerChain, Link
 
-__all__ = ["EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "spec_of"]
+__all__ = [
+    *("EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "nodes_behind"),
+    "spec_of",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,16 +144,18 @@ def keeps_gradients(part: Part, inputs: Iterable[Tensor], outputs: Iterable[Tens
     A parameter of the part counts even if this step did not use it. A leaf from elsewhere counts if it is
     in the autograd graph between `inputs` and `outputs`.
     """
-    if not all(hasattr(param, "main_grad") for param in part.parameters):
-        return True
-    seen = {tensor.grad_fn for tensor in inputs}
+    leaves = [node.variable for node in nodes_behind(outputs, inputs) if hasattr(node, "variable")]
+    return not all(hasattr(leaf, "main_grad") for leaf in (*part.parameters, *leaves))
+
+
+def nodes_behind(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Node]:
+    """The nodes of the autograd graph from `outputs` back to those that made `inputs`, which are left out."""
+    left_out = {tensor.grad_fn for tensor in inputs}
+    found: dict[Node, None] = {}
     nodes = [tensor.grad_fn for tensor in outputs]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable") and not hasattr(node.variable, "main_grad"):
-            return True
-        nodes += [before for before, _ in node.next_functions]
-    return False
+        if node is not None and node not in left_out and node not in found:
+            found[node] = None
+            nodes += [before for before, _ in node.next_functions]
+    return list(found)

@@ -21,7 +21,7 @@ from fastmp.graphs.position import Position
 from fastmp.graphs.replay import Replay
 from fastmp.graphs.runs import EagerPart, Run
 from fastmp.nn.segment import Tensors, run_links
-from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad
+from fastmp.ops.wgrad import WgradQueue, current_queue
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from fastmp.profiling import region
 
@@ -54,7 +54,7 @@ class GraphedStep:
         self._anchor = torch.zeros((), requires_grad=True)  # gives a run a backward, if no input does
         # The node that accumulates its gradient: it runs where those of parameters do.
         self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend)
+        self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend, fallback)
         self._hooks = ReplayedHooks(graph_set, runs)
         self._in_flight: set[Key] = set()  # forwards whose backward has not begun
         self._aliased = False  # whether outputs of the last run share storages
@@ -162,7 +162,6 @@ class GraphedStep:
             if state is not None:
                 state.put_back()
             raise
-        self._graph_set.captured[slot.graph].start = start
         return made
 
     def _state(self, slot: Slot) -> PartState | None:
@@ -192,7 +191,7 @@ class GraphedStep:
         grads = [grad for grad, needed in zip(grads, captured.differentiable) if needed]
         with region(slot.region):
             if captured.backward is None:
-                own = self._first_backward(slot, forward, captured, grads)
+                own = self._first_backward(slot, captured, grads)
             else:
                 own = self._replay_backward(slot, captured, grads)
         if slot.kind == BACKWARD_INPUT:
@@ -240,7 +239,7 @@ class GraphedStep:
         ]
 
     def _first_backward(
-        self, slot: Slot, forward: Slot, captured: Captured, grads: list[Tensor | None]
+        self, slot: Slot, captured: Captured, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
         """Capture a backward; run it eagerly where that fails, or where another capture has failed."""
         captured.given = [grad is not None for grad in grads]
@@ -253,12 +252,9 @@ class GraphedStep:
         try:
             own = self._capture.backward(slot, captured, static)
         except CaptureError as error:
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise  # ranks that share collectives may not have failed, and would not run the forward again
             self._fail(error)
             if state is not None:
                 state.put_back()
-            self._forward_again(slot, forward, captured)
             return self._backward_eagerly(slot, captured, static)
         for place, grad in in_place.items():  # whose memory was kept so far
             self._graph_set.read_in_place(slot.graph, place, self._backend.weak(grad)())
@@ -277,25 +273,13 @@ class GraphedStep:
                 found[place] = grad
         return found
 
-    def _forward_again(self, slot: Slot, forward: Slot, captured: Captured) -> None:
-        """Run a forward eagerly whose backward could not be captured: that has used up the autograd graph."""
-        run, rng, now = self._run_of(slot), self._backend.rng, random_states(self._backend.rng)
-        captured.static = [
-            x.detach().clone().requires_grad_(needs) for x, needs in zip(forward.static, captured.needs)
-        ]
-        captured.queue = None if captured.queue is None else WgradQueue()
-        before = PartState(run)
-        assert captured.start is not None
-        restore_random_states(rng, captured.start)
-        with torch.enable_grad(), suspended_hooks(run), defer_wgrad(captured.queue):
-            tensors, others = run_links(run.links, tuple(captured.static), run.call)
-        restore_random_states(rng, now)
-        before.put_back()
-        made = [t for t in (*tensors, *others) if not any(t is given for given in captured.static)]
-        captured.live = [t for t in made if t.requires_grad]
-
     def _backward_eagerly(self, slot: Slot, captured: Captured, grads: list[Tensor]) -> list[Tensor | None]:
-        with torch.enable_grad():
+        """Run the backward of a captured forward: its collectives are those that other ranks replay."""
+        for each in captured.static:
+            each.grad = None
+        if captured.queue is not None:
+            captured.queue.take()  # what a failed capture has deferred
+        with torch.enable_grad(), captured.forward.eager_backward():
             captured.backpropagate([grad.clone() for grad in grads])
         if captured.queue is not None and slot.kind == BACKWARD:
             WgradQueue.run(captured.queue.take())

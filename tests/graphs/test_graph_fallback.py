@@ -9,7 +9,7 @@ import torch
 from small_tools import assert_same, eager, linear, managed, total
 from torch import nn
 
-from fastmp.graphs.errors import CaptureError
+from fastmp.graphs.eagerly import repeatable_backward
 from fastmp.graphs.recording import RecordedGraph, RecordingBackend
 from fastmp.nn.segment import LayerChain
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
@@ -68,12 +68,12 @@ class Noisy(nn.Module):
 OVERLAPPING = [Step(kind, i, 0) for kind in (FORWARD, BACKWARD) for i in (0, 1)]
 
 
-def overlapping(graphs, fails=None, steps=5, **options):
+def overlapping(graphs, fails=None, steps=5, error=RuntimeError):
     """Two microbatches in flight; gradients, buffers and losses of all steps."""
     chain, seen = LayerChain([Noisy(), eager(), Noisy()]), []
     manager = None
     if graphs:
-        manager = managed(chain, True, backend=FailingBackend(fails), fallback=True, **options)
+        manager = managed(chain, True, backend=FailingBackend(fails, error), fallback=True)
         manager.order = tuple(OVERLAPPING)
     data = torch.Generator().manual_seed(5)
     for _ in range(steps):
@@ -133,12 +133,14 @@ def test_split_backwards_go_on_eagerly(fails):
     assert_same(lambda graphs: split(graphs, fails))
 
 
-def test_memory_that_runs_out_in_a_backward_is_an_error():
-    """Other ranks may not have failed, and would not run the collectives of the forward again."""
-    chain = LayerChain([linear()])
-    backend = FailingBackend(fails=1, error=torch.OutOfMemoryError)
-    manager = managed(chain, True, microbatches=1, backend=backend, fallback=True)
-    with pytest.raises(CaptureError, match="on purpose"):
-        for _ in range(4):
-            manager.begin_step()
-            total(chain(torch.ones(3, 4, dtype=torch.float64))).backward()
+def test_memory_that_runs_out_in_a_backward_ends_the_graphs_only():
+    assert_same(lambda graphs: overlapping(graphs, fails=5, error=torch.OutOfMemoryError))
+
+
+def test_compiled_code_may_have_its_backward_captured():
+    """It refuses a backward that keeps the autograd graph, unless it is told not to reuse its memory."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
+    y = torch.compile(model, backend="aot_eager")(torch.randn(3, 4))
+    for _ in range(2):
+        with repeatable_backward([y], does_work=True):
+            y.sum().backward(retain_graph=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -15,18 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
-from fastmp.graphs.recording import RecordingBackend
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.recording import RecordedGraph, RecordingBackend
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
-from fastmp.train import graphing
+from fastmp.train import graphing, main
 from fastmp.train.corpus import build
 from fastmp.train.graphing import make_graphs
 from fastmp.train.language import gpt_and_loss
-from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.trainer import Trainer
@@ -42,12 +42,12 @@ ONE = ParallelConfig()
 ON = GraphConfig(enabled=True, verify_every=5)
 
 
-def run(graphs, groups=ParallelGroups.alone(), layout=ONE, config=CONFIG, steps=8, device="cpu"):
+def run(graphs, groups=ParallelGroups.alone(), layout=ONE, config=CONFIG, steps=8, device="cpu", **more):
     """All numbers of some steps and of an evaluation among them, and the manager."""
     rng = RngTracker(3, tp_rank=group_rank(groups.tp), device=device)
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
-    trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
+    trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs, **more)
     seen = []
     for step in range(steps):
         result = trainer.train_step()
@@ -103,8 +103,11 @@ def one_rank_fails_case(rank, world, grid, layout, of_backward):
 
 @pytest.mark.parametrize(
     ("grid", "layout", "of_backward"),
-    [({"pp": 2}, ParallelConfig(pp=2), True), *full([({"tp": 2}, ParallelConfig(tp=2), False)])],
-    ids=("pipeline", "tensor"),
+    [
+        ({"tp": 2}, ParallelConfig(tp=2), True),
+        *full([({"tp": 2}, ParallelConfig(tp=2), False), ({"pp": 2}, ParallelConfig(pp=2), True)]),
+    ],
+    ids=("tensor, backward", "tensor, forward", "pipeline, backward"),
 )
 def test_all_ranks_go_on_eagerly_where_a_capture_fails_on_one(grid, layout, of_backward):
     results = run_ranks(one_rank_fails_case, 2, grid, layout, of_backward)
@@ -114,12 +117,50 @@ def test_all_ranks_go_on_eagerly_where_a_capture_fails_on_one(grid, layout, of_b
     assert num_graphs == 0 and line == f"no graphs, all runs eagerly: {failure}"
 
 
+class FailsInTheEnd(RecordingBackend):
+    """The capture of a backward fails when its work is done."""
+
+    def graph(self, forward=None, watched=None):
+        graph = super().graph(forward, watched)
+        if forward is not None:
+            graph.capture = lambda: failing(RecordedGraph.capture(graph))
+        return graph
+
+
+@contextmanager
+def failing(capture):
+    with capture:
+        yield
+        raise torch.OutOfMemoryError("on purpose")
+
+
+@pytest.mark.parametrize("recompute", (False, *full([True])))
+def test_a_loss_that_has_made_its_gradient_runs_backward_again(monkeypatch, recompute):
+    monkeypatch.setattr(graphing, "RecordingBackend", FailsInTheEnd)
+    layout, whole = ParallelConfig(recompute=recompute), GraphConfig(enabled=True, scope=("full",))
+    graphed, manager = run(whole, layout=layout, config=DENSE, steps=4)
+    eager, _ = run(None, layout=layout, config=DENSE, steps=4)
+    assert "on purpose" in manager.failure
+    assert all(map(torch.equal, graphed, eager))
+
+
+def test_a_manager_of_ones_own_goes_on_eagerly():
+    def manage(chains, order, *, rng, scope, warmup):
+        backend = FailsInTheEnd(rng)
+        return GraphManager(chains, order, backend=backend, scope=scope, warmup=warmup, fallback=True)
+
+    one = GraphConfig(enabled=True, warmup=1)
+    graphed, manager = run(one, config=DENSE, steps=3, graph_manager=manage)
+    eager, _ = run(None, config=DENSE, steps=3)
+    assert "on purpose" in manager.failure and all(map(torch.equal, graphed, eager))
+
+
 DENSE = replace(CONFIG, moe=None, num_layers=2, attention_dropout=0.1)
 EXPERTS = replace(CONFIG, num_layers=2, tie_embeddings=False)
 FULL = GraphConfig(enabled=True, scope=("full",), verify_every=8)
 
 
-def full(*args, **options):
+def twenty_steps(*args, **options):
     """Twenty steps of whole microbatches in graphs; how many graphs there are."""
     return compare(*args, graphs=FULL, steps=20, **options).num_graphs
 
@@ -133,19 +174,19 @@ WHOLE = {
 
 @pytest.mark.parametrize(("config", "layout"), WHOLE.values(), ids=WHOLE)
 def test_whole_microbatches(config, layout):
-    assert full(config=config, layout=layout) == 2
+    assert twenty_steps(config=config, layout=layout) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("config", "layout"), WHOLE.values(), ids=WHOLE)
 def test_whole_microbatches_on_a_gpu(config, layout):
     with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
-        assert full(config=config, layout=layout, device="cuda") == 2
+        assert twenty_steps(config=config, layout=layout, device="cuda") == 2
 
 
 def full_on_ranks(rank, world, grid, *cases):
     groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
-    return [full(groups, layout, config=config) for layout, config in cases]
+    return [twenty_steps(groups, layout, config=config) for layout, config in cases]
 
 
 @pytest.mark.full
@@ -220,23 +261,25 @@ def test_experts_over_ranks_cannot_be_captured_whole():
 
 @pytest.fixture
 def train_recipe(tmp_path, monkeypatch):
-    """Five steps of the recipe with experts, as a rank of them."""
+    """Five steps of the recipe with experts, as a rank of them, or by the command's own `run`."""
     monkeypatch.setattr("fastmp.train.main.SAMPLE_TOKENS", 4)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
     tokens = build([str(text)], tmp_path / "tokens")
 
-    def rank_main(rank, world_size, name, *more):
-        recipe = parse_arguments(
-            [
-                *("--recipe", str(Path(__file__).parents[2] / "configs" / "moe-small.toml")),
-                *("--tp", str(world_size), "--ep", str(world_size), "--steps", "5", "--name", name),
-                *("--train.log-interval", "1", "--train.eval-interval", "0", "--train.save-interval", "0"),
-                *("--train.run-dir", str(tmp_path), "--data.path", str(tokens), *more),
-            ]
-        )
+    def rank_main(rank, world_size, name, *more, command=False):
+        arguments = [
+            *("--recipe", str(Path(__file__).parents[2] / "configs" / "moe-small.toml")),
+            *("--tp", str(world_size), "--ep", str(world_size), "--steps", "5", "--name", name),
+            *("--train.log-interval", "1", "--train.eval-interval", "0", "--train.save-interval", "0"),
+            *("--train.run-dir", str(tmp_path), "--data.path", str(tokens), *more),
+        ]
+        recipe = parse_arguments(arguments)
+        if command:
+            return main.run(recipe, arguments)
         device = torch.device("cpu")
-        train(recipe, Runtime(rank=rank, world_size=world_size, local_rank=rank, device=device))
+        main.train(recipe, Runtime(rank=rank, world_size=world_size, local_rank=rank, device=device))
+        return 0
 
     return rank_main
 
@@ -247,15 +290,27 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
     assert "graphs of" not in capfd.readouterr().out
     run_ranks(train_recipe, 2, "graphs", "--graphs", "--graphs.verify-every", "4")
     assert "step 3: 8 graphs of 4 runs of segments" in capfd.readouterr().out
-    eager, graphs = (
-        [
-            (r["step"], r["loss"], r["grad_norm"])
-            for r in read_metrics(tmp_path / name / "metrics.jsonl")
-            if r["kind"] == "train"
-        ]
-        for name in ("eager", "graphs")
-    )
-    assert len(eager) == 5 and graphs == eager
+    assert len(losses(tmp_path / "eager")) == 5
+    assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
+
+
+def losses(run_dir):
+    keys = "step", "loss", "grad_norm"
+    records = read_metrics(run_dir / "metrics.jsonl")
+    return [[record[key] for key in keys] for record in records if record["kind"] == "train"]
+
+
+@pytest.mark.parametrize("scope", ([], *full([["--graphs.scope", "full"]])), ids=("layers", "full"))
+def test_the_command_goes_on_eagerly_where_a_capture_fails(tmp_path, capfd, monkeypatch, train_recipe, scope):
+    monkeypatch.setattr(graphing, "RecordingBackend", FailsInTheEnd)
+    assert train_recipe(0, 1, "eager", command=True) == 0
+    assert train_recipe(0, 1, "graphs", "--graphs", *scope, command=True) == 0
+    lines = capfd.readouterr().out.splitlines()
+    (line,) = [line for line in lines if "all runs eagerly" in line]
+    assert line.startswith("step 3: no graphs, all runs eagerly: graphs: capture of the backward of")
+    assert "on purpose" in line
+    assert len(losses(tmp_path / "eager")) == 5
+    assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
 
 
 @pytest.mark.parametrize("fails", (False, True), ids=("well", "in an error"))
