@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 __all__ = ["Backend", "Graph", "RandomStreams", "Weak"]
@@ -22,6 +23,8 @@ class RandomStreams(Protocol):
     def fork(self, name: str) -> AbstractContextManager[None]: ...
     def states(self) -> dict[str, Tensor]: ...
     def restore(self, states: dict[str, Tensor]) -> None: ...
+    def generators(self) -> dict[str, torch.Generator]: ...
+    def kept_by(self, keeper: Callable[[], Mapping[str, torch.Generator] | None]) -> Any: ...
 
 
 class Graph(Protocol):

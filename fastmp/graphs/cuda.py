@@ -22,16 +22,17 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import CaptureError
 
-__all__ = ["CudaBackend", "CudaGraph", "Streams"]
+__all__ = ["CudaBackend", "CudaGraph"]
 
 Generators = Mapping[str, torch.Generator]
 Offsets = dict[str, int]
@@ -50,13 +51,6 @@ class Watched(NamedTuple):
     moved: set[str]
 
 
-class Streams(Protocol):
-    """Random streams, as those of an `RngTracker`."""
-
-    def generators(self) -> dict[str, torch.Generator]: ...
-    def kept_by(self, keeper: Callable[[], Generators | None]) -> AbstractContextManager[None]: ...
-
-
 class CudaBackend:
     """Captures and replays graphs on the current device.
 
@@ -69,7 +63,7 @@ class CudaBackend:
 
     runs_at_capture = False
 
-    def __init__(self, rng: Streams | None = None) -> None:
+    def __init__(self, rng: RandomStreams | None = None) -> None:
         self.rng = rng
         self.stream = _stream_of_captures(torch.cuda.current_device())
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()

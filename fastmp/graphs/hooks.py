@@ -178,9 +178,8 @@ class ReplayedHooks:
     def __init__(self, graph_set: GraphSet, runs: Sequence[Sequence[Part]]) -> None:
         self._graph_set, self._runs = graph_set, runs
         self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and run
-        self._of_gradients: dict[
-            int, tuple[list[GradHook], list[GradHook]]
-        ] = {}  # by graph: at once, deferred
+        # By graph: the hooks that are called at once, and those that are deferred.
+        self._of_gradients: dict[int, tuple[list[GradHook], list[GradHook]]] = {}
         self._deferred: dict[GradHook, None] = {}
 
     def before_forward(self, chunk: int, number: int) -> None:

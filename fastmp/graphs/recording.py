@@ -12,28 +12,24 @@ started where one of the forward had started is a recomputation, and starts ther
 from __future__ import annotations
 
 import ctypes
-import traceback
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import CaptureError
+from fastmp.graphs.watching import OpWatch, where
 
-__all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend", "is_static"]
+__all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend"]
 
 _ALIGNMENT = 64
-_NOT_STATIC = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_HIDDEN = (str(Path(torch.__file__).parent), __file__)  # frames that an error does not tell of
 
 
 class _Block:
@@ -236,18 +232,19 @@ class RecordingBackend:
         self.pool = Pool()
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OpWatch):
     """Notes every op that passes, and puts what it makes into the pool."""
 
     def __init__(self, graph: RecordedGraph) -> None:
         super().__init__()
         self.graph = graph
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, graph, pool = kwargs or {}, self.graph, self.graph.pool
-        if not is_static(func, args, kwargs):
-            raise CaptureError(f"graph: {func} {_reason(func)}; called {_where()}")
-        draw = self._draw(func, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
+    def problem(self, kind: str, message: str) -> None:
+        raise CaptureError(f"graph: {message}; called in {where()}")
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        graph, pool = self.graph, self.graph.pool
+        draw = self._draw() if torch.Tag.nondeterministic_seeded in func.tags else None
         flat, spec = tree_flatten((args, kwargs))
         arguments = [pool.place(a) if isinstance(a, Tensor) else a for a in flat]
         there = {a.untyped_storage().data_ptr() for a in flat if isinstance(a, Tensor)}
@@ -270,13 +267,8 @@ class _Recorder(TorchDispatchMode):
         graph._ops.append(_Op(func, arguments, spec, made, draw))
         return tree_unflatten(outputs, form)
 
-    def _draw(self, func: Any, kwargs: Any) -> _Draw:
+    def _draw(self) -> _Draw:
         graph = self.graph
-        if kwargs.get("generator") not in (None, torch.default_generator):
-            raise CaptureError(
-                f"graph: {func} draws from a generator of its own, which replay would not advance; called "
-                f"{_where()}"
-            )
         stream = "default" if graph.rng is None else graph.rng.current
         state = torch.default_generator.get_state()
         own = stream.encode() + state.numpy().tobytes()
@@ -320,29 +312,3 @@ def _on(storage: torch.UntypedStorage, view: _View) -> Tensor:
     tensor = torch.empty(0, dtype=view.dtype).set_(storage, view.offset, view.shape, view.stride)
     tensor = torch._conj(tensor) if view.conj else tensor
     return torch._neg_view(tensor) if view.neg else tensor
-
-
-def is_static(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an op has the same shapes at every replay, and reads no value on the host."""
-    indexing = func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default)
-    if indexing or func is torch.ops.aten._index_put_impl_.default:
-        # Numbers of rows give as many rows; a mask does only where one value is put.
-        masked = any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
-        return not masked or (len(args) > 2 and args[2].numel() == 1)
-    if func is torch.ops.aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is not None
-    return not any(tag in func.tags for tag in _NOT_STATIC)
-
-
-def _reason(func: Any) -> str:
-    if torch.Tag.data_dependent_output in func.tags:
-        return "reads a value on the host, which replay would not see change"
-    return "makes a tensor whose shape depends on data, and replay cannot make another shape"
-
-
-def _where() -> str:
-    """The innermost line outside torch; if there is none, a backward called the op."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(_HIDDEN):
-            return f"at {frame.filename}:{frame.lineno}, {frame.line}"
-    return "in backward"

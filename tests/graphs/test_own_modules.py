@@ -165,7 +165,7 @@ def test_an_error_of_a_capture_names_run_segment_and_line():
     with pytest.raises(
         CaptureError,
         match=r"capture of the forward of microbatch 0 chunk 0, run '0.Block to 2.Block', segment "
-        r"'1.Thresholded': graph: aten._local_scalar_dense.default reads a value on the host.*called at "
+        r"'1.Thresholded': graph: aten::_local_scalar_dense reads a value on the host.*called in "
         r".*test_own_modules.py:\d+, return x if x.abs.*; fastmp.graphs.explain\(model, \*inputs\)",
     ):
         train(chain, manager)

@@ -11,11 +11,10 @@ that is taken every hundredth step.
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
+import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from torch.random import fork_rng
 
 from fastmp.graphs.explaining.tracing import Event, Problem, Trace, key, line_of
 from fastmp.graphs.hooks import Skipped, called_whole
+from fastmp.graphs.watching import line_in
 from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
 
 __all__ = ["Problem", "Report", "SegmentReport", "explain"]
@@ -310,36 +310,18 @@ def _compare_state(trace: Trace, layer: nn.Module, before: dict, after: dict) ->
 
 def _line_that_sets(module: nn.Module, attribute: str) -> str:
     """The line of the class outside __init__ that assigns to self.attribute, or calls a method of it."""
+    sets = re.compile(rf"\bself\.{re.escape(attribute)}\b(\[.*\])*(\.\w+\(|\s*(:[^=]+|[-+*/%&|^@]+)?=(?!=))")
     for kind in type(module).__mro__:
         if kind.__module__.partition(".")[0] == "torch":
             break
-        try:
-            lines, first = inspect.getsourcelines(kind)
-        except (OSError, TypeError):
-            continue
-        for node in ast.walk(ast.parse(textwrap.dedent("".join(lines)))):
-            if isinstance(node, ast.FunctionDef) and node.name != "__init__":
-                for inner in ast.walk(node):
-                    if isinstance(inner, ast.Attribute) and inner.attr == attribute and _writes(node, inner):
-                        number = inner.lineno - 1
-                        return f"{inspect.getsourcefile(kind)}:{first + number}, {lines[number].strip()}"
+        for name, function in vars(kind).items():
+            if not inspect.isfunction(function) or name == "__init__":
+                continue
+            with suppress(OSError, TypeError):  # there is no source
+                for number, text in enumerate(*inspect.getsourcelines(function)):
+                    if sets.search(text):
+                        return line_in(function.__code__.co_filename, number)
     return line_of(type(module).forward)
-
-
-def _writes(function: ast.FunctionDef, attribute: ast.Attribute) -> bool:
-    """Whether the function assigns to the attribute or to a part of it, or calls a method of it."""
-    if isinstance(attribute.ctx, ast.Store):
-        return True
-    for node in ast.walk(function):
-        if isinstance(node, ast.Subscript) and node.value is attribute and isinstance(node.ctx, ast.Store):
-            return True
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.value is attribute
-        ):
-            return True
-    return False
 
 
 @contextmanager

@@ -8,33 +8,23 @@ neither sees (`torch.from_numpy`, streams) is replaced while the trace lasts.
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from fastmp.graphs.recording import is_static
+from fastmp.graphs.watching import OpWatch, line_in, where
 from fastmp.nn.segment import run_links
 
 __all__ = ["Event", "Problem", "Trace"]
 
-_TORCH = str(Path(torch.__file__).parent)
-_EXPLAIN = str(Path(__file__).with_name("report.py"))
-_SEGMENT = run_links.__code__.co_filename
-_OPS = str(Path(_SEGMENT).parents[1] / "ops")
-_BETWEEN = (__file__, _SEGMENT, contextlib.__file__)  # never to blame
+_OPS = str(Path(run_links.__code__.co_filename).parents[1] / "ops")
 _READS = {"cpu", "tolist", "numpy", "__array__", "__repr__", "__format__", "__bool__", "item", "is_nonzero"}
 _READS |= {"__int__", "__float__", "__index__", "__complex__", "__contains__"}
 _FROM_PYTHON = {"tensor", "as_tensor", "asarray", "new_tensor"}
@@ -58,14 +48,15 @@ class Event(NamedTuple):
     line: str
 
 
-class Trace:
-    """`with trace: ...` notes `events` and `problems` of what runs inside, forward and backward.
+class Trace(OpWatch):
+    """`with trace.running(): ...` notes `events` and `problems` of what runs inside, forward and backward.
 
     names: storages that are there before, by address of the storage: {key: "parameter weight"}.
     inputs: tensors that may not be changed.
     """
 
     def __init__(self, names: dict[int, str], inputs: Iterable[Tensor]) -> None:
+        super().__init__()
         self.events: list[Event] = []
         self.problems: list[Problem] = []
         self.names = dict(names)
@@ -94,7 +85,7 @@ class Trace:
             for place, name, function in self._replacements():
                 stack.enter_context(mock.patch.object(place, name, function))
             stack.enter_context(_Functions(self))
-            stack.enter_context(_Ops(self))
+            stack.enter_context(self)
             yield
         for stream, line in self._streams:
             self.problem(
@@ -136,11 +127,16 @@ class Trace:
 
         return noted
 
-    def known(self, tensor: Tensor) -> bool:
+    def on_device(self, tensor: Tensor) -> bool:
         """Whether `tensor` is on the device: reading what the host made itself waits for nothing."""
         return tensor.device.type != "cpu" or key(tensor) in self.names
 
-    def op(self, func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> None:
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.inside_op = True
+        try:
+            outputs = func(*args, **kwargs)
+        finally:
+            self.inside_op = False
         line, schema = where(), func._schema
         self.events.append(
             Event(str(func), tuple(self._words(each) for each in tree_flatten((args, kwargs))[0]), line)
@@ -156,6 +152,7 @@ class Trace:
                 self.names[key(output)] = f"result {self._made}"
                 self.held.append(output)
                 self._made += 1
+        return outputs
 
     def _words(self, value: Any) -> str:
         if not isinstance(value, Tensor):
@@ -168,55 +165,8 @@ class Trace:
 _HOST_DATA = (
     "makes a tensor of what the host has: on a GPU a copy, which replay would make of the same memory"
 )
-_PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-
-
-class _Ops(TorchDispatchMode):
-    def __init__(self, trace: Trace) -> None:
-        super().__init__()
-        self.trace = trace
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, trace = kwargs or {}, self.trace
-        name = func._schema.name
-        first = next((each for each in args if isinstance(each, Tensor)), None)
-        if torch.Tag.data_dependent_output in func.tags:
-            if any(isinstance(each, Tensor) and trace.known(each) for each in args):
-                trace.problem(
-                    "host sync", f"{name} reads a value on the host: replay would not see it change"
-                )
-        elif not is_static(func, args, kwargs):
-            trace.problem(
-                "shape", f"{name} makes a shape that depends on data: replay cannot make another one"
-            )
-        elif name == "aten::_to_copy" and first is not None:
-            device = kwargs.get("device")
-            if device is not None and torch.device(device).type == "cpu" != first.device.type:
-                trace.problem("host sync", f"{name} copies to the host, which waits for it")
-        elif name.startswith("c10d::") and "barrier" in name:
-            trace.problem("host sync", f"{name} makes the host wait for other ranks")
-        if kwargs.get("generator") not in (None, *_default_generators()):
-            trace.problem(
-                "generator", f"{name} draws from a generator of its own, which replay does not advance"
-            )
-        trace.inside_op = True
-        try:
-            outputs = func(*args, **kwargs)
-        finally:
-            trace.inside_op = False
-        trace.op(func, args, kwargs, outputs)
-        return outputs
+_PLAIN = bool | int | float | complex | str | None
+_PLAIN |= torch.dtype | torch.device | torch.layout | torch.memory_format
 
 
 class _Functions(TorchFunctionMode):
@@ -231,14 +181,14 @@ class _Functions(TorchFunctionMode):
             trace.problem("host data", f"{name}() {_HOST_DATA}")
         elif own is None:
             pass
-        elif name in _READS and trace.known(own):
+        elif name in _READS and trace.on_device(own):
             what = f"{name.strip('_')}() reads values"
             if name in ("__repr__", "__format__"):
                 what = "prints a tensor"
             trace.problem(
                 "host sync", f"{what} on the host, which waits for them; replay would not see them change"
             )
-        elif name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()) and trace.known(own):
+        elif name == "to" and "cpu" in (*args[1:], *(kwargs or {}).values()) and trace.on_device(own):
             trace.problem("host sync", 'to("cpu") copies to the host, which waits for it')
         elif name in _HOOKS:
             trace.problem("hook", f"{name}: the Python of a hook runs at capture, not at replay")
@@ -257,33 +207,4 @@ def key(tensor: Tensor) -> int:
 def line_of(function: Any) -> str:
     """Where a function begins."""
     code = getattr(function, "__code__", None)
-    return type(function).__name__ if code is None else _line(code.co_filename, code.co_firstlineno)
-
-
-def where() -> str:
-    """The innermost line, since `explain` called, that is not torch's; in a backward that has none, the line
-    of its forward; else torch's."""
-    frames: list[tuple[str, int]] = []
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _EXPLAIN:
-        if frame.f_code.co_filename not in _BETWEEN:
-            frames.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    for place in frames:
-        if not place[0].startswith(_TORCH):
-            return _line(*place)
-    node = torch._C._current_autograd_node()
-    metadata: Any = {} if node is None else node.metadata
-    for text in reversed(metadata.get("traceback_", [])):
-        found = re.search(r'File "(.+)", line (\d+)', text)
-        if found and not found[1].startswith((_TORCH, _EXPLAIN, *_BETWEEN)):
-            return f"backward of {_line(found[1], int(found[2]))}"
-    return _line(*frames[0]) if frames else "in backward"
-
-
-def _line(file: str, number: int) -> str:
-    return f"{file}:{number}, {linecache.getline(file, number).strip()}"
-
-
-def _default_generators() -> tuple[torch.Generator, ...]:
-    return (torch.default_generator, *torch.cuda.default_generators)
+    return type(function).__name__ if code is None else line_in(code.co_filename, code.co_firstlineno)
