@@ -310,16 +310,23 @@ def make():
 MICROBATCHES = (0, 1, 2)
 
 
-def test_recomputed_parts_of_graphs_draw_what_their_forwards_drew(calls, monkeypatch):
-    rng, layers, x = make()
-    outputs, eager = [], []
+@pytest.fixture
+def eager():
+    """Where the draws of three steps come from: all forwards, then all backwards."""
+    _, layers, x = make()
+    steps = []
     for _ in range(3):
         outputs = [layers.forward(x) for _ in MICROBATCHES]
         for output in outputs:
             output.sum().backward()
-        eager.append([kernel() for kernel in layers.taken()])
-    assert len(set(eager[0])) < len(eager[0])  # some are repeated
+        steps.append([kernel() for kernel in layers.taken()])
+    assert len(set(steps[0])) < len(steps[0])  # some are repeated
+    return steps
 
+
+@pytest.fixture
+def forwards(calls, monkeypatch):
+    """The captured forwards of some microbatches: the backend, the layers, graphs and outputs."""
     monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
     calls.CUDAGraph = FakeGraph
     rng, layers, x = make()
@@ -333,23 +340,40 @@ def test_recomputed_parts_of_graphs_draw_what_their_forwards_drew(calls, monkeyp
     ]
     rng.restore(before)
     layers.taken()
-    forwards = [backend.graph(watched=watched) for _ in MICROBATCHES]
-    backwards = [backend.graph(forward) for forward in forwards]
-    seen, outputs = [], []
-    for graph in forwards:
+    graphs, outputs = [backend.graph(watched=watched) for _ in MICROBATCHES], []
+    for graph in graphs:
         with graph.capture():
             outputs.append(layers.forward(x))
         graph.graph.kernels = layers.taken()
+    return backend, layers, graphs, outputs
+
+
+def drawn(graphs):
+    FakeGraph.drawn = []
+    for graph in graphs:
+        graph.replay()
+    return FakeGraph.drawn
+
+
+def test_recomputed_parts_of_graphs_draw_what_their_forwards_drew(eager, forwards):
+    backend, layers, graphs, outputs = forwards
+    backwards = [backend.graph(forward) for forward in graphs]
     for graph, output in zip(backwards, outputs):
         with graph.capture():
             output.sum().backward()
         graph.graph.kernels = layers.taken()
-    for _ in range(3):
-        FakeGraph.drawn = []
-        for graph in (*forwards, *backwards):
-            graph.replay()
-        seen.append(FakeGraph.drawn)
-    assert seen == eager
+    assert [drawn([*graphs, *backwards]) for _ in range(3)] == eager
+
+
+def test_an_eager_backward_of_a_replayed_forward_draws_what_that_drew(eager, forwards):
+    """And the streams are afterwards those that graphs draw from."""
+    _, layers, graphs, outputs = forwards
+    first = drawn(graphs)
+    for graph, output in zip(graphs, outputs):
+        with graph.eager_backward():
+            output.sum().backward()
+    assert [*first, *(kernel() for kernel in layers.taken())] == eager[0]
+    assert drawn(graphs) == eager[1][: len(first)]
 
 
 def test_more_recomputed_parts_than_watched(calls, monkeypatch):
