@@ -36,7 +36,6 @@ ALLOWED = {
         "parallel.grid",
         "parallel.schedule",
         "parallel.simulate",
-        "parallel.schedule_plot",
         "config",
         "sizes",
         "train.recipe",

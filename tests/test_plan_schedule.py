@@ -13,8 +13,8 @@ import pytest
 
 from fastmp import cli, plan
 from fastmp.parallel.schedule import Schedule, Step, integers
-from fastmp.parallel.schedule_plot import draw
 from fastmp.parallel.simulate import simulate
+from fastmp.plan.schedule_plot import draw
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "pipeline.md").read_text()
 EXAMPLE = ["schedule", "--pp", "4", "--vpp", "2", "--num-microbatches", "8"]

@@ -1,10 +1,9 @@
-"""Context parallelism: every rank of a group holds an equal part of one sequence, cut so that causal work is
-balanced.
+"""Context parallelism: every rank of a group holds an equal part of one sequence, with equal causal work.
 
-Of 2 * CP equal slices rank r holds slices r and 2 * CP - 1 - r, in this order. A token attends to those
-before it, so slice i costs i + 1/2 squares, and the two of a rank 2 * CP, whichever rank. (With neighbouring
-slices the last rank would have 2 * CP - 1 times the work of the first.) Whatever has the sequence as a
-dimension is cut alike: tokens, targets, tables of positions.
+The sequence is cut into 2 * CP equal slices, and rank r holds slices r and 2 * CP - 1 - r, in this order. A
+token attends to those before it, so slice i costs i + 1/2 squares, and the two slices of any rank 2 * CP.
+(With neighbouring slices the last rank would have 2 * CP - 1 times the work of the first.) Tokens, targets
+and tables of positions are cut alike.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ def own_positions(
 ) -> torch.Tensor:
     """The positions (length / CP,) int64 of this rank's tokens in a sequence of `length`, ascending.
 
-    ValueError as `cut_sequence`.
+    ValueError where 2 * CP does not divide `length`.
     """
     return cut_sequence(torch.arange(length, device=device), group, dim=0)
 
 
 def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> torch.Tensor:
-    """(.., S, ..) -> (.., S/CP, ..): this rank's slices of `x`, whose dimension `dim` is the sequence.
+    """This rank's slices (.., S/CP, ..) of `x` (.., S, ..), whose dimension `dim` is the sequence.
 
-    Differentiable; communicates nothing, so all ranks have the same `x`. A copy; for a group of one `x`
-    itself. ValueError where 2 * CP does not divide the sequence.
+    All ranks have the same `x`: nothing is communicated. The result is a differentiable copy, or `x` itself
+    for a group of one. ValueError where 2 * CP does not divide the sequence.
     """
     size = group_size(group)
     if size == 1:
@@ -56,17 +55,17 @@ def cut_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> t
 
 
 def join_sequence(x: torch.Tensor, group: ProcessGroup | None, dim: int = 1) -> torch.Tensor:
-    """(.., S/CP, ..) -> (.., S, ..): the slices of all ranks in order, the inverse of `cut_sequence`.
+    """The sequence (.., S, ..) from the slices (.., S/CP, ..) of all ranks: the inverse of `cut_sequence`.
 
-    One all-gather; backward is one reduce-scatter, which adds up the gradients of all ranks: for a result
-    that each of them uses in its own way, as keys and values are. ValueError for a part of odd length.
+    Forward is one all-gather, backward one reduce-scatter, which adds up the gradients of all ranks: each of
+    them uses the result in its own way, as it does keys and values. ValueError for a part of odd length.
     """
     size = group_size(group)
     if size == 1:
         return x
     if x.shape[dim] % 2:
         raise ValueError(
-            f"join_sequence: {x.shape[dim]} tokens of a context-parallel rank are not two equal slices"
+            f"join_sequence: the {x.shape[dim]} tokens of this rank are not two equal slices of the sequence"
         )
     gathered = gather_sequence(x.movedim(dim, 0), group)
     slices = gathered.unflatten(0, (2 * size, -1)).unbind()  # 0, 2 * CP - 1, 1, 2 * CP - 2, ...

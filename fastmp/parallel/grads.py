@@ -1,11 +1,11 @@
 """Gradients in one contiguous buffer: what data parallelism reduces and what the optimizer reads.
 
 Every parameter gets `param.main_grad`, a view of the buffer of its main dtype (float32, or float64 for
-float64 parameters), in reverse order of the model, so that gradients fill the buffer from its start as
-backward runs; vectors, which are small and which optimizers do not decay, come after everything else. A hook
-moves each gradient there as soon as autograd has it and frees `param.grad`, so microbatches accumulate in the
-main dtype and communication is one all-reduce per dtype and step, whatever the number of microbatches.
-Experts have buffers of their own, because their replicas are other ranks than those of the dense parameters.
+float64 parameters). The views are in reverse order of the model, so that backward fills the buffer from its
+start; vectors, which are small and which optimizers do not decay, come last. A hook adds each gradient there
+as soon as autograd has it and frees `param.grad`: microbatches accumulate in the main dtype, and a step
+communicates one all-reduce per dtype, whatever the number of microbatches. Experts have buffers of their own,
+because their replicas are on other ranks than those of the dense parameters.
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ class GradBuffer:
         require a gradient are left out; a parameter that appears twice (tied weights) has one place under
         its first name.
     dp_group: ranks that hold the same parameters and saw other tokens (data and context parallel); None for
-        one.
+        this rank alone. Gradients are summed over it, except those of experts.
     tp_group: the tensor-parallel group, over which parameters marked `sequence_parallel` are summed: each
         rank saw its part of the sequence only, so its gradient of a replicated parameter is a partial sum.
-    edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it, and
-        over `dp_group` all others.
+    edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it.
 
     Attributes: `parameters` {name: parameter}, `buffers` {main dtype: (n,) tensor}, `expert_buffers` the same
-    of the parameters marked `expert_parallel`, `ranges` {name: (start, end)} within the parameter's buffer. A
-    parameter without a gradient in a step keeps a main gradient of zero.
+    for the parameters marked `expert_parallel`, `ranges` {name: (start, end)} within the parameter's buffer.
+    A parameter without a gradient in a step keeps a main gradient of zero.
 
     Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, and for
     parameters of one main dtype on two devices.
@@ -82,26 +81,24 @@ class GradBuffer:
 
     def _allocate(self, parameters: dict[str, Parameter]) -> dict[torch.dtype, Tensor]:
         sizes: dict[torch.dtype, int] = {}
-        devices: dict[torch.dtype, torch.device] = {}
-        last: dict[torch.dtype, torch.dtype] = {}
+        last: dict[torch.dtype, Parameter] = {}
         for name, param in _ordered(parameters):
             dtype = main_dtype(param.dtype)
-            if devices.setdefault(dtype, param.device) != param.device:
+            before, start = last.get(dtype, param), sizes.get(dtype, 0)
+            if before.device != param.device:
                 raise ValueError(
-                    f"GradBuffer: parameter {name!r} is on {param.device}, others on {devices[dtype]}"
+                    f"GradBuffer: parameter {name!r} is on {param.device}, others on {before.device}"
                 )
-            start = sizes.get(dtype, 0)
-            if last.setdefault(dtype, param.dtype) != param.dtype:
+            if before.dtype != param.dtype:
                 start += -start % _ALIGNMENT
-            last[dtype] = param.dtype
-            sizes[dtype] = start + param.numel()
+            last[dtype], sizes[dtype] = param, start + param.numel()
             self.ranges[name] = (start, sizes[dtype])
         buffers = {
-            dtype: torch.zeros(size, dtype=dtype, device=devices[dtype]) for dtype, size in sizes.items()
+            dtype: torch.zeros(size, dtype=dtype, device=last[dtype].device) for dtype, size in sizes.items()
         }
         for name, param in parameters.items():
             param.grad = None
-            # As the parameter lies in memory, also transposed or channels-last: fused kernels go by address.
+            # With the parameter's strides, be it transposed or channels-last: fused kernels go by address.
             start, end = self.ranges[name]
             buffer = buffers[main_dtype(param.dtype)]
             grad = buffer[start:end].as_strided(param.shape, param.stride())
@@ -134,11 +131,11 @@ class GradBuffer:
                 continue
             coalesced = torch.cat([g.flatten() for g in partial])
             all_reduce_(coalesced, self.tp_group)
-            chunks = coalesced.split([g.numel() for g in partial])
-            torch._foreach_copy_(partial, [c.view_as(g) for c, g in zip(chunks, partial, strict=True)])
+            sums = coalesced.split([g.numel() for g in partial])
+            torch._foreach_copy_(partial, [s.view_as(g) for s, g in zip(sums, partial, strict=True)])
 
     def remove_hooks(self) -> None:
-        """Let go of the parameters: gradients go to `param.grad` again, `param.main_grad` is gone."""
+        """Take hooks and `param.main_grad` off the parameters: gradients go to `param.grad` again."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -158,7 +155,7 @@ _accumulate.in_graph = True  # type: ignore[attr-defined]
 
 
 def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:
-    """One dtype after the other, in each the vectors last, otherwise in reverse order of the model."""
+    """The parameters by dtype, in each the vectors last, otherwise in reverse order of the model."""
     backward = list(reversed(parameters.items()))
     dtypes = list(dict.fromkeys(param.dtype for _, param in backward))
     return sorted(backward, key=lambda item: (dtypes.index(item[1].dtype), is_vector(item[1])))
@@ -176,7 +173,9 @@ def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict
                 "leaves gaps in memory; make it contiguous"
             )
         if hasattr(param, "main_grad"):
-            raise ValueError(f"GradBuffer: parameter {name!r} is already in one; remove_hooks() lets it go")
+            raise ValueError(
+                f"GradBuffer: parameter {name!r} is already in one; call its remove_hooks() first"
+            )
         seen.add(id(param))
         unique[name] = param
     return unique

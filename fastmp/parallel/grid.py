@@ -1,4 +1,4 @@
-"""Which rank belongs to which group: mixed-radix arithmetic over the axes, nothing else.
+"""The grid of ranks: arithmetic that says which rank belongs to which group.
 
 The same ranks carry two grids: the dense one (tp, cp, dp, pp) for attention and dense layers, and the
 expert one (etp, ep, edp, pp) for mixture-of-experts layers. One `order` string arranges both: the leftmost
@@ -16,8 +16,7 @@ from itertools import product
 AXES = ("tp", "cp", "ep", "dp", "pp")
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
-# What an axis of the order string is called in each grid (experts know no cp, dense layers no ep).
-_TO_DENSE = {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"}
+# The name of an axis of the order string in the expert grid.
 _TO_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 
@@ -25,17 +24,19 @@ _TO_EXPERT = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 class RankGrid:
     """The dense and the expert grid over ranks 0 .. world_size - 1.
 
-    Sizes: `tp` tensor, `cp` context, `ep` expert, `dp` data, `pp` pipeline parallelism; `dp=None` is what
-    the other dense axes leave over, `etp` the tensor parallelism inside an expert (None: the same as tp),
-    and `edp` the data parallelism of the experts, always what is left:
+    `tp`, `cp`, `ep`, `dp` and `pp` are the sizes of tensor, context, expert, data and pipeline parallelism;
+    `etp` is the tensor parallelism inside an expert (None: the same as tp), `edp` the data parallelism of
+    experts. `dp`, where it is None, and `edp` follow from
 
         world_size = tp * cp * dp * pp = etp * ep * edp * pp
 
-    `order` names the axes, fastest first. Axes that are not `ep` arrange the dense grid; the expert grid
-    follows the same string with tp read as etp, dp as edp, and cp left out. An axis of size one in both
-    grids may be omitted. Both grids must cut the ranks into the same pipeline stages, else ValueError.
+    `order` names the axes, fastest first. All but `ep` arrange the dense grid; all but `cp` arrange the
+    expert grid, where tp is read as etp and dp as edp. An axis of size one in both grids may be left out.
 
-    Expert parallelism folds into the ranks of tp, cp and dp: cp 8 with ep 8 needs 8 ranks, not 64.
+    Experts are divided over the ranks of tp, cp and dp: cp 8 with ep 8 needs 8 ranks, not 64.
+
+    ValueError where the sizes do not multiply to world_size, for an order that misses an axis, and where the
+    grids put different ranks into a pipeline stage.
     """
 
     world_size: int
@@ -74,7 +75,7 @@ class RankGrid:
     @property
     def dense_axes(self) -> tuple[str, ...]:
         """The axes of the dense grid, fastest first."""
-        return tuple(_TO_DENSE[axis] for axis in self.order if axis in _TO_DENSE)
+        return tuple(axis for axis in self.order if axis in DENSE_AXES)
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
@@ -82,7 +83,7 @@ class RankGrid:
         return tuple(_TO_EXPERT[axis] for axis in self.order if axis in _TO_EXPERT)
 
     def size(self, axis: str) -> int:
-        """Ranks along one axis of either grid."""
+        """The number of ranks along one axis of either grid."""
         if axis not in DENSE_AXES + EXPERT_AXES:
             raise ValueError(
                 f"RankGrid: unknown axis {axis!r}; axes are {', '.join(DENSE_AXES + EXPERT_AXES[:-1])}"
@@ -117,7 +118,7 @@ class RankGrid:
         return [[first + offset for offset in member_offsets] for first in first_ranks]
 
     def _check_pipelines(self) -> None:
-        """Both grids must agree who is in which stage: the strides of pp are equal, or there is one stage."""
+        """Raise ValueError where the grids differ in who is in which stage: where their strides of pp do."""
         if self.pp == 1:
             return
         grids = (self.dense_axes, self.expert_axes)
@@ -142,7 +143,10 @@ class RankGrid:
 
 
 def _left_over(world_size: int, sizes: dict[str, int], name: str, size: int | None) -> int:
-    """The size of axis `name`: given or what `sizes` leave of the world; it must come out even."""
+    """The size of axis `name`: `size`, or where that is None the quotient of world_size and `sizes`.
+
+    ValueError where all sizes do not multiply to world_size.
+    """
     known = math.prod(sizes.values())
     formula = " x ".join(f"{axis} {n}" for axis, n in sizes.items())
     if size is not None:
@@ -157,18 +161,9 @@ def _left_over(world_size: int, sizes: dict[str, int], name: str, size: int | No
 
 
 def _parse_order(order: str, sizes: dict[str, int]) -> tuple[str, ...]:
-    tokens = tuple(order.split("-"))
-    for token in tokens:
-        if token not in AXES:
-            hint = " (the order names the dense axes; experts follow tp and dp)" if token in sizes else ""
-            raise ValueError(
-                f"RankGrid: unknown axis {token!r} in order {order!r}; axes are {', '.join(AXES)}{hint}"
-            )
-        if tokens.count(token) > 1:
-            raise ValueError(f"RankGrid: axis {token!r} appears more than once in order {order!r}")
+    tokens = _tokens(order, AXES, f"order {order!r}", " (those of experts follow tp and dp)")
     for axis in AXES:
-        names = {name for name in (_TO_DENSE.get(axis), _TO_EXPERT.get(axis)) if name is not None}
-        for name in sorted(names, key=len):
+        for name in dict.fromkeys((axis, _TO_EXPERT.get(axis, axis))):
             if axis not in tokens and sizes[name] > 1:
                 raise ValueError(
                     f"RankGrid: order {order!r} leaves out {axis!r}, but {name} is {sizes[name]}"
@@ -176,17 +171,22 @@ def _parse_order(order: str, sizes: dict[str, int]) -> tuple[str, ...]:
     return tokens
 
 
-def _parse_axes(axes: str) -> set[str]:
-    tokens = axes.split("-")
-    known = dict.fromkeys(DENSE_AXES + EXPERT_AXES)
+def _tokens(text: str, known: tuple[str, ...], place: str, hint: str) -> tuple[str, ...]:
+    """The axes that `text` joins by "-". ValueError for one that is not `known`, or comes twice."""
+    tokens = tuple(text.split("-"))
     for token in tokens:
         if token not in known:
             raise ValueError(
-                f"RankGrid: unknown axis {token!r} in {axes!r}; axes are {', '.join(known)}, "
-                "or the names mp and embedding"
+                f"RankGrid: unknown axis {token!r} in {place}; axes are {', '.join(known)}{hint}"
             )
         if tokens.count(token) > 1:
-            raise ValueError(f"RankGrid: axis {token!r} appears more than once in {axes!r}")
+            raise ValueError(f"RankGrid: axis {token!r} appears more than once in {place}")
+    return tokens
+
+
+def _parse_axes(axes: str) -> set[str]:
+    known = tuple(dict.fromkeys(DENSE_AXES + EXPERT_AXES))
+    tokens = _tokens(axes, known, repr(axes), ", or the names mp and embedding")
     wanted = set(tokens)
     if not (wanted <= set(DENSE_AXES) or wanted <= set(EXPERT_AXES)):
         dense, expert = (

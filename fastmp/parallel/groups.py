@@ -25,12 +25,12 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 class ParallelGroups:
     """This rank's process groups; each is None where the group would have one rank.
 
-    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `dp_cp` is what
-    gradients of dense parameters are summed over, `mp` (tp-pp) one replica of the model, `embedding` the
-    first and last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp) is one replica of
-    all experts, and `mp` itself where that is the same ranks. `tp_cp` shares out the tokens of one
-    sequence in an expert layer, `tp_cp_dp` those of a whole microbatch, and `etp_ep` holds all experts. A
-    group of several axes is the very group of the smaller set where the others have size one.
+    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. Gradients of dense
+    parameters are summed over `dp_cp`; `mp` (tp-pp) is one replica of the model, `embedding` the first and
+    last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp) is one replica of all
+    experts, and `mp` itself where the ranks are the same. In an expert layer, `tp_cp` divides the tokens of
+    one sequence, `tp_cp_dp` those of all microbatches that run at once, and `etp_ep` holds all experts. Where
+    only one of several axes has more than one rank, its own group serves.
 
     `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
     included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
@@ -69,12 +69,8 @@ class ParallelGroups:
     @property
     def norm(self) -> dict[str, ProcessGroup | None]:
         """The groups that `global_grad_norm` takes, by the names of its arguments."""
-        return {
-            "tp_group": self.tp,
-            "mp_group": self.mp,
-            "etp_group": self.etp,
-            "expert_mp_group": self.expert_mp,
-        }
+        of_experts = {"etp_group": self.etp, "expert_mp_group": self.expert_mp}
+        return {"tp_group": self.tp, "mp_group": self.mp, **of_experts}
 
     @classmethod
     def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:

@@ -1,9 +1,9 @@
 """Output layer and cross-entropy in one, over a vocabulary that is sharded over a group.
 
-`fastmp.ops.linear_cross_entropy` with its shards joined by collectives: the statistics of a chunk of tokens
-are gathered while the next chunk's logits are made, and the gradient of the hidden states is summed over the
-group, once, behind the last product. What is communicated does not grow with the vocabulary, and no rank ever
-holds the logits of all tokens.
+Collectives join the shards of `fastmp.ops.linear_cross_entropy`: the statistics of some tokens are gathered
+while the logits of the next ones are made, and the gradient of the hidden states is summed once, behind the
+last product. What is communicated does not grow with the vocabulary, and no rank ever holds the logits of all
+tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ __all__ = ["vocab_parallel_linear_cross_entropy"]
 
 
 class _Group(Shards):
+    """The collectives between the shards of a group."""
+
     def __init__(self, group: dist.ProcessGroup, sequence_parallel: bool) -> None:
         self.group, self.sequence_parallel = group, sequence_parallel
         self.rank, self.size = group.rank(), group.size()
@@ -58,18 +60,18 @@ def vocab_parallel_linear_cross_entropy(
     loss_grad: torch.Tensor | float | None = None,
     workspace: int | None = None,
 ) -> torch.Tensor:
-    """Loss of `parallel_logits` and `vocab_parallel_cross_entropy`, without the logits: per token (...), or
-    its mean or sum over all tokens (`reduction`).
+    """The loss of every token (...), or its mean or sum (`reduction`), from hidden states and output weight.
 
-    hidden: (..., H), the same on every rank; with `sequence_parallel` this rank's part of it along dim 0, and
-        its gradient is that of the part.
+    The loss is the one of `parallel_logits` and `vocab_parallel_cross_entropy`, without the logits.
+
+    hidden: (..., H), the same on every rank; with `sequence_parallel` this rank's part of it along dim 0.
     weight: (V/P, H), this rank's shard of the output embedding, rank r's rows [r * V/P, (r+1) * V/P). Its
-        gradient is added to `weight.main_grad` where there is one, in the forward pass if `loss_grad` is
-        given: main gradients are set to zero before it.
+        gradient is added to `weight.main_grad` where there is one: if `loss_grad` is given, in the forward
+        pass, so set main gradients to zero before it.
     target: (...) int64 ids of all tokens in the whole vocabulary, the same on every rank.
-    loss_grad: the gradient that every token's loss will receive, the same on every rank, if it is known: the
-        gradients are then made in the forward pass, with no product done twice, and the backward pass, which
-        can run once, makes sure that the promise was kept.
+    loss_grad: the gradient that every token's loss will receive, the same on every rank, if it is known. The
+        gradients are then made in the forward pass, with no product done twice; the backward pass checks
+        that the promise was kept, and can run once.
 
     The other options, the result and the errors: as in `fastmp.ops.linear_cross_entropy`.
     """

@@ -31,30 +31,28 @@ def vocab_parallel_cross_entropy(
     reduction: str = "none",
     grad_in_place: bool = False,
 ) -> torch.Tensor:
-    """Loss of logits (..., V/P) sharded over `group` along the vocabulary, for target (...): per token (...),
-    or its mean or sum (`reduction`, as in `fastmp.ops.cross_entropy`).
+    """The loss of every token (...), or its mean or sum (`reduction`), for logits sharded over `group`.
 
-    Rank r holds columns [r * V/P, (r+1) * V/P); `target` holds global ids (int64), the same on every rank.
-    The loss is fp32 (float64 for float64 logits) and equal on all ranks; its definition, with label smoothing
-    over the whole vocabulary, z-loss, ignored tokens and `token_weight` (...), is that of
-    `fastmp.ops.cross_entropy`. Columns with a global id from `vocab_size` on are padding: they do not take
-    part and get no gradient. With `grad_in_place` the backward writes the gradient over the logits.
+    logits (..., V/P) are columns [r * V/P, (r+1) * V/P) of the vocabulary on rank r; target (...) holds ids
+    of the undivided vocabulary (int64), the same on every rank. The loss is fp32 (float64 for float64 logits)
+    and equal on all ranks. The options mean what they mean in `fastmp.ops.cross_entropy`: label smoothing is
+    over the undivided vocabulary, columns from `vocab_size` on are padding without a gradient, and with
+    `grad_in_place` the backward writes the gradient over the logits.
 
     ValueError for shapes that do not match, and on a CPU for a target outside the vocabulary.
     """
     if logits.dim() < 1 or target.shape != logits.shape[:-1]:
         raise ValueError(
-            f"vocab_parallel_cross_entropy: target has shape {tuple(target.shape)}, which is "
-            f"not that of the logits {tuple(logits.shape)} without the last dimension"
+            f"vocab_parallel_cross_entropy: target {tuple(target.shape)} does not fit the tokens "
+            f"{tuple(logits.shape[:-1])} of logits {tuple(logits.shape)}"
         )
     if target.dtype != torch.int64:
         raise ValueError(f"vocab_parallel_cross_entropy: target must be {torch.int64}, got {target.dtype}")
-    if token_weight is not None:
-        if token_weight.shape != target.shape:
-            raise ValueError(
-                f"vocab_parallel_cross_entropy: token_weight has shape "
-                f"{tuple(token_weight.shape)}, target {tuple(target.shape)}"
-            )
+    if token_weight is not None and token_weight.shape != target.shape:
+        raise ValueError(
+            f"vocab_parallel_cross_entropy: token_weight {tuple(token_weight.shape)} does not fit target "
+            f"{tuple(target.shape)}"
+        )
     check_reduction("vocab_parallel_cross_entropy", reduction)
     size, shard = group_size(group), logits.shape[-1]
     vocab_start = group_rank(group) * shard
@@ -62,8 +60,8 @@ def vocab_parallel_cross_entropy(
         vocab_size = size * shard
     elif not 0 < vocab_size <= size * shard:
         raise ValueError(
-            f"vocab_parallel_cross_entropy: vocab_size is {vocab_size}, but {size} shards of "
-            f"{shard} columns hold 1 to {size * shard}"
+            f"vocab_parallel_cross_entropy: vocab_size is {vocab_size}, but the logits have {size * shard} "
+            f"columns in {size} shards"
         )
     rows_NV, target_N = logits.reshape(target.numel(), shard), target.reshape(-1)
     if rows_NV.stride(1) != 1:
@@ -75,15 +73,8 @@ def vocab_parallel_cross_entropy(
     if size > 1:
         stats, _ = all_gather(stats, group)
     loss_N = ops.cross_entropy_from_stats(
-        rows_NV,
-        target_N,
-        stats,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        ignore_index=ignore_index,
-        token_weight=None if token_weight is None else token_weight.reshape(-1),
-        grad_in_place=grad_in_place,
-    )
+        rows_NV, target_N, stats, vocab_start=vocab_start, vocab_size=vocab_size,
+        label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index,
+        token_weight=None if token_weight is None else token_weight.reshape(-1), grad_in_place=grad_in_place,
+    )  # fmt: skip
     return reduced(loss_N.reshape(target.shape), target, token_weight, ignore_index, reduction)

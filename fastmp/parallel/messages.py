@@ -1,10 +1,10 @@
-"""Which rank sends what, and in which order: derived from the orders of all ranks. Standard library only.
+"""The messages between pipeline ranks and their order, from the orders of all ranks. Standard library only.
 
 All ranks post their messages in the order of one clock, the simulator's: a message has the time at which the
 step that makes it ends there. So two ranks agree on the order of everything between them, also where
-activations and gradients cross, and a backend that ignores tags cannot take one for the other. It also means
-that nothing deadlocks, even if a send lasts until it is received and a rank's transfers run one by one: of
-all messages not yet done, the first needs only steps that need earlier ones.
+activations and gradients cross, and a backend that ignores tags cannot take one for the other. Nothing
+deadlocks, even if a send lasts until it is received and a rank's transfers go one by one: of all messages
+not yet done, the first needs only steps that need earlier ones.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["Message", "Program", "forward_orders", "program"]
 class Message(NamedTuple):
     """The activations that a step sends to the stage behind it, or the gradients to the stage before it.
 
-    Messages sort in the order in which all ranks post them; `source` and `target` are pipeline ranks, `stage`
-    is the one that makes it.
+    Messages sort in the order in which all ranks post them. `source` and `target` are pipeline ranks; `stage`
+    makes the message.
     """
 
     clock: float
@@ -37,10 +37,10 @@ class Message(NamedTuple):
 class Program(NamedTuple):
     """A rank's part of a training step: its steps, and the messages it posts before each of them.
 
-    `posts[i]` comes right before step i, in order, and `posts[-1]` after the last: its own messages as soon
-    as they are made, those of others as soon as no step is in between that ends before they are made, so that
-    they travel while steps that do not need them run. `tags` numbers the messages, differently from all
-    others of the pipeline.
+    `posts[i]` comes right before step i, in order, and `posts[-1]` after the last step. A rank posts its own
+    messages as soon as they are made, and receives as soon as the sender can have made them, so that messages
+    travel while steps that do not need them run. `tags` gives each message a number that no other message of
+    the pipeline has.
     """
 
     steps: tuple[Step, ...]
@@ -51,7 +51,7 @@ class Program(NamedTuple):
 def program(rank: int, orders: Sequence[Sequence[Step]], *, forward_only: bool = False) -> Program:
     """The program of pipeline rank `rank`, for the orders of all ranks.
 
-    ValueError as `simulate`: naming rank and step where an order is malformed or ranks wait for each other.
+    ValueError, from `simulate`, names rank and step where an order is malformed or ranks wait for each other.
     """
     simulation = simulate(orders, forward_only=forward_only)
     pp, last = len(orders), len(orders) * simulation.vpp - 1
@@ -73,6 +73,6 @@ def program(rank: int, orders: Sequence[Sequence[Step]], *, forward_only: bool =
 
 
 def forward_orders(pp: int, num_microbatches: int, vpp: int = 1) -> tuple[tuple[Step, ...], ...]:
-    """Orders of all ranks for forwards alone, as in evaluation; any number of microbatches."""
-    table = Schedule(pp, num_microbatches, vpp, check=False).table()  # a short last group is no matter here
+    """The orders of all ranks for forwards alone, as in evaluation; any number of microbatches."""
+    table = Schedule(pp, num_microbatches, vpp, check=False).table()  # forwards alone cannot deadlock
     return (tuple(Step(FORWARD, *entry) for entry in table),) * pp

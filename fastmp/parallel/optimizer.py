@@ -2,10 +2,9 @@
 
 Masters and state lie in flat buffers in the order of the main gradients. A step is one launch over them
 (`fastmp.ops.adamw_`), which scales and clips the gradients as it reads them and writes the low-precision
-parameters. Everything stays on the device. The norm is a tensor, the clip coefficient is a tensor, and
-whether the step counts is a tensor: a norm that is not finite reaches the kernel as `found_inf`, which then
-leaves parameters and state as they are, on every rank alike because the norm is the same on every rank.
-Nothing waits for the host.
+parameters. The host waits for nothing: norm, clip coefficient and whether the step counts are tensors on the
+device. A norm that is not finite, which is the same on all ranks, reaches the kernel as `found_inf`, and
+parameters and state stay as they are.
 AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
 """
 
@@ -35,7 +34,7 @@ def global_grad_norm(
     etp_group: dist.ProcessGroup | None = None,
     expert_mp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """2-norm of all main gradients of the model, each parameter counted once whatever the layout.
+    """The 2-norm of all main gradients of the model; each parameter counts once, whatever the layout.
 
     parameters: this rank's parameters, with `main_grad` already reduced over data-parallel ranks. Those
         marked `pipeline_replica` are counted by another stage.
@@ -47,8 +46,7 @@ def global_grad_norm(
         model on the same ranks, `expert_mp_group` is `mp_group` and one all-reduce serves both.
 
     Returns a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. It is not
-    finite as soon as one gradient on one rank is not, also on the ranks that do not count a replicated
-    parameter.
+    finite where one gradient on one rank is not, even a replicated one on a rank that does not count it.
     """
     grads: dict[tuple[bool, bool, bool], list[Tensor]] = {}
     for param in parameters:
@@ -60,7 +58,7 @@ def global_grad_norm(
     device = next(iter(grads.values()))[0].device
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # of all but experts, of experts
     for (expert, sharded, replica), members in grads.items():
-        # 0 x inf = nan: a rank that does not count replicated ones still passes on that one is not finite.
+        # 0 x inf is nan: a rank that does not count replicated gradients still shows that one is not finite.
         counts = not replica and (sharded or group_rank(etp_group if expert else tp_group) == 0)
         totals[int(expert)] += _sum_of_squares(members) * float(counts)
     if expert_mp_group is mp_group:
@@ -79,7 +77,7 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """Factor in (0, 1] that brings gradients of `norm` down to `max_norm`; a `max_norm` of 0 never clips."""
+    """The factor in (0, 1] that brings `norm` down to `max_norm`; a `max_norm` of 0 never clips."""
     if max_norm < 0:
         raise ValueError(f"clip_coefficient: max_norm must not be negative, got {max_norm}")
     return (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm else torch.ones_like(norm)
@@ -89,13 +87,13 @@ class AdamW:
     """AdamW on main gradients, one launch a step for each dtype of parameters in a `GradBuffer`.
 
     named_parameters: (name, parameter) pairs that have a `main_grad` (see `GradBuffer`). A float32 or float64
-        parameter is its own master; a bfloat16 or float16 one has a float32 master, of which it is the
-        rounded copy. Parameters with fewer than two dimensions (biases, norms; those of experts have one
-        dimension more) are not decayed.
+        parameter is its own master; a bfloat16 or float16 one is the rounded copy of a float32 master.
+        Parameters with fewer than two dimensions (biases, norms; those of experts have one dimension more)
+        are not decayed.
 
-    The parameters move: `param.data` becomes a view of a flat buffer, with the strides it had. So the
-    optimizer is made once the model has its device and dtype; what shared a parameter's memory (`param.data`
-    taken before) no longer does. Tied weights, which are one Parameter, stay tied.
+    The parameters move: `param.data` becomes a view of a flat buffer, with the strides it had, and no longer
+    shares memory with a `param.data` taken before. So make the optimizer once the model has its device and
+    dtype. Tied weights, which are one Parameter, stay tied.
 
     `skipped_steps` is a 0-dim int64 tensor that counts the steps dropped for a gradient norm that was not
     finite.
@@ -118,7 +116,7 @@ class AdamW:
         _check_separate(self.parameters)
         self.lr: float | Tensor = lr
         self._options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._flats = [_Flat(run) for run in _runs(self.parameters)]
+        self._flats = [_Flat(members) for members in _side_by_side(self.parameters)]
         state = {name: entries for flat in self._flats for name, entries in flat.entries().items()}
         self._state = {name: state[name] for name in self.parameters}
         self.masters = {name: self._state[name].pop("master") for name in self.parameters}
@@ -138,7 +136,7 @@ class AdamW:
         lr: a number, or a 0-dim tensor that a captured CUDA graph reads anew at each replay.
         grad_norm: 0-dim tensor; where it is not finite, parameters and state stay bitwise what they were, and
             `skipped_steps` grows by one. All ranks must pass the same value.
-        inv_scale, clip_coefficient: 0-dim tensors; the gradients count times these, and are only read.
+        inv_scale, clip_coefficient: 0-dim tensors that the gradients are multiplied by as they are read.
         """
         if lr is not None:
             self.lr = lr
@@ -196,17 +194,17 @@ class AdamW:
 
 
 class _Flat:
-    """Parameters, all of one dtype, whose main gradients lie side by side, those to decay first.
+    """Parameters of one dtype whose main gradients lie side by side, those to decay first.
 
-    Masters, averages and, for low precision, the parameters lie in buffers of the same order; an element is
-    updated from those at its own place, so the buffers can be cut anywhere, in equal shards for instance.
+    Masters, averages and, for low precision, the parameters lie in buffers of the same order. An element is
+    updated from those at its own place, so the buffers can be cut anywhere, for instance into equal shards.
     """
 
     @torch.no_grad()
     def __init__(self, parameters: dict[str, Parameter]) -> None:
         self.parameters = parameters
         sizes = [param.numel() for param in parameters.values()]
-        self.num_decayed = sum(param.numel() for param in parameters.values() if _decayed(param))
+        self.num_decayed = sum(param.numel() for param in parameters.values() if not is_vector(param))
         first = next(iter(parameters.values()))
         self.grad = main_grad(first).as_strided((sum(sizes),), (1,))
         self.master = torch.empty(sum(sizes), dtype=main_dtype(first.dtype), device=first.device)
@@ -222,7 +220,7 @@ class _Flat:
             param.data = view
 
     def check(self) -> None:
-        """Raise where the model has been moved, as model.to(dtype) does, and is not updated any more."""
+        """Raise ValueError where the model has been moved, as by model.to(dtype), out of the buffers."""
         name, param = next(iter(self.parameters.items()))
         own = self.master if self.rounded is None else self.rounded
         if param.untyped_storage()._cdata != own.untyped_storage()._cdata:
@@ -232,7 +230,7 @@ class _Flat:
             )
 
     def _views(self, buffer: Tensor) -> list[Tensor]:
-        """The part of each parameter, with its shape and strides."""
+        """The view of `buffer` at each parameter's place, with its shape and strides."""
         parts = buffer.split([param.numel() for param in self.parameters.values()])
         params = self.parameters.values()
         return [x.as_strided(p.shape, p.stride()) for x, p in zip(parts, params, strict=True)]
@@ -244,10 +242,6 @@ class _Flat:
         return {n: dict(zip(keys, v, strict=True)) for n, v in zip(self.parameters, views, strict=True)}
 
 
-def _decayed(param: Parameter) -> bool:
-    return not is_vector(param)
-
-
 def _check_gradient(name: str, param: Parameter) -> None:
     if not hasattr(param, "main_grad"):
         raise ValueError(f"AdamW: parameter {name!r} has no main_grad; make a GradBuffer of it first")
@@ -256,12 +250,12 @@ def _check_gradient(name: str, param: Parameter) -> None:
     if grad.shape != param.shape or ours != theirs or not torch.ops.aten.is_non_overlapping_and_dense(param):
         raise ValueError(
             f"AdamW: parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has a "
-            f"main_grad of shape {tuple(grad.shape)} and strides {grad.stride()}; they must lie alike"
+            f"main_grad of shape {tuple(grad.shape)} and strides {grad.stride()}; both must be the same"
         )
 
 
 def _check_separate(parameters: Mapping[str, Parameter]) -> None:
-    """Two Parameters over one memory would be updated apart from each other."""
+    """Raise ValueError where two Parameters share memory: each would move to a place of its own."""
 
     def place(param: Parameter) -> tuple[int, int]:
         return param.untyped_storage()._cdata, int(param.storage_offset()) * param.element_size()
@@ -274,20 +268,20 @@ def _check_separate(parameters: Mapping[str, Parameter]) -> None:
         end, before = begin + param.nbytes, name
 
 
-def _runs(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+def _side_by_side(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
     """The parameters in as few groups as a `_Flat` allows."""
 
     def place(param: Parameter) -> tuple[Any, ...]:
         grad = main_grad(param)
         return grad.untyped_storage()._cdata, str(grad.dtype), str(param.dtype), grad.storage_offset()
 
-    runs: list[dict[str, Parameter]] = []
+    groups: list[dict[str, Parameter]] = []
     end: tuple[Any, ...] = ()
-    decayed = False
+    vectors = True
     for name, param in sorted(parameters.items(), key=lambda item: place(item[1])):
-        if place(param) != end or (_decayed(param) and not decayed):
-            runs.append({})
-        runs[-1][name] = param
+        if place(param) != end or (vectors and not is_vector(param)):
+            groups.append({})
+        groups[-1][name] = param
         *kind, offset = place(param)
-        end, decayed = (*kind, offset + param.numel()), _decayed(param)
-    return runs
+        end, vectors = (*kind, offset + param.numel()), is_vector(param)
+    return groups

@@ -1,12 +1,12 @@
-"""Runs an order of steps over real ranks: the order is data, the executor a loop.
+"""The executor of pipelines: a loop over the steps of one rank, which posts messages between them.
 
-Before a step the rank posts the messages that its program says (see `messages`), then waits for the one that
+Before a step the rank posts the messages that its program lists (see `messages`), then waits for the one that
 the step needs. A message is addressed by its stage and microbatch, carries a tag, and is posted in the same
-order on both sides, so activations and gradients that cross between two ranks cannot be taken for each other,
+order on both sides. So activations and gradients that cross between two ranks cannot be taken for each other,
 whether the backend reads tags (gloo) or order (NCCL). Shapes are sent once, ahead of the first activations.
 
-What a stage hands on is kept only until it has been sent: backward needs the edge of the graph that it came
-from, not its values. The loss is a graph of its own behind the last stage.
+What a stage hands on is kept only until it has been sent: backward needs its edge of the graph, not its
+values. The loss is a graph of its own behind the last stage.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = (
 
 
 class PipelineError(RuntimeError):
-    """A step failed on this rank; the message names rank and step, the cause is what it raised."""
+    """The failure of a step on this rank: the message names both, the cause is the exception of the step."""
 
 
 class StageOutput(NamedTuple):
@@ -49,7 +49,7 @@ class StageOutput(NamedTuple):
 
     tensors: for the next stage, or for the loss function.
     loss: 0-dim, a loss that arises in this stage (the auxiliary losses of experts); its gradient is 1.
-    stats: anything, handed to the caller as it is; it must not hold on to the graph.
+    stats: anything, given to the caller as it is; it must not hold on to the graph.
     """
 
     tensors: Outputs
@@ -62,11 +62,10 @@ class PipelineResult(NamedTuple):
 
     Losses are detached sums over microbatches.
 
-    loss: of the loss function; None except on the last rank.
-    stage_loss: of the losses that chunks of this rank returned; None where none did.
-    stats: {(microbatch, chunk): what the chunk returned as stats}; of the loss function, the number of chunks
-        in place of the chunk.
-    trace: the steps that ran, in order.
+    loss: what the loss function returned; None except on the last rank.
+    stage_loss: the losses that chunks of this rank returned; None where none did.
+    stats: {(microbatch, chunk): what the chunk returned as stats}; the loss function is one more chunk.
+    trace: the steps in the order in which they were done.
     peak: the most forwards whose backward was not over; 0 in evaluation.
     """
 
@@ -93,10 +92,10 @@ class _Live(NamedTuple):
 
 
 class Pipeline:
-    """This rank's chunks of a model that is cut into stages; stage chunk * P + rank is a rank's chunk.
+    """This rank's chunks of a model that is cut into stages: chunk c of rank r of P is stage c * P + r.
 
-    Any `nn.Module`s will do. Stage 0 is called as chunk(*inputs(batch)), each other as chunk(*tensors of the
-    stage before it), and loss(*tensors of the last stage, batch) gives a 0-dim loss, or (loss, stats).
+    A chunk is any `nn.Module`. Stage 0 is called as chunk(*inputs(batch)), every other one as chunk(*tensors
+    of the stage before it), and loss(*tensors of the last stage, batch) gives a 0-dim loss, or (loss, stats).
     A chunk returns a tensor, a sequence of tensors or a `StageOutput`.
 
     chunks: this rank's modules, the same number on every rank.
@@ -105,10 +104,10 @@ class Pipeline:
         modules of other kinds included, in "backward_input".
     group: the pipeline's ranks; None for this rank alone.
     inputs, loss: called on the first and last rank only.
-    device: where tensors that arrive are put; None: that of the first parameter, or the CPU.
+    device: where tensors that arrive are put; None: where the first parameter is, or the CPU.
 
-    All ranks make it together. ValueError, the same on all of them, where they disagree about orders or
-    number of chunks or the orders cannot be run.
+    All ranks make their `Pipeline` together. ValueError, the same on all of them, where they differ in orders
+    or number of chunks, and where the orders deadlock or are not complete.
     """
 
     def __init__(
@@ -136,13 +135,13 @@ class Pipeline:
         self._evaluations: dict[int, Program] = {}
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
-        self._reset(True, self._program)
+        self._reset(True, self._program.tags)
         if group is not None:
             # NCCL makes a group's communicator in its first collective, which all ranks must take part in.
             all_reduce_(torch.zeros(1, device=self.device), group)
 
     def _agree(self) -> None:
-        """ValueError, the same on all ranks, where they were given different orders."""
+        """Raise ValueError, the same on all ranks, where they were given different orders."""
         if self.group is not None:
             digest = hashlib.sha256(repr(self.orders).encode()).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
@@ -156,36 +155,36 @@ class Pipeline:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
 
     def train(self, batches: Sequence[Any]) -> PipelineResult:
-        """Forwards and backwards of one training step, in order; gradients are left with the parameters.
+        """Run the forwards and backwards of one training step; gradients are left with the parameters.
 
-        batches: one for each microbatch of the orders; ranks that are neither first nor last never look at
-        them. Every rank of the group calls it. PipelineError names the step that failed; ValueError for
-        another number of batches.
+        Every rank of the group calls it. batches: one for each microbatch of the orders; only the first and
+        the last rank look at them. PipelineError names the step that failed; ValueError for another number of
+        batches.
         """
         expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
         if len(batches) != expected:
             raise ValueError(f"Pipeline.train: {len(batches)} batches for orders of {expected} microbatches")
-        return self._run(self._program, batches, training=True)
+        return self._execute(self._program, batches, training=True)
 
     def evaluate(self, batches: Sequence[Any]) -> PipelineResult:
-        """Forwards alone, without gradients, for one batch or more; the rest as in `train`.
+        """Run forwards alone, without gradients, for one batch or more; all else is as in `train`.
 
-        Modules are run as they are: put them in evaluation mode first.
+        Modules are called in the mode that they are in: put them in evaluation mode first.
         """
         number = len(batches)
         if number not in self._evaluations:
             orders = forward_orders(self.size, number, len(self.chunks))
             self._evaluations[number] = program(self.rank, orders, forward_only=True)
         with torch.no_grad():
-            return self._run(self._evaluations[number], batches, training=False)
+            return self._execute(self._evaluations[number], batches, training=False)
 
     def forget_shapes(self) -> None:
-        """Agree on shapes anew in the next run: for batches of another size. Every rank calls it."""
+        """Let the next step or evaluation have batches of another size. Every rank calls it."""
         for specs in self._specs.values():
             specs.clear()
 
-    def _reset(self, training: bool, plan: Program) -> None:
-        self._training, self._plan = training, plan
+    def _reset(self, training: bool, tags: dict[Message, int]) -> None:
+        self._training, self._tags = training, tags
         self._known = self._specs[training]
         self._live: dict[tuple[int, int], _Live] = {}
         self._queue = WgradQueue()
@@ -197,11 +196,11 @@ class Pipeline:
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
 
-    def _run(self, plan: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
-        self._reset(training, plan)
-        splits = any(step.kind == BACKWARD_INPUT for step in plan.steps)
+    def _execute(self, given: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
+        self._reset(training, given.tags)
+        splits = any(step.kind == BACKWARD_INPUT for step in given.steps)
         trace, peak = [], 0
-        for step, messages in zip(plan.steps, plan.posts[:-1], strict=True):
+        for step, messages in zip(given.steps, given.posts[:-1], strict=True):
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
             try:
                 self._post(messages)
@@ -216,12 +215,14 @@ class Pipeline:
                 raise PipelineError(f"pipeline rank {self.rank}, {step}: {what}") from error
             trace.append(step)
         try:
-            self._post(plan.posts[-1])
+            self._post(given.posts[-1])
             self._finish_sending(0)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             raise PipelineError(f"pipeline rank {self.rank}, after its last step: {what}") from error
-        assert not self._live and not self._outbox and not self._arriving, "something is left of a run"
+        assert not self._live and not self._outbox and not self._arriving, (
+            "a message or a backward is left over"
+        )
         return PipelineResult(
             self._losses.get("final"), self._losses.get("stage"), self._stats, tuple(trace), peak
         )
@@ -268,7 +269,7 @@ class Pipeline:
         stage, live = self._stage(step), self._live[key]
         if live.final is not None:
             grads = self._final_backward(*live.final)
-            live = live._replace(final=None)  # what the last stage made is not kept while it is backwarded
+            live = live._replace(final=None)  # frees what the last stage made before its backward runs
         else:
             grads = list(self._take(BACKWARD, stage + 1, step.microbatch))
         roots: list[Any] = list(live.edges)
@@ -284,7 +285,7 @@ class Pipeline:
         deferred = self._queue.take()
         if step.kind == BACKWARD_INPUT:
             self._deferred[key] = deferred
-        else:  # in an order that splits others
+        else:  # a backward that is not split, in an order that splits others
             WgradQueue.run(deferred)
         if stage:
             self._outbox[BACKWARD, stage, step.microbatch] = tuple(
@@ -306,14 +307,14 @@ class Pipeline:
         if known is not None and known != specs:
             raise ValueError(
                 f"stage {stage} hands on {_words(specs)}, but {_words(known)} before; "
-                "forget_shapes() on all ranks lets shapes change between runs"
+                "forget_shapes() on all ranks lets shapes change between steps"
             )
         if known is None:
             (self._known if self.size == 1 else self._new_specs).setdefault(stage, specs)
         return tuple(t.detach() for t in tensors)
 
     def _take(self, kind: str, stage: int, microbatch: int) -> Tensors:
-        """The tensors of a message, as soon as they are there."""
+        """Wait for the tensors of a message and return them."""
         if self.size == 1:
             tensors = self._outbox.pop((kind, stage, microbatch))
         else:
@@ -339,29 +340,27 @@ class Pipeline:
             else:
                 tensors = tuple(torch.empty(s.shape, dtype=s.dtype, device=self.device) for s in specs)
             peer = message.target if mine else message.source
-            self._start(key, mine, peer, 2 * self._plan.tags[message], tensors)
+            self._start(key, mine, peer, 2 * self._tags[message], tensors)
         self._finish_sending(_MOST_SENDING)
 
     def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
+        works: list[Any] = []  # one each: only a rank outside the group would get None
         if sends:
-            started = [dist.isend(x, group=self.group, tag=tag, group_dst=peer) for x in tensors]
-        else:
-            started = [dist.irecv(x, group=self.group, tag=tag, group_src=peer) for x in tensors]
-        works = [work for work in started if work is not None]  # None is for ranks outside the group
-        if sends:
+            works += [dist.isend(x, group=self.group, tag=tag, group_dst=peer) for x in tensors]
             self._sending.append((works, tensors))
         else:
+            works += [dist.irecv(x, group=self.group, tag=tag, group_src=peer) for x in tensors]
             self._arriving[key] = (works, tensors)
 
     def _finish_sending(self, most: int) -> None:
-        """Let go of what has been sent; wait for the oldest where more than `most` messages have not."""
+        """Free what has been sent; wait for the oldest messages until at most `most` are on their way."""
         while self._sending and (len(self._sending) > most or _done(self._sending[0][0])):
             for work in self._sending.popleft()[0]:
                 work.wait()
 
     def _exchange_specs(self, message: Message) -> None:
-        """Shapes of what a stage hands on, ahead of its first activations; the receiver waits for them."""
-        key, tag = ("specs", *message[4:]), 2 * self._plan.tags[message] + 1
+        """Send or receive the shapes that a stage hands on, ahead of its first activations."""
+        key, tag = ("specs", *message[4:]), 2 * self._tags[message] + 1
         if message.source == self.rank:
             specs = self._new_specs.pop(message.stage)
             header = torch.tensor(_encode(specs), dtype=torch.int64, device=self.device)

@@ -1,10 +1,10 @@
 """Random streams per rank: one that tensor-parallel ranks share, one that differs between them.
 
-What every rank of a tensor-parallel group computes alike (residual dropout, weights drawn in full) draws from
-the default generator, which starts equal on them. What is sharded (dropout of this rank's heads, weights
-drawn as a shard) draws inside `fork("tensor-parallel")`: equal masks or weights on different shards would be
-wrong and silent. Context-parallel ranks have equal weights and different tokens: what acts on tokens has
-twins of the two streams there, "context-parallel" and "tensor-context-parallel", which differ between them.
+All ranks of a tensor-parallel group draw from the default generator, which starts equal on them, what they
+compute alike: residual dropout, weights drawn in full. Inside `fork("tensor-parallel")` each draws what is
+sharded: dropout of its heads, weights drawn as a shard. Equal masks or weights on different shards would be
+wrong and silent. Context-parallel ranks have equal weights and different tokens, so what acts on tokens draws
+from twins of the two streams that differ between them: "context-parallel" and "tensor-context-parallel".
 Data-parallel ranks have equal streams, pipeline stages different ones.
 """
 
@@ -63,17 +63,16 @@ class RngTracker:
 
     @property
     def current(self) -> str:
-        """The stream that is drawn from now."""
+        """The name of the stream that is drawn from."""
         return self._current
 
     @contextmanager
     def fork(self, name: str = "tensor-parallel", *, device: torch.device | None = None) -> Iterator[None]:
-        """Draw from stream `name` inside the block. Outside nothing has moved; the next block goes on where
-        it ended.
+        """Draw from stream `name` inside the block; the next block of this stream goes on where it ended.
 
         A block inside a block of the same stream changes nothing. ValueError for an unknown stream, and where
-        `device`, on which the block is about to draw, is not the one whose generator the streams take turns
-        in: equal numbers on all ranks would go unnoticed.
+        the block is about to draw on a `device` that is not the tracker's: equal numbers on all ranks would
+        go unnoticed.
         """
         if name not in self._streams:
             hint = "; make the tracker with cp_rank=" if "context" in name else ""
@@ -81,8 +80,8 @@ class RngTracker:
             raise ValueError(f"RngTracker.fork: no stream {name!r}; there is {known}{hint}")
         if device is not None and device.type != "meta" and device != self._default.device:
             raise ValueError(
-                f"RngTracker.fork: the streams are those of {self._default.device}, and do not reach tensors "
-                f"on {device}; make the tracker with device={str(device)!r}"
+                f"RngTracker.fork: the tracker draws on {self._default.device}, not on {device}; make it "
+                f"with device={str(device)!r}"
             )
         if name == self._current:
             yield
@@ -109,7 +108,10 @@ class RngTracker:
             own.set_state(state)
 
     def states(self) -> Mapping[str, torch.Tensor | torch.Generator]:
-        """The state of every stream, as uint8 tensors on the CPU: what a recomputation has to start from."""
+        """The state of every stream, as uint8 tensors on the CPU, for a recomputation or a checkpoint.
+
+        Each tensor-parallel rank saves its own.
+        """
         if self._keeper is not None and (kept := self._keeper()) is not None:
             return kept
         return {name: generator.get_state() for name, generator in self._by_name().items()}
@@ -142,7 +144,7 @@ class RngTracker:
     def generators(self) -> dict[str, torch.Generator]:
         """A generator for each stream of a CUDA device, which moves on with the stream.
 
-        A graph registers them, and `restore` takes them while one is captured, where states are out of reach.
+        A graph registers them; while it is captured, when states cannot be read, `restore` takes them.
         ValueError on a CPU, whose streams take turns in one generator by copies of their states.
         """
         if self._default.device.type == "cpu":
@@ -153,25 +155,17 @@ class RngTracker:
 
     @contextmanager
     def kept_by(self, keeper: Callable[[], Mapping[str, torch.Generator] | None]) -> Iterator[None]:
-        """Inside, `states()` calls `keeper` first, and returns what that returns unless it is None."""
+        """Let `states()` return what `keeper()` returns, unless that is None, inside the block."""
         before, self._keeper = self._keeper, keeper
         try:
             yield
         finally:
             self._keeper = before
 
-    def state_dict(self) -> Mapping[str, torch.Tensor | torch.Generator]:
-        """The streams' states, uint8 tensors, for a checkpoint. Each tensor-parallel rank saves its own."""
-        return self.states()
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Continue from a `state_dict`. ValueError where the streams are not the same."""
-        self.restore(state_dict)
-
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, the default generator of `device` starts from `seed`; outside, it has not moved."""
+    """Seed the default generator of `device` inside the block; behind it, it goes on as before."""
     generator = _default_generator(device)
     state = generator.get_state()
     generator.manual_seed(seed)

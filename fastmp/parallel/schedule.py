@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the steps of each rank, in order. Standard library only.
 
 A model is cut into pp * vpp stages; stage chunk * pp + rank is chunk `chunk` of rank `rank`. An order is a
-tuple of `Step`s: the same values are simulated, drawn, and run by ranks. What crosses ranks is not listed,
-since it follows: with the same microbatch, the forward of a stage needs that of the stage before, its
-backward that of the stage behind.
+tuple of `Step`s, which are simulated, drawn, and executed by ranks. Messages are not listed, since they
+follow: a forward needs the forward of the stage before, a backward the backward of the stage behind, with the
+same microbatch.
 
 All schedules walk one table of (microbatch, chunk): `group_size` microbatches through one chunk, then through
 the next. Backwards walk the same table with the chunks reversed.
@@ -115,12 +115,12 @@ class Schedule:
         return tuple(self.order(rank) for rank in range(self.pp))
 
     def warmup(self, rank: int) -> int:
-        """How many forwards a rank runs before its first forward-backward pair.
+        """The number of forwards before a rank's first forward-backward pair.
 
-        It lasts until the first backward has come up from the last stage. With interleaved 1F1B that is two
-        forwards for each rank on the way: each takes the time of a forward and a backward until the first
-        backward comes up, and a rank that idled meanwhile would keep those behind it waiting. Backwards of
-        inputs alone are fast enough for one forward a rank.
+        They fill the time until the first backward comes up from the last stage. With interleaved 1F1B that
+        takes two forwards for each rank on the way, one while the microbatch goes down and one while its
+        gradient comes up: a rank that idled would keep those behind it waiting. Where backwards of inputs are
+        steps of their own, they come up fast enough for one forward a rank.
         """
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.pp:
             raise ValueError(f"Schedule: rank must be in [0, {self.pp}), the pipeline ranks, got {rank!r}")
@@ -132,7 +132,7 @@ class Schedule:
         return min(behind, self.num_microbatches * self.vpp)
 
     def peak_in_flight(self, rank: int) -> int:
-        """How many chunk activations a rank holds at most: forwards whose backward is not complete.
+        """The most chunk activations that a rank holds: forwards whose backward is not complete.
 
         1F1B: min(warm-up + 1, num_microbatches * vpp). Zero-bubble: the deferred backwards of weights, as
         many as the number of the rank, come on top.
@@ -156,11 +156,11 @@ class Schedule:
         return self.name in SPLIT_SCHEDULES
 
     def _delay(self, rank: int) -> int:
-        """How many backwards of inputs a rank's backwards of weights are behind.
+        """The number of backwards of inputs by which a rank's backwards of weights lag behind.
 
         The lag grows with the rank, for the end of the step: the last rank runs out of other work first, and
         rank 0 has backwards of weights between the last gradients that come up to it. The warm-up shrinks as
-        the lag grows, so every rank holds as many activations.
+        the lag grows, so every rank holds the same number of activations.
         """
         return rank if self.splits_backwards else 0
 
@@ -171,7 +171,7 @@ class Schedule:
 def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
     """The steps of the last rank, with the loss function as one more chunk behind chunk `last`, its last one.
 
-    The backward of a loss is not split: what its weights get belongs to the backward of the inputs.
+    The backward of a loss is not split: the gradients of its weights come with those of its inputs.
     """
     for step in steps:
         if step.chunk != last or step.kind == BACKWARD_WEIGHT:
@@ -183,7 +183,10 @@ def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:
 
 
 def integers(steps: Iterable[Step]) -> list[int]:
-    """chunk + 1 for a forward, -(chunk + 1) for a backward; ValueError naming the step if one is split."""
+    """The steps as numbers: chunk + 1 for a forward, -(chunk + 1) for a backward.
+
+    ValueError naming the step if a backward is split.
+    """
     numbers = []
     for i, (kind, microbatch, chunk) in enumerate(steps):
         if kind not in (FORWARD, BACKWARD):

@@ -1,6 +1,6 @@
 """A simulator of orders: whether they end, idle time, memory, critical path. Standard library only.
 
-Each rank runs its order step by step. A step starts when the rank is free and what it needs has arrived: the
+Each rank does its steps in order. A step starts when the rank is free and what it needs has arrived: the
 forward of the stage before or the backward of the stage behind, `p2p` after it ended on another rank. Sends
 never block, so what deadlocks here deadlocks with any kind of communication.
 """
@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Step
 
-_MOST_LINKS = 8  # of a deadlock's chain that its message shows
+_MOST_LINKS = 8  # ranks of a deadlock that its message shows
 _NEVER = -1.0
+_HELD = {FORWARD: 1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1, BACKWARD: -1}  # activations more after a step
 _ANY_BACKWARD, _THEN_WEIGHT = (BACKWARD, BACKWARD_INPUT), (BACKWARD_WEIGHT,)
 
 
@@ -33,11 +35,11 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of each kind of step for one chunk, and of a message between two ranks; any unit.
+    """The time of each kind of step for one chunk, and of a message between two ranks; any unit.
 
-    A number, or one for each of the pp * vpp stages (first to last) where they differ: an embedding, a loss,
-    unequal numbers of layers. A whole backward takes both parts. With recomputation, add the forward to
-    `backward_input`. `p2p` is latency: neither rank is busy meanwhile.
+    A time is a number, or one for each of the pp * vpp stages (first to last) where they differ: by an
+    embedding, a loss, unequal numbers of layers. A backward that is not split takes the time of both halves.
+    With recomputation, add the forward to `backward_input`. `p2p` is latency: neither rank is busy meanwhile.
     """
 
     forward: float | Sequence[float] = 1.0
@@ -46,7 +48,7 @@ class Costs:
     p2p: float = 0.0
 
     def by_kind(self, stages: int) -> dict[str, list[float]]:
-        """Costs of every stage. ValueError where they are negative, not finite, or not one for each stage."""
+        """The costs of every stage. ValueError where they are negative, infinite, or not one for a stage."""
         if not 0 <= self.p2p < math.inf:
             raise ValueError(f"simulate: cost p2p must be 0 or more, got {self.p2p}")
         costs = {}
@@ -71,29 +73,27 @@ class Simulation:
     costs: Costs
     vpp: int
     num_microbatches: int
-    peak_activations: tuple[int, ...]  # of chunks, for each rank: forwards that are not wholly backwarded
+    peak_activations: tuple[int, ...]  # for each rank: the most forwards whose backward is not complete
     starts: tuple[list[float], ...] = field(repr=False)
     ends: tuple[list[float], ...] = field(repr=False)
 
     @cached_property
     def makespan(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time that each rank works."""
-        return tuple(
-            sum(end - start for start, end in zip(starts, ends))
-            for starts, ends in zip(self.starts, self.ends)
-        )
+        """The time that each rank works."""
+        rows = zip(self.starts, self.ends)
+        return tuple(sum(end - start for start, end in zip(starts, ends)) for starts, ends in rows)
 
     @property
     def bubble(self) -> float:
-        """Idle time of all ranks until the last is done, over their working time.
+        """The idle time of all ranks until the last is done, over their working time.
 
-        1F1B with equal costs and free messages: (pp - 1) / (num_microbatches * vpp). The idle share of the
-        whole is bubble / (1 + bubble).
+        It is (pp - 1) / (num_microbatches * vpp) for 1F1B with equal costs and free messages. The share of
+        the makespan that ranks idle is bubble / (1 + bubble).
         """
         work = sum(self.busy)
         return (len(self.orders) * self.makespan - work) / work if work else 0.0
@@ -105,9 +105,9 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[Event, ...]:
-        """A chain of steps, each started by the end of the one before, that takes the whole makespan.
+        """A chain of steps, each started by the end of the one before, that takes all of the makespan.
 
-        Where both the rank's own last step and a message came at the same time, the chain stays on the rank.
+        Where the rank's own last step and a message came at the same time, the chain stays on the rank.
         """
         pp = len(self.orders)
         p2p = self.costs.p2p if pp > 1 else 0.0
@@ -134,24 +134,24 @@ class Simulation:
 def simulate(
     orders: Sequence[Sequence[Step]], costs: Costs | None = None, *, forward_only: bool = False
 ) -> Simulation:
-    """Run the orders of all ranks, `orders[rank]`, in simulated time.
+    """Simulate the orders of all ranks, `orders[rank]`.
 
-    They must be complete: on every rank, every microbatch once forward and once backward (whole, or of inputs
-    and then of weights) through every chunk; with `forward_only`, forward alone, and nothing is held for a
-    backward. ValueError naming rank and step where one is malformed, or where ranks wait for each other for
-    ever.
+    They must be complete: on every rank, every microbatch goes through every chunk once forward and once
+    backward (in one step, or of inputs and then of weights); with `forward_only`, forward alone, and nothing
+    is held for a backward. ValueError naming rank and step where one is malformed, or where ranks wait for
+    each other for ever.
     """
     checked, num_microbatches, vpp = _checked(orders, forward_only)
     costs = costs or Costs()
-    starts, ends = _run(checked, costs, vpp, num_microbatches)
+    starts, ends = _times(checked, costs, vpp, num_microbatches)
     peaks = tuple(1 if forward_only else _peak(steps) for steps in checked)
     return Simulation(checked, costs, vpp, num_microbatches, peaks, starts, ends)
 
 
-def _run(
+def _times(
     orders: tuple[tuple[Step, ...], ...], costs: Costs, vpp: int, num_microbatches: int
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
-    """Starts and ends of all steps. A rank runs until it needs what is not there; who makes that wakes it."""
+    """The starts and ends of all steps. A rank goes on until an input is not there; its maker wakes it."""
     pp = len(orders)
     stages, last = pp * vpp, pp * vpp - 1
     took = costs.by_kind(stages)
@@ -209,12 +209,12 @@ def _needed(rank: int, step: Step, pp: int, vpp: int) -> tuple[int, Step]:
 
 
 def _gives(kind: str, needed: str) -> bool:
-    """Whether a step of `kind` sends what one that needs a forward, or any backward, waits for."""
+    """Whether a step of `kind` sends what a step waits for that needs a `needed`, forward or backward."""
     return kind == FORWARD if needed == FORWARD else kind in (BACKWARD, BACKWARD_INPUT)
 
 
 def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> str:
-    """Who waits for whom: from a rank that is stuck until a rank comes up again."""
+    """The message that says who waits for whom, around the circle that a stuck rank leads to."""
     pp = len(orders)
     rank = next(r for r in range(pp) if at[r] < len(orders[r]))
     chain: list[int] = []
@@ -234,7 +234,7 @@ def _deadlock(orders: tuple[tuple[Step, ...], ...], at: list[int], vpp: int) -> 
 def _checked(
     orders: Sequence[Sequence[Step]], forward_only: bool
 ) -> tuple[tuple[tuple[Step, ...], ...], int, int]:
-    """The orders, the numbers of microbatches and of chunks. ValueError if ranks differ in what they run."""
+    """The orders as Steps, the numbers of microbatches and of chunks. ValueError if they are not complete."""
     if not orders or not all(orders):
         empty = (
             f"rank {[bool(steps) for steps in orders].index(False)} has no steps" if orders else "no ranks"
@@ -264,7 +264,7 @@ def _checked(
 
 
 def _check_step(rank: int, i: int, given: Step, known: dict[Step, Step]) -> Step:
-    """The step as a Step, one object for all that are equal; ValueError if it is none."""
+    """The step as a `Step`, one object for all equal steps; ValueError if it is not a step."""
     try:
         return known[given]
     except (KeyError, TypeError):  # not seen yet, or not even hashable
@@ -316,12 +316,5 @@ def _out_of_turn(kind: str, wanted: tuple[str, ...], forward_ran: bool) -> str:
 
 
 def _peak(steps: tuple[Step, ...]) -> int:
-    held = peak = 0
-    for step in steps:
-        if step[0] == FORWARD:
-            held += 1
-            if held > peak:
-                peak = held
-        elif step[0] != BACKWARD_INPUT:
-            held -= 1
-    return peak
+    """The most forwards whose backward is not complete."""
+    return max(accumulate(_HELD[step[0]] for step in steps))

@@ -117,7 +117,7 @@ def _short(step: Step) -> str:
 
 
 def _plot_schedule(run: Simulation, schedule: Schedule, out: str) -> None:
-    from fastmp.parallel.schedule_plot import draw
+    from fastmp.plan.schedule_plot import draw
 
     sizes = f"pp {schedule.pp}, vpp {schedule.vpp}, {schedule.num_microbatches} microbatches"
     title = f"{schedule.name}, {sizes}: bubble {run.bubble:.3g}"

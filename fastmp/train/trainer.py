@@ -437,7 +437,7 @@ class Trainer:
         if self.device.type == "cuda":
             states["cuda"] = torch.cuda.get_rng_state(self.device)
         if self.rng is not None:
-            states |= {f"stream/{name}": state for name, state in self.rng.state_dict().items()}
+            states |= {f"stream/{name}": state for name, state in self.rng.states().items()}
         return states
 
     def _restore_random_states(self, states: dict[str, Tensor]) -> None:
@@ -445,8 +445,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], self.device)
         if self.rng is not None:
-            names = self.rng.state_dict()
-            self.rng.load_state_dict({name: states[f"stream/{name}"] for name in names})
+            self.rng.restore({name: states[f"stream/{name}"] for name in self.rng.states()})
 
 
 class _Window(NamedTuple):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import loss_tools
 import pytest
 import torch
 import torch.distributed as dist
+from loss_tools import OPTIONS
 
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import VocabParallelEmbedding
@@ -19,34 +21,10 @@ from fastmp.testing.ranks import run_ranks
 S, B, H, V = 8, 5, 12, 24
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
-OPTIONS = {
-    "plain": {},
-    "label smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 1e-2},
-    "padded vocabulary": {"vocab_size": 17},
-    "padded vocabulary, a shard all padding": {"vocab_size": 5},
-    "everything": {
-        "label_smoothing": 0.2,
-        "z_loss": 1e-2,
-        "vocab_size": 19,
-        "token_weight": True,
-        "ignore_index": 3,
-    },
-}
-
 
 def problem(options, dtype=torch.float64):
-    """Hidden (S, B, H), weight (V, H), targets with two ignored, the gradient of the loss, options."""
-    generator = torch.Generator().manual_seed(0)
-    options = dict(options)
-    hidden = torch.randn(S, B, H, dtype=torch.float64, generator=generator).to(dtype)
-    weight = torch.randn(V, H, dtype=torch.float64, generator=generator).to(dtype)
-    target = torch.randint(options.get("vocab_size", V), (S, B), generator=generator)
-    target[1, 2] = target[4, 0] = options.get("ignore_index", -100)
-    grad_loss = torch.randn(S, B, dtype=torch.float64, generator=generator)
-    if options.get("token_weight"):
-        options["token_weight"] = torch.rand(S, B, dtype=torch.float64, generator=generator)
-    return hidden, weight, target, grad_loss, options
+    """Hidden (S, B, H), weight (V, H), and all else as in `loss_tools.problem`."""
+    return loss_tools.problem([(S, B, H), (V, H)], options, V, dtype)
 
 
 def leaves(hidden, weight, rank, tp, sp):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import loss_tools
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
+from loss_tools import OPTIONS
 
 from fastmp.parallel.loss import vocab_parallel_cross_entropy
 from fastmp.testing.parallel import count_collectives
@@ -14,34 +16,11 @@ from fastmp.testing.ranks import run_ranks
 
 S, B, V = 6, 5, 24
 
-OPTIONS = {
-    "plain": {},
-    "label smoothing": {"label_smoothing": 0.1},
-    "z-loss": {"z_loss": 1e-2},
-    "padded vocabulary": {"vocab_size": 17},
-    "padded vocabulary, a shard all padding": {"vocab_size": 5},
-    "weights": {"token_weight": True},
-    "everything": {
-        "label_smoothing": 0.2,
-        "z_loss": 1e-2,
-        "vocab_size": 19,
-        "token_weight": True,
-        "ignore_index": 3,
-    },
-}
-
 
 def problem(options, dtype=torch.float64):
-    """Logits (S, B, V), targets with two ignored, the gradient of the loss, options with their tensors."""
-    generator = torch.Generator().manual_seed(0)
-    options = dict(options)
-    logits = torch.randn(S, B, V, dtype=torch.float64, generator=generator).mul_(5).to(dtype)
-    target = torch.randint(options.get("vocab_size", V), (S, B), generator=generator)
-    target[1, 2] = target[4, 0] = options.get("ignore_index", -100)
-    grad_loss = torch.randn(S, B, dtype=torch.float64, generator=generator)
-    if options.get("token_weight"):
-        options["token_weight"] = torch.rand(S, B, dtype=torch.float64, generator=generator)
-    return logits, target, grad_loss, options
+    """Logits (S, B, V) of some size, and all else as in `loss_tools.problem`."""
+    logits, *rest = loss_tools.problem([(S, B, V)], options, V)
+    return logits.mul_(5).to(dtype), *rest
 
 
 def truth(
@@ -184,10 +163,18 @@ def check_errors(rank, tp):
     group = dist.group.WORLD
     logits, target = torch.randn(4, 12), torch.tensor([1, 2, 3, 4])
     for message, arguments, options in (
-        ("target has shape (3,), which is not that of the logits (4, 12)", (logits, target[:3]), {}),
-        ("vocab_size is 25, but 2 shards of 12 columns hold 1 to 24", (logits, target), {"vocab_size": 25}),
-        ("vocab_size is 0, but 2 shards of 12", (logits, target), {"vocab_size": 0}),
-        ("token_weight has shape (2, 2), target (4,)", (logits, target), {"token_weight": torch.ones(2, 2)}),
+        ("target (3,) does not fit the tokens (4,) of logits (4, 12)", (logits, target[:3]), {}),
+        (
+            "vocab_size is 25, but the logits have 24 columns in 2 shards",
+            (logits, target),
+            {"vocab_size": 25},
+        ),
+        ("vocab_size is 0, but the logits have 24 columns", (logits, target), {"vocab_size": 0}),
+        (
+            "token_weight (2, 2) does not fit target (4,)",
+            (logits, target),
+            {"token_weight": torch.ones(2, 2)},
+        ),
         ("target must be torch.int64, got torch.int32", (logits, target.int()), {}),
         ("target 24 is outside the vocabulary of 24", (logits, torch.tensor([0, 24, 1, 2])), {}),
         (

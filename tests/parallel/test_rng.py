@@ -93,7 +93,7 @@ def sample(rng):
 def test_checkpoint_continues_bitwise():
     rng = RngTracker(3, tp_rank=1)
     sample(rng)
-    state = rng.state_dict()
+    state = rng.states()
     assert all(s.dtype == torch.uint8 and s.device.type == "cpu" for s in state.values())
     file = io.BytesIO()
     torch.save(state, file)
@@ -101,7 +101,7 @@ def test_checkpoint_continues_bitwise():
 
     other = RngTracker(99)
     file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
+    other.restore(torch.load(file, weights_only=True))
     assert torch.equal(sample(other), expected)
 
 
@@ -135,7 +135,7 @@ def test_errors_name_both_values():
     with pytest.raises(ValueError, match="no stream 'expert'; there is tensor-parallel"), rng.fork("expert"):
         pass
     with (
-        pytest.raises(ValueError, match="those of cpu, and do not reach tensors on cuda:0"),
+        pytest.raises(ValueError, match="draws on cpu, not on cuda:0"),
         rng.fork("tensor-parallel", device=torch.device("cuda", 0)),
     ):
         pass
