@@ -9,8 +9,8 @@ Rotary positions (Su et al. 2021) turn queries and keys in one launch, after the
 (Dehghani et al. 2023, as in Qwen3).
 
 Over a context-parallel group each rank has the queries of two slices of the sequence (`parallel/context.py`)
-and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783, section 3.3.2). Keys lie in order,
-so a slice sees the first so many of them, up to a diagonal, which is what fused attention kernels can do.
+and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783, section 3.3.2). Keys are in order,
+so a slice sees a prefix of them, up to a diagonal: fused attention kernels can do that.
 
 Shapes: S sequence (over CP ranks this rank's part of T), B batch, H hidden, G key/value heads of this rank, R
 query heads per key/value head, N = G * R query heads of this rank, D width of a head.
@@ -40,14 +40,15 @@ __all__ = ["SelfAttention", "last_causal"]
 class SelfAttention(GroupModule):
     """Multi-head attention of a sequence with itself; one all-reduce forward and one backward.
 
-    Over CP ranks also one all-gather of keys and values forward and one reduce-scatter backward; what all
-    tokens gathered, 2 * T * B * G * D elements, is kept for backward where the layer is not recomputed.
+    Over CP ranks there are one all-gather of keys and values forward and one reduce-scatter backward, too.
+    The gathered keys and values, 2 * T * B * G * D elements, are kept for backward unless the layer is
+    recomputed.
 
     Args:
         config: sizes, `attention_dropout`, and the spread of the initial weights.
         on: heads are divided over `groups.tp`, the sequence over `groups.cp`. Dropout inside attention draws
             from the stream of this TP and CP rank.
-        causal: a token sees itself and those before it only.
+        causal: a token sees only itself and the tokens before it.
         rotary: the tables of `config.position` "rope", shared by layers; None makes one.
 
     Raises ValueError where the heads or key/value heads are not divisible by the TP size, and for dropout
@@ -113,8 +114,8 @@ class SelfAttention(GroupModule):
         """Returns the output (S, B, H) without the bias of its projection, and that bias (H,) or None.
 
         `key_padding_mask_BT` is boolean, True for padding (as in `torch.nn.MultiheadAttention`), and covers
-        the whole sequence also under sequence and context parallelism. Nobody sees a padding token except
-        that token itself, so its own output is finite and means nothing.
+        the undivided sequence also under sequence and context parallelism. A padding token is seen only by
+        itself: its output is finite and means nothing.
 
         ValueError where a CP rank's tokens are not two equal slices.
         """
@@ -140,7 +141,7 @@ class SelfAttention(GroupModule):
     def _attend(
         self, q_BNSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """(S, B, N, D): what the queries take from the values; of two slices over CP ranks one by one."""
+        """The attention (S, B, N, D) of the queries; over CP ranks, of one slice after the other."""
         dropout = self.dropout if self.training else 0.0
         options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": self.queries_per_kv > 1}
         rng = self.rng if dropout > 0.0 else None
@@ -159,7 +160,7 @@ class SelfAttention(GroupModule):
             return torch.cat(contexts)
 
     def _mask(self, padding_BT: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
-        """Boolean (B, 1, S, T), True where a query may look at a key."""
+        """The boolean mask (B, 1, S, T), True where a query may look at a key."""
         if padding_BT.dtype != torch.bool or tuple(padding_BT.shape) != expected:
             raise ValueError(
                 f"SelfAttention: key_padding_mask must be bool of shape (batch, sequence) {expected}, "
@@ -180,11 +181,11 @@ class SelfAttention(GroupModule):
 def last_causal(
     q_BNCD: torch.Tensor, k_BGED: torch.Tensor, v_BGED: torch.Tensor, *, dropout_p: float, enable_gqa: bool
 ) -> torch.Tensor:
-    """Causal attention (B, N, C, D) of the last C of E tokens to all: query i sees keys 0 to E - C + i.
+    """The causal attention (B, N, C, D) of the last C of E tokens: query i sees keys 0 to E - C + i.
 
-    `is_causal` of `scaled_dot_product_attention` lets both start at token 0, and torch's `CausalBias`
-    allocates more than the mask it stands for. The flash kernels of a GPU count from the end; elsewhere there
-    is a mask of C x E bytes.
+    `is_causal` of `scaled_dot_product_attention` lets queries and keys both start at token 0, and torch's
+    `CausalBias` allocates more than the mask it stands for. The flash kernels of a GPU count from the end;
+    elsewhere a mask takes C x E bytes.
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
     C, E, D = q_BNCD.shape[2], k_BGED.shape[2], q_BNCD.shape[3]

@@ -24,8 +24,10 @@ __all__ = ["Dropout", "random_stream", "require_rng"]
 
 
 def require_rng(owner: str, probability: float, on: Placement, *, sharded: bool) -> None:
-    """Refuse dropout over CP ranks, and if `sharded` over TP ranks, without a generator per rank: all ranks
-    would drop the same positions."""
+    """Raise ValueError for dropout over CP ranks, and if `sharded` over TP ranks, without `on.rng`.
+
+    All ranks would drop the same positions.
+    """
     for axis, over in (("tensor", on.groups.tp if sharded else None), ("context", on.groups.cp)):
         if probability > 0.0 and on.rng is None and group_size(over) > 1:
             raise ValueError(
@@ -37,8 +39,11 @@ def require_rng(owner: str, probability: float, on: Placement, *, sharded: bool)
 def random_stream(
     rng: RngTracker | None, device: torch.device, *, sharded: bool, cp_group: ProcessGroup | None
 ) -> AbstractContextManager[None]:
-    """Draw random numbers on `device` for this rank's shard if `sharded`, else for a replica on all TP ranks;
-    in both cases for the tokens of this CP rank. Without a tracker (one rank): from torch's own generator."""
+    """A context to draw on `device` for this rank's shard if `sharded`, else for a replica on all TP ranks.
+
+    In both cases the numbers are for the tokens of this CP rank. Without a tracker (on one rank) they come
+    from torch's own generator.
+    """
     parts = ("tensor",) * sharded + ("context",) * (group_size(cp_group) > 1)
     if rng is None or not parts:
         return nullcontext()
@@ -69,7 +74,7 @@ class Dropout(GroupModule):
     ) -> torch.Tensor:
         """residual + dropout(x + bias) in one pass; backward makes the mask again, so none is kept.
 
-        out: where to write it, if it fits there.
+        out: a tensor for the result, if it has its shape, dtype and device.
         """
         if out is not None and (out.shape, out.dtype, out.device) != (x.shape, residual.dtype, x.device):
             out = None

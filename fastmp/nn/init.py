@@ -17,10 +17,10 @@ Init = Callable[[torch.Tensor], torch.Tensor]
 
 
 def normal(config: GPTConfig) -> Init:
-    """N(0, init_std), in place."""
+    """A function that draws a tensor from N(0, init_std), in place."""
     return partial(nn.init.normal_, mean=0.0, std=config.init_std)
 
 
 def residual_normal(config: GPTConfig) -> Init:
-    """N(0, init_std / sqrt(2 N)) of N layers: each adds two projections to the residual stream."""
+    """`normal`, narrower by sqrt(2 N): each of the N layers adds two projections to the residual stream."""
     return partial(nn.init.normal_, mean=0.0, std=config.init_std / math.sqrt(2 * config.num_layers))

@@ -1,9 +1,9 @@
 """The MLP of a transformer layer over a tensor-parallel group (Shoeybi et al. 2019, section 3).
 
 The first product is split by columns, so each rank applies bias and activation to its own columns, in one
-fused op, and the second is split by rows: one all-reduce forward and one backward, and none between the two
-products. Where the activation has a gate, the first product makes gate and up: each rank has its part of one,
-then of the other.
+fused op. The second is split by rows: there are one all-reduce forward and one backward, and none between the
+two products. Where the activation has a gate, the first product makes gate and up, and each rank has its part
+of one, then of the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["MLP"]
 
 
 class MLP(nn.Module):
-    """hidden -> ffn -> hidden with the activation `config.activation`, divided over `on.groups.tp`.
+    """An MLP hidden -> ffn -> hidden with the activation `config.activation`, divided over `on.groups.tp`.
 
     Raises ValueError where the ffn size is not divisible by the TP size.
     """

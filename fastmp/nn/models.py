@@ -161,13 +161,13 @@ class GPT(nn.Module):
                 table.weight[max(self.config.vocab_size - first, 0) :].zero_()
 
     def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
-        """Logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
+        """The logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
 
         Columns whose global id is `config.vocab_size` or more are padding: cut them off before sampling.
 
-        Raises ValueError for a sequence longer than `max_seq_len` (over CP ranks, the whole of it) or a part
-        that is not two slices, one that TP does not divide under sequence parallelism, and, on a CPU, an id
-        outside the vocabulary (looking on a GPU would wait for it, and a captured forward cannot look).
+        Raises ValueError for a sequence longer than `max_seq_len` (over CP ranks, the sum of their parts),
+        for a CP rank's part that is not two slices, for one that TP does not divide under sequence
+        parallelism, and, on a CPU, for an id outside the vocabulary: a GPU would have to be waited for.
         """
         return self.head(self.hidden(tokens_BS))
 
@@ -178,7 +178,7 @@ class GPT(nn.Module):
     def _through_layers(
         self, tokens_BS: torch.Tensor
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
+        """The hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
         return self._run_layers(self.embed(tokens_BS))
 
     def _run_layers(
@@ -228,13 +228,13 @@ class GPT(nn.Module):
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
     ) -> torch.Tensor | ExpertLosses:
-        """Cross-entropy of every token (B, S), equal on all TP ranks. Backward can run once.
+        """The cross-entropy of every token (B, S), equal on all TP ranks. Backward can run once.
 
-        A model with experts returns `ExpertLosses`, of which it is the first part.
+        A model with experts returns `ExpertLosses`, whose first entry it is.
 
-        Options as in `vocab_parallel_linear_cross_entropy`: the logits are never there as a whole, and with
-        `loss_grad_BS`, the gradient (B, S) that the losses will receive (1 where they are summed), the
-        gradients of the output layer are made in the forward pass.
+        The options are those of `vocab_parallel_linear_cross_entropy`, which never holds the logits of all
+        tokens. With `loss_grad_BS`, the gradient (B, S) that the losses will receive (1 where they are
+        summed), the gradients of the output layer are made in the forward pass.
         """
         hidden_SBH, aux, counts = self._through_layers(tokens_BS)
         loss_BS = self.token_losses(
@@ -261,7 +261,7 @@ class GPT(nn.Module):
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
     ) -> torch.Tensor:
-        """Cross-entropy of every token (B, S) from hidden states of the last layer; options as in `loss`."""
+        """The losses (B, S) of `loss` from the last layer's hidden states, with the options of `loss`."""
         assert self.final_norm is not None, "only the last stage has a head"
         loss_SB = vocab_parallel_linear_cross_entropy(
             self.final_norm(hidden_SBH),

@@ -1,9 +1,9 @@
 """Activation recomputation: keep a layer's input, and run its forward again when backward needs the rest.
 
-Random streams start from where they stood (also the tensor-parallel one), so masks are the same and gradients
-are equal bit for bit. Without sequence parallelism every TP rank holds the same input; on request each keeps
-1/TP of it, and recomputation gathers it again: TP times less memory for one all-gather a layer (Korthikanti
-et al. 2022, section 5, has the memory of both).
+All random streams start from where they stood, so masks are the same and gradients are equal bit for bit.
+Without sequence parallelism every TP rank holds the same input. On request each rank keeps 1/TP of it, and
+recomputation gathers it again: TP times less memory for one all-gather a layer (Korthikanti et al. 2022,
+section 5, has the memory of both).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def recompute(
     rng: RngTracker | None,
     shard_over: ProcessGroup | None = None,
 ) -> torch.Tensor | Tensors:
-    """`function(hidden, *others)`, of which only the arguments are kept for backward.
+    """Call `function(hidden, *others)`, and keep only its arguments for backward.
 
     Args:
         function: a layer, or anything that computes the same when called twice.
         hidden: first argument, usually (S, B, H).
         rng: the streams that `function` draws from; None: torch's default generators only.
-        shard_over: keep 1/P of `hidden`, which must be the same on all P ranks of this group, and `others`
-            whole.
+        shard_over: keep 1/P of `hidden`, which must be the same on all P ranks of this group, and all of
+            `others`.
 
     Raises ValueError where P does not divide the number of elements of `hidden`.
     """
@@ -56,7 +56,7 @@ def recompute(
 
 
 class _Gathering:
-    """Calls `function` with the tensor itself the first time, then with one gathered from the shards."""
+    """A call of `function`: with the tensor itself the first time, then with one gathered from the shards."""
 
     def __init__(
         self, function: Callable[..., torch.Tensor | Tensors], hidden: torch.Tensor, group: ProcessGroup
@@ -74,12 +74,12 @@ class _Gathering:
 
 
 def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of the forward, which starts now, and of its repetition."""
+    """The contexts of the forward, which starts now, and of its repetition."""
     return nullcontext(), _Replay(rng, rng.states())
 
 
 class _Replay:
-    """Streams as in `states` inside, as they were before outside. Entered once per recomputation."""
+    """A context in which streams start from `states`; behind it they are as before. It is entered once."""
 
     def __init__(self, rng: RngTracker, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
         self.rng, self.states = rng, states

@@ -1,7 +1,7 @@
 """Modules that every tensor-parallel rank holds undivided: norms, the position table, rotary angles.
 
 Under sequence parallelism a rank uses them on its part of the sequence, so its gradient is a partial sum.
-Marks on the parameters say so, and are kept through conversions and copies.
+Marks on the parameters say so; conversions and copies keep the marks.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class LayerNorm(_Replicated):
 
 
 class RMSNorm(_Replicated):
-    """Root mean square normalisation of (..., size); weight (size,) starts at one. Arguments as `LayerNorm`.
+    """Root mean square normalisation of (..., size), with weight (size,), which starts at one.
 
-    `sequence_parallel` is True also where `size` is the width of a head: a rank has its own heads only.
+    The arguments are those of `LayerNorm`. `sequence_parallel` is True also where `size` is the width of a
+    head, since a rank has only its own heads.
     """
 
     def __init__(
@@ -104,13 +105,13 @@ def make_norm(config: GPTConfig, on: Placement) -> LayerNorm | RMSNorm:
 
 
 class RotaryPositions(GroupModule):
-    """cos and sin of positions 0 to max_seq_len - 1, (max_seq_len, D / 2), for `ops.rope_qk`.
+    """Tables of cos and sin for positions 0 to max_seq_len - 1, (max_seq_len, D / 2), for `ops.rope_qk`.
 
-    forward(S) gives those of this rank's S tokens, (S, D / 2): the first S, over CP ranks its slices of the
-    first S * CP.
+    forward(S) gives the rows of this rank's S tokens, (S, D / 2): the first S, or over CP ranks its slices of
+    the first S * CP.
 
-    In float32, in a float64 model float64, whatever else the model is cast to: a cast or a move makes them
-    anew. They are no part of a checkpoint, and one module serves all layers.
+    The tables are float32, or float64 in a float64 model, whatever the model is cast to: a cast or a move
+    makes new ones. They are not part of a checkpoint, and one module serves all layers.
     """
 
     cos: torch.Tensor
@@ -148,9 +149,9 @@ class RotaryPositions(GroupModule):
 
 
 class PositionEmbedding(_Replicated):
-    """Learned positions: adds row s of a table (max_seq_len, H) to position s of (S, B, H).
+    """Learned positions: row s of a table (max_seq_len, H) is added to position s of (S, B, H).
 
-    Over CP ranks its input is this rank's slices of the sequence; under sequence parallelism this TP rank's
+    Over CP ranks the input is this rank's slices of the sequence, under sequence parallelism this TP rank's
     part of them.
     """
 

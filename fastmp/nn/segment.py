@@ -46,8 +46,8 @@ class Segment:
 class SegmentedLayer(nn.Module):
     """A layer that consists of `segments()`; forward runs them in order, each a range for profilers.
 
-    Takes the tensors of the first segment as positional arguments; returns what the last one returns, without
-    the tuple where it is a single tensor.
+    forward takes the tensors of the first segment as positional arguments and returns those of the last one,
+    a single tensor without its tuple.
     """
 
     def segments(self) -> tuple[Segment, ...]:
@@ -65,7 +65,7 @@ class SingleSegment(SegmentedLayer):
 
     The segment has the name of the module's class.
 
-    reason: why it cannot be captured, in words; empty: it can, which `fastmp.graphs.explain` looks at.
+    reason: why it cannot be captured, in words; empty: it can be, which `fastmp.graphs.explain` checks.
     """
 
     def __init__(self, module: nn.Module, *, reason: str = "") -> None:
@@ -80,12 +80,13 @@ class SingleSegment(SegmentedLayer):
 class LayerChain(nn.ModuleList):
     """Layers one after the other: each takes the first tensor that the one before it returned.
 
-    forward(*tensors), which the first layer takes, returns (x, *others): the first tensor of the last layer,
-    and whatever else the layers returned, in order.
+    forward(*tensors) gives its tensors to the first layer and returns (x, *others): the first tensor of the
+    last layer, and all further tensors of the layers, in order.
 
-    modules: the layers; each that is no `SegmentedLayer` becomes a `SingleSegment`.
-    call: how to run a layer, `call(layer, x)` instead of layer(x), as for recomputation. Who runs a chain by
-        segments has it call those of a layer that follow each other, as `call(function, *tensors)`.
+    modules: the layers; a module that is not a `SegmentedLayer` becomes a `SingleSegment`.
+    call: called as `call(layer, x)` in place of layer(x), for recomputation for instance. Whoever runs a
+    chain
+        by segments calls it as `call(function, *tensors)` for the segments of a layer that follow each other.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), call: Call | None = None) -> None:
@@ -100,11 +101,11 @@ class LayerChain(nn.ModuleList):
         return *tensors, *others
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies run by themselves: a forward in place of this one, of whoever runs the chain, stays here."""
+        """The state of a copy, without a forward that a graph manager has put in place of this one."""
         return {name: value for name, value in vars(self).items() if name != "forward"}
 
     def links(self) -> list[Link]:
-        """The segments of all layers in order, for whoever runs a chain over the borders of its layers."""
+        """The segments of all layers in order, for a graph manager, whose runs may cross layers."""
         links = []
         for name, layer in self._modules.items():  # a layer may be there twice
             assert isinstance(layer, SegmentedLayer)
@@ -140,9 +141,9 @@ def run_links(
     out: torch.Tensor | None = None,
     begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
-    """Run segments: (tensors of the last one, further tensors of the layers that ended on the way).
+    """Run segments; return the tensors of the last one, and further tensors of the layers that ended.
 
-    call: that of the chain.
+    call: the `call` of the chain.
     out: where the last segment may leave its first tensor, see `Segment.accepts_out`.
     begun: gets every link before it runs.
     """
@@ -178,7 +179,7 @@ def _run_links(
 
 
 class _Part:
-    """Segments of a layer as a function. Called again, as to recompute, it makes all tensors anew."""
+    """Some segments of a layer as a function. Called again, to recompute, it makes new tensors throughout."""
 
     def __init__(self, links: list[Link], *options: Any) -> None:
         self.links, self.options = links, options

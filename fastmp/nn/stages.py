@@ -1,11 +1,10 @@
 """GPT over the stages of a pipeline: embeddings in the first, then layers, final norm and loss in the last.
 
-A tied embedding is there twice, in the first and the last stage, the latter marked as a replica;
-`sum_tied_gradients` adds the gradients of the two once a step, so that they stay equal. Parameters have the
-names that they have in the whole model.
+A tied embedding is in the first and in the last stage, where it is marked as a replica; `sum_tied_gradients`
+adds the gradients of both once a step, so that they stay equal. Parameters are named as in the undivided
+model.
 
-Shapes: S sequence, B batch, H hidden. What goes from stage to stage is (S, B, H), (S/TP, B, H) under
-sequence parallelism.
+Shapes: S sequence, B batch, H hidden. Stages hand on (S, B, H), or (S/TP, B, H) under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "sum_tied_gradients"]
 
 
 class GPTStage(GPT):
-    """One stage of a GPT, for `fastmp.parallel.Pipeline`. Made by `gpt_stages`.
+    """One stage of a GPT, for `fastmp.parallel.Pipeline`, made by `gpt_stages`.
 
-    forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states; of a model
-    with experts a `StageOutput` with the auxiliary losses of this stage's layers and, as stats, their counts
-    (layers of the stage, experts), see `ExpertLosses`. `token_losses` of the last stage ends the pipeline.
+    forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states. With
+    experts it gives a `StageOutput` with the auxiliary losses of this stage's layers and, as stats, their
+    counts (layers of the stage, experts), see `ExpertLosses`. `token_losses` of the last stage ends the
+    pipeline.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | StageOutput:  # type: ignore[override]  # no logits
@@ -41,7 +41,7 @@ class GPTStage(GPT):
 
 
 def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> list[range]:
-    """The layers of every stage: equally many, or as many as `layers` says (0 is allowed).
+    """The layers of every stage: the same number, or the numbers in `layers` (0 is allowed).
 
     ValueError where stages do not divide the layers, or `layers` does not fit the two numbers.
     """
@@ -49,7 +49,7 @@ def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | N
         if num_layers % num_stages:
             raise ValueError(
                 f"gpt_stages: {num_layers} layers are not divisible by {num_stages} stages (pp x vpp); "
-                "say with layers= how many each has"
+                "give the number of each in layers="
             )
         layers = [num_layers // num_stages] * num_stages
     if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 0:
@@ -71,12 +71,13 @@ def gpt_stages(
 ) -> list[GPTStage]:
     """The `vpp` chunks of this rank of `on.groups.pp`: chunk i is stage i * PP + rank of a GPT.
 
-    layers: how many each of the PP * vpp stages has, in order of the stages; None: equally many.
+    layers: the number of layers of each of the PP * vpp stages, in order; None: the same number for all.
 
     With init="full" the weights are bitwise those of the undivided model if all ranks' default random streams
     start alike; the last stage takes a tied embedding from the first. The other arguments are those of `GPT`.
 
-    Every rank calls it. ValueError as `layers_of_stages` and `GPT`, and for a rank without parameters.
+    Every rank calls it. ValueError where `layers_of_stages` or `GPT` raises it, and for a rank without
+    parameters.
     """
     rank, size = group_rank(on.groups.pp), group_size(on.groups.pp)
     ranges = layers_of_stages(config.num_layers, size * vpp, layers)
@@ -110,7 +111,7 @@ def _share_embedding(stages: Sequence[GPTStage], groups: ParallelGroups) -> None
 
 
 def _restart(on: Placement) -> Callable[[], None]:
-    """Sets random streams back to where they are now, if every chunk draws, or passes over, a whole model."""
+    """A function that sets random streams back to where they are now, if each chunk draws all of a model."""
     if on.init != "full":
         return lambda: None
     rng = on.rng
@@ -125,11 +126,11 @@ def _restart(on: Placement) -> Callable[[], None]:
 
 @torch.no_grad()
 def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
-    """Add up the gradients of a tied embedding, which the first and the last stage both have a part of.
+    """Add up the gradients of a tied embedding, of which the first and the last stage each have a part.
 
-    Once a step; every rank calls it. `main_grad` where a gradient buffer has made one, else `grad`. After the
-    sum over data-parallel ranks, whose order may depend on the place in the buffer: then both tables get the
-    same bits.
+    Every rank calls it once a step, after the sum over data-parallel ranks, whose order may depend on the
+    place in the buffer: so both tables get the same bits. It adds `main_grad` where a gradient buffer has
+    made one, else `grad`.
     """
     group = groups.embedding
     if group is None or not stages[0].config.tie_embeddings:

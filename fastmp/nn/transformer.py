@@ -1,8 +1,9 @@
 """The pre-LN transformer layer as segments: attention and MLP, each normalised first and added back.
 
-Four all-reduces a layer, two forward and two backward; under sequence parallelism each is a reduce-scatter
-and an all-gather (Korthikanti et al. 2022), and norms, dropout and residuals work on (S/TP, B, H). With
-experts in place of the MLP, their segments follow attention: the first normalises, the last adds back.
+A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a
+reduce-scatter and an all-gather (Korthikanti et al. 2022), and norms, dropout and residuals work on (S/TP, B,
+H). With experts in place of the MLP, their segments follow attention: the first normalises, the last adds
+back.
 """
 
 from __future__ import annotations
@@ -27,16 +28,15 @@ __all__ = ["TransformerLayer"]
 class TransformerLayer(SegmentedLayer):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT), see `SelfAttention`; returns hidden_SBH.
-    Hidden states are (S, B, H), (S/TP, B, H) under sequence parallelism; over CP ranks S counts this rank's
-    tokens.
+    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT), see `SelfAttention`, returns hidden_SBH.
+    Hidden states are (S, B, H), or (S/TP, B, H) under sequence parallelism; over CP ranks S counts this
+    rank's tokens.
 
-    Where `config.moe` describes experts, they are in place of the MLP, and forward returns (hidden_SBH, aux,
-    counts_E), with the auxiliary losses and the loads of the experts: see `MoELayer`.
+    Where `config.moe` describes experts, they take the place of the MLP, and forward returns (hidden_SBH,
+    aux, counts_E), with the auxiliary losses and the loads of the experts: see `MoELayer`.
 
-    Args: as for `SelfAttention`; experts use the groups of the expert grid as well.
-
-    Raises ValueError as the parts do.
+    The arguments are those of `SelfAttention`; experts use the groups of the expert grid as well. ValueError
+    where a part of the layer raises it.
     """
 
     def __init__(

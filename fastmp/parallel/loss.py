@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp import ops
+from fastmp.ops import checks
 from fastmp.ops.cross_entropy import check_reduction, reduced
 from fastmp.parallel.collectives import all_gather, group_rank, group_size
 
@@ -41,28 +42,20 @@ def vocab_parallel_cross_entropy(
 
     ValueError for shapes that do not match, and on a CPU for a target outside the vocabulary.
     """
-    if logits.dim() < 1 or target.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"vocab_parallel_cross_entropy: target {tuple(target.shape)} does not fit the tokens "
-            f"{tuple(logits.shape[:-1])} of logits {tuple(logits.shape)}"
-        )
-    if target.dtype != torch.int64:
-        raise ValueError(f"vocab_parallel_cross_entropy: target must be {torch.int64}, got {target.dtype}")
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ValueError(
-            f"vocab_parallel_cross_entropy: token_weight {tuple(token_weight.shape)} does not fit target "
-            f"{tuple(target.shape)}"
-        )
-    check_reduction("vocab_parallel_cross_entropy", reduction)
+    op = "vocab_parallel_cross_entropy"
+    checks.floating(op, "logits", logits)
+    checks.fits(op, logits.shape[:-1], to=("logits", logits), target=target, token_weight=token_weight)
+    checks.require(target.dtype == torch.int64, "{}: target must be torch.int64, got {}", op, target.dtype)
+    check_reduction(op, reduction)
     size, shard = group_size(group), logits.shape[-1]
     vocab_start = group_rank(group) * shard
     if vocab_size is None:
         vocab_size = size * shard
-    elif not 0 < vocab_size <= size * shard:
-        raise ValueError(
-            f"vocab_parallel_cross_entropy: vocab_size is {vocab_size}, but the logits have {size * shard} "
-            f"columns in {size} shards"
-        )
+    checks.require(
+        0 < vocab_size <= size * shard,
+        "{}: vocab_size is {}, but the logits have {} columns in {} shards",
+        *(op, vocab_size, size * shard, size),
+    )
     rows_NV, target_N = logits.reshape(target.numel(), shard), target.reshape(-1)
     if rows_NV.stride(1) != 1:
         rows_NV = rows_NV.contiguous()

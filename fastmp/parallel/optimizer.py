@@ -176,16 +176,13 @@ class AdamW:
                 f"AdamW.load_state_dict: only in the optimizer {sorted(mine.keys() - loaded.keys())[:3]}, "
                 f"only in the state {sorted(loaded.keys() - mine.keys())[:3]}"
             )
-        for name, entries in mine.items():
-            for key, tensor in entries.items():
-                got = tuple(loaded[name][key].shape) if key in loaded[name] else "nothing"
-                if got != tuple(tensor.shape):
-                    raise ValueError(
-                        f"AdamW.load_state_dict: {name}.{key} is {tuple(tensor.shape)} here, got {got}"
-                    )
-        for name, entries in mine.items():
-            for key, tensor in entries.items():
-                tensor.copy_(loaded[name][key])
+        pairs = [(n, key, own, loaded[n].get(key)) for n, own_n in mine.items() for key, own in own_n.items()]
+        for name, key, own, new in pairs:
+            got = "nothing" if new is None else tuple(new.shape)
+            if got != tuple(own.shape):
+                raise ValueError(f"AdamW.load_state_dict: {name}.{key} is {tuple(own.shape)} here, got {got}")
+        for _, _, own, new in pairs:
+            own.copy_(new)
         for flat in self._flats:
             flat.step.fill_(state_dict["step"])
             if flat.rounded is not None:

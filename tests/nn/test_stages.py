@@ -16,6 +16,8 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def layout_case(rank, world, layout, runs):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))

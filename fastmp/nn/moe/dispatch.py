@@ -1,19 +1,19 @@
-"""Bringing tokens to their experts and back.
+"""Dispatchers: they bring tokens to their experts, and the outputs back.
 
 A rank's pairs of token and expert are sorted by expert (a permutation made on the device), so the pairs of
 one expert-parallel rank lie in a row. `AllToAllDispatcher` sends them; what arrives is sorted by source, then
 by expert, and is sorted once more. With expert tensor parallelism the ranks of an `etp` group, which hold
 other tokens and other parts of the same experts, share their rows: all-gather in, reduce-scatter out.
 `AllGatherDispatcher` brings all tokens of the etp-ep group to each of its ranks, which takes what is for its
-experts; a reduce-scatter adds up the outputs. One rank alone has nothing to send (`LocalDispatcher`), and
-ranks that divide each expert, but hold all of them, share all their tokens (`SharingDispatcher`).
+experts; a reduce-scatter adds up the outputs. One rank alone has nothing to send (`LocalDispatcher`). Ranks
+that divide each expert, but hold all of them, share all their tokens (`SharingDispatcher`).
 
-How many rows go where is known on the device only. All ranks of the etp-ep group gather each other's counts
-there, a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the host:
-the only time that the host waits for the device. Every size in it and after it comes from that matrix, which
-is the same on all ranks: they cannot disagree. Where a rank cannot go on, it says so in its row of the
-matrix, and all of them stop. With all experts on every rank nothing is copied: how many rows there are
-follows from how many tokens there are, which hosts know.
+How many rows go where is known on the device only. There all ranks of the etp-ep group gather each other's
+counts, by a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the
+host, the only time that the host waits for the device. All sizes from there on come from that matrix, which
+is the same on all ranks: they cannot disagree. A rank that cannot go on says so in its row of the matrix, and
+all ranks stop. With all experts on every rank nothing is copied: the number of rows follows from the number
+of tokens, which hosts know.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, M rows at the experts,
 R ranks of the etp-ep group.
@@ -54,8 +54,8 @@ _HOST = torch.device("cpu")
 def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
     """The dispatcher that `moe.dispatcher` names, for the etp and ep groups of `groups`.
 
-    Raises ValueError where the ranks do not divide the experts, and where they would have to tell each other
-    sizes on the host but have no backend for that.
+    Raises ValueError where the ranks do not divide the experts, and where hosts must tell each other sizes
+    but have no backend for that.
     """
     if groups.etp_ep is None:
         return LocalDispatcher(moe.num_experts)
@@ -75,7 +75,9 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
 
 
 class LocalDispatcher:
-    """All experts are here: sort, and weigh on the way back. Nothing waits, every shape is static.
+    """The dispatcher for all experts on one rank: it sorts, and weighs on the way back.
+
+    Nothing waits, and every shape is static.
 
     The three steps of a dispatcher pass each other tensors only:
 
@@ -84,9 +86,9 @@ class LocalDispatcher:
     combine(outputs (M, H), *those) -> (T, H), or (room, H) where that is more
 
     `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
-    count as zeros. `room`: how many tokens a rank of the tensor-parallel group has at most, the same on all.
-    `refused`: they are too few for the capacity; if others wait for this rank, a ValueError on all of them.
-    `eager`: the segments that a graph cannot hold, for their shapes depend on data or on other ranks.
+    count as zeros. `room`: the most tokens that a rank of the tensor-parallel group has, the same on all.
+    `refused`: this rank's tokens are too few for the capacity; if others wait for it, all raise ValueError.
+    `eager`: the segments that a graph cannot hold, because their shapes depend on data or on other ranks.
     """
 
     eager: tuple[str, ...] = ()
@@ -116,10 +118,10 @@ class LocalDispatcher:
 
 
 class SharingDispatcher(LocalDispatcher):
-    """Every rank of an `etp` group has its part of all experts, and takes the tokens of all.
+    """The dispatcher for `etp` ranks that each have a part of every expert: they share all tokens.
 
     one_sequence: the ranks hold parts of one sequence, so that each knows how many tokens the others have,
-    and all shapes are static. Else they tell each other, from host to host: the device has no part in it.
+    and all shapes are static. Otherwise their hosts tell each other, without the device.
     """
 
     def __init__(self, num_experts: int, etp_group: ProcessGroup, *, one_sequence: bool) -> None:
@@ -130,9 +132,9 @@ class SharingDispatcher(LocalDispatcher):
         self.eager = ("preprocess", "dispatch", "experts", "combine")
         if _HOST not in etp_group._device_types:
             raise ValueError(
-                f"MoELayer: {group_size(etp_group)} ranks share experts but not sequences, and tell each "
-                f"other sizes on the host, which their backend, {dist.get_backend(etp_group)}, does not "
-                'serve: initialise with backend="cpu:gloo,cuda:nccl", as fastmp.init does'
+                f"MoELayer: {group_size(etp_group)} ranks share experts but not sequences, so their hosts "
+                f"must tell each other sizes, which backend {dist.get_backend(etp_group)} cannot do: "
+                'initialise with backend="cpu:gloo,cuda:nccl", as fastmp.init does'
             )
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
@@ -184,7 +186,7 @@ class _Exchanging(LocalDispatcher):
         return self._local(kept[-1]).sum((0, 1)).tolist()
 
     def _everyones(self, counts: Tensor, tokens: int, room: int, refused: bool) -> Tensor:
-        """(R, E + 1): what each rank has for each expert, and its tokens, below 0 if they are refused."""
+        """The matrix (R, E + 1): a rank's rows for each expert, and its tokens, below 0 if refused."""
         last = _refusable(room, True) if refused else tokens
         return all_gather(F.pad(counts, (0, 1), value=last).unsqueeze(0), self.etp_ep_group)[0]
 
@@ -195,7 +197,7 @@ class _Exchanging(LocalDispatcher):
         return host_RX
 
     def _local(self, matrix_RX: Tensor) -> Tensor:
-        """Columns of a matrix (R, E + 1) that are about this rank's experts, as (etp, ep, L)."""
+        """The columns of a matrix (R, E + 1) for this rank's experts, as (etp, ep, L)."""
         first = self.ep_rank * self.num_local
         local = matrix_RX[:, first : first + self.num_local]
         if self.etp_varies_first:
@@ -236,7 +238,7 @@ class AllToAllDispatcher(_Exchanging):
         return unpermute(rows, row_of, probs)
 
     def _splits(self, host_RX: Tensor) -> tuple[list[int], list[int], list[int]]:
-        """Rows sent to and received from each rank of `ep`, and those that arrive at each rank of `etp`."""
+        """The rows sent to and received from each `ep` rank, and those that arrive at each `etp` rank."""
         sent = host_RX[self.rank, :-1].view(self.ep, -1).sum(1).tolist()
         arriving = self._local(host_RX).sum(2)
         return sent, arriving[self.etp_rank].tolist(), arriving.sum(1).tolist()
@@ -318,7 +320,7 @@ def _within(group: ProcessGroup, other: ProcessGroup | None) -> bool:
 
 
 class HostCopy:
-    """A tensor on its way to the host: pinned memory, so that the device goes on; `wait` gives it."""
+    """A copy of a tensor on its way to pinned memory of the host; `wait` returns it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.event = None

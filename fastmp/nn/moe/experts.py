@@ -107,10 +107,10 @@ class GroupedExperts(ParallelModule):
     def forward(
         self, rows_MH: torch.Tensor, offsets_L: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Rows in the order of the experts to outputs (M, H), partial sums over the ETP ranks.
+        """The outputs (M, H) for rows in the order of the experts: partial sums over the ETP ranks.
 
-        offsets_L: int32, where each expert's rows end; rows from the last one on give zeros. sizes: rows of
-        each expert, where the host knows them.
+        offsets_L: int32, where each expert's rows end; rows behind the last expert's give zeros. sizes: the
+        number of rows of each expert, where the host knows it.
         """
         ffn_MF = grouped_mlp_in(
             rows_MH, self.fc1, offsets_L, form=self.form, gated=self.blocks == 2, sizes=sizes
@@ -128,7 +128,7 @@ class GroupedExperts(ParallelModule):
 class SharedExperts(ParallelModule):
     """An MLP over the tensor-parallel group that every token goes through, times a sigmoid gate on request.
 
-    The gate (1, H), as in Qwen's models, is the same on every rank. Arguments as for `MLP`.
+    The gate (1, H), as in Qwen's models, is the same on every rank. The arguments are those of `MLP`.
     """
 
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:

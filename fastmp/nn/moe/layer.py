@@ -3,13 +3,13 @@
     router, preprocess, shared_experts | dispatch, experts, combine
 
 The first three have fixed shapes and never wait for the device. With experts on several ranks, `dispatch`
-begins with the one copy to the host that tells how many rows go where, and what follows it has shapes that
-depend on the data. With all of them on every rank, whole or divided over a tensor-parallel group, all six can
-be captured.
+begins with the one copy to the host that tells how many rows go where, and all shapes behind it depend on the
+data. With all experts on every rank, undivided or divided over a tensor-parallel group, all six can be
+captured.
 
-Inside the layer tokens are divided over the tensor-parallel group. Under sequence parallelism they are so
-already; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
-gathered. Attention runs on tp-cp-dp, experts on etp-ep-edp, over the same ranks.
+Inside the layer, tokens are divided over the tensor-parallel group. Under sequence parallelism they already
+are; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
+gathered. Attention is divided over tp-cp-dp, experts over etp-ep-edp, of the same ranks.
 
 S sequence (of this rank under sequence parallelism), B batch, H hidden, T tokens of this rank, E experts, k
 chosen of each token.
@@ -41,17 +41,17 @@ __all__ = ["MoELayer"]
 
 
 class MoELayer(SegmentedLayer):
-    """Router, experts and, on request, a shared expert: hidden states in, hidden states out.
+    """The router, the experts and, on request, a shared expert: hidden states in, hidden states out.
 
     forward(hidden_SBH) returns
 
     - the output (S, B, H);
     - `aux` (), the auxiliary losses of this rank's tokens, a sum over tokens to be added to the sum of the
-      model's losses. A tensor-parallel rank has its part only: `reduce_from_group(aux, groups.tp)`, once for
-      the sum over all layers, gives a value that is equal on the ranks, with the right gradient. Zero in
-      evaluation mode;
-    - `counts` (E,) int32, how many of this rank's tokens chose each expert, before anything is dropped. Added
-      over microbatches and the ranks of `groups.tp_cp_dp` it is what `router.update_expert_bias` takes.
+      model's losses; zero in evaluation mode. A tensor-parallel rank has only its part:
+      `reduce_from_group(aux, groups.tp)`, once for the sum over all layers, gives the same value on all
+      ranks, with the right gradient;
+    - `counts` (E,) int32, how many of this rank's tokens chose each expert, before anything is dropped.
+      `router.update_expert_bias` takes their sum over microbatches and the ranks of `groups.tp_cp_dp`.
 
     Each segment takes further tensors after its own and hands them on, so that a layer around this one can
     carry its residual through: router(hidden, *carried), ..., combine -> (output, aux, counts, *carried).
@@ -95,8 +95,8 @@ class MoELayer(SegmentedLayer):
             for name, function in run.items()
         )
 
-    # From segment to segment go the tensors of the one step, aux, counts, the layer's input (once the shared
-    # expert has run, its output in that place), and what is carried.
+    # A segment hands on the tensors for the next one, aux, counts, the layer's input (which the shared expert
+    # replaces by its output), and what is carried.
 
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
         self._capacity(hidden_SBH)  # an error comes before the router's collectives
@@ -159,9 +159,10 @@ class MoELayer(SegmentedLayer):
         return output_SBH, aux, counts_E, *carried
 
     def _capacity(self, hidden_SBH: Tensor) -> int | None:
-        """Tokens that an expert takes of one rank, the same on all TP ranks; None for all there are.
+        """The number of tokens that an expert takes from one rank, the same on all TP ranks; None: no limit.
 
-        ValueError for less than one. Where ranks wait for each other it is 0, and all of them will raise.
+        ValueError where it is less than one. Where ranks wait for each other it is 0 then, and all will
+        raise.
         """
         moe, tokens = self.moe, self._room(hidden_SBH)
         if not self.training or moe.capacity_factor is None or not hidden_SBH.numel():
@@ -169,7 +170,7 @@ class MoELayer(SegmentedLayer):
         share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
         if share >= 1.0:
             return math.ceil(share)
-        if self.dispatcher.eager:  # the next that ranks do is to tell each other their counts
+        if self.dispatcher.eager:  # ranks tell each other their counts next, and this with them
             return 0
         raise ValueError(
             f"MoELayer: a capacity of {share:g} tokens is less than one: capacity_factor "
@@ -181,8 +182,7 @@ class MoELayer(SegmentedLayer):
         return self._part(hidden_SBH.shape[0]) * hidden_SBH.shape[1]
 
     def _part(self, S: int) -> int:
-        """Positions of the sequence that are a rank's, except on the last ranks of a length that TP does not
-        divide."""
+        """The number of positions of a TP rank; where TP does not divide S, the last ranks have fewer."""
         return S if self.sequence_parallel else -(-S // group_size(self.groups.tp))
 
     def _own_tokens(self, hidden_SBH: Tensor) -> Tensor:
@@ -211,8 +211,10 @@ class MoELayer(SegmentedLayer):
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:
-    """The stream for what may run beside the current one; None where there is none, or work is recorded for
-    later: a graph has to end with all its streams joined."""
+    """The stream for work beside the current one; None on a CPU, and where work is recorded for later.
+
+    A graph has to end with all its streams joined.
+    """
     if not x.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return None
     return _stream(x.device)
@@ -224,8 +226,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _agree(config: GPTConfig, moe: MoEConfig, on: Placement) -> None:
-    """Refuse layers of different kinds on ranks that share experts, on all of them and before any rank waits
-    for rows that will not come."""
+    """Raise ValueError, on all ranks that share experts, where their layers are of different kinds.
+
+    It comes before any rank waits for rows that will not come.
+    """
     group = on.groups.etp_ep
     if group is None:
         return

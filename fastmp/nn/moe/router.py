@@ -1,4 +1,4 @@
-"""The router: which experts a token goes to, with which probabilities, and what keeps the experts busy.
+"""The router: it chooses experts for a token, weighs them, and keeps their loads equal.
 
 Losses are sums over tokens, as the loss of the model is, so adding up ranks and microbatches and dividing
 once by the number of tokens gives the mean. The Switch loss of a token set is
@@ -13,9 +13,10 @@ however tokens are divided. The sequence-level loss takes f_e and S_e of one seq
 
 Other libraries differ in three points:
 
-- Shares. f_e of `aux_loss` counts the tokens of one microbatch over all ranks of tp-cp-dp, that of
-  `sequence_aux_loss` the tokens of one sequence (over tp-cp): one all-reduce of E integers. Megatron's
-  "aux_loss" counts over tp-cp only, its "global_aux_loss" over dp and the microbatches of a step too.
+- Shares. In `aux_loss`, f_e counts the tokens of one microbatch over all ranks of tp-cp-dp; in
+  `sequence_aux_loss`, the tokens of one sequence (over tp-cp). Each is one all-reduce of E integers.
+  Megatron's "aux_loss" counts over tp-cp only, its "global_aux_loss" over dp and the microbatches of a step
+  too.
 - Scale. transformers takes the shares and scores of all L layers together and does not divide the choices by
   k. Its `router_aux_loss_coef` c is `aux_loss` c * top_k / L here, exactly so where all layers have equal
   shares.
@@ -100,7 +101,7 @@ class Router(ParallelModule):
         before = self.expert_bias
         super()._apply(fn, recurse)
         now = self.expert_bias
-        if before is not None and now is not None:  # its steps are too small for a narrow dtype: not rounded
+        if before is not None and now is not None:  # kept wide: its steps would be rounded away in 16 bits
             self.expert_bias = (now if before.is_meta else before).to(now.device, _wide(now.dtype))
         return self
 
@@ -109,8 +110,8 @@ class Router(ParallelModule):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns indices (T, k) int32, probs (T, k), the loss of this rank's tokens (), and counts (E,).
 
-        The loss is zero in evaluation mode, where ranks need not run in step. counts, int32, are this rank's
-        tokens per expert before anything is dropped.
+        The loss is zero in evaluation mode, where ranks need not have equally many batches. counts, int32,
+        are this rank's tokens for each expert before anything is dropped.
         """
         moe = self.moe
         logits = router_logits(self._jittered(tokens_SBH), self.weight)
@@ -152,8 +153,9 @@ class Router(ParallelModule):
     def update_expert_bias(self, counts_E: torch.Tensor) -> None:
         """Move the bias by `bias_update_rate` towards equal loads.
 
-        counts_E: tokens of each expert in the whole step: the counts of `forward`, added over microbatches
-        and over the ranks of `tp_cp_dp`. Nothing is read back, and nothing happens without a bias.
+        counts_E: the tokens of each expert in a training step: the counts of `forward`, added over
+        microbatches and over the ranks of `tp_cp_dp`. The host reads nothing, and nothing happens without a
+        bias.
         """
         if self.expert_bias is None:
             return
@@ -185,9 +187,9 @@ def _shares(counts: torch.Tensor, group: ProcessGroup | None, dtype: torch.dtype
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x (..., H) and weight (E, H) to logits (..., E) in float32 (float64), under autocast too.
+    """The logits (..., E) of x (..., H) and weight (E, H), in float32 (float64), under autocast too.
 
-    Backward makes the wide copy of `x` again: it is not kept.
+    The wide copy of `x` is not kept: backward makes it again.
     """
     return _RouterLogits.apply(x, weight)
 
