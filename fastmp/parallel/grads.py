@@ -36,7 +36,7 @@ def main_grad(param: Parameter) -> Tensor:
 
 
 def is_vector(param: Parameter) -> bool:
-    """Whether `param` is a vector or a scalar, as biases and norms are. Experts have one for each expert."""
+    """Whether `param` is a vector or a scalar, like a bias; experts have a vector for each expert."""
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 

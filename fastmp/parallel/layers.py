@@ -142,8 +142,9 @@ class ParallelModule(GroupModule):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, marks in self._marks().items():
-            if not keep_vars and getattr(self, name) is not None and self._is_shard(marks):
-                destination[prefix + name].__dict__.update(_NO_DCP)
+            shard = destination.get(prefix + name)
+            if shard is not None and not keep_vars and self._is_shard(marks):
+                shard.__dict__.update(_NO_DCP)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ParallelModule:
         super()._apply(fn, recurse)

@@ -247,7 +247,7 @@ def _check_gradient(name: str, param: Parameter) -> None:
     if grad.shape != param.shape or ours != theirs or not torch.ops.aten.is_non_overlapping_and_dense(param):
         raise ValueError(
             f"AdamW: parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has a "
-            f"main_grad of shape {tuple(grad.shape)} and strides {grad.stride()}; both must be the same"
+            f"main_grad of shape {tuple(grad.shape)} and strides {grad.stride()}; they must agree"
         )
 
 

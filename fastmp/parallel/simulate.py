@@ -209,7 +209,7 @@ def _needed(rank: int, step: Step, pp: int, vpp: int) -> tuple[int, Step]:
 
 
 def _gives(kind: str, needed: str) -> bool:
-    """Whether a step of `kind` sends what a step waits for that needs a `needed`, forward or backward."""
+    """Whether a step of `kind` sends what a step that needs `needed`, a forward or backward, waits for."""
     return kind == FORWARD if needed == FORWARD else kind in (BACKWARD, BACKWARD_INPUT)
 
 

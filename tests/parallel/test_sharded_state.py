@@ -82,6 +82,7 @@ def test_entries_share_memory_with_parameters_and_blocks_have_names():
         f"qkv.{name}[{block}]" for name in ("weight", "bias") for block in range(3)
     ]
     assert state["qkv.weight[1]"].data_ptr() == model["qkv"].weight[8:].data_ptr()
+    assert not any(vars(tensor) for tensor in model.state_dict().values()), "one rank's are saved plainly"
 
 
 def test_experts_are_refused():

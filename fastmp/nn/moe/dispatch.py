@@ -81,8 +81,8 @@ class LocalDispatcher:
 
     The three steps of a dispatcher pass each other tensors only:
 
-    preprocess(indices (T, k), probs (T, k), room, refused) -> plan, `num_planned` tensors
-    dispatch(tokens (T, H), *plan) -> rows (M, H), offsets (L,), and `num_kept` more tensors
+    preprocess(indices (T, k), probs (T, k), room, refused) -> `num_prepared` tensors
+    dispatch(tokens (T, H), *prepared) -> rows (M, H), offsets (L,), and `num_kept` more tensors
     combine(outputs (M, H), *those) -> (T, H), or (room, H) where that is more
 
     `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
@@ -92,7 +92,7 @@ class LocalDispatcher:
     """
 
     eager: tuple[str, ...] = ()
-    num_planned = 3
+    num_prepared = 3
     num_kept = 2
 
     def __init__(self, num_experts: int) -> None:
@@ -105,8 +105,8 @@ class LocalDispatcher:
         row_of, offsets = permutation(indices, self.num_experts)
         return probs, row_of, offsets
 
-    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
-        probs, row_of, offsets = plan
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        probs, row_of, offsets = prepared
         return permute(tokens, row_of, row_of.numel()), offsets, probs, row_of
 
     def sizes(self, *kept: Tensor) -> list[int] | None:
@@ -143,8 +143,8 @@ class SharingDispatcher(LocalDispatcher):
         everyones = all_gather(_padded(indices, room, -1), self.etp_group)[0]
         return super().preprocess(everyones, probs, room)
 
-    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
-        probs, row_of, offsets = plan
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        probs, row_of, offsets = prepared
         room = row_of.shape[0] // group_size(self.etp_group)
         tokens, probs = (gather_sequence(_padded(part, room), self.etp_group) for part in (tokens, probs))
         return super().dispatch(tokens, probs, row_of, offsets)
@@ -215,8 +215,8 @@ class AllToAllDispatcher(_Exchanging):
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         return probs, row_of, self._everyones(counts, indices.shape[0], room, refused)
 
-    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
-        probs, row_of, matrix_RX = plan
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        probs, row_of, matrix_RX = prepared
         copy = HostCopy(matrix_RX)
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
         host_RX = self._accepted(copy)
@@ -267,8 +267,8 @@ class AllGatherDispatcher(_Exchanging):
         )
         return indices, probs, self._everyones(counts[:-1], indices.shape[0], room, refused)
 
-    def dispatch(self, tokens: Tensor, *plan: Tensor) -> Tensors:
-        indices, probs, matrix_RX = plan
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        indices, probs, matrix_RX = prepared
         host_RX = self._accepted(HostCopy(matrix_RX))
         longest, rows_here, _ = self._rows(host_RX)
         tokens, probs = (

@@ -119,25 +119,25 @@ class MoELayer(SegmentedLayer):
             indices_Tk, probs_Tk = apply_capacity(
                 indices_Tk, probs_Tk, self.moe.num_experts, max(capacity, 1), self.moe.drop_policy
             )
-        plan = self.dispatcher.preprocess(indices_Tk, probs_Tk, room, capacity == 0)
-        return tokens_TH, *plan, aux, counts_E, hidden_SBH, *carried
+        prepared = self.dispatcher.preprocess(indices_Tk, probs_Tk, room, capacity == 0)
+        return tokens_TH, *prepared, aux, counts_E, hidden_SBH, *carried
 
     def _shared(self, *tensors: Tensor) -> Tensors:
         assert self.shared_experts is not None
-        own = 1 + self.dispatcher.num_planned
-        planned, (aux, counts_E, hidden_SBH, *carried) = tensors[:own], tensors[own:]
+        own = 1 + self.dispatcher.num_prepared
+        prepared, (aux, counts_E, hidden_SBH, *carried) = tensors[:own], tensors[own:]
         stream = side_stream(hidden_SBH)
         if stream is None:
-            return *planned, aux, counts_E, self.shared_experts(hidden_SBH), *carried
+            return *prepared, aux, counts_E, self.shared_experts(hidden_SBH), *carried
         # On a stream of its own the shared expert fills the device while rows travel; `combine` joins it.
         stream.wait_stream(torch.cuda.current_stream(hidden_SBH.device))
         with torch.cuda.stream(stream):
             output_SBH = self.shared_experts(hidden_SBH)
         hidden_SBH.record_stream(stream)
-        return *planned, aux, counts_E, output_SBH, *carried
+        return *prepared, aux, counts_E, output_SBH, *carried
 
     def _dispatch(self, *tensors: Tensor) -> Tensors:
-        own = 1 + self.dispatcher.num_planned
+        own = 1 + self.dispatcher.num_prepared
         return *self.dispatcher.dispatch(*tensors[:own]), *tensors[own:]
 
     def _experts(self, rows_MH: Tensor, offsets_L: Tensor, *rest: Tensor) -> Tensors:
