@@ -4,9 +4,9 @@ The forward of one is the backward of the other (Shoeybi et al. 2019, f and g; K
 sequence-parallel pair): copy / reduce, split / gather, gather_sequence / reduce_scatter_sequence; all_to_all
 is its own conjugate. `group` is a ProcessGroup, or None for this rank alone: then, as for a group of one, a
 function returns its input. Nobody's tensor is modified, except by the functions whose name ends in an
-underscore. Any layout goes in: the buffers handed to the backend are contiguous. The functions at the end are
-not differentiable and can run in the background; each is a range for profilers, of a background one its
-start.
+underscore. Tensors may have any layout: the buffers given to the backend are contiguous. The functions at the
+end are not differentiable and can run in the background. Each is a range for profilers, which ends with the
+call also where the work goes on.
 """
 
 from __future__ import annotations

@@ -121,13 +121,13 @@ class ParallelGroups:
         same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
         groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
         singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
-        alone = singles[rank]
+        alone, device = singles[rank], "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
         def mesh(order: tuple[str, ...], axes: tuple[str, ...]) -> DeviceMesh:
             names = tuple(axis for axis in axes if axis not in order) + order[::-1]  # left out: size one
             ranks = torch.arange(world_size).view([grid.size(name) for name in names])
             return DeviceMesh.from_group(
-                [groups[name] or alone for name in names], _device_type(), mesh=ranks, mesh_dim_names=names
+                [groups[name] or alone for name in names], device, mesh=ranks, mesh_dim_names=names
             )
 
         return cls(
@@ -137,7 +137,3 @@ class ParallelGroups:
             mesh=mesh(grid.dense_axes, DENSE_AXES),
             expert_mesh=mesh(grid.expert_axes, EXPERT_AXES),
         )
-
-
-def _device_type() -> str:
-    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"

@@ -60,7 +60,8 @@ def global_grad_norm(
     for (expert, sharded, replica), members in grads.items():
         # 0 x inf is nan: a rank that does not count replicated gradients still shows that one is not finite.
         counts = not replica and (sharded or group_rank(etp_group if expert else tp_group) == 0)
-        totals[int(expert)] += _sum_of_squares(members) * float(counts)
+        squares = torch.stack(torch._foreach_norm(members)).double().square()
+        totals[int(expert)] += squares.sum() * float(counts)
     if expert_mp_group is mp_group:
         totals = totals.sum(0, keepdim=True)
         if mp_group is not None:
@@ -70,10 +71,6 @@ def global_grad_norm(
             if group is not None:
                 all_reduce_(total, group)
     return totals.sum().sqrt()
-
-
-def _sum_of_squares(grads: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(grads)).double().square().sum()
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -135,7 +135,6 @@ class Pipeline:
         self._evaluations: dict[int, Program] = {}
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
-        self._reset(True, self._program.tags)
         if group is not None:
             # NCCL makes a group's communicator in its first collective, which all ranks must take part in.
             all_reduce_(torch.zeros(1, device=self.device), group)
@@ -354,8 +353,9 @@ class Pipeline:
 
     def _finish_sending(self, most: int) -> None:
         """Free what has been sent; wait for the oldest messages until at most `most` are on their way."""
-        while self._sending and (len(self._sending) > most or _done(self._sending[0][0])):
-            for work in self._sending.popleft()[0]:
+        queue = self._sending
+        while queue and (len(queue) > most or all(work.is_completed() for work in queue[0][0])):
+            for work in queue.popleft()[0]:
                 work.wait()
 
     def _exchange_specs(self, message: Message) -> None:
@@ -381,10 +381,6 @@ def _tuple(tensors: Outputs) -> Tensors:
         parts = f" of {[type(t).__name__ for t in tensors]}" if isinstance(tensors, Sequence) else ""
         raise ValueError(f"a stage takes and returns tensors, got {type(tensors).__name__}{parts}")
     return tuple(tensors)
-
-
-def _done(works: Sequence[dist.Work]) -> bool:
-    return all(work.is_completed() for work in works)
 
 
 def _encode(specs: tuple[_Spec, ...]) -> list[int]:

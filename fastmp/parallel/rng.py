@@ -24,7 +24,7 @@ _CONTEXT_OFFSET = 1_000_000
 
 
 class RngTracker:
-    """The random streams of this rank. Making one seeds torch's default generators.
+    """The random streams of this rank; `current` is the one drawn from. Making one seeds torch's generators.
 
     Streams: "default", torch's default generator of `device`, seeded `seed + 100 * pp_rank`;
     "tensor-parallel", seeded `seed + 2718 + tp_rank + 100 * pp_rank`. With a `cp_rank`, "context-parallel"
@@ -54,17 +54,12 @@ class RngTracker:
         self._streams = {
             name: torch.Generator(self._default.device).manual_seed(number) for name, number in seeds.items()
         }
-        self._current = "default"
+        self.current = "default"
         self._keeper: Callable[[], Mapping[str, torch.Generator] | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
         """A copy of a model draws from the same streams: there is one default generator."""
         return self
-
-    @property
-    def current(self) -> str:
-        """The name of the stream that is drawn from."""
-        return self._current
 
     @contextmanager
     def fork(self, name: str = "tensor-parallel", *, device: torch.device | None = None) -> Iterator[None]:
@@ -83,17 +78,17 @@ class RngTracker:
                 f"RngTracker.fork: the tracker draws on {self._default.device}, not on {device}; make it "
                 f"with device={str(device)!r}"
             )
-        if name == self._current:
+        if name == self.current:
             yield
             return
-        outer = self._current
+        outer = self.current
         self._swap(name)
-        self._current = name
+        self.current = name
         try:
             yield
         finally:
             self._swap(name)
-            self._current = outer
+            self.current = outer
 
     def _swap(self, name: str) -> None:
         """Exchange the default generator's state with that of stream `name`."""
@@ -130,15 +125,15 @@ class RngTracker:
                 raise ValueError(
                     f"RngTracker.restore: the streams of cpu take states, got a generator for {name!r}"
                 )
-            elif name == self._current:
+            elif name == self.current:
                 self._default.graphsafe_set_state(state)
             else:
-                self._streams[self._current if name == "default" else name] = state
+                self._streams[self.current if name == "default" else name] = state
 
     def _by_name(self) -> dict[str, torch.Generator]:
         streams = {"default": self._default, **self._streams}
-        if self._current != "default":  # inside a fork the two generators hold each other's stream
-            streams["default"], streams[self._current] = streams[self._current], streams["default"]
+        if self.current != "default":  # inside a fork the two generators hold each other's stream
+            streams["default"], streams[self.current] = streams[self.current], streams["default"]
         return streams
 
     def generators(self) -> dict[str, torch.Generator]:
@@ -150,7 +145,7 @@ class RngTracker:
         if self._default.device.type == "cpu":
             raise ValueError("RngTracker.generators: the streams of cpu have states only; use states()")
         streams = self._by_name()
-        streams[self._current] = self._default.graphsafe_get_state()
+        streams[self.current] = self._default.graphsafe_get_state()
         return streams
 
     @contextmanager

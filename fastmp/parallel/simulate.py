@@ -123,11 +123,9 @@ class Simulation:
                 i -= 1
                 continue
             rank, needed = _needed(rank, step, pp, self.vpp)
-            at = bisect_left(self.ends[rank], start - p2p - 1e-9 * start)
-            steps = self.orders[rank]
-            while steps[at][1:] != needed[1:] or not _gives(steps[at].kind, needed.kind):
-                at += 1
-            i = at
+            i, steps = bisect_left(self.ends[rank], start - p2p - 1e-9 * start), self.orders[rank]
+            while steps[i][1:] != needed[1:] or not _gives(steps[i].kind, needed.kind):
+                i += 1
         return tuple(reversed(path))
 
 
