@@ -89,7 +89,9 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
         EAGER: lambda: with_torch(foreach=True)(),
         COMPILE: lambda: with_compile()(),
     }
-    traffic = OPS["adamw_"].traffic(param, grad, param, param, param, rounded(param[:1]))
+    state = (param, grad, param, param, param[:1], rounded(param))
+    numbers = (_LR, _BETA1, _BETA2, _EPS, _DECAY, num_elements)
+    traffic = OPS["adamw_"].traffic(*state, *[None] * 4, *numbers)
     return Case(title("adamw", (num_elements,), dtype), (param,), grad, rivals, traffic, 0)
 
 

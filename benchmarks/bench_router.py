@@ -74,8 +74,8 @@ def router_case(
         (logits,),
         grads,
         rivals,
-        OPS["topk_router"].traffic(logits, bias, k),
-        OPS["topk_router_backward"].traffic(*grads, logits, indices),
+        OPS["topk_router"].traffic(logits, bias, k, score, 1, 1, False, 1.0, False),
+        OPS["topk_router_backward"].traffic(*grads, logits, indices, score, False, 1.0),
     )
 
 

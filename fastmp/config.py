@@ -21,6 +21,11 @@ def _option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
+def unknown_choice(name: str, value: Any, choices: Collection) -> str:
+    """The message where the option `name` has a value that is none of its choices."""
+    return f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
+
+
 class _Checked:
     """A configuration that refuses wrong values when it is made."""
 
@@ -33,7 +38,7 @@ class _Checked:
         for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             choices, value = each.metadata.get("choices"), getattr(self, each.name)
             if choices and value not in choices:
-                yield f"{each.name} must be one of {', '.join(choices)}, got {value!r}"
+                yield unknown_choice(each.name, value, choices)
 
     def _problems(self) -> Iterator[str]:
         """What is wrong, each with its field and value; relations only between values that make sense."""

@@ -9,6 +9,7 @@ copy of the parameters. AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101).
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,29 +27,16 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def reference(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    low_precision_out: Tensor | None,
-    lr_tensor: Tensor | None,
-    inv_scale: Tensor | None,
-    clip_coefficient: Tensor | None,
-    found_inf: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    num_decayed: int,
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, *others: Any
 ) -> None:
     """Writes what `adamw_` says; its scalars are float64 until they meet an element."""
+    low_precision_out, lr_tensor, *factors, found_inf = others[:5]
+    lr, beta1, beta2, eps, weight_decay, num_decayed = others[5:]
     with torch.no_grad():
         one = torch.ones((), dtype=torch.float64, device=param.device)
         rate = lr * one if lr_tensor is None else one * lr_tensor.reshape(())
         factor = one
-        for tensor in (inv_scale, clip_coefficient):
+        for tensor in factors:
             factor = factor if tensor is None else factor * tensor.reshape(())
         count = step + 1
         logs = (count.reshape(()) * (_log(beta) * one) for beta in (beta1, beta2))
@@ -164,63 +152,14 @@ def block_size(itemsize: int) -> int:
     return 32 * NUM_WARPS * _VECTORS * 16 // itemsize
 
 
-def launch(
-    param: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    low_precision_out: Tensor | None,
-    lr_tensor: Tensor | None,
-    inv_scale: Tensor | None,
-    clip_coefficient: Tensor | None,
-    found_inf: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    num_decayed: int,
-) -> None:
+def launch(param: Tensor, *others: Any) -> None:
+    *tensors, lr, beta1, beta2, eps, weight_decay, num_decayed = others
     block, vector = block_size(param.element_size()), math.gcd(16 // param.element_size(), param.numel())
     with torch.cuda.device_of(param):
         adamw_kernel[(max(1, cdiv(param.numel(), block)),)](
-            param,
-            grad,
-            exp_avg,
-            exp_avg_sq,
-            step,
-            low_precision_out,
-            lr_tensor,
-            inv_scale,
-            clip_coefficient,
-            found_inf,
-            param.numel() // vector,
-            num_decayed,
-            lr,
-            beta1,
-            beta2,
-            _log(beta1),
-            _log(beta2),
-            eps,
-            weight_decay,
-            VECTOR=vector,
-            BLOCK=block,
-            num_warps=NUM_WARPS,
-        )
-
-
-def _flops(param: Tensor, *others: object) -> int:
-    return _FLOPS_PER_ELEMENT * param.numel()
-
-
-def _traffic(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
-    low_precision_out: Tensor | None, *others: object,
-) -> int:  # fmt: skip
-    """Read the gradient, read and write parameters and both averages, write the narrow copy."""
-    narrow = 0 if low_precision_out is None else low_precision_out.element_size()
-    return param.numel() * (6 * param.element_size() + grad.element_size() + narrow)
+            param, *tensors, param.numel() // vector, num_decayed, lr, beta1, beta2, _log(beta1), _log(beta2),
+            eps, weight_decay, VECTOR=vector, BLOCK=block, num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 _adamw_ = register(
@@ -230,8 +169,7 @@ _adamw_ = register(
     "-> ()",
     reference=reference,
     triton=launch,
-    flops=_flops,
-    traffic=_traffic,
+    flops=lambda param, *others: _FLOPS_PER_ELEMENT * param.numel(),
 )
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.config import unknown_choice
+
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -55,5 +57,4 @@ def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors:
 def one_of(op: str, name: str, value: Any, allowed: tuple) -> None:
     """Check an option against the values it may have."""
     if value not in allowed:
-        *most, last = map(repr, allowed)
-        raise ValueError(f"{op}: {name} must be {', '.join(most)} or {last}, got {value!r}")
+        raise ValueError(f"{op}: {unknown_choice(name, value, allowed)}")

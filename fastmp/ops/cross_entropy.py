@@ -88,47 +88,23 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
     return loss
 
 
-# What each op costs: operations (an exponential counts as one) and the fewest bytes across device memory.
-# Columns that are padding cost nothing, so traffic can be less than the size of the tensors.
+# Operations of each op: an exponential counts as one, and columns that are padding as none.
 
 
 def _stats_flops(logits, target, vocab_start, vocab_size, with_sum) -> int:
     return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
 
 
-def _stats_traffic(logits, target, vocab_start, vocab_size, with_sum) -> int:
-    real = real_columns(logits.shape[1], vocab_start, vocab_size)
-    row = real * logits.element_size() + 8 + (4 if with_sum else 3) * compute_dtype(logits.dtype).itemsize
-    return logits.shape[0] * row
-
-
 def _merge_flops(stats, target, *options) -> int:
     return stats.shape[0] * stats.shape[1] * (stats.shape[2] + 2) + 6 * stats.shape[1]
-
-
-def _merge_traffic(stats, target, token_weight, *options) -> int:
-    per_token = 2 + (token_weight is not None)
-    return stats.numel() * stats.element_size() + stats.shape[1] * (8 + per_token * stats.element_size())
 
 
 def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
     return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * 5
 
 
-def _grad_traffic(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
-    tokens, columns = logits.shape
-    touched = columns + real_columns(columns, vocab_start, vocab_size)
-    per_token = 2 + (token_weight is not None)
-    return tokens * (touched * logits.element_size() + 8 + per_token * lse.element_size())
-
-
 def _loss_grad_flops(logits, target, loss_grad, token_weight, vocab_size, *options) -> int:
     return logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if options[1] else 9)
-
-
-def _loss_grad_traffic(logits, target, loss_grad, token_weight, vocab_size, *options) -> int:
-    """Every logit is read once and written once; the rest is a few numbers a token."""
-    return _grad_traffic(logits, target, loss_grad, loss_grad, token_weight, 0, vocab_size)
 
 
 _stats = register(
@@ -140,7 +116,6 @@ _stats = register(
         (logits.shape[0], 4 if with_sum else 3), dtype=compute_dtype(logits.dtype)
     ),
     flops=_stats_flops,
-    traffic=_stats_traffic,
 )
 _merge = register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
@@ -149,7 +124,6 @@ _merge = register(
     triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
     flops=_merge_flops,
-    traffic=_merge_traffic,
 )
 _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
@@ -161,7 +135,6 @@ _grad = register(
     triton=launch_grad,
     fake=lambda logits, *options: logits.new_empty(logits.shape),
     flops=_grad_flops,
-    traffic=_grad_traffic,
 )
 register(
     f"cross_entropy_grad_(Tensor(a!) logits, {_GRAD_OPTIONS}) -> ()",
@@ -169,7 +142,6 @@ register(
     triton=lambda logits, *options: launch_grad_into(logits, logits, *options),
     fake=lambda logits, *options: None,
     flops=_grad_flops,
-    traffic=_grad_traffic,
 )
 register(
     "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight,"
@@ -178,7 +150,6 @@ register(
     triton=launch_loss_grad,
     fake=lambda logits, target, loss_grad, *options: loss_grad.new_empty(logits.shape[0]),
     flops=_loss_grad_flops,
-    traffic=_loss_grad_traffic,
 )
 
 
@@ -216,6 +187,15 @@ def _can_be_dirty(logits: Tensor) -> bool:
     return not (torch.compiler.is_compiling() or logits.is_leaf or logits._is_view())
 
 
+def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tensor) -> None:
+    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
+    kept = (grad_loss - promised).abs() <= 8 * torch.finfo(promised.dtype).eps * promised.abs()
+    torch._assert_async(
+        (kept | ignored).all(),
+        f"{op}: the loss received a gradient other than the loss_grad that was promised",
+    )
+
+
 class _LossAndGrad(torch.autograd.Function):
     """Loss (N,) of logits (..., V), which are overwritten with their gradient for `loss_grad` (N,).
 
@@ -249,51 +229,44 @@ class _LossAndGrad(torch.autograd.Function):
                 "cross_entropy: with loss_grad the logits are overwritten, but were used again afterwards"
             )
         rows, target, promised = ctx.saved_tensors
-        margin = 8 * torch.finfo(promised.dtype).eps
-        kept = (grad_loss - promised).abs() <= margin * promised.abs()
-        torch._assert_async(
-            (kept | (target == ctx.ignore_index)).all(),
-            "cross_entropy: the loss received a gradient other than the loss_grad that was promised",
-        )
+        require_promise("cross_entropy", grad_loss, promised, target == ctx.ignore_index)
         ctx.spent = True
         return rows.view(ctx.shape), None, None, None, None, None
 
 
-def _check_range(target: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for ids outside the vocabulary where they may be looked at: eager CPU tensors."""
     if not can_read_values(target):
         return
     wrong = target[((target < 0) | (target >= vocab_size)) & (target != ignore_index)]
     if len(wrong):
-        raise ValueError(
-            f"cross_entropy: target {wrong[0].item()} is outside the vocabulary of {vocab_size} ids "
-            f"and is not ignore_index {ignore_index}"
-        )
+        outside = "{}: target {} is outside the vocabulary of {} ids and is not ignore_index {}"
+        checks.require(False, outside, op, wrong[0].item(), vocab_size, ignore_index)
+
+
+def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float, **per_token: Any) -> None:
+    """Check what all losses of `target` take; of `per_token`, tensors alone."""
+    checks.require(target.dtype == torch.int64, "{}: target must be int64, got {}", op, target.dtype)
+    fraction = 0 <= label_smoothing <= 1
+    checks.require(fraction, "{}: label_smoothing must lie in [0, 1], got {}", op, label_smoothing)
+    checks.require(z_loss >= 0, "{}: z_loss must not be negative, got {}", op, z_loss)
+    for name, given in per_token.items():
+        if isinstance(given, Tensor):
+            fits, misfit = given.shape == target.shape, "{}: {} {} does not fit target {}"
+            checks.require(fits, misfit, op, name, given.shape, target.shape)
+            checks.same_device(op, target=target, **{name: given})
+            checks.require(not given.requires_grad, "{}: {} requires a gradient, but receives none", op, name)
 
 
 def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
-    def require(condition: bool, message: str, *values: Any) -> None:
-        checks.require(condition, "cross_entropy: " + message, *values)
-
-    shape = logits.shape
+    op, require, shape = "cross_entropy", checks.require, logits.shape
     floats = logits.is_floating_point() and logits.dim() > 0
-    require(floats, "logits {} of {} are not floats", shape, logits.dtype)
-    require(target.dtype == torch.int64, "target must be int64, got {}", target.dtype)
-    require(target.device == logits.device, "target is on {}, logits on {}", target.device, logits.device)
-    require(target.shape == shape[:-1], "target {} does not fit logits {}", target.shape, shape)
-    require(vocab_size > 0, "vocab_size must be positive, got {} for logits {}", vocab_size, shape)
-    require(vocab_start >= 0, "vocab_start must not be negative, got {}", vocab_start)
-    require(0 <= label_smoothing <= 1, "label_smoothing must lie in [0, 1], got {}", label_smoothing)
-    require(z_loss >= 0, "z_loss must not be negative, got {}", z_loss)
-    for name, given in per_token.items():
-        if given is not None:
-            require(
-                given.shape == target.shape, "{} {} does not fit target {}", name, given.shape, target.shape
-            )
-            require(
-                given.device == logits.device, "{} is on {}, logits on {}", name, given.device, logits.device
-            )
-            require(not given.requires_grad, "{} requires a gradient, but receives none", name)
+    require(floats, "{}: logits {} of {} are not floats", op, shape, logits.dtype)
+    checks.same_device(op, logits=logits, target=target)
+    require(target.shape == shape[:-1], "{}: target {} does not fit logits {}", op, target.shape, shape)
+    require(vocab_size > 0, "{}: vocab_size must be positive, got {} for logits {}", op, vocab_size, shape)
+    require(vocab_start >= 0, "{}: vocab_start must not be negative, got {}", op, vocab_start)
+    check_options(op, target, label_smoothing, z_loss, **per_token)
 
 
 def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
@@ -380,7 +353,7 @@ def cross_entropy_from_stats(
     checks.require(fits, "cross_entropy: " + wanted, dtype, *expected, *shapes)
     if grad_in_place:
         _check_apart("grad_in_place", rows)
-    _check_range(targets, vocab_size, ignore_index)
+    check_range("cross_entropy", targets, vocab_size, ignore_index)
     weight = None if token_weight is None else token_weight.reshape(-1).to(stats.dtype)
     loss, _ = _loss_from_stats(
         rows, targets, stats.detach(), weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
@@ -456,7 +429,7 @@ def cross_entropy(
     weight = None if token_weight is None else token_weight.reshape(-1)
     if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():
         _check_apart("loss_grad", rows)
-        _check_range(targets, vocab_size, ignore_index)
+        check_range("cross_entropy", targets, vocab_size, ignore_index)
         dtype = compute_dtype(logits.dtype)
         loss = _LossAndGrad.apply(
             logits, targets, loss_grad.reshape(-1).to(dtype), None if weight is None else weight.to(dtype),

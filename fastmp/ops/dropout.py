@@ -336,7 +336,6 @@ _bias_dropout_add_into = register(
     reference=reference_into,
     triton=launch_into,
     flops=lambda *arguments: _flops(*arguments[:-1]),
-    traffic=lambda *arguments: _bias_dropout_add.traffic(*arguments[:-1]),
 )
 
 

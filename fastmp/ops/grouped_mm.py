@@ -128,14 +128,6 @@ def reference_mlp_in(
     return y, h
 
 
-def _fake(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[2 if transposed else 1])
-
-
-def _fake_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
-
-
 def _fake_mlp_in(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -154,53 +146,26 @@ def _flops_wgrad(grad: Any, x: Any, offsets: Any) -> int:
     return 2 * x.shape[0] * grad.shape[1] * x.shape[1]
 
 
-def _traffic(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> int:
-    """Read x and w, write y."""
-    return (x.numel() + w.numel() + len(x) * w.shape[2 if transposed else 1]) * x.element_size()
-
-
-def _traffic_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> int:
-    """Read grad and x, write the gradient."""
-    return (grad.numel() + x.numel() + len(offsets) * grad.shape[1] * x.shape[1]) * x.element_size()
-
-
-def _traffic_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> int:
-    """Read grad, x and the sum, write the sum."""
-    return (grad.numel() + x.numel()) * x.element_size() + 2 * out.numel() * out.element_size()
-
-
-def _traffic_mlp_in(
-    x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
-) -> int:
-    """Read x, w and bias, write y, and h if it is kept."""
-    columns = w.shape[1] // (1 + gated) + (w.shape[1] if keep else 0)
-    read = x.numel() + w.numel() + (0 if bias is None else bias.numel())
-    return (read + len(x) * columns) * x.element_size()
-
-
 register(
     "grouped_mm(Tensor x, Tensor w, Tensor offsets, bool transposed) -> Tensor",
     reference=reference,
-    fake=_fake,
+    fake=lambda x, w, offsets, transposed: x.new_empty(x.shape[0], w.shape[2 if transposed else 1]),
     triton=grouped_mm_triton.launch,
     flops=_flops,
-    traffic=_traffic,
 )
 register(
     "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
     reference=reference_wgrad,
-    fake=_fake_wgrad,
+    fake=lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
     triton=grouped_mm_triton.launch_wgrad,
     flops=_flops_wgrad,
-    traffic=_traffic_wgrad,
 )
 register(
-    "grouped_mm_wgrad_(Tensor(a!) out, Tensor grad, Tensor x, Tensor offsets) -> ()",
+    "grouped_mm_wgrad_(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets) -> ()",
     reference=reference_wgrad_,
-    fake=lambda out, grad, x, offsets: None,
+    fake=lambda total, grad, x, offsets: None,
     triton=grouped_mm_triton.launch_wgrad_,
-    flops=lambda out, grad, x, offsets: _flops_wgrad(grad, x, offsets),
-    traffic=_traffic_wgrad_,
+    flops=lambda total, grad, x, offsets: _flops_wgrad(grad, x, offsets),
 )
 register(
     "grouped_mlp_in(Tensor x, Tensor w, Tensor? bias, Tensor offsets, str form, bool gated, bool keep)"
@@ -209,7 +174,6 @@ register(
     fake=_fake_mlp_in,
     triton=grouped_mm_triton.launch_mlp_in,
     flops=_flops,
-    traffic=_traffic_mlp_in,
 )
 
 

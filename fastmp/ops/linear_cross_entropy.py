@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks
-from fastmp.ops.cross_entropy import check_reduction, number_of_targets, reduced
+from fastmp.ops.cross_entropy import (
+    check_options,
+    check_range,
+    check_reduction,
+    number_of_targets,
+    reduced,
+    require_promise,
+)
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
     LossOptions,
@@ -32,7 +39,6 @@ from fastmp.ops.registry import (
     LIBRARY,
     Differentiable,
     autocast,
-    can_read_values,
     compute_dtype,
     refuse_create_graph,
     register,
@@ -63,19 +69,7 @@ register(
     reference=_accumulate_reference,
     fake=lambda total, grad, x: None,
     flops=lambda total, grad, x: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
-    traffic=lambda total, grad, x: (
-        2 * total.numel() * total.element_size() + (grad.numel() + x.numel()) * x.element_size()
-    ),
 )
-
-
-def _require_promise(grad_loss: Tensor, promised: Tensor, ignored: Tensor) -> None:
-    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
-    kept = (grad_loss - promised).abs() <= 8 * torch.finfo(promised.dtype).eps * promised.abs()
-    torch._assert_async(
-        (kept | ignored).all(),
-        "linear_cross_entropy: the loss received a gradient other than the loss_grad that was promised",
-    )
 
 
 # What compilers see in place of the three functions above. An absent gradient is an empty tensor here.
@@ -236,7 +230,7 @@ def _backward_known(ctx, grad_loss, *_):
         )
     target, loss_grad, *grads = ctx.saved_tensors
     if ctx.job.reduction == "none":
-        _require_promise(grad_loss, loss_grad, target == ctx.job.options.ignore_index)
+        require_promise("linear_cross_entropy", grad_loss, loss_grad, target == ctx.job.options.ignore_index)
     else:
         grads = [_scaled(grad, grad_loss) for grad in grads]
     ctx.spent = True
@@ -278,25 +272,12 @@ def _check(
     tokens = shards.tokens(tuple(shape))
     fits = tuple(target.shape) == tokens
     require(fits, "target {} does not fit the tokens {} of hidden {}", target.shape, tokens, shape)
-    require(target.dtype == torch.int64, "target must be int64, got {}", target.dtype)
     rows = shards.size * columns[0]
     within = 0 < size <= rows
     require(within, "vocab_size is {}, but weight has {} rows in {} shards", size, rows, shards.size)
-    smoothing, z_loss = options.label_smoothing, options.z_loss
-    require(0 <= smoothing <= 1, "label_smoothing must lie in [0, 1], got {}", smoothing)
-    require(z_loss >= 0, "z_loss must not be negative, got {}", z_loss)
     require(options.workspace >= 0, "workspace must not be negative, got {}", options.workspace)
-    for called, value in per_token.items():
-        if isinstance(value, Tensor):
-            same = value.shape == target.shape
-            require(same, "{} {} does not fit target {}", called, value.shape, target.shape)
-            require(not value.requires_grad, "{} requires a gradient, but receives none", called)
-            checks.same_device(name, hidden=hidden, **{called: value})
-    if not can_read_values(target):
-        return
-    wrong = target[((target < 0) | (target >= size)) & (target != options.ignore_index)]
-    outside = "target {} is outside the vocabulary of {} ids and is not ignore_index {}"
-    require(not len(wrong), outside, wrong[0].item() if len(wrong) else 0, size, options.ignore_index)
+    check_options(name, target, options.label_smoothing, options.z_loss, **per_token)
+    check_range(name, target, size, options.ignore_index)
 
 
 def linear_cross_entropy_of(

@@ -85,49 +85,7 @@ def reference_unpermute_backward(
     return dy[:num_rows], dprobs
 
 
-def _fake_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    return indices.new_empty(indices.shape), indices.new_empty(num_experts)
-
-
-def _fake(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    return x.new_empty(num_rows, x.shape[1])
-
-
-def _fake_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
-    return y.new_empty(row_of.shape[0], y.shape[1])
-
-
-def _fake_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), probs.new_empty(probs.shape)
-
-
-# Costs are those of a call in which every pair has a row: bytes of everything read and written once.
-
-
-def _bytes(*tensors: Tensor | None) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
-def _traffic_permutation(indices: Tensor, num_experts: int) -> int:
-    """Read indices, write rows and offsets."""
-    return 2 * _bytes(indices) + 4 * num_experts
-
-
-def _traffic(x: Tensor, row_of: Tensor, num_rows: int) -> int:
-    """Read tokens once, write all rows."""
-    return _bytes(x, row_of) + num_rows * x.shape[1] * x.element_size()
-
-
-def _traffic_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> int:
-    """Read rows, write tokens."""
-    rows = min(row_of.numel(), y.shape[0]) + row_of.shape[0]
-    return rows * y.shape[1] * y.element_size() + _bytes(row_of, probs)
-
-
-def _traffic_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor) -> int:
-    """Read grad once, read y and write its gradient, read and write probs."""
-    rows = row_of.shape[0] + min(row_of.numel(), y.shape[0]) + y.shape[0]
-    return rows * y.shape[1] * y.element_size() + _bytes(row_of, probs, probs)
+# Operations of a call in which every pair has a row.
 
 
 def _flops_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> int:
@@ -141,17 +99,15 @@ def _flops_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Te
 register(
     "permutation(Tensor indices, int num_experts) -> (Tensor, Tensor)",
     reference=reference_permutation,
-    fake=_fake_permutation,
+    fake=lambda indices, num_experts: (indices.new_empty(indices.shape), indices.new_empty(num_experts)),
     triton=launch_permutation,
-    traffic=_traffic_permutation,
 )
 _unpermute_backward = register(
     "unpermute_backward(Tensor grad, Tensor y, Tensor row_of, Tensor probs) -> (Tensor, Tensor)",
     reference=reference_unpermute_backward,
-    fake=_fake_unpermute_backward,
+    fake=lambda grad, y, row_of, probs: (y.new_empty(y.shape), probs.new_empty(probs.shape)),
     triton=launch_unpermute_backward,
     flops=_flops_unpermute_backward,
-    traffic=_traffic_unpermute_backward,
 )
 
 
@@ -183,18 +139,16 @@ def _backward_unpermute(ctx, grad: Tensor):
 _permute = register(
     "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
     reference=reference,
-    fake=_fake,
+    fake=lambda x, row_of, num_rows: x.new_empty(num_rows, x.shape[1]),
     triton=launch,
-    traffic=_traffic,
     backward=(_setup, _backward),
 )
 _unpermute = register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
     reference=reference_unpermute,
-    fake=_fake_unpermute,
+    fake=lambda y, row_of, probs: y.new_empty(row_of.shape[0], y.shape[1]),
     triton=launch_unpermute,
     flops=_flops_unpermute,
-    traffic=_traffic_unpermute,
     backward=(_setup_unpermute, _backward_unpermute),
 )
 

@@ -302,15 +302,18 @@ def _register_autograd(overload: torch._ops.OpOverload, record: Callable) -> Non
 
 
 def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
-    """The bytes of every tensor of the schema, of those that are written in place twice."""
-    written = [bool(a.alias_info and a.alias_info.is_write) for a in overload._schema.arguments]
+    """The bytes of every tensor of the schema, twice if it is changed, as one called "...out" is not."""
+    changed = [
+        bool(a.alias_info and a.alias_info.is_write and not a.name.endswith("out"))
+        for a in overload._schema.arguments
+    ]
 
     def traffic(*arguments: Any) -> int:
         outputs = overload(*tree_map_only(Tensor, lambda t: t.detach().to("meta"), arguments))
         moved = [
             *arguments,
             *tree_leaves(outputs),
-            *(a for a, w in zip(arguments, written, strict=False) if w),
+            *(a for a, again in zip(arguments, changed, strict=False) if again),
         ]
         return sum(t.numel() * t.element_size() for t in moved if isinstance(t, Tensor))
 
@@ -357,7 +360,7 @@ def register(
         fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference, run on
             tensors without data; needed where that reads values or loops over a size.
         traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
-            the op changes is both.
+            the op changes is both, unless its name ends in "out": then nothing is read from it.
 
     Returns:
         The op; public functions call it rather than `torch.ops.fastmp.<name>`, which takes longer.

@@ -198,10 +198,6 @@ def _fake(logits, expert_bias, k, score, num_groups, group_topk, normalize, scal
     )
 
 
-def _fake_backward(grad_probs, grad_sums, grad_z, logits, *options):
-    return logits.new_empty(logits.shape)
-
-
 def _flops(logits, expert_bias, k, *options) -> int:
     """Count the scores and their sums, but not the comparisons of the choice."""
     return math.prod(logits.shape) * (6 if expert_bias is None else 7)
@@ -211,27 +207,13 @@ def _flops_backward(grad_probs, grad_sums, grad_z, logits, *options) -> int:
     return math.prod(logits.shape) * 10
 
 
-def _traffic(logits, expert_bias, k, *options) -> int:
-    """Read the logits, write indices and probabilities; the sums are small."""
-    itemsize = compute_dtype(logits.dtype).itemsize
-    tokens = math.prod(logits.shape[:-1])
-    return logits.numel() * logits.element_size() + tokens * k * (4 + itemsize)
-
-
-def _traffic_backward(grad_probs, grad_sums, grad_z, logits, indices, *options) -> int:
-    """Read logits, indices and the gradient of the probabilities, write the gradient of the logits."""
-    read = indices.numel() * (4 + (0 if grad_probs is None else grad_probs.element_size()))
-    return 2 * logits.numel() * logits.element_size() + read
-
-
 _topk_router_backward = register(
     "topk_router_backward(Tensor? grad_probs, Tensor? grad_sums, Tensor? grad_z, Tensor logits,"
     " Tensor indices, str score, bool normalize, float scale) -> Tensor",
     reference=reference_backward,
-    fake=_fake_backward,
+    fake=lambda grad_probs, grad_sums, grad_z, logits, *options: logits.new_empty(logits.shape),
     triton=launch_backward,
     flops=_flops_backward,
-    traffic=_traffic_backward,
 )
 
 
@@ -258,7 +240,6 @@ _topk_router = register(
     fake=_fake,
     triton=launch,
     flops=_flops,
-    traffic=_traffic,
     backward=(_setup, _backward),
 )
 

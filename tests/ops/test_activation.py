@@ -233,7 +233,7 @@ def test_frozen_bias_and_frozen_input():
         (torch.zeros(2, 3), torch.zeros(4), "tanh", r"bias of shape \(4,\) does not fit x of shape \(2, 3\)"),
         (torch.zeros(2, 3), torch.zeros(3).double(), "tanh", r"x is torch.float32 but bias is torch.float64"),
         (torch.zeros(2, 3), torch.zeros(3, device="meta"), "tanh", r"x is on cpu but bias is on meta"),
-        (torch.zeros(2, 3), None, "erf", r"approximate must be 'tanh' or 'none', got 'erf'"),
+        (torch.zeros(2, 3), None, "erf", r"approximate must be one of tanh, none, got 'erf'"),
         (torch.zeros(2, 3, dtype=torch.int32), None, "tanh", r"got torch.int32"),
         (torch.tensor(1.0), None, "tanh", r"at least one dimension, got shape \(\)"),
     ],

@@ -176,7 +176,7 @@ def test_wrong_second_tensor(up, message):
 
 
 def test_unknown_form():
-    with pytest.raises(ValueError, match="geglu: approximate must be 'tanh' or 'none', got 'erf'"):
+    with pytest.raises(ValueError, match="geglu: approximate must be one of tanh, none, got 'erf'"):
         geglu(torch.zeros(2, 6), approximate="erf")
 
 

@@ -95,7 +95,7 @@ def test_no_reduction_is_the_default(ours):
 @OURS
 def test_mistakes_are_named(ours):
     inputs = problem()
-    with pytest.raises(ValueError, match="reduction must be 'none', 'mean' or 'sum', got 'average'"):
+    with pytest.raises(ValueError, match="reduction must be one of none, mean, sum, got 'average'"):
         ours(*inputs, reduction="average")
     promised = torch.ones(inputs[2].shape, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"loss_grad .* needs reduction='none', got 'mean'"):

@@ -338,7 +338,7 @@ def test_cost_formulas():
     logits = torch.zeros(10, 8, dtype=torch.bfloat16)
     options = ("softmax", 1, 1, False, 1.0, False)
     forward, backward = OPS["topk_router"], OPS["topk_router_backward"]
-    assert forward.traffic(logits, None, 2, *options) == 10 * 8 * 2 + 10 * 2 * (4 + 4)
+    assert forward.traffic(logits, None, 2, *options) == 10 * 8 * 2 + 10 * 2 * (4 + 4) + 2 * 8 * 4 + 4
     indices, probs = torch.zeros(10, 2, dtype=torch.int32), torch.zeros(10, 2)
     arguments = (logits, indices, "softmax", False, 1.0)
     assert backward.traffic(probs, None, None, *arguments) == 2 * 10 * 8 * 2 + 10 * 2 * (4 + 4)
