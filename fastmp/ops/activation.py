@@ -189,22 +189,12 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
     return dx, dbias
 
 
-_FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}
-
-
-def _flops(x: Tensor, bias: Tensor | None, approximate: str) -> int:
-    return math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0]
-
-
-def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> int:
-    return math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][1]
-
-
+_FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}  # forward, backward
 _bias_gelu_backward = register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> (Tensor, Tensor)",
     reference=reference_backward,
     triton=launch_backward,
-    flops=_flops_backward,
+    flops=lambda grad, x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][1],
 )
 
 
@@ -224,7 +214,7 @@ _bias_gelu = register(
     "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
     reference=reference,
     triton=launch,
-    flops=_flops,
+    flops=lambda x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0],
     backward=(_setup, _backward),
 )
 

@@ -91,20 +91,8 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
 # Operations of each op: an exponential counts as one, and columns that are padding as none.
 
 
-def _stats_flops(logits, target, vocab_start, vocab_size, with_sum) -> int:
-    return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
-
-
-def _merge_flops(stats, target, *options) -> int:
-    return stats.shape[0] * stats.shape[1] * (stats.shape[2] + 2) + 6 * stats.shape[1]
-
-
 def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
     return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * 5
-
-
-def _loss_grad_flops(logits, target, loss_grad, token_weight, vocab_size, *options) -> int:
-    return logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if options[1] else 9)
 
 
 _stats = register(
@@ -115,7 +103,9 @@ _stats = register(
     fake=lambda logits, target, vocab_start, vocab_size, with_sum: logits.new_empty(
         (logits.shape[0], 4 if with_sum else 3), dtype=compute_dtype(logits.dtype)
     ),
-    flops=_stats_flops,
+    flops=lambda logits, target, vocab_start, vocab_size, with_sum: (
+        logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
+    ),
 )
 _merge = register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
@@ -123,7 +113,7 @@ _merge = register(
     reference=_merge_reference,
     triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
-    flops=_merge_flops,
+    flops=lambda stats, *options: stats.shape[1] * (stats.shape[0] * (stats.shape[2] + 2) + 6),
 )
 _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
@@ -149,7 +139,9 @@ register(
     reference=_loss_grad_reference_,
     triton=launch_loss_grad,
     fake=lambda logits, target, loss_grad, *options: loss_grad.new_empty(logits.shape[0]),
-    flops=_loss_grad_flops,
+    flops=lambda logits, target, loss_grad, token_weight, vocab_size, ignore_index, smoothing, z_loss: (
+        logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if smoothing else 9)
+    ),
 )
 
 

@@ -291,16 +291,12 @@ def _flops(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
     return math.prod(x.shape) * (1 + (bias is not None) + (seed is not None))
 
 
-def _flops_backward(grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool) -> int:
-    return math.prod(grad.shape) * (1 + with_bias)
-
-
 _bias_dropout_add_backward = register(
     "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
     " -> (Tensor, Tensor)",
     reference=reference_backward,
     triton=launch_backward,
-    flops=_flops_backward,
+    flops=lambda grad, p, seed, dtype, with_bias: math.prod(grad.shape) * (1 + with_bias),
 )
 
 

@@ -242,23 +242,13 @@ def launch_backward(
     return dx, dup, dbias
 
 
-_FLOPS_PER_ELEMENT = {"silu": (8, 17), "gelu_tanh": (11, 22), "gelu": (18, 28)}
-
-
-def _flops(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None) -> int:
-    return math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[activation][0]
-
-
-def _flops_backward(grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, *up: Tensor | None) -> int:
-    return math.prod(grad.shape) * _FLOPS_PER_ELEMENT[activation][1]
-
-
+_FLOPS_PER_ELEMENT = {"silu": (8, 17), "gelu_tanh": (11, 22), "gelu": (18, 28)}  # forward, backward
 _gated_activation_backward = register(
     "gated_activation_backward(Tensor grad, Tensor x, Tensor? bias, str activation, Tensor? up=None)"
     " -> (Tensor, Tensor, Tensor)",
     reference=reference_backward,
     triton=launch_backward,
-    flops=_flops_backward,
+    flops=lambda grad, x, bias, form, up=None: math.prod(grad.shape) * _FLOPS_PER_ELEMENT[form][1],
 )
 
 
@@ -278,7 +268,7 @@ _gated_activation = register(
     "gated_activation(Tensor x, Tensor? bias, str activation, Tensor? up=None) -> Tensor",
     reference=reference,
     triton=launch,
-    flops=_flops,
+    flops=lambda x, bias, form, up=None: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],
     backward=(_setup, _backward),
 )
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fastmp.ops._triton import TensorDescriptor, cdiv, jit, next_power_of_2, tl
 from fastmp.ops.gated import activate
-from fastmp.ops.rows import vector_width
+from fastmp.ops.rows import arithmetic, vector_width
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
 
@@ -361,10 +361,6 @@ def _block_e(num_experts: int) -> int:
     return max(16, next_power_of_2(num_experts + 1))
 
 
-def _compute(x: Tensor) -> Any:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
 def _product(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, form: str, gated: bool,
     keep: bool,
@@ -412,7 +408,7 @@ def _product(
             HAS_BIAS=bias is not None,
             TRANSPOSED=transposed,
             TMA=tma,
-            COMPUTE=_compute(x),
+            COMPUTE=arithmetic(x),
             N_VECTOR=n_vector,
             K_VECTOR=k_vector,
             W_VECTOR=w_vector,
@@ -463,7 +459,7 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
             out.stride(1) // k_vector,
             ACCUMULATE=accumulate,
             TMA=tma,
-            COMPUTE=_compute(x),
+            COMPUTE=arithmetic(x),
             N_VECTOR=n_vector,
             K_VECTOR=k_vector,
             BLOCK_E=_block_e(num_experts),

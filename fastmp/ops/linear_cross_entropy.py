@@ -72,7 +72,7 @@ register(
 )
 
 
-# What compilers see in place of the three functions above. An absent gradient is an empty tensor here.
+# What compilers see in place of `make_loss`, `make_gradients` and `make_both`; absent gradients are empty here.
 
 
 def _opaque(schema: str, function: Any, fake: Any) -> Any:

@@ -58,8 +58,8 @@ def _reference_backward(
     total: Tensor,
     weight: Tensor,
     stats: Tensor,
-    centred: bool,
     with_bias: bool,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of total and, as rows of one tensor, of weight and bias."""
     dx, dparams = _new_gradients(total, weight, with_bias)
@@ -87,7 +87,7 @@ def _new_gradients(total: Tensor, weight: Tensor, with_bias: bool) -> tuple[Tens
     return total.new_empty(total.shape), weight.new_empty((2 if with_bias else 1, *weight.shape))
 
 
-# Costs: of each element a rounded count of operations; bytes of everything read and written once.
+# Rounded counts of operations.
 
 
 def _flops(x: Tensor, residual: Tensor | None, bias: Tensor | None, centred: bool) -> int:
@@ -98,41 +98,21 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
     return math.prod(total.shape) * (9 + 3 * centred + (grad_total is not None) + with_bias)
 
 
-# The two ops differ in the mean and the bias alone.
-
-
-def rms_norm_reference(x, residual, weight, eps):
-    return _reference(x, residual, weight, None, eps, False)
-
-
-def layer_norm_reference(x, residual, weight, bias, eps):
-    return _reference(x, residual, weight, bias, eps, True)
-
-
-def rms_norm_backward_reference(grad, grad_total, total, weight, stats):
-    return _reference_backward(grad, grad_total, total, weight, stats, False, False)
-
-
-def layer_norm_backward_reference(grad, grad_total, total, weight, stats, with_bias):
-    return _reference_backward(grad, grad_total, total, weight, stats, True, with_bias)
+# The two ops differ in the mean and the bias alone: the functions' last argument says whether there is a mean.
 
 
 _rms_norm_backward = register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
-    reference=rms_norm_backward_reference,
-    triton=lambda grad, grad_total, total, weight, stats: launch_backward(
-        grad, grad_total, total, weight, stats, False, False
-    ),
+    reference=lambda *arguments: _reference_backward(*arguments, False, False),
+    triton=lambda *arguments: launch_backward(*arguments, False, False),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
 )
 _layer_norm_backward = register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
-    reference=layer_norm_backward_reference,
-    triton=lambda grad, grad_total, total, weight, stats, with_bias: launch_backward(
-        grad, grad_total, total, weight, stats, True, with_bias
-    ),
+    reference=lambda *arguments: _reference_backward(*arguments, True),
+    triton=lambda *arguments: launch_backward(*arguments, True),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
 )
 
@@ -173,7 +153,7 @@ def _backward_layer_norm(ctx, grad: Tensor | None, grad_total: Tensor | None, gr
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=rms_norm_reference,
+    reference=lambda x, residual, weight, eps: _reference(x, residual, weight, None, eps, False),
     triton=lambda x, residual, weight, eps: launch(x, residual, weight, None, eps, False),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
     backward=(_setup, _backward_rms_norm),
@@ -181,8 +161,8 @@ _rms_norm = register(
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=layer_norm_reference,
-    triton=lambda x, residual, weight, bias, eps: launch(x, residual, weight, bias, eps, True),
+    reference=lambda *arguments: _reference(*arguments, True),
+    triton=lambda *arguments: launch(*arguments, True),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
     backward=(_setup, _backward_layer_norm),
 )

@@ -9,14 +9,12 @@ Rows too long for registers are walked over in blocks of columns.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import as_rows, sum_strips, vector_width
+from fastmp.ops.rows import arithmetic, as_rows, sum_strips, vector_width
 
 # BLOCK_M, BLOCK_N and warps for rows too long for registers
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
@@ -295,10 +293,6 @@ def _pitch(rows: Tensor | None, vector: int) -> int:
     return 0 if rows is None else rows.stride(0) // vector
 
 
-def _compute(x: Tensor) -> Any:
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
 def launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,7 +314,7 @@ def launch(
         "EPS": eps,
         "CENTRED": centred,
         "HAS_BIAS": bias is not None,
-        "COMPUTE": _compute(x),
+        "COMPUTE": arithmetic(x),
         "VECTOR": vector,
     }
     sizes = num_rows, shape[-1] // vector, x.stride(0) // vector
@@ -356,8 +350,8 @@ def launch_backward(
     total: Tensor,
     weight: Tensor,
     stats: Tensor,
-    centred: bool,
     with_bias: bool,
+    centred: bool,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of total and, as rows of one tensor, of weight and bias."""
     num_cols = total.shape[-1]
@@ -390,7 +384,7 @@ def launch_backward(
             CENTRED=centred,
             HAS_GRAD_TOTAL=grad_total is not None,
             HAS_BIAS=with_bias,
-            COMPUTE=_compute(total),
+            COMPUTE=arithmetic(total),
             VECTOR=vector,
             BLOCK_M=block_m,
             BLOCK_N=block_n,

@@ -85,17 +85,6 @@ def reference_unpermute_backward(
     return dy[:num_rows], dprobs
 
 
-# Operations of a call in which every pair has a row.
-
-
-def _flops_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> int:
-    return row_of.numel() * y.shape[1] * (1 if probs is None else 2)
-
-
-def _flops_unpermute_backward(grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor) -> int:
-    return row_of.numel() * y.shape[1] * 3
-
-
 register(
     "permutation(Tensor indices, int num_experts) -> (Tensor, Tensor)",
     reference=reference_permutation,
@@ -107,7 +96,7 @@ _unpermute_backward = register(
     reference=reference_unpermute_backward,
     fake=lambda grad, y, row_of, probs: (y.new_empty(y.shape), probs.new_empty(probs.shape)),
     triton=launch_unpermute_backward,
-    flops=_flops_unpermute_backward,
+    flops=lambda grad, y, row_of, probs: row_of.numel() * y.shape[1] * 3,
 )
 
 
@@ -148,7 +137,7 @@ _unpermute = register(
     reference=reference_unpermute,
     fake=lambda y, row_of, probs: y.new_empty(row_of.shape[0], y.shape[1]),
     triton=launch_unpermute,
-    flops=_flops_unpermute,
+    flops=lambda y, row_of, probs: row_of.numel() * y.shape[1] * (1 if probs is None else 2),
     backward=(_setup_unpermute, _backward_unpermute),
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.rows import NUM_WARPS, as_rows, vector_width
+from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
 STEP = 32  # of them are compared at once with all others
@@ -263,10 +263,6 @@ def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
     return accesses * per_row // block_n, block_n
 
 
-def _compute(x: Tensor):
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
-
-
 def _scatter(
     x: Tensor,
     row_of: Tensor,
@@ -299,7 +295,7 @@ def _scatter(
             x.stride(0) // vector,
             tall.stride(0) // vector,
             WEIGHTED=y is not None,
-            COMPUTE=_compute(x),
+            COMPUTE=arithmetic(x),
             VECTOR=vector,
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -336,7 +332,7 @@ def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
             num_cols // vector,
             y.stride(0) // vector,
             WEIGHTED=probs is not None,
-            COMPUTE=_compute(y),
+            COMPUTE=arithmetic(y),
             VECTOR=vector,
             SLOTS=min(num_slots, SLOTS),
             BLOCK_M=block_m,

@@ -203,17 +203,13 @@ def _flops(logits, expert_bias, k, *options) -> int:
     return math.prod(logits.shape) * (6 if expert_bias is None else 7)
 
 
-def _flops_backward(grad_probs, grad_sums, grad_z, logits, *options) -> int:
-    return math.prod(logits.shape) * 10
-
-
 _topk_router_backward = register(
     "topk_router_backward(Tensor? grad_probs, Tensor? grad_sums, Tensor? grad_z, Tensor logits,"
     " Tensor indices, str score, bool normalize, float scale) -> Tensor",
     reference=reference_backward,
     fake=lambda grad_probs, grad_sums, grad_z, logits, *options: logits.new_empty(logits.shape),
     triton=launch_backward,
-    flops=_flops_backward,
+    flops=lambda grad_probs, grad_sums, grad_z, logits, *options: math.prod(logits.shape) * 10,
 )
 
 

@@ -44,6 +44,11 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
+def arithmetic(x: Tensor) -> Any:
+    """The type that kernels compute in: `compute_dtype` as they name it."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
 def vector_width(*rows: Tensor) -> int:
     """Elements of the widest access, up to 16 bytes, to which all rows are aligned if the first ones are."""
     num_cols = rows[0].shape[1]
@@ -111,7 +116,7 @@ class _Tiles:
     @property
     def constants(self) -> dict[str, Any]:
         return {
-            "COMPUTE": tl.float64 if self.rows[0].dtype == torch.float64 else tl.float32,
+            "COMPUTE": arithmetic(self.rows[0]),
             "VECTOR": self.vector,
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,

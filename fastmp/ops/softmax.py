@@ -17,7 +17,7 @@ from torch import Tensor
 from fastmp.ops import checks
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import as_rows, sum_rows, vector_width
+from fastmp.ops.rows import arithmetic, as_rows, sum_rows, vector_width
 from fastmp.profiling import traced
 
 
@@ -219,7 +219,7 @@ def _constants(x: Tensor, causal: bool, num_queries: int) -> dict:
     block_m, block_n, num_warps, whole = block_shape(num_queries, x.shape[-1], x.element_size())
     return {
         "CAUSAL": causal,
-        "COMPUTE": tl.float64 if x.dtype == torch.float64 else tl.float32,
+        "COMPUTE": arithmetic(x),
         "WHOLE": whole,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
