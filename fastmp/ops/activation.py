@@ -91,19 +91,10 @@ def gelu_parts(h, TANH: tl.constexpr):
 
 @jit
 def bias_gelu_kernel(
-    x,
-    bias,
-    y,
-    num_rows,
-    num_vectors,
-    x_pitch,
-    HAS_BIAS: tl.constexpr,
-    TANH: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x, bias, y, num_rows, num_vectors, x_pitch,
+    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One tile of y. Row length and pitch count vectors of VECTOR elements, which proves their alignment."""
     # Which tile: column blocks vary fastest, so that neighbours read neighbouring memory.
     num_cols = num_vectors * VECTOR
@@ -121,23 +112,10 @@ def bias_gelu_kernel(
 
 @jit
 def bias_gelu_backward_kernel(
-    grad,
-    x,
-    bias,
-    dx,
-    partials,
-    num_rows,
-    rows_per_strip,
-    num_vectors,
-    grad_pitch,
-    x_pitch,
-    HAS_BIAS: tl.constexpr,
-    TANH: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, x, bias, dx, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, x_pitch,
+    HAS_BIAS: tl.constexpr, TANH: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
     # Which strip of rows and which columns; the bias stays in registers.
     num_cols = num_vectors * VECTOR

@@ -71,28 +71,11 @@ def _bias_correction(count, log_beta, COMPUTE: tl.constexpr):
 
 @jit
 def adamw_kernel(
-    param,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    step,
-    low_precision_out,
-    lr_tensor,
-    inv_scale,
-    clip_coefficient,
-    found_inf,
-    num_vectors,
-    num_decayed,
-    lr: tl.float64,
-    beta1: tl.float64,
-    beta2: tl.float64,
-    log_beta1: tl.float64,
-    log_beta2: tl.float64,
-    eps: tl.float64,
-    weight_decay: tl.float64,
-    VECTOR: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
+    found_inf, num_vectors, num_decayed, lr: tl.float64, beta1: tl.float64, beta2: tl.float64,
+    log_beta1: tl.float64, log_beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64,
+    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One block of every array; the program that finishes last counts the step.
 
     The upper half of `step` is scratch: each program adds one there when it is done. The last one to do so

@@ -141,25 +141,10 @@ def _dropout(h, words, threshold, scale):
 
 @jit
 def bias_dropout_add_kernel(
-    residual,
-    x,
-    bias,
-    y,
-    seed,
-    num_rows,
-    num_vectors,
-    residual_pitch,
-    x_pitch,
-    threshold,
-    scale,
-    HAS_BIAS: tl.constexpr,
-    DROPS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    residual, x, bias, y, seed, num_rows, num_vectors, residual_pitch, x_pitch, threshold, scale,
+    HAS_BIAS: tl.constexpr, DROPS: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One tile of y. Row length and pitches count vectors of VECTOR elements: that proves alignment."""
     # Which tile.
     num_cols = num_vectors * VECTOR
@@ -182,23 +167,10 @@ def bias_dropout_add_kernel(
 
 @jit
 def bias_dropout_add_backward_kernel(
-    grad,
-    dx,
-    seed,
-    partials,
-    num_rows,
-    rows_per_strip,
-    num_vectors,
-    grad_pitch,
-    threshold,
-    scale,
-    HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WHOLE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, dx, seed, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, threshold, scale,
+    HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """dx of one strip of rows and one block of columns, and that strip's row of `partials`."""
     # Which strip of rows and which columns.
     num_cols = num_vectors * VECTOR

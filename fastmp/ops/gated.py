@@ -95,21 +95,10 @@ def _factors(h, FORM: tl.constexpr):
 
 @jit
 def gated_activation_kernel(
-    gates,
-    ups,
-    bias,
-    y,
-    num_rows,
-    num_vectors,
-    gate_pitch,
-    up_pitch,
-    HAS_BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    gates, ups, bias, y, num_rows, num_vectors, gate_pitch, up_pitch,
+    HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """One tile of y. Its row length and the pitches count vectors of VECTOR elements: all are aligned."""
     # Which tile, and the same place in gate and up.
     num_cols = num_vectors * VECTOR
@@ -132,27 +121,11 @@ def gated_activation_kernel(
 
 @jit
 def gated_activation_backward_kernel(
-    grad,
-    gates,
-    ups,
-    bias,
-    dgates,
-    dups,
-    partials,
-    num_rows,
-    rows_per_strip,
-    num_vectors,
-    grad_pitch,
-    gate_pitch,
-    up_pitch,
-    JOINED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    grad, gates, ups, bias, dgates, dups, partials, num_rows, rows_per_strip, num_vectors, grad_pitch,
+    gate_pitch, up_pitch,
+    JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Both gradients of one strip of rows and one block of columns, and their sums in `partials`.
 
     JOINED: gate and up, and so their gradients, are the halves of one tensor.

@@ -389,37 +389,14 @@ def _product(
     programs = num_programs(x, tiles, blocks.programs_each(x.element_size(), gated))
     with torch.cuda.device_of(x):
         grouped_mm_kernel[(programs,)](
-            _descriptor(x, *x_block) if tma else x,
-            _descriptor(w, *w_block) if tma else w,
-            bias,
-            offsets,
-            y,
-            h,
-            num_rows,
-            num_experts,
-            width // n_vector,
-            num_k // k_vector,
-            x.stride(0) // k_vector,
-            w.stride(0) // w_vector,
-            w.stride(1) // w_vector,
-            FORM=form,
-            GATED=gated,
-            KEEP=keep,
-            HAS_BIAS=bias is not None,
-            TRANSPOSED=transposed,
-            TMA=tma,
-            COMPUTE=arithmetic(x),
-            N_VECTOR=n_vector,
-            K_VECTOR=k_vector,
-            W_VECTOR=w_vector,
-            BLOCK_E=_block_e(num_experts),
-            BLOCK_M=blocks.rows,
-            BLOCK_N=blocks.columns,
-            BLOCK_K=blocks.terms,
-            GROUP=_GROUP,
-            num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-        )
+            _descriptor(x, *x_block) if tma else x, _descriptor(w, *w_block) if tma else w, bias, offsets, y,
+            h, num_rows, num_experts, width // n_vector, num_k // k_vector, x.stride(0) // k_vector,
+            w.stride(0) // w_vector, w.stride(1) // w_vector,
+            FORM=form, GATED=gated, KEEP=keep, HAS_BIAS=bias is not None, TRANSPOSED=transposed, TMA=tma,
+            COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector, W_VECTOR=w_vector,
+            BLOCK_E=_block_e(num_experts), BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.terms,
+            GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        )  # fmt: skip
     return y, h
 
 
@@ -446,32 +423,14 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
     with torch.cuda.device_of(x):
         grouped_wgrad_kernel[(num_experts * tiles,)](
-            grad,
-            x,
-            offsets,
-            out,
-            len(x),
-            num_n // n_vector,
-            num_k // k_vector,
-            grad.stride(0) // n_vector,
-            x.stride(0) // k_vector,
-            out.stride(0) // k_vector,
-            out.stride(1) // k_vector,
-            ACCUMULATE=accumulate,
-            TMA=tma,
-            COMPUTE=arithmetic(x),
-            N_VECTOR=n_vector,
-            K_VECTOR=k_vector,
-            BLOCK_E=_block_e(num_experts),
-            BLOCK_N=blocks.rows,
-            BLOCK_K=blocks.columns,
-            BLOCK_R=blocks.terms,
-            GROUP=_GROUP,
-            grad_rows=_descriptor(grad, blocks.terms, blocks.rows) if tma else None,
-            x_rows=_descriptor(x, blocks.terms, blocks.columns) if tma else None,
-            num_warps=blocks.num_warps,
+            grad, x, offsets, out, len(x), num_n // n_vector, num_k // k_vector, grad.stride(0) // n_vector,
+            x.stride(0) // k_vector, out.stride(0) // k_vector, out.stride(1) // k_vector,
+            ACCUMULATE=accumulate, TMA=tma, COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector,
+            BLOCK_E=_block_e(num_experts), BLOCK_N=blocks.rows, BLOCK_K=blocks.columns, BLOCK_R=blocks.terms,
+            GROUP=_GROUP, grad_rows=_descriptor(grad, blocks.terms, blocks.rows) if tma else None,
+            x_rows=_descriptor(x, blocks.terms, blocks.columns) if tma else None, num_warps=blocks.num_warps,
             num_stages=blocks.num_stages,
-        )
+        )  # fmt: skip
 
 
 def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ register(
 )
 
 
-# What compilers see in place of `make_loss`, `make_gradients` and `make_both`; absent gradients are empty here.
+# What compilers see in place of `make_loss`, `make_gradients` and `make_both`: absent gradients are empty.
 
 
 def _opaque(schema: str, function: Any, fake: Any) -> Any:

@@ -31,7 +31,7 @@ def _mean(rows: Tensor) -> Tensor:
 
 
 def _reference(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    centred: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual (empty without), and stats (1 or 2, ...): rstd, then the mean if `centred`."""
     y, total, stats = _new_results(x, residual, centred)
@@ -53,14 +53,9 @@ def _reference(
 
 
 def _reference_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    stats: Tensor,
-    with_bias: bool,
-    centred: bool,
-) -> tuple[Tensor, Tensor]:
+    centred: bool, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
+    with_bias: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of total and, as rows of one tensor, of weight and bias."""
     dx, dparams = _new_gradients(total, weight, with_bias)
     if total.numel() == 0:
@@ -98,21 +93,21 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
     return math.prod(total.shape) * (9 + 3 * centred + (grad_total is not None) + with_bias)
 
 
-# The two ops differ in the mean and the bias alone: the functions' last argument says whether there is a mean.
+# The two ops differ in mean and bias alone: the first argument of their functions says which it is.
 
 
 _rms_norm_backward = register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
-    reference=lambda *arguments: _reference_backward(*arguments, False, False),
-    triton=lambda *arguments: launch_backward(*arguments, False, False),
+    reference=lambda *arguments: _reference_backward(False, *arguments),
+    triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
 )
 _layer_norm_backward = register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
-    reference=lambda *arguments: _reference_backward(*arguments, True),
-    triton=lambda *arguments: launch_backward(*arguments, True),
+    reference=lambda *arguments: _reference_backward(True, *arguments),
+    triton=lambda *arguments: launch_backward(True, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
 )
 
@@ -153,16 +148,16 @@ def _backward_layer_norm(ctx, grad: Tensor | None, grad_total: Tensor | None, gr
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=lambda x, residual, weight, eps: _reference(x, residual, weight, None, eps, False),
-    triton=lambda x, residual, weight, eps: launch(x, residual, weight, None, eps, False),
+    reference=lambda x, residual, weight, eps: _reference(False, x, residual, weight, None, eps),
+    triton=lambda x, residual, weight, eps: launch(False, x, residual, weight, None, eps),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
     backward=(_setup, _backward_rms_norm),
 )
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
-    reference=lambda *arguments: _reference(*arguments, True),
-    triton=lambda *arguments: launch(*arguments, True),
+    reference=lambda *arguments: _reference(True, *arguments),
+    triton=lambda *arguments: launch(True, *arguments),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
     backward=(_setup, _backward_layer_norm),
 )

@@ -29,26 +29,10 @@ def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.
 
 @jit
 def norm_kernel(
-    x,
-    residual,
-    weight,
-    bias,
-    y,
-    total,
-    stats,
-    num_rows,
-    num_vectors,
-    x_pitch,
-    residual_pitch,
-    EPS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    x, residual, weight, bias, y, total, stats, num_rows, num_vectors, x_pitch, residual_pitch,
+    EPS: tl.constexpr, CENTRED: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """y, total and stats of one block of rows."""
     num_cols = num_vectors * VECTOR
     rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -80,21 +64,10 @@ def norm_kernel(
 
 @jit
 def norm_wide_kernel(
-    total,
-    weight,
-    bias,
-    y,
-    stats,
-    num_rows,
-    num_vectors,
-    total_pitch,
-    EPS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    total, weight, bias, y, stats, num_rows, num_vectors, total_pitch,
+    EPS: tl.constexpr, CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """y and stats of one row, read from memory once and then from the caches."""
     num_cols = num_vectors * VECTOR
     row = tl.program_id(0).to(tl.int64)
@@ -131,27 +104,11 @@ def norm_wide_kernel(
 
 @jit
 def norm_backward_kernel(
-    grad,
-    grad_total,
-    total,
-    weight,
-    stats,
-    dx,
-    partials,
-    num_rows,
-    num_vectors,
-    grad_pitch,
-    grad_total_pitch,
+    grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
     total_pitch,
-    CENTRED: tl.constexpr,
-    HAS_GRAD_TOTAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    CENTRED: tl.constexpr, HAS_GRAD_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """dx of every num_programs-th block of rows, and this program's row of `partials`."""
     num_cols = num_vectors * VECTOR
     pid = tl.program_id(0)
@@ -193,27 +150,11 @@ def norm_backward_kernel(
 
 @jit
 def norm_backward_wide_kernel(
-    grad,
-    grad_total,
-    total,
-    weight,
-    stats,
-    dx,
-    partials,
-    num_rows,
-    num_vectors,
-    grad_pitch,
-    grad_total_pitch,
+    grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
     total_pitch,
-    CENTRED: tl.constexpr,
-    HAS_GRAD_TOTAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
-):
+    CENTRED: tl.constexpr, HAS_GRAD_TOTAL: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
     """The same for rows of any length: grad and total are read twice, the second time from a cache, and the
     partial sums live in memory, where a block of rows passes them once."""
     num_cols = num_vectors * VECTOR
@@ -294,7 +235,7 @@ def _pitch(rows: Tensor | None, vector: int) -> int:
 
 
 def launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool
+    centred: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual (empty without), stats (2 or 1, ...), each of x's shape without the last dimension."""
     shape, num_rows = x.shape, x.shape[:-1].numel()
@@ -326,33 +267,17 @@ def launch(
             )
             return y, total, stats
         norm_kernel[(cdiv(num_rows, block_m),)](
-            x,
-            residual,
-            weight,
-            bias,
-            y,
-            total,
-            stats,
-            *sizes,
-            _pitch(residual, vector),
-            HAS_RESIDUAL=residual is not None,
-            **constants,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
+            x, residual, weight, bias, y, total, stats, *sizes, _pitch(residual, vector),
+            HAS_RESIDUAL=residual is not None, **constants, BLOCK_M=block_m, BLOCK_N=block_n,
             num_warps=num_warps,
-        )
+        )  # fmt: skip
     return y, total, stats
 
 
 def launch_backward(
-    grad: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    stats: Tensor,
-    with_bias: bool,
-    centred: bool,
-) -> tuple[Tensor, Tensor]:
+    centred: bool, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
+    with_bias: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of total and, as rows of one tensor, of weight and bias."""
     num_cols = total.shape[-1]
     dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
@@ -369,27 +294,11 @@ def launch_backward(
     partials = torch.empty((programs, dparams.numel()), dtype=stats.dtype, device=total.device)
     with torch.cuda.device_of(total):
         kernel[(programs,)](
-            grad,
-            grad_total,
-            total,
-            weight.contiguous(),
-            stats,
-            dx,
-            partials,
-            len(total),
-            num_cols // vector,
-            _pitch(grad, vector),
-            _pitch(grad_total, vector),
-            _pitch(total, vector),
-            CENTRED=centred,
-            HAS_GRAD_TOTAL=grad_total is not None,
-            HAS_BIAS=with_bias,
-            COMPUTE=arithmetic(total),
-            VECTOR=vector,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            NUM_STAGES=num_stages(total.element_size()),
-            num_warps=num_warps,
-        )
+            grad, grad_total, total, weight.contiguous(), stats, dx, partials, len(total), num_cols // vector,
+            _pitch(grad, vector), _pitch(grad_total, vector), _pitch(total, vector),
+            CENTRED=centred, HAS_GRAD_TOTAL=grad_total is not None, HAS_BIAS=with_bias,
+            COMPUTE=arithmetic(total), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
+            NUM_STAGES=num_stages(total.element_size()), num_warps=num_warps,
+        )  # fmt: skip
     sum_strips(partials, dparams.view(-1))
     return dx, dparams

@@ -49,17 +49,9 @@ def sum_blocks_kernel(counts, totals, num_blocks, num_experts, BLOCK_B: tl.const
 
 @jit
 def rank_kernel(
-    indices,
-    counts,
-    totals,
-    row_of,
-    offsets,
-    num_pairs,
-    num_experts,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    BINS: tl.constexpr,
-):
+    indices, counts, totals, row_of, offsets, num_pairs, num_experts,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Number the row of each pair: after earlier experts, earlier blocks and earlier pairs of its block."""
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
@@ -102,27 +94,14 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
             indices, counts, num_pairs, num_experts, BLOCK=BLOCK_PAIRS, BINS=bins, num_warps=NUM_WARPS
         )
         sum_blocks_kernel[(cdiv(num_experts, BLOCK_EXPERTS),)](
-            counts,
-            totals,
-            num_blocks,
-            num_experts,
-            BLOCK_B=min(BLOCK_BLOCKS, max(16, next_power_of_2(num_blocks))),
-            BLOCK_E=BLOCK_EXPERTS,
+            counts, totals, num_blocks, num_experts,
+            BLOCK_B=min(BLOCK_BLOCKS, max(16, next_power_of_2(num_blocks))), BLOCK_E=BLOCK_EXPERTS,
             num_warps=NUM_WARPS,
-        )
+        )  # fmt: skip
         rank_kernel[(num_blocks,)](
-            indices,
-            counts,
-            totals,
-            row_of,
-            offsets,
-            num_pairs,
-            num_experts,
-            BLOCK=BLOCK_PAIRS,
-            STEP=STEP,
-            BINS=bins,
-            num_warps=NUM_WARPS,
-        )
+            indices, counts, totals, row_of, offsets, num_pairs, num_experts,
+            BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return row_of, offsets
 
 
@@ -155,26 +134,10 @@ def zero_unused(
 
 @jit
 def scatter_kernel(
-    x,
-    y,
-    row_of,
-    probs,
-    used,
-    out,
-    dprobs,
-    num_pairs,
-    num_slots,
-    num_rows,
-    num_vectors,
-    x_pitch,
-    y_pitch,
-    WEIGHTED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ZERO_ROWS: tl.constexpr,
-):
+    x, y, row_of, probs, used, out, dprobs, num_pairs, num_slots, num_rows, num_vectors, x_pitch, y_pitch,
+    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, ZERO_ROWS: tl.constexpr,
+):  # fmt: skip
     """Write the rows of out for a block of pairs. A row of out is the pair's row of x.
 
     Where WEIGHTED, that row is multiplied by the pair's probability, and the gradient of the probability,
@@ -215,22 +178,10 @@ def scatter_kernel(
 
 @jit
 def gather_kernel(
-    y,
-    row_of,
-    probs,
-    out,
-    num_tokens,
-    num_slots,
-    num_rows,
-    num_vectors,
-    y_pitch,
-    WEIGHTED: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    y, row_of, probs, out, num_tokens, num_slots, num_rows, num_vectors, y_pitch,
+    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Compute a tile of out: sums over the slots, SLOTS of which are loaded at once."""
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
@@ -281,27 +232,12 @@ def _scatter(
     with torch.cuda.device_of(x):
         mark_kernel[(cdiv(num_pairs, 1024),)](row_of, used, num_pairs, num_rows, BLOCK=1024)
         scatter_kernel[(cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS),)](
-            x,
-            None if y is None else tall,
-            row_of,
-            None if probs is None else probs.contiguous(),
-            used,
-            out,
-            dprobs,
-            num_pairs,
-            num_pairs // len(x),
-            num_rows,
-            num_cols // vector,
-            x.stride(0) // vector,
+            x, None if y is None else tall, row_of, None if probs is None else probs.contiguous(), used, out,
+            dprobs, num_pairs, num_pairs // len(x), num_rows, num_cols // vector, x.stride(0) // vector,
             tall.stride(0) // vector,
-            WEIGHTED=y is not None,
-            COMPUTE=arithmetic(x),
-            VECTOR=vector,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            ZERO_ROWS=ZERO_ROWS,
-            num_warps=NUM_WARPS,
-        )
+            WEIGHTED=y is not None, COMPUTE=arithmetic(x), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
+            ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
@@ -322,23 +258,11 @@ def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
     vector = vector_width(y)
     with torch.cuda.device_of(y):
         gather_kernel[(cdiv(num_tokens, block_m) * cdiv(num_cols, block_n),)](
-            y,
-            row_of.contiguous(),
-            None if probs is None else probs.contiguous(),
-            out,
-            num_tokens,
-            num_slots,
-            len(y),
-            num_cols // vector,
-            y.stride(0) // vector,
-            WEIGHTED=probs is not None,
-            COMPUTE=arithmetic(y),
-            VECTOR=vector,
-            SLOTS=min(num_slots, SLOTS),
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            num_warps=NUM_WARPS,
-        )
+            y, row_of.contiguous(), None if probs is None else probs.contiguous(), out, num_tokens, num_slots,
+            len(y), num_cols // vector, y.stride(0) // vector,
+            WEIGHTED=probs is not None, COMPUTE=arithmetic(y), VECTOR=vector, SLOTS=min(num_slots, SLOTS),
+            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
+        )  # fmt: skip
     return out
 
 

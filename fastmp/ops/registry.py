@@ -278,7 +278,7 @@ def _learn_dtensors() -> bool:
     return True
 
 
-_learn_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile calls it as it traces
+_learn_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while compilers trace
 
 
 def _register_autograd(overload: torch._ops.OpOverload, record: Callable) -> None:

@@ -62,32 +62,11 @@ def reference_(
 
 @jit
 def _rotate(
-    x,
-    y,
-    cos,
-    sin,
-    pid,
-    num_rows,
-    size_1,
-    size_2,
-    stride_0,
-    stride_1,
-    stride_2,
-    turn_0,
-    turn_1,
-    turn_2,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    HALF: tl.constexpr,
-    DIM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    TURN_VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    x, y, cos, sin, pid, num_rows, size_1, size_2, stride_0, stride_1, stride_2, turn_0, turn_1, turn_2,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, IN_PLACE: tl.constexpr, HALF: tl.constexpr,
+    DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     """BLOCK_M rows. Strides of x count vectors, those of cos and sin theirs, which proves their alignment."""
     rows = pid.to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
     outer = rows // size_2
@@ -123,40 +102,12 @@ def _rotate(
 
 @jit
 def rope_kernel(
-    q,
-    q_out,
-    k,
-    k_out,
-    cos,
-    sin,
-    q_rows,
-    q_size_1,
-    q_size_2,
-    q_stride_0,
-    q_stride_1,
-    q_stride_2,
-    k_rows,
-    k_size_1,
-    k_size_2,
-    k_stride_0,
-    k_stride_1,
-    k_stride_2,
-    turn_0,
-    turn_1,
-    turn_2,
-    HAS_K: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-    HALF: tl.constexpr,
-    DIM: tl.constexpr,
-    VECTOR: tl.constexpr,
-    TURN_VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    INDEX: tl.constexpr,
-):
+    q, q_out, k, k_out, cos, sin, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1, q_stride_2, k_rows,
+    k_size_1, k_size_2, k_stride_0, k_stride_1, k_stride_2, turn_0, turn_1, turn_2,
+    HAS_K: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, IN_PLACE: tl.constexpr,
+    HALF: tl.constexpr, DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
     """A block of rows: the programs of q come first, then those of k."""
     # Queries and keys share the launch; their sizes and strides differ, cos and sin do not.
     pid = tl.program_id(0)
@@ -241,27 +192,13 @@ def _launch_into(
     pointers = [pointer for pair in zip(tensors, outs or tensors, strict=True) for pointer in pair]
     with torch.cuda.device_of(first):
         rope_kernel[(sum(cdiv(n, block_m) for n in rows),)](
-            *pointers[:2],
-            *(pointers[2:] or (None, None)),
-            cos,
-            sin,
-            *described[0],
-            *described[-1],
+            *pointers[:2], *(pointers[2:] or (None, None)), cos, sin, *described[0], *described[-1],
             *(turn // turn_vector for turn in turns),
-            HAS_K=len(tensors) == 2,
-            INTERLEAVED=interleaved,
-            INVERSE=inverse,
-            IN_PLACE=outs is None,
-            HALF=cos.shape[-1],
-            DIM=first.shape[-1],
-            VECTOR=vector,
-            TURN_VECTOR=turn_vector,
-            BLOCK_M=block_m,
-            BLOCK_HALF=block_half,
-            COMPUTE=arithmetic(first),
-            INDEX=tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64,
-            num_warps=NUM_WARPS,
-        )
+            HAS_K=len(tensors) == 2, INTERLEAVED=interleaved, INVERSE=inverse, IN_PLACE=outs is None,
+            HALF=cos.shape[-1], DIM=first.shape[-1], VECTOR=vector, TURN_VECTOR=turn_vector, BLOCK_M=block_m,
+            BLOCK_HALF=block_half, COMPUTE=arithmetic(first),
+            INDEX=tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64, num_warps=NUM_WARPS,
+        )  # fmt: skip
 
 
 def _of_one_rank(tensors: Sequence[Tensor]) -> list[Tensor]:

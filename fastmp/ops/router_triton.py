@@ -358,26 +358,11 @@ def launch(
     vector = vector_width(rows)
     with torch.cuda.device_of(logits):
         router_kernel[(num_strips * num_sequences,)](
-            rows,
-            None if expert_bias is None else expert_bias.contiguous(),
-            indices,
-            probs,
-            counts,
-            score_sums,
-            z_sum,
-            balance_counts if balance else None,
-            partials,
-            z_partials,
-            num_steps,
-            num_sequences,
-            strip_steps,
-            rows.stride(0) // vector,
-            float(scale),
-            HAS_BIAS=expert_bias is not None,
-            NORMALIZE=normalize,
-            VECTOR=vector,
-            **fixed,
-        )
+            rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
+            score_sums, z_sum, balance_counts if balance else None, partials, z_partials, num_steps,
+            num_sequences, strip_steps, rows.stride(0) // vector, float(scale),
+            HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector, **fixed,
+        )  # fmt: skip
     return indices, probs, loads, score_sums, z_sum, balance_counts
 
 
@@ -403,23 +388,10 @@ def launch_backward(
     with torch.cuda.device_of(logits):
         router_backward_kernel[(cdiv(num_steps, block_m) * num_sequences,)](
             None if grad_probs is None else grad_probs.contiguous(),
-            None if grad_sums is None else grad_sums.contiguous(),
-            grad_z,
-            rows,
-            indices.contiguous(),
-            dx,
-            num_steps,
-            num_sequences,
-            rows.stride(0) // vector,
-            float(scale),
-            K=indices.shape[-1],
-            EXPERTS=experts,
-            SIGMOID=score == "sigmoid",
-            NORMALIZE=normalize and grad_probs is not None,
-            COMPUTE=arithmetic(logits),
-            VECTOR=vector,
-            BLOCK_M=block_m,
-            WIDTH=width,
-            num_warps=num_warps,
-        )
+            None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
+            num_steps, num_sequences, rows.stride(0) // vector, float(scale),
+            K=indices.shape[-1], EXPERTS=experts, SIGMOID=score == "sigmoid",
+            NORMALIZE=normalize and grad_probs is not None, COMPUTE=arithmetic(logits), VECTOR=vector,
+            BLOCK_M=block_m, WIDTH=width, num_warps=num_warps,
+        )  # fmt: skip
     return dx

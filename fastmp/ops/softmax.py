@@ -243,19 +243,10 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     grid = (len(rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"]),)
     with torch.cuda.device_of(x):
         softmax_kernel[grid](
-            rows,
-            mask,
-            y,
-            num_queries,
-            x.shape[-1] // vector,
-            rows.stride(0) // vector,
-            num_inner,
-            *strides,
+            rows, mask, y, num_queries, x.shape[-1] // vector, rows.stride(0) // vector, num_inner, *strides,
             float(scale),
-            HAS_MASK=mask is not None,
-            VECTOR=vector,
-            **constants,
-        )
+            HAS_MASK=mask is not None, VECTOR=vector, **constants,
+        )  # fmt: skip
     return y
 
 
@@ -270,17 +261,10 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tens
     grid = (len(y_rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"]),)
     with torch.cuda.device_of(y):
         softmax_backward_kernel[grid](
-            grad_rows,
-            y_rows,
-            dx,
-            num_queries,
-            y.shape[-1] // vector,
-            grad_rows.stride(0) // vector,
-            y_rows.stride(0) // vector,
-            float(scale),
-            VECTOR=vector,
-            **constants,
-        )
+            grad_rows, y_rows, dx, num_queries, y.shape[-1] // vector, grad_rows.stride(0) // vector,
+            y_rows.stride(0) // vector, float(scale),
+            VECTOR=vector, **constants,
+        )  # fmt: skip
     return dx
 
 

@@ -26,18 +26,11 @@ def _random(*shape, dtype, seed):
 
 
 def _check(x, residual, weight, bias, grad, grad_total, centred):
-    forward = x, residual, weight, bias, 1e-5, centred
+    forward = centred, x, residual, weight, bias, 1e-5
     wanted = norm._reference(*forward)
     total = x if residual is None else wanted[1]
-    backward = (
-        grad,
-        None if residual is None else grad_total,
-        total,
-        weight,
-        wanted[2],
-        centred,
-        bias is not None,
-    )
+    grad_total = None if residual is None else grad_total
+    backward = centred, grad, grad_total, total, weight, wanted[2], bias is not None
     with poisoned_memory():
         results = *module.launch(*forward), *module.launch_backward(*backward)
     tolerance = TOLERANCE[x.dtype]
