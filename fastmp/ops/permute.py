@@ -186,7 +186,8 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     Args:
         x: (T, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
         row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside
-            [0, num_rows) is dropped. No two pairs have the same row.
+            [0, num_rows) is dropped. Two pairs with one row, which `permutation` never makes, race for it: what
+            it then holds is undefined.
         num_rows: M of the result.
 
     Returns:
@@ -210,7 +211,7 @@ def unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None = None) -> Tensor:
     Args:
         y: (M, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
         row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside [0, M)
-            adds nothing. No two pairs have the same row.
+            adds nothing. Two pairs with one row race for it in the gradient of y, as in `permute`.
         probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
             differentiated again.
 

@@ -8,7 +8,7 @@ saves logits and indices and computes the rest again.
 Balancing losses count the k best scores of each token, without bias and groups, as the sequence-wise balance
 loss of DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) and Megatron-LM do: a bias that has evened out the loads
 must not hide from the loss that the scores are uneven. These are `balance_counts`; `counts` are the experts'
-real loads.
+real loads, which DeepSeek-V2's losses count, groups and all (arXiv 2405.04434, section 2.2.3, and its code).
 
 Choosing. A token chooses by its scores plus the expert's bias. Without a bias it compares the logits
 themselves, whose order is the same and which no rounding makes equal; so indices are the same whoever serves.
