@@ -186,8 +186,8 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     Args:
         x: (T, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
         row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside
-            [0, num_rows) is dropped. Two pairs with one row, which `permutation` never makes, race for it: what
-            it then holds is undefined.
+            [0, num_rows) is dropped. Two pairs with one row, which `permutation` never makes, race for it:
+            what it then holds is undefined.
         num_rows: M of the result.
 
     Returns:
