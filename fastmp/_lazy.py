@@ -10,11 +10,10 @@ from typing import Any
 def exports(
     package: str, names: dict[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`.
+    """Make `__getattr__`, `__dir__` and `__all__` of `package`.
 
     `names` maps each submodule to the names it gives to the package, separated by spaces; the submodules
-    themselves can be reached as well. A name must not be that of a submodule: importing the submodule would
-    replace it.
+    themselves can be reached as well. No name may be that of a submodule, whose import would replace it.
     """
     homes = {name: module for module, exported in names.items() for name in exported.split()}
 

@@ -1,4 +1,4 @@
-"""What the commands of fastmp share: choosing one by its name, and a parser that says what may be meant."""
+"""Common parts of fastmp's commands: choosing one by name, and a parser that suggests what may be meant."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_command(prog: str, commands: Mapping[str, tuple[str, str]], arguments: S
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """The end of a message about an unknown `name`: what is most like it, or nothing."""
+    """The end of a message about an unknown `name`: the known one that is most like it, or nothing."""
     ends = [each for each in known if each.endswith("." + name.lstrip("-"))]
     close = ends or difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {' or '.join(close)}?" if close else ""

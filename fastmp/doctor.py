@@ -29,8 +29,8 @@ _PACKAGES = (
 def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
     """Whether code built for `archs` ("9.0", "9.0a", "10.0+PTX") runs on a GPU of `capability`.
 
-    Machine code runs on its own major version from its minor version on; PTX on anything later; code for
-    an `a` or `f` target on that very major version only.
+    Machine code runs on its own major version from its minor version on, PTX on any later version, code for
+    an `a` or `f` target on its major version only.
     """
     for arch in archs:
         number, _, ptx = arch.partition("+")
@@ -85,7 +85,7 @@ _GROUPED = {
 
 
 def _grouped() -> list[str]:
-    """What `grouped_mm_choice` says on each architecture, for sizes that the host knows."""
+    """Lines with the choices of `grouped_mm_choice` on each architecture, for sizes that the host knows."""
     import torch
 
     from fastmp.ops import grouped_mm_choice
@@ -103,9 +103,9 @@ def _grouped() -> list[str]:
 
 
 def _serving(table: Mapping[str, tuple[str, str]]) -> list[str]:
-    """Which implementation serves which of the ops, given as {op: (implementation, reason)}.
+    """Lines that say which implementation serves which ops, from {op: (implementation, reason)}.
 
-    The one that serves most of them comes first and without their names.
+    The implementation that serves most of them comes first and without their names.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, served in table.items():

@@ -44,7 +44,7 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
 
 
 def expected_vocab_size(data: DataConfig) -> int:
-    """How many tokens the vocabulary of `data` will have; 0 if only its tokenizer's file says so."""
+    """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it."""
     if data.path is None:
         return VOCAB_SIZES.get(data.tokenizer, 0)
     try:

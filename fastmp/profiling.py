@@ -1,7 +1,7 @@
 """Named ranges for profilers, around every op, segment, collective and phase of training.
 
-A range shows in torch.profiler whenever that records, and in Nsight after `enable_nvtx()`. Otherwise it costs
-less than a microsecond. There are none in compiled code, where a range would break the graph.
+A range shows in torch.profiler while that records, and in Nsight after `enable_nvtx()`. Otherwise it costs
+less than a microsecond. Compiled code has no ranges, which would break its graph.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class _Range:
 
 
 def region(name: str) -> AbstractContextManager:
-    """A context that marks what runs inside as `name`, e.g. "fastmp.bias_gelu"."""
+    """A context whose range for profilers has this name, e.g. "fastmp.bias_gelu"."""
     if torch.compiler.is_compiling() or not (_nvtx or profiler._is_profiler_enabled):
         return _OFF
     return _Range(name)
 
 
 def traced(name: str) -> Callable[[Callable], Callable]:
-    """Decorator: every call of the function is a region of that name."""
+    """A decorator: every call of the function is a region of that name."""
 
     def decorate(function: Callable) -> Callable:
         @functools.wraps(function)

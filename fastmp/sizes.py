@@ -40,17 +40,16 @@ class ParameterCounts:
 
     @property
     def active(self) -> int:
-        """Parameters that one token meets."""
+        """The parameters that one token uses."""
         return self.sharded + self.replicated + self.chosen
 
     def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
-        """(of experts, all others) on a rank, where the sizes divide."""
+        """The parameters on a rank, (of experts, all others), where the sizes divide."""
         return self.experts // (ep * etp), self.sharded // tp + self.replicated
 
 
 def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
-    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: 50,257 is 50,304 at TP 1, 51,200 at
-    TP 8."""
+    """The smallest multiple of `multiple` x `tp` that holds `vocab_size`: for 50,257 at TP 8 it is 51,200."""
     if vocab_size < 1 or tp < 1 or multiple < 1:
         raise ValueError(
             f"pad_vocab: sizes must be positive, got vocab_size {vocab_size}, tp {tp}, multiple {multiple}"
@@ -86,7 +85,7 @@ def position_parameters(config: GPTConfig) -> int:
 
 
 def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> ParameterCounts:
-    """Count the parameters of the whole model.
+    """Count the parameters of a model.
 
     vocab_size: rows of the embedding counted, the real vocabulary by default.
     """
@@ -100,10 +99,10 @@ def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> Parame
 
 
 def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
-    """Parameters of the whole model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
+    """The parameters of a model; 12Lh^2 + 13Lh + Vh + sh + 2h for a plain GPT (no GQA, ffn 4h).
 
-    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: of the experts,
-    those that a token goes to.
+    `vocab_size`: rows of the embedding counted, the real vocabulary by default. `active`: count only those
+    experts that a token goes to.
     """
     count = count_parameters(config, vocab_size)
     return count.active if active else count.total
@@ -112,12 +111,12 @@ def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: 
 def flops_per_token(
     config: GPTConfig, seq_len: int | None = None, *, causal: bool = False, vocab_size: int | None = None
 ) -> float:
-    """Model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
+    """The model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
 
-    A multiply-add is two. `causal=False` counts the whole S x S attention matrix, the convention of published
-    MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. Of experts those count that
-    a token goes to. What recomputation repeats is not model FLOPs. `vocab_size`: columns of the logits
-    counted, the real vocabulary by default.
+    A multiply-add is two. `causal=False` counts all of the S x S attention matrix, the convention of
+    published MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. Only the experts
+    that a token goes to count, and recomputation does not. `vocab_size`: columns of the logits counted, the
+    real vocabulary by default.
     """
     S, L, h = config.max_seq_len if seq_len is None else seq_len, config.num_layers, config.hidden_size
     V = config.vocab_size if vocab_size is None else vocab_size
@@ -126,7 +125,7 @@ def flops_per_token(
 
 
 def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = False) -> tuple[float, float]:
-    """(of the weights, of attention's scores and values): the forward of one layer; as `flops_per_token`."""
+    """The forward FLOPs of one layer on one token: (of the weights, of attention's scores and values)."""
     matrices = _attention(config) + (_blocks(config) + 1) * config.hidden_size * _dense_ffn(config)
     if config.moe is not None:
         matrices += _router(config) + _experts(config, config.moe.top_k)
@@ -142,7 +141,7 @@ def _attention(config: GPTConfig) -> int:
 
 
 def _router(config: GPTConfig) -> int:
-    """Elements of the router, and of the shared expert's gate."""
+    """The elements of the router and of the shared expert's gate."""
     assert config.moe is not None
     return config.hidden_size * (config.moe.num_experts + config.moe.shared_expert_gate)
 
@@ -153,10 +152,10 @@ def _experts(config: GPTConfig, number: int) -> int:
 
 
 def _dense_ffn(config: GPTConfig) -> int:
-    """Hidden units of what every token goes through: the MLP, or the shared expert."""
+    """The hidden units of the MLP, or of the shared expert: what every token goes through."""
     return config.ffn_size if config.moe is None else config.moe.shared_expert_ffn_hidden_size
 
 
 def _blocks(config: GPTConfig) -> int:
-    """Blocks of an MLP's first product: two where the activation has a gate."""
+    """The blocks of an MLP's first product: two where the activation has a gate."""
     return ACTIVATIONS[config.activation].blocks

@@ -1,4 +1,4 @@
-"""What a test of parallel code asks: which collectives ran, and what the sharded gradients are in full."""
+"""Helpers for tests of parallel code: a record of collectives, and sharded tensors put together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NAMES = {
 class Collectives:
     """The collectives that ran, in order: (name, shapes of its tensors, outputs first).
 
-    `sizes`: bytes of the larger side of each, the whole of what an all-gather or a reduce-scatter is about.
+    `sizes`: the bytes of the larger side of each: an all-gather's output, a reduce-scatter's input.
     """
 
     calls: list[tuple[str, list[tuple[int, ...]]]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Collectives:
 
     @property
     def counts(self) -> dict[str, int]:
-        """{"all_reduce": 2, ...}: how often each ran; a collective that did not is not in it."""
+        """The number of calls of each collective that ran: {"all_reduce": 2, ...}."""
         return dict(Counter(name for name, _ in self.calls))
 
 
@@ -73,10 +73,10 @@ class _Recorder(TorchDispatchMode):
 
 @contextmanager
 def count_collectives() -> Iterator[Collectives]:
-    """The collectives that run inside the block, forward and backward: `with count_collectives() as seen`.
+    """Record the collectives that run inside the block, forward and backward, in the yielded `Collectives`.
 
-    Names: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send, recv... Counts what this
-    process launches in eager mode, on whatever group; no process group is needed where nothing is launched.
+    Names are all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send, recv and so on. Calls of
+    this process in eager mode count, on any group; no process group is needed where there are none.
     """
     seen = Collectives()
     with _Recorder(seen):
@@ -91,33 +91,30 @@ def full_tensor(
     etp_group: dist.ProcessGroup | None = None,
     ep_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """`shard`, cut as the parallel attributes of `param` say, put together over `group`; replicas stay as
-    they are. Experts are put together over `etp_group`, then those of all ranks of `ep_group` joined.
+    """The undivided tensor whose part on this rank is `shard`, by the marks of `param`.
+
+    Shards are put together over `group`; replicas stay as they are. Experts are put together over
+    `etp_group`, then those of all ranks of `ep_group` joined.
     """
     marks = parallel_attributes(param)
     group = etp_group if marks.expert_parallel else group
     if marks.tensor_model_parallel and group_size(group) > 1:
-        pieces = [p.chunk(marks.partition_stride, marks.partition_dim) for p in _parts(shard, group)]
-        shard = torch.cat(
-            [piece[block] for block in range(marks.partition_stride) for piece in pieces],
-            marks.partition_dim,
-        )
+        of_ranks = [p.chunk(marks.partition_stride, marks.partition_dim) for p in _parts(shard, group)]
+        shard = torch.cat([part for block in zip(*of_ranks) for part in block], marks.partition_dim)
     if marks.expert_parallel and group_size(ep_group) > 1:
         shard = torch.cat(_parts(shard, ep_group))
     return shard
 
 
 def _parts(shard: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """What the ranks of `group` hold, in rank order."""
+    """The shards of all ranks of `group`, in rank order."""
     parts = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group_size(group))]
     dist.all_gather(parts, shard.contiguous(), group=group)
     return parts
 
 
 def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The gradient of the undivided parameter: shards put together, partial sums of replicas added over
-    `group`.
-    """
+    """The gradient of the undivided parameter: shards put together, partial sums of replicas added up."""
     assert param.grad is not None, "the parameter has no gradient"
     grad = full_tensor(param.grad, param, group)
     if group_size(group) > 1 and parallel_attributes(param).sequence_parallel:

@@ -125,7 +125,7 @@ def _fork(fn, rank, world_size, args, timeout, folder, release) -> _Child:
 
 
 def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, write_fd, release_fd) -> None:
-    """Life of a rank: join, run, report, wait for the others (peers may still read from it), leave."""
+    """The life of a rank: join, run, report, wait for the others (peers may still read from it), leave."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed parent leaves no orphans
     if os.getppid() != parent:
@@ -159,7 +159,7 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
 
 
 def _collect(children: list[_Child], deadline: float) -> bool:
-    """Read every report until all are in, or the time is up. True if any rank failed, died or hung."""
+    """Read reports until all are in, or the time is up; return whether a rank failed, died or hung."""
     failed = False
     with selectors.DefaultSelector() as selector:
         for child in children:
@@ -186,7 +186,7 @@ def _collect(children: list[_Child], deadline: float) -> bool:
 
 
 def _reap(children: list[_Child]) -> None:
-    """End and wait for every child: after this none is left, whatever happened."""
+    """End and wait for every child, so that none is left, whatever happened."""
     for child in children:
         os.close(child.fd)
         if not child.done:
@@ -204,7 +204,7 @@ def _reap(children: list[_Child]) -> None:
 
 
 def _raise(children: list[_Child], stacks: dict[int, str], timeout: float) -> None:
-    """Name who failed first: one that died without a word, else the earliest exception, else the hung."""
+    """Raise `RankError` for a rank that died without a word, else the first that raised, else the hung."""
     dead = [c for c in children if c.done and c.outcome is None]
     wrong = sorted(
         (c for c in children if c.outcome is not None and c.outcome[0] == "error"), key=lambda c: c.outcome[1]
