@@ -2,8 +2,8 @@
 
 Rows are independent, so every dimension of a row tensor but the last may be sharded, in all of them alike.
 Parameters are replicated; their gradients are partial sums. torch redistributes whatever comes otherwise; and
-`cross_entropy` flattens its logits, for which torch gathers what is sharded beyond the first dimension (2.10
-refuses).
+`cross_entropy` flattens its logits, for which torch gathers what is sharded beyond the first dimension (or
+refuses to, before 2.12).
 A dropout mask depends on where in the whole tensor an element lies, so that a shard cannot draw its part of
 it: with a mask `bias_dropout_add` takes replicated tensors. Ops outside `_OUTPUTS`, those that write in place
 among them, say that they take local tensors.
