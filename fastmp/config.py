@@ -21,7 +21,7 @@ def _option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
-def unknown_choice(name: str, value: Any, choices: Collection) -> str:
+def unknown_choice(name: str, value: Any, choices: Collection[Any]) -> str:
     """The message where the option `name` has a value that is none of its choices."""
     return f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
 
