@@ -21,6 +21,7 @@ from torch.autograd import Function
 
 from fastmp.graphs import hooks
 from fastmp.graphs.buffers import BufferPlan
+from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.graph_set import GraphSet
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.runs import EagerPart, Run
@@ -98,11 +99,15 @@ class TransformerEngineManager(GraphManager):
         super().__init__(chains, order, backend=_Backend(rng), scope=scope, warmup=warmup)
 
     def begin_replays(self, graph_set: GraphSet) -> _Replays:
-        """A step of `graph_set`; the first one makes the callables of all its runs."""
+        """A step of `graph_set`; the first one makes the callables of all its runs, or runs eagerly."""
         made = self.backend.made
         if graph_set not in made:
             self.backend.prepare()
-            made[graph_set] = self._callables(graph_set)
+            try:
+                made[graph_set] = self._callables(graph_set)
+            except Exception as error:
+                reason = f"graphs: Transformer Engine could not capture: {type(error).__name__}: {error}"
+                return _Replays(graph_set, {}, CaptureError(reason))
         return _Replays(graph_set, made[graph_set])
 
     def _callables(self, graph_set: GraphSet) -> _Callables:
@@ -142,10 +147,10 @@ class TransformerEngineManager(GraphManager):
 class _Replays:
     """One training step through callables of Transformer Engine: a `fastmp.graphs.manager.StepRunner`."""
 
-    failure = None
-
-    def __init__(self, graph_set: GraphSet, callables: _Callables) -> None:
-        self._graph_set, self._callables = graph_set, callables
+    def __init__(
+        self, graph_set: GraphSet, callables: _Callables, failure: CaptureError | None = None
+    ) -> None:
+        self._graph_set, self._callables, self.failure = graph_set, callables, failure
         self._forwards: Counter[tuple[int, int]] = Counter()  # {(chunk, run): how many have begun}
 
     def run(
@@ -154,7 +159,7 @@ class _Replays:
         microbatch = self._forwards[chunk, number]
         self._forwards[chunk, number] += 1
         observed = self._graph_set.observed[chunk, number]
-        if not self._graph_set.takes(chunk, number, tensors):
+        if self.failure is not None or not self._graph_set.takes(chunk, number, tensors):
             hooks.call_pre_hooks(run.begins)
             return run_links(run.links, tensors)
         hooks.call_pre_hooks(observed.calls)

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sys
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -25,6 +26,7 @@ from hypothesis import strategies as st
 from fastmp.config import GraphConfig
 from fastmp.graphs.buffers import RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.recording import Pool, RecordedGraph
+from fastmp.integrations import transformer_engine
 from fastmp.integrations.transformer_engine import TransformerEngineManager, arguments
 from fastmp.nn import GPT, Placement
 from fastmp.parallel.grads import GradBuffer
@@ -94,6 +96,23 @@ def test_layers_that_are_recomputed_are_refused():
     layers = GPT(DENSE, recompute=True).layers
     with pytest.raises(ValueError, match="Transformer Engine captures nothing that is recomputed; use rec"):
         TransformerEngineManager([layers], Schedule(1, 1).order(0))
+
+
+def test_training_goes_on_where_it_cannot_capture(monkeypatch):
+    """It captures before anything of the step has run."""
+
+    def make(*args, **options):
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(transformer_engine, "_make_graphed_callables", lambda: make)
+    monkeypatch.setattr(transformer_engine._Backend, "streams", lambda self: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    layout = (DENSE, 0, 1, 1, 2)
+    eager, _ = run_rank(*layout, graphs=False, own_buffers=True)
+    graphed, manager = run_rank(*layout, graphs=True, own_buffers=True)
+    manager.end_step()
+    assert all(map(torch.equal, graphed, eager)) and len(graphed) == len(eager)
+    assert "Transformer Engine could not capture: OutOfMemoryError: on purpose" in manager.describe()
 
 
 def source():
