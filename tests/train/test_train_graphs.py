@@ -91,12 +91,12 @@ class FailsOnRankOne(RecordingBackend):
         return super().graph(forward, watched)
 
 
-def one_rank_fails_case(rank, world, grid, layout, of_backward):
+def one_rank_fails_case(rank, world, grid, layout, of_backward, scope=None, config=CONFIG):
     groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
     FailsOnRankOne.of_backward = of_backward
     with patch.object(graphing, "RecordingBackend", FailsOnRankOne):
-        graphed, manager = run(GraphConfig(enabled=True), groups, layout)
-    eager, _ = run(None, groups, layout)
+        graphed, manager = run(GraphConfig(enabled=True, scope=scope), groups, layout, config)
+    eager, _ = run(None, groups, layout, config)
     assert len(graphed) == len(eager) and all(map(torch.equal, graphed, eager))
     return manager.failure, manager.num_graphs, manager.describe()
 
@@ -110,7 +110,16 @@ def one_rank_fails_case(rank, world, grid, layout, of_backward):
     ids=("tensor, backward", "tensor, forward", "pipeline, backward"),
 )
 def test_all_ranks_go_on_eagerly_where_a_capture_fails_on_one(grid, layout, of_backward):
-    results = run_ranks(one_rank_fails_case, 2, grid, layout, of_backward)
+    goes_on_eagerly(run_ranks(one_rank_fails_case, 2, grid, layout, of_backward))
+
+
+@pytest.mark.full
+def test_all_ranks_go_on_eagerly_with_a_loss_that_has_made_its_gradient():
+    sequence = ParallelConfig(tp=2, sequence_parallel=True)
+    goes_on_eagerly(run_ranks(one_rank_fails_case, 2, {"tp": 2}, sequence, True, ("full",), DENSE))
+
+
+def goes_on_eagerly(results):
     assert results[0] == results[1]
     failure, num_graphs, line = results[0]
     assert failure.startswith("rank 1: graphs: capture of the ") and "on purpose" in failure
