@@ -94,11 +94,8 @@ class Capture:
             if captured.queue is not None and slot.kind == BACKWARD:
                 WgradQueue.run(captured.queue.take())
 
-        with (
-            repeatable_backward(captured.live, self._backend.runs_at_capture)
-            if self._repeatable
-            else nullcontext()
-        ):
+        kept = repeatable_backward(captured.live, self._backend.runs_at_capture)
+        with kept if self._repeatable else nullcontext():
             gradients = self._gradients(slot, captured.forward, work)
         own = [each.grad for each in captured.static]
         self._graph_set.left = {grad.data_ptr(): grad for grad in own if grad is not None}
