@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fastmp.graphs.backend import Backend, Graph, Weak
-from fastmp.graphs.eagerly import repeatable_backward
 from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.graph_set import Captured, Gradients, GraphSet, Slot
 from fastmp.graphs.hooks import suspended_hooks
 from fastmp.graphs.replay import add_gradients
+from fastmp.graphs.restore import repeatable_backward
 from fastmp.graphs.runs import Run
 from fastmp.nn.segment import Link, Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad

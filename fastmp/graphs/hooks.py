@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from fastmp.graphs.runs import Part
 
 __all__ = [
-    *("GradHook", "HookWatch", "Skipped", "call_grad_hooks", "call_pre_hooks", "called_whole"),
-    *("ReplayedHooks", "replayed_hooks", "suspended_hooks"),
-]
+    "GradHook", "HookWatch", "Skipped", "call_grad_hooks", "call_pre_hooks", "called_whole",
+    "ReplayedHooks", "replayed_hooks", "suspended_hooks",
+]  # fmt: skip
 
 GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
 _Hooks = Mapping[int, Callable]

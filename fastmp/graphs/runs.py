@@ -22,9 +22,9 @@ from fastmp.graphs.scope import captured_segments
 from fastmp.nn.segment import Call, LayerChain, Link
 
 __all__ = [
-    *("EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "nodes_behind"),
+    "EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "nodes_behind",
     "spec_of",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,12 +13,12 @@ from torch.autograd import Function
 
 from fastmp.graphs.backend import Backend
 from fastmp.graphs.capture import Capture
-from fastmp.graphs.eagerly import PartState, random_states, restore_random_states
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.graph_set import Captured, GraphSet, Key, Slot, copies_of, copy_together
 from fastmp.graphs.hooks import ReplayedHooks, call_pre_hooks, suspended_hooks
 from fastmp.graphs.position import Position
 from fastmp.graphs.replay import Replay
+from fastmp.graphs.restore import PartState, random_states, restore_random_states
 from fastmp.graphs.runs import EagerPart, Run
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, current_queue

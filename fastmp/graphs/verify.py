@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fastmp.graphs.backend import RandomStreams
-from fastmp.graphs.eagerly import PartState, random_states, restore_random_states
 from fastmp.graphs.errors import GraphError
 from fastmp.graphs.graph_set import Captured, Key, Slot
 from fastmp.graphs.hooks import suspended_hooks
 from fastmp.graphs.replay import Replay
+from fastmp.graphs.restore import PartState, random_states, restore_random_states
 from fastmp.graphs.runs import Run
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad

@@ -9,8 +9,8 @@ import torch
 from small_tools import assert_same, eager, linear, managed, total
 from torch import nn
 
-from fastmp.graphs.eagerly import repeatable_backward
 from fastmp.graphs.recording import RecordedGraph, RecordingBackend
+from fastmp.graphs.restore import repeatable_backward
 from fastmp.nn.segment import LayerChain
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
