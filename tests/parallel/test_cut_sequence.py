@@ -65,7 +65,7 @@ def test_gradients_of_all_ranks_are_added_and_cut():
 def wrong_case(rank, world):
     with pytest.raises(ValueError, match=r"a sequence of 18 tokens .* by 2 x the context-parallel size 4"):
         cut_sequence(torch.zeros(18, 3), dist.group.WORLD, dim=0)
-    with pytest.raises(ValueError, match="join_sequence: 3 tokens of a context-parallel rank"):
+    with pytest.raises(ValueError, match="join_sequence: the 3 tokens of this rank"):
         join_sequence(torch.zeros(2, 3), dist.group.WORLD)
 
 
