@@ -144,6 +144,7 @@ def test_doctor_of_the_wheel(installed, tmp_path):
         assert arch in report
 
 
+@pytest.mark.full
 def test_wheel_trains_five_steps(installed, tmp_path):
     recipe = ROOT / "configs" / "gpt-small.toml"
     command = (installed.with_name("fastmp"), "train", "--recipe", recipe, "--steps", "5", "--name", "five")

@@ -112,13 +112,8 @@ MORE = {
 }
 
 
-QUICK = ("experts and tensor",)
-MARKS = {name: () if name in QUICK else pytest.mark.full for name in CASES}
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=name, marks=MARKS[name]) for name, case in CASES.items()]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_steps_through_graphs_are_eager_ones(case):
     compare(*case)
 

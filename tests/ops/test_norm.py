@@ -161,6 +161,7 @@ def test_results_do_not_depend_on_the_number_of_threads(name, backend, rows):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name):
     x, residual, parameters, grad, grad_total = _inputs(6, 9, torch.float32)

@@ -229,6 +229,7 @@ def test_frozen_queries_or_keys_or_an_unused_output():
         torch.testing.assert_close(grad, rope(torch.ones_like(out), cos, -sin), **EXACT)
 
 
+@pytest.mark.full
 @FORMS
 @pytest.mark.parametrize("with_keys", (False, True), ids=("one", "two"))
 def test_opcheck(with_keys, interleaved):

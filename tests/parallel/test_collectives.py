@@ -276,6 +276,7 @@ def check_traced(rank, world_size):
         assert traced == [list(launched), list(launched_backward)], (name, graphs)
 
 
+@pytest.mark.full
 def test_traceable(warm_compiler):
     run_ranks(check_traced, 2, timeout=240)
 

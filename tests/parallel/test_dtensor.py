@@ -218,6 +218,7 @@ torch.testing.assert_close(x.grad.to_local(), expected.grad, rtol=1e-12, atol=1e
 """
 
 
+@pytest.mark.full
 def test_compilers_find_the_strategies_by_themselves():
     """In a process of its own: in this one another test may have asked for them."""
     subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, check=True)

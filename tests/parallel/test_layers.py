@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
+from marks import full
 from torch import nn
 
 from fastmp.parallel import layers
@@ -400,7 +401,7 @@ def check_full_init(rank, tp, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16, torch.float64])], ids=str)
 def test_full_initialisation_is_the_same_bits_at_every_size(kind, dtype):
     torch.manual_seed(11)
     whole = KINDS[kind](None, dtype=dtype)
