@@ -2,7 +2,8 @@
 
 FASTMP_CPP (`_C_cpu` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools are), 0 (do not)
 or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and where torch is built without
-CUDA. TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build
+CUDA. FASTMP_ISA=native compiles `_C_cpu` for the oldest instruction set and this machine's best, instead of
+for all. TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build
 against, CXX and CUDACXX the compilers, MAX_JOBS limits parallel compilation. FASTMP_SANITIZE=1 builds with
 sanitizers (`make sanitize`). What was built, or why not, is written to fastmp/_build.json. No GPU is looked
 for.
@@ -98,6 +99,21 @@ def setting(name: str) -> str:
     if value not in ("auto", "0", "1"):
         raise BuildError(f"{name} must be auto, 0 or 1, got {value!r}")
     return value
+
+
+def instruction_sets() -> list[str]:
+    """The instruction sets to compile for: all, or the oldest and this machine's best (FASTMP_ISA=native)."""
+    every = ["base", "avx2", "avx512"]
+    choice = os.environ.get("FASTMP_ISA", "").strip().lower() or "all"
+    if choice not in ("all", "native"):
+        raise BuildError(f"FASTMP_ISA must be all or native, got {choice!r}")
+    cpus = Path("/proc/cpuinfo")
+    if choice == "all" or not cpus.exists():
+        return every
+    has = set(cpus.read_text().partition("\nflags")[2].partition("\n")[0].split())
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= has:
+        return ["base", "avx512"]
+    return ["base", "avx2"] if {"avx2", "fma", "f16c"} <= has else ["base"]
 
 
 def torch_candidates() -> list[Path]:
@@ -223,6 +239,7 @@ def make_plan() -> Plan:
     plan.definitions = {
         "CMAKE_MAKE_PROGRAM": ninja or "",
         "CMAKE_CXX_COMPILER": cxx or "",
+        "FASTMP_ISAS": ";".join(instruction_sets()),
         "FASTMP_TORCH_DIR": str(torch_dir or ""),
         "FASTMP_BUILD_CPU": "OFF" if no_cpp else "ON",
         "FASTMP_BUILD_CUDA": "OFF" if no_cuda else "ON",

@@ -30,7 +30,7 @@ except ImportError:
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
 OUTER = "outer.pth"
-BUILD_VARIABLES = ("FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST")
+BUILD_VARIABLES = ("FASTMP_ISA", "FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST")
 BUILD_TOOLS = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
 
 PROBE = """
@@ -198,8 +198,11 @@ def main(directory: Path, torch: str | None, extras: list[str]) -> None:
     # beside what is built, not in the environment: there is one set of libraries for all environments
     build = ROOT / "build" / "stamp"
     version = stamp.read_text() if stamp.exists() else environment.probe(environment.python)[0]
-    want = build_digest(directory, version)
-    if not (build.exists() and build.read_text() == want and outputs_present()):
+    want = enough = build_digest(directory, version)
+    if extras == ["train"] and "FASTMP_ISA" not in os.environ:  # which runs here only
+        os.environ["FASTMP_ISA"] = "native"
+        want = build_digest(directory, version)
+    if not (build.exists() and build.read_text() in (want, enough) and outputs_present()):
         build.unlink(missing_ok=True)
         environment.build()
         build.parent.mkdir(exist_ok=True)

@@ -321,3 +321,16 @@ def test_isolated_install_twice_in_one_tree(tmp_path):
         options = ("--no-deps", "--ignore-installed")
         succeed(python, *PIP, "install", *options, ".", cwd=tree, FASTMP_CPP="1", FASTMP_CUDA="0")
         assert record_of(python)["cpp"] == "built"
+
+
+def test_instruction_sets_are_all_or_those_of_this_machine(build, monkeypatch):
+    monkeypatch.delenv("FASTMP_ISA", raising=False)
+    assert build.instruction_sets() == ["base", "avx2", "avx512"]
+    monkeypatch.setenv("FASTMP_ISA", "native")
+    native = build.instruction_sets()
+    assert native[0] == "base" and len(native) <= 2
+    if "avx2" in Path("/proc/cpuinfo").read_text():
+        assert native[1] in ("avx2", "avx512")
+    monkeypatch.setenv("FASTMP_ISA", "avx3")
+    with pytest.raises(SystemExit, match="FASTMP_ISA must be all or native, got 'avx3'"):
+        build.instruction_sets()

@@ -26,20 +26,25 @@
   namespace avx2 { __VA_ARGS__ }   \
   namespace avx512 { __VA_ARGS__ }
 
+// The function of the best instruction set among those that are compiled and may serve.
 #if defined(FASTMP_WITH_AVX512)
-#define FASTMP_BEST(...)                                     \
-  (fastmp::has_avx512() ? fastmp::avx512::__VA_ARGS__        \
-                        : fastmp::has_avx2() ? fastmp::avx2::__VA_ARGS__ : fastmp::base::__VA_ARGS__)
+#define FASTMP_IF_AVX512(...) fastmp::has_avx512() ? fastmp::avx512::__VA_ARGS__:
 #else
-#define FASTMP_BEST(...) fastmp::base::__VA_ARGS__
+#define FASTMP_IF_AVX512(...)
 #endif
+#if defined(FASTMP_WITH_AVX2)
+#define FASTMP_IF_AVX2(...) fastmp::has_avx2() ? fastmp::avx2::__VA_ARGS__:
+#else
+#define FASTMP_IF_AVX2(...)
+#endif
+#define FASTMP_BEST(...) (FASTMP_IF_AVX512(__VA_ARGS__) FASTMP_IF_AVX2(__VA_ARGS__) fastmp::base::__VA_ARGS__)
 
 namespace fastmp {
 
 using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
-#if defined(FASTMP_WITH_AVX512)
+#if defined(__x86_64__)
 enum class Isa { kBase, kAvx2, kAvx512, kAmx };
 
 // The best instruction set that may serve: ATEN_CPU_CAPABILITY limits these kernels as it does torch's own.
