@@ -30,7 +30,17 @@ from fastmp.graphs.errors import GraphError
 from fastmp.graphs.graph_set import GraphSet, copies_of
 from fastmp.graphs.hooks import call_pre_hooks
 from fastmp.graphs.replay import Replay
-from fastmp.graphs.runs import EagerPart, Observed, Part, Run, called_modules, cut, keeps_gradients, spec_of
+from fastmp.graphs.runs import (
+    EagerPart,
+    Observed,
+    Part,
+    Run,
+    called_modules,
+    cut,
+    keeps_gradients,
+    made_by,
+    spec_of,
+)
 from fastmp.graphs.snapshot import ModelSnapshot
 from fastmp.graphs.step import GraphedStep
 from fastmp.graphs.verify import VerifiedReplay
@@ -394,8 +404,7 @@ class GraphManager:
     ) -> tuple[Tensors, Tensors]:
         with called_modules() as called, self.backend.watch() as watched:
             handed_on, others = run_links(run.links, tensors, run.call)
-        made = [t for t in (*handed_on, *others) if not any(t is given for given in tensors)]
-        made = [t for t in made if t.requires_grad]
+        made = [t for t in made_by((*handed_on, *others), tensors) if t.requires_grad]
         outputs = [spec_of(t) for t in made]
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
         now = Observed(inputs, outputs, [*run.begins, *called], watched, keeps)

@@ -22,8 +22,8 @@ from fastmp.graphs.scope import captured_segments
 from fastmp.nn.segment import Call, LayerChain, Link
 
 __all__ = [
-    "EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "nodes_behind",
-    "spec_of",
+    "EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "made_by",
+    "nodes_behind", "spec_of",
 ]  # fmt: skip
 
 
@@ -146,6 +146,11 @@ def keeps_gradients(part: Part, inputs: Iterable[Tensor], outputs: Iterable[Tens
     """
     leaves = [node.variable for node in nodes_behind(outputs, inputs) if hasattr(node, "variable")]
     return not all(hasattr(leaf, "main_grad") for leaf in (*part.parameters, *leaves))
+
+
+def made_by(outputs: Iterable[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a part that are not inputs which it hands on."""
+    return [output for output in outputs if not any(output is given for given in inputs)]
 
 
 def nodes_behind(outputs: Iterable[Tensor], inputs: Iterable[Tensor] = ()) -> list[Node]:

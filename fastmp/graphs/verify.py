@@ -14,7 +14,7 @@ from fastmp.graphs.graph_set import Captured, Key, Slot
 from fastmp.graphs.hooks import suspended_hooks
 from fastmp.graphs.replay import Replay
 from fastmp.graphs.restore import PartState, random_states, restore_random_states
-from fastmp.graphs.runs import Run
+from fastmp.graphs.runs import Run, made_by
 from fastmp.nn.segment import Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD
@@ -58,7 +58,7 @@ class VerifiedReplay(Replay):
         queue = None if captured.queue is None else WgradQueue()
         with torch.enable_grad(), suspended_hooks(run), defer_wgrad(queue):
             tensors, others = run_links(run.links, tuple(inputs), run.call)
-        expected = [t for t in (*tensors, *others) if not any(t is given for given in inputs)]
+        expected = made_by((*tensors, *others), inputs)
         for i, pair in enumerate(zip(made, expected, strict=True)):
             _compare(slot, f"output {i}", *pair)
         for name, state in random_states(self._rng).items():

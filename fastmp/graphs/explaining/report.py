@@ -25,6 +25,7 @@ from torch.random import fork_rng
 
 from fastmp.graphs.explaining.tracing import Event, Problem, Trace, key, line_of
 from fastmp.graphs.hooks import Skipped, called_whole
+from fastmp.graphs.runs import made_by
 from fastmp.graphs.watching import line_in
 from fastmp.nn.segment import Call, LayerChain, Link, SingleSegment, Tensors, run_links
 
@@ -225,7 +226,7 @@ def _chains(model: nn.Module) -> list[tuple[str, LayerChain]]:
 
 def _backward(link: Link, inputs: tuple[Any, ...], outputs: Tensors) -> None:
     """Gradients of a segment, for none to keep: nothing is accumulated, and no hook of a parameter runs."""
-    ends = [t for t in outputs if t.requires_grad and not any(t is given for given in inputs)]
+    ends = [t for t in made_by(outputs, inputs) if t.requires_grad]
     leaves = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
     leaves += [param for param in link.layer.parameters() if param.requires_grad]
     if ends and leaves:  # not torch.autograd.grad, inside of which no function mode sees anything
