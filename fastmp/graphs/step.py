@@ -156,13 +156,12 @@ class GraphedStep:
             return self._capture.forward(slot, static)
         start, state = random_states(self._backend.rng), self._state(slot)
         try:
-            made = self._capture.forward(slot, static)
+            return self._capture.forward(slot, static)
         except CaptureError:
             restore_random_states(self._backend.rng, start)
             if state is not None:
                 state.put_back()
             raise
-        return made
 
     def _state(self, slot: Slot) -> PartState | None:
         """What a failed capture has to put back: nothing, if a capture does no work."""
