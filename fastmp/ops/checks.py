@@ -36,6 +36,11 @@ def same_device(op: str, **tensors: Tensor | None) -> None:
             raise ValueError(f"{op}: {name} is on {first.device} but {other} is on {tensor.device}")
 
 
+def is_dtensor(x: Tensor) -> bool:
+    """Whether `x` is a DTensor; asked so, torch.distributed.tensor need not be imported."""
+    return hasattr(x, "device_mesh")
+
+
 def like(op: str, **tensors: Tensor | None) -> None:
     """Check that all tensors have dtype and device of the first one, which is not None."""
     (name, first), *others = tensors.items()

@@ -292,7 +292,7 @@ def reduced(
 
 def _check_apart(name: str, rows: Tensor) -> None:
     """Raise unless the rows can be written to one by one."""
-    here = not hasattr(rows, "device_mesh")  # as a DTensor has
+    here = not checks.is_dtensor(rows)
     checks.require(here, "cross_entropy: {} overwrites logits, which may not be DTensors: leave it out", name)
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
         raise ValueError(

@@ -385,7 +385,7 @@ def bias_dropout_add(
     if not training or p == 0:
         p, seed = 0.0, None
     elif seed is None:
-        whole = not hasattr(x, "device_mesh")  # as a DTensor has, whose ranks would draw different seeds
+        whole = not checks.is_dtensor(x)  # whose ranks would draw different seeds
         checks.require(whole, "bias_dropout_add: x is a DTensor of shape {}: give it a seed", x.shape)
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=x.device)
     if out is None:
