@@ -6,19 +6,36 @@ by Triton when they are decorated (TRITON_INTERPRET=1).
 
 from __future__ import annotations
 
-__all__ = ["ABSENT", "INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "jit", "next_power_of_2", "tl"]
+import inspect
+
+__all__ = [
+    "ABSENT", "COUNTS", "INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "driver", "jit", "knobs",
+    "next_power_of_2", "tl",
+]  # fmt: skip
+
+# Parameters of kernels that count what differs from batch to batch. Another value compiles nothing anew: only
+# sizes and pitches, which a model fixes, tell the compiler whether they are one or multiples of sixteen.
+COUNTS: frozenset[str] = frozenset()
 
 try:
     import triton
     import triton.language as tl
+    from triton import knobs
+    from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    jit = triton.jit
+    def jit(fn):
+        """Make a Triton kernel of a function, or a function that kernels call."""
+        names = inspect.signature(fn).parameters
+        kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in COUNTS])
+        kernel.counts = tuple(name in COUNTS for name in names)
+        return kernel
+
     ABSENT = ""
     VERSION = triton.__version__
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:
-    triton = tl = TensorDescriptor = None
+    triton = tl = knobs = driver = TensorDescriptor = None
     ABSENT = "Triton is not installed"
     VERSION = None
     INTERPRETED = False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, tl
 from fastmp.ops.registry import register
 from fastmp.profiling import traced
@@ -138,11 +138,11 @@ def block_size(itemsize: int) -> int:
 def launch(param: Tensor, *others: Any) -> None:
     *tensors, lr, beta1, beta2, eps, weight_decay, num_decayed = others
     block, vector = block_size(param.element_size()), math.gcd(16 // param.element_size(), param.numel())
-    with torch.cuda.device_of(param):
-        adamw_kernel[(max(1, cdiv(param.numel(), block)),)](
-            param, *tensors, param.numel() // vector, num_decayed, lr, beta1, beta2, _log(beta1), _log(beta2),
-            eps, weight_decay, VECTOR=vector, BLOCK=block, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launcher.launch(
+        adamw_kernel, max(1, cdiv(param.numel(), block)),
+        param, *tensors, param.numel() // vector, num_decayed, lr, beta1, beta2, _log(beta1), _log(beta2),
+        eps, weight_decay, VECTOR=vector, BLOCK=block, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 _adamw_ = register(

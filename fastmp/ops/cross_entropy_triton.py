@@ -9,10 +9,8 @@ mask that may end anywhere splits every access, so it is left to rows that do be
 
 from __future__ import annotations
 
-import torch
-
-from fastmp.ops import _triton
-from fastmp.ops._triton import jit, tl
+from fastmp.ops import launcher
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
 
 
@@ -251,7 +249,7 @@ def launch_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     others compute, and little of a row's last block is padding.
     """
     vec = 16 // itemsize
-    block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), 512 * vec)
+    block = min(max(next_power_of_2(columns + vec - 1), 32 * vec), 512 * vec)
     return block, vec, max(block // (64 * vec), 1)
 
 
@@ -263,7 +261,7 @@ def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     """
     vec = 16 // itemsize
     most = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32
-    block = min(max(_triton.next_power_of_2(columns + vec - 1), 32 * vec), most * 64 * vec)
+    block = min(max(next_power_of_2(columns + vec - 1), 32 * vec), most * 64 * vec)
     return block, vec, max(block // (64 * vec), 1)
 
 
@@ -278,12 +276,12 @@ def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
     out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=compute_dtype(logits.dtype))
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     real = real_columns(columns, vocab_start, vocab_size)
-    with torch.cuda.device_of(logits):
-        if tokens:
-            stats_kernel[(tokens,)](
-                logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
-                WITH_SUM=with_sum, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
-            )  # fmt: skip
+    if tokens:
+        launcher.launch(
+            stats_kernel, tokens,
+            logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
+            WITH_SUM=with_sum, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+        )  # fmt: skip
     return out
 
 
@@ -291,12 +289,12 @@ def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_sm
     shards, tokens, width = stats.shape
     loss, lse = stats.new_empty(tokens), stats.new_empty(tokens)
     weight = None if token_weight is None else token_weight.contiguous()
-    with torch.cuda.device_of(stats):
-        if tokens:
-            merge_kernel[(_triton.cdiv(tokens, 128),)](
-                stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
-                ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
-            )  # fmt: skip
+    if tokens:
+        launcher.launch(
+            merge_kernel, cdiv(tokens, 128),
+            stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
+            ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
+        )  # fmt: skip
     return loss, lse
 
 
@@ -307,14 +305,14 @@ def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_st
     if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
         vec = 1
     weight = None if token_weight is None else token_weight.contiguous()
-    with torch.cuda.device_of(logits):
-        if tokens:
-            grad_kernel[(tokens,)](
-                logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
-                logits.stride(0), out.stride(0), columns, real_columns(columns, vocab_start, vocab_size),
-                vocab_start, vocab_size, ignore_index,
-                SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=vec, num_warps=num_warps,
-            )  # fmt: skip
+    if tokens:
+        launcher.launch(
+            grad_kernel, tokens,
+            logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
+            logits.stride(0), out.stride(0), columns, real_columns(columns, vocab_start, vocab_size),
+            vocab_start, vocab_size, ignore_index,
+            SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=vec, num_warps=num_warps,
+        )  # fmt: skip
 
 
 def launch_grad(logits, *options):
@@ -329,11 +327,11 @@ def launch_loss_grad(logits, target, loss_grad, token_weight, vocab_size, *optio
     block, vec, num_warps = loss_grad_sizes(columns, logits.element_size())
     loss = logits.new_empty(tokens, dtype=compute_dtype(logits.dtype))
     weight = None if token_weight is None else token_weight.contiguous()
-    with torch.cuda.device_of(logits):
-        if tokens:
-            loss_grad_kernel[(tokens,)](
-                logits, target.contiguous(), loss_grad.contiguous(), weight, loss, logits.stride(0), columns,
-                min(vocab_size, columns), ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block,
-                VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
-            )  # fmt: skip
+    if tokens:
+        launcher.launch(
+            loss_grad_kernel, tokens,
+            logits, target.contiguous(), loss_grad.contiguous(), weight, loss, logits.stride(0), columns,
+            min(vocab_size, columns), ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block,
+            VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+        )  # fmt: skip
     return loss

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops import launcher
 from fastmp.ops._triton import TensorDescriptor, cdiv, jit, next_power_of_2, tl
 from fastmp.ops.gated import activate
 from fastmp.ops.rows import arithmetic, vector_width
@@ -204,10 +205,10 @@ def grouped_mm_kernel(
 
 @jit
 def grouped_wgrad_kernel(
-    grad, x, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
-    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
+    grad, x, grad_rows, x_rows, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump,
+    out_pitch, ACCUMULATE: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
     K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, GROUP: tl.constexpr, grad_rows=None, x_rows=None,
+    BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One tile of the sum over an expert's rows of grad^T x, stored or added to `out`. See grouped_mm_kernel.
 
@@ -387,16 +388,16 @@ def _product(
     w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
     tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
     programs = num_programs(x, tiles, blocks.programs_each(x.element_size(), gated))
-    with torch.cuda.device_of(x):
-        grouped_mm_kernel[(programs,)](
-            _descriptor(x, *x_block) if tma else x, _descriptor(w, *w_block) if tma else w, bias, offsets, y,
-            h, num_rows, num_experts, width // n_vector, num_k // k_vector, x.stride(0) // k_vector,
-            w.stride(0) // w_vector, w.stride(1) // w_vector,
-            FORM=form, GATED=gated, KEEP=keep, HAS_BIAS=bias is not None, TRANSPOSED=transposed, TMA=tma,
-            COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector, W_VECTOR=w_vector,
-            BLOCK_E=_block_e(num_experts), BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.terms,
-            GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
-        )  # fmt: skip
+    launcher.launch(
+        grouped_mm_kernel, programs,
+        _descriptor(x, *x_block) if tma else x, _descriptor(w, *w_block) if tma else w, bias, offsets, y,
+        h, num_rows, num_experts, width // n_vector, num_k // k_vector, x.stride(0) // k_vector,
+        w.stride(0) // w_vector, w.stride(1) // w_vector,
+        FORM=form, GATED=gated, KEEP=keep, HAS_BIAS=bias is not None, TRANSPOSED=transposed, TMA=tma,
+        COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector, W_VECTOR=w_vector,
+        BLOCK_E=_block_e(num_experts), BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.terms,
+        GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
     return y, h
 
 
@@ -421,16 +422,16 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     n_vector = vector_width(grad)
     k_vector = math.gcd(vector_width(x), *out.stride()[:2])
     tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
-    with torch.cuda.device_of(x):
-        grouped_wgrad_kernel[(num_experts * tiles,)](
-            grad, x, offsets, out, len(x), num_n // n_vector, num_k // k_vector, grad.stride(0) // n_vector,
-            x.stride(0) // k_vector, out.stride(0) // k_vector, out.stride(1) // k_vector,
-            ACCUMULATE=accumulate, TMA=tma, COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector,
-            BLOCK_E=_block_e(num_experts), BLOCK_N=blocks.rows, BLOCK_K=blocks.columns, BLOCK_R=blocks.terms,
-            GROUP=_GROUP, grad_rows=_descriptor(grad, blocks.terms, blocks.rows) if tma else None,
-            x_rows=_descriptor(x, blocks.terms, blocks.columns) if tma else None, num_warps=blocks.num_warps,
-            num_stages=blocks.num_stages,
-        )  # fmt: skip
+    launcher.launch(
+        grouped_wgrad_kernel, num_experts * tiles, grad, x,
+        _descriptor(grad, blocks.terms, blocks.rows) if tma else None,
+        _descriptor(x, blocks.terms, blocks.columns) if tma else None, offsets, out, len(x),
+        num_n // n_vector, num_k // k_vector, grad.stride(0) // n_vector, x.stride(0) // k_vector,
+        out.stride(0) // k_vector, out.stride(1) // k_vector,
+        ACCUMULATE=accumulate, TMA=tma, COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector,
+        BLOCK_E=_block_e(num_experts), BLOCK_N=blocks.rows, BLOCK_K=blocks.columns, BLOCK_R=blocks.terms,
+        GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    )  # fmt: skip
 
 
 def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import arithmetic, as_rows, sum_strips, vector_width
@@ -260,17 +261,27 @@ def launch(
     }
     sizes = num_rows, shape[-1] // vector, x.stride(0) // vector
     block_m, block_n, num_warps = block or WIDE_BLOCK
-    with torch.cuda.device_of(x):
-        if block is None:
-            norm_wide_kernel[(num_rows,)](
-                x, weight, bias, y, stats, *sizes, **constants, BLOCK_N=block_n, num_warps=num_warps
-            )
-            return y, total, stats
-        norm_kernel[(cdiv(num_rows, block_m),)](
-            x, residual, weight, bias, y, total, stats, *sizes, _pitch(residual, vector),
-            HAS_RESIDUAL=residual is not None, **constants, BLOCK_M=block_m, BLOCK_N=block_n,
+    if block is None:
+        launcher.launch(
+            norm_wide_kernel,
+            num_rows,
+            x,
+            weight,
+            bias,
+            y,
+            stats,
+            *sizes,
+            **constants,
+            BLOCK_N=block_n,
             num_warps=num_warps,
-        )  # fmt: skip
+        )
+        return y, total, stats
+    launcher.launch(
+        norm_kernel, cdiv(num_rows, block_m),
+        x, residual, weight, bias, y, total, stats, *sizes, _pitch(residual, vector),
+        HAS_RESIDUAL=residual is not None, **constants, BLOCK_M=block_m, BLOCK_N=block_n,
+        num_warps=num_warps,
+    )  # fmt: skip
     return y, total, stats
 
 
@@ -292,13 +303,13 @@ def launch_backward(
     block_m, block_n, num_warps = block or WIDE_BACKWARD_BLOCK
     programs = num_programs(len(total), block_m, num_warps)
     partials = torch.empty((programs, dparams.numel()), dtype=stats.dtype, device=total.device)
-    with torch.cuda.device_of(total):
-        kernel[(programs,)](
-            grad, grad_total, total, weight.contiguous(), stats, dx, partials, len(total), num_cols // vector,
-            _pitch(grad, vector), _pitch(grad_total, vector), _pitch(total, vector),
-            CENTRED=centred, HAS_GRAD_TOTAL=grad_total is not None, HAS_BIAS=with_bias,
-            COMPUTE=arithmetic(total), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
-            NUM_STAGES=num_stages(total.element_size()), num_warps=num_warps,
-        )  # fmt: skip
+    launcher.launch(
+        kernel, programs,
+        grad, grad_total, total, weight.contiguous(), stats, dx, partials, len(total), num_cols // vector,
+        _pitch(grad, vector), _pitch(grad_total, vector), _pitch(total, vector),
+        CENTRED=centred, HAS_GRAD_TOTAL=grad_total is not None, HAS_BIAS=with_bias,
+        COMPUTE=arithmetic(total), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
+        NUM_STAGES=num_stages(total.element_size()), num_warps=num_warps,
+    )  # fmt: skip
     sum_strips(partials, dparams.view(-1))
     return dx, dparams

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, vector_width
 
@@ -89,19 +90,28 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     counts = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=indices.device)
     totals = torch.empty_like(offsets)
     bins = max(32, next_power_of_2(num_experts))
-    with torch.cuda.device_of(indices):
-        count_kernel[(num_blocks,)](
-            indices, counts, num_pairs, num_experts, BLOCK=BLOCK_PAIRS, BINS=bins, num_warps=NUM_WARPS
-        )
-        sum_blocks_kernel[(cdiv(num_experts, BLOCK_EXPERTS),)](
-            counts, totals, num_blocks, num_experts,
-            BLOCK_B=min(BLOCK_BLOCKS, max(16, next_power_of_2(num_blocks))), BLOCK_E=BLOCK_EXPERTS,
-            num_warps=NUM_WARPS,
-        )  # fmt: skip
-        rank_kernel[(num_blocks,)](
-            indices, counts, totals, row_of, offsets, num_pairs, num_experts,
-            BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launcher.launch(
+        count_kernel,
+        num_blocks,
+        indices,
+        counts,
+        num_pairs,
+        num_experts,
+        BLOCK=BLOCK_PAIRS,
+        BINS=bins,
+        num_warps=NUM_WARPS,
+    )
+    launcher.launch(
+        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS),
+        counts, totals, num_blocks, num_experts,
+        BLOCK_B=min(BLOCK_BLOCKS, max(16, next_power_of_2(num_blocks))), BLOCK_E=BLOCK_EXPERTS,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    launcher.launch(
+        rank_kernel, num_blocks,
+        indices, counts, totals, row_of, offsets, num_pairs, num_experts,
+        BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return row_of, offsets
 
 
@@ -229,15 +239,15 @@ def _scatter(
     used = torch.zeros(num_rows, dtype=torch.uint8, device=out.device)
     block_m, block_n = block_shape(num_cols, x.element_size(), 4)
     vector = vector_width(x, tall)
-    with torch.cuda.device_of(x):
-        mark_kernel[(cdiv(num_pairs, 1024),)](row_of, used, num_pairs, num_rows, BLOCK=1024)
-        scatter_kernel[(cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS),)](
-            x, None if y is None else tall, row_of, None if probs is None else probs.contiguous(), used, out,
-            dprobs, num_pairs, num_pairs // len(x), num_rows, num_cols // vector, x.stride(0) // vector,
-            tall.stride(0) // vector,
-            WEIGHTED=y is not None, COMPUTE=arithmetic(x), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
-            ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launcher.launch(mark_kernel, cdiv(num_pairs, 1024), row_of, used, num_pairs, num_rows, BLOCK=1024)
+    launcher.launch(
+        scatter_kernel, cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS),
+        x, None if y is None else tall, row_of, None if probs is None else probs.contiguous(), used, out,
+        dprobs, num_pairs, num_pairs // len(x), num_rows, num_cols // vector, x.stride(0) // vector,
+        tall.stride(0) // vector,
+        WEIGHTED=y is not None, COMPUTE=arithmetic(x), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
+        ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
@@ -256,13 +266,13 @@ def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
     y = as_rows(y)
     block_m, block_n = block_shape(num_cols, y.element_size(), 2)
     vector = vector_width(y)
-    with torch.cuda.device_of(y):
-        gather_kernel[(cdiv(num_tokens, block_m) * cdiv(num_cols, block_n),)](
-            y, row_of.contiguous(), None if probs is None else probs.contiguous(), out, num_tokens, num_slots,
-            len(y), num_cols // vector, y.stride(0) // vector,
-            WEIGHTED=probs is not None, COMPUTE=arithmetic(y), VECTOR=vector, SLOTS=min(num_slots, SLOTS),
-            BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launcher.launch(
+        gather_kernel, cdiv(num_tokens, block_m) * cdiv(num_cols, block_n),
+        y, row_of.contiguous(), None if probs is None else probs.contiguous(), out, num_tokens, num_slots,
+        len(y), num_cols // vector, y.stride(0) // vector,
+        WEIGHTED=probs is not None, COMPUTE=arithmetic(y), VECTOR=vector, SLOTS=min(num_slots, SLOTS),
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return out
 
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import arithmetic
@@ -190,15 +190,15 @@ def _launch_into(
         for i, num_rows in enumerate(rows)
     ]
     pointers = [pointer for pair in zip(tensors, outs or tensors, strict=True) for pointer in pair]
-    with torch.cuda.device_of(first):
-        rope_kernel[(sum(cdiv(n, block_m) for n in rows),)](
-            *pointers[:2], *(pointers[2:] or (None, None)), cos, sin, *described[0], *described[-1],
-            *(turn // turn_vector for turn in turns),
-            HAS_K=len(tensors) == 2, INTERLEAVED=interleaved, INVERSE=inverse, IN_PLACE=outs is None,
-            HALF=cos.shape[-1], DIM=first.shape[-1], VECTOR=vector, TURN_VECTOR=turn_vector, BLOCK_M=block_m,
-            BLOCK_HALF=block_half, COMPUTE=arithmetic(first),
-            INDEX=tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    launcher.launch(
+        rope_kernel, sum(cdiv(n, block_m) for n in rows),
+        *pointers[:2], *(pointers[2:] or (None, None)), cos, sin, *described[0], *described[-1],
+        *(turn // turn_vector for turn in turns),
+        HAS_K=len(tensors) == 2, INTERLEAVED=interleaved, INVERSE=inverse, IN_PLACE=outs is None,
+        HALF=cos.shape[-1], DIM=first.shape[-1], VECTOR=vector, TURN_VECTOR=turn_vector, BLOCK_M=block_m,
+        BLOCK_HALF=block_half, COMPUTE=arithmetic(first),
+        INDEX=tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def _of_one_rank(tensors: Sequence[Tensor]) -> list[Tensor]:

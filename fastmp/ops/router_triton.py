@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import arithmetic, as_rows, strip_shape, vector_width
@@ -356,13 +357,13 @@ def launch(
     z_partials = torch.empty(num_strips * num_sequences, dtype=wide, device=logits.device)
     rows = as_rows(logits)
     vector = vector_width(rows)
-    with torch.cuda.device_of(logits):
-        router_kernel[(num_strips * num_sequences,)](
-            rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
-            score_sums, z_sum, balance_counts if balance else None, partials, z_partials, num_steps,
-            num_sequences, strip_steps, rows.stride(0) // vector, float(scale),
-            HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector, **fixed,
-        )  # fmt: skip
+    launcher.launch(
+        router_kernel, num_strips * num_sequences,
+        rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
+        score_sums, z_sum, balance_counts if balance else None, partials, z_partials, num_steps,
+        num_sequences, strip_steps, rows.stride(0) // vector, float(scale),
+        HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector, **fixed,
+    )  # fmt: skip
     return indices, probs, loads, score_sums, z_sum, balance_counts
 
 
@@ -385,13 +386,13 @@ def launch_backward(
     block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
     rows = as_rows(logits)
     vector = vector_width(rows)
-    with torch.cuda.device_of(logits):
-        router_backward_kernel[(cdiv(num_steps, block_m) * num_sequences,)](
-            None if grad_probs is None else grad_probs.contiguous(),
-            None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
-            num_steps, num_sequences, rows.stride(0) // vector, float(scale),
-            K=indices.shape[-1], EXPERTS=experts, SIGMOID=score == "sigmoid",
-            NORMALIZE=normalize and grad_probs is not None, COMPUTE=arithmetic(logits), VECTOR=vector,
-            BLOCK_M=block_m, WIDTH=width, num_warps=num_warps,
-        )  # fmt: skip
+    launcher.launch(
+        router_backward_kernel, cdiv(num_steps, block_m) * num_sequences,
+        None if grad_probs is None else grad_probs.contiguous(),
+        None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
+        num_steps, num_sequences, rows.stride(0) // vector, float(scale),
+        K=indices.shape[-1], EXPERTS=experts, SIGMOID=score == "sigmoid",
+        NORMALIZE=normalize and grad_probs is not None, COMPUTE=arithmetic(logits), VECTOR=vector,
+        BLOCK_M=block_m, WIDTH=width, num_warps=num_warps,
+    )  # fmt: skip
     return dx

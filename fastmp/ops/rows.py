@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
 
@@ -86,10 +87,17 @@ def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexp
 def sum_strips(partials: Tensor, sums: Tensor) -> None:
     """Launch: sums = the rows of `partials` (num_strips, num_cols) added up, in the dtype of `sums`."""
     num_strips, num_cols = partials.shape
-    with torch.cuda.device_of(partials):
-        sum_strips_kernel[(cdiv(num_cols, 32),)](
-            partials, sums, num_strips, num_cols, BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS
-        )
+    launcher.launch(
+        sum_strips_kernel,
+        cdiv(num_cols, 32),
+        partials,
+        sums,
+        num_strips,
+        num_cols,
+        BLOCK_M=128,
+        BLOCK_N=32,
+        num_warps=NUM_WARPS,
+    )
 
 
 @dataclass(frozen=True)
@@ -147,9 +155,18 @@ def launch(
     """
     tiles = _Tiles.of(tensors, blocks)
     num_rows, num_cols = tiles.rows[0].shape
-    grid = (cdiv(num_rows, tiles.block_m) * cdiv(num_cols, tiles.block_n),)
-    with torch.cuda.device_of(tensors[0]):
-        kernel[grid](*tiles.rows, *others, num_rows, *tiles.sizes, *numbers, **tiles.constants, **constants)
+    programs = cdiv(num_rows, tiles.block_m) * cdiv(num_cols, tiles.block_n)
+    launcher.launch(
+        kernel,
+        programs,
+        *tiles.rows,
+        *others,
+        num_rows,
+        *tiles.sizes,
+        *numbers,
+        **tiles.constants,
+        **constants,
+    )
 
 
 def launch_with_sums(
@@ -170,14 +187,14 @@ def launch_with_sums(
     tiles = _Tiles.of(tensors, blocks)
     num_rows, num_cols = tiles.rows[0].shape
     num_strips, rows_per_strip = strip_shape(num_rows, num_cols, tiles.block_m, tiles.block_n)
-    grid = (num_strips * cdiv(num_cols, tiles.block_n),)
+    programs = num_strips * cdiv(num_cols, tiles.block_n)
     partials = None
     if sums is not None:
         partials = sums.new_empty((num_strips, sums.numel()), dtype=compute_dtype(sums.dtype))
-    with torch.cuda.device_of(tensors[0]):
-        kernel[grid](
-            *tiles.rows, *others, partials, num_rows, rows_per_strip, *tiles.sizes, *numbers,
-            **tiles.constants, **constants,
-        )  # fmt: skip
+    launcher.launch(
+        kernel, programs,
+        *tiles.rows, *others, partials, num_rows, rows_per_strip, *tiles.sizes, *numbers,
+        **tiles.constants, **constants,
+    )  # fmt: skip
     if partials is not None and sums is not None:
         sum_strips(partials, sums)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastmp.ops import checks
+from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import arithmetic, as_rows, sum_rows, vector_width
@@ -240,13 +240,13 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
         mask, num_inner, strides = _mask_strides(mask, x.shape)
     constants = _constants(x, causal, num_queries)
     vector = vector_width(rows)
-    grid = (len(rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"]),)
-    with torch.cuda.device_of(x):
-        softmax_kernel[grid](
-            rows, mask, y, num_queries, x.shape[-1] // vector, rows.stride(0) // vector, num_inner, *strides,
-            float(scale),
-            HAS_MASK=mask is not None, VECTOR=vector, **constants,
-        )  # fmt: skip
+    programs = len(rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"])
+    launcher.launch(
+        softmax_kernel, programs,
+        rows, mask, y, num_queries, x.shape[-1] // vector, rows.stride(0) // vector, num_inner, *strides,
+        float(scale),
+        HAS_MASK=mask is not None, VECTOR=vector, **constants,
+    )  # fmt: skip
     return y
 
 
@@ -258,13 +258,13 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tens
     num_queries = y.shape[-2] if causal else len(y_rows)
     constants = _constants(y, causal, num_queries)
     vector = vector_width(y_rows, grad_rows)
-    grid = (len(y_rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"]),)
-    with torch.cuda.device_of(y):
-        softmax_backward_kernel[grid](
-            grad_rows, y_rows, dx, num_queries, y.shape[-1] // vector, grad_rows.stride(0) // vector,
-            y_rows.stride(0) // vector, float(scale),
-            VECTOR=vector, **constants,
-        )  # fmt: skip
+    programs = len(y_rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"])
+    launcher.launch(
+        softmax_backward_kernel, programs,
+        grad_rows, y_rows, dx, num_queries, y.shape[-1] // vector, grad_rows.stride(0) // vector,
+        y_rows.stride(0) // vector, float(scale),
+        VECTOR=vector, **constants,
+    )  # fmt: skip
     return dx
 
 

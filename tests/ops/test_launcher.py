@@ -1,0 +1,121 @@
+"""Every launch equals what Triton's own path would launch, without a GPU: compiled kernels are stand-ins."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import triton
+import triton.language as tl
+from every_op_tools import op_backends
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launch_tools import recording
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fastmp.ops import OPS, _triton, launcher
+from fastmp.testing.ops import run, samples
+
+
+@_triton.jit
+def _kernel(
+    x, y, blocks, num_rows, pitch, scale, exact: tl.float64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr
+):
+    pass
+
+
+TENSORS = st.builds(
+    lambda dtype, start: torch.empty(4, 128, dtype=dtype).view(-1)[start:],
+    st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64]),
+    st.sampled_from([0, 1, 2, 4, 8]),
+)
+SIZES = st.sampled_from([0, 1, 2, 15, 16, 17, 32, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, 1 << 32, -1, -16])
+BLOCKS = st.builds(
+    lambda dtype, block: TensorDescriptor.from_tensor(torch.empty(16, 64, dtype=dtype), [block, 64]),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([16, 32]),
+)
+NUMBERS = st.floats(-1, 1, width=32)
+ARGUMENTS = st.tuples(TENSORS, TENSORS | st.none(), BLOCKS | st.none(), SIZES, SIZES, NUMBERS, NUMBERS)
+CONSTANTS = st.fixed_dictionaries(
+    {
+        "COMPUTE": st.sampled_from([tl.float32, tl.float64]),
+        "BLOCK": st.sampled_from([64, 128]),
+        "num_warps": st.sampled_from([4, 8]),
+    }
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9), ARGUMENTS, CONSTANTS), min_size=8, max_size=24))
+def test_calls_of_all_kinds_launch_what_triton_would(calls):
+    """One after another, with plans kept: dtypes, alignment, ones, multiples of 16, 64 bits, None."""
+    with recording() as found:
+        for programs, arguments, constants in calls:
+            _kernel[(programs,)](*arguments, **constants)
+            launcher.launch(_kernel, programs, *arguments, **constants)
+            launcher.launch(_kernel, programs, *arguments, **constants)
+            theirs, first, second = found.calls[-3:]
+            assert first == theirs
+            assert second == theirs
+
+
+def test_only_the_first_launch_of_a_kind_asks_triton():
+    x = torch.empty(16, 64, dtype=torch.bfloat16)
+    call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
+    with recording() as found:
+        for _ in range(3):
+            launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+        assert (found.asked, found.compiled) == (1, 1)
+        launcher.launch(_kernel, 2, x.clone(), None, None, 7, 64, 0.25, 2.0, **call)
+        assert found.asked == 1
+        launcher.launch(_kernel, 1, x.half(), None, None, 7, 64, 0.5, 0.5, **call)
+        assert (found.asked, found.compiled) == (2, 2)
+
+
+def test_a_profiler_gets_its_hooks_called(monkeypatch):
+    """Proton asks Triton for the metadata of a launch, which a plan does not make."""
+    x = torch.empty(16, 64)
+    call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
+    with recording() as found:
+        launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+        monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+        launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+        assert found.asked == 2
+
+
+def test_tensors_on_two_devices_are_refused():
+    x, there = torch.empty(16, 64), torch.empty(16, 64, device="meta")
+    with recording(), pytest.raises(ValueError, match="_kernel: all tensors must be on one device"):
+        launcher.launch(
+            _kernel, 1, x, there, None, 7, 64, 0.5, 0.5, COMPUTE=tl.float32, BLOCK=64, num_warps=4
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("op", "backend"), op_backends(("triton",)))
+def test_launches_what_triton_would(op, backend, dtype, monkeypatch):
+    """Grid, stream, code and values; the second of two launches does not ask Triton."""
+    launch, launches = launcher.launch, 0
+
+    def both(kernel, programs, *arguments, **constants):
+        nonlocal launches
+        launches += 1
+        del found.calls[:]
+        kernel[(programs,)](*arguments, **constants)
+        launch(kernel, programs, *arguments, **constants)
+        asked = found.asked
+        launch(kernel, programs, *arguments, **constants)
+        assert found.asked == asked
+        theirs, first, second = found.calls
+        assert first == theirs
+        assert second == theirs
+
+    with recording() as found:
+        monkeypatch.setattr(launcher, "launch", both)
+        for arguments in samples(op, device="cpu", dtype=dtype):
+            run(op, OPS[op].implementations[backend], arguments)
+    assert launches
+    assert found.asked < 3 * launches
