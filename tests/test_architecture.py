@@ -137,8 +137,10 @@ def test_imports_follow_the_arrows(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_only_one_module_imports_triton(path):
-    if module_name(path) != "fastmp.ops._triton":
-        assert not [name for name in imports(path) if name.split(".")[0] == "triton"]
+    """Another one imports its interpreter."""
+    own, found = module_name(path), {name for name in imports(path) if name.split(".")[0] == "triton"}
+    if own != "fastmp.ops._triton":
+        assert found <= ({"triton.runtime.interpreter"} if own == "fastmp.testing.interleave" else set())
 
 
 @pytest.mark.parametrize("module", STDLIB_ONLY)

@@ -1,0 +1,287 @@
+"""A scheduler for Triton's interpreter: the programs of a kernel take turns in a seeded random order.
+
+The interpreter runs one program after another, and a store is seen at once. So it shows no mistake of
+programs that meet in memory: a ticket, sums that several programs add to, a tensor that is read and
+overwritten. Here each program is a greenlet, which may be stopped before any load, store or atomic while
+others go on. Each launch draws how long a program stays in turn: in some orders programs switch at every
+access, in others hardly ever.
+
+With `late`, a store is seen no sooner than a GPU promises:
+
+- A thread sees its own stores. Element i of a tile is taken to belong to the same thread wherever a tile has
+  the same shape, which the tests of compiled kernels show. A tile of fewer elements than the program has
+  threads, a scalar above all, is read by threads that have not written it.
+- Other threads of the program see a store after `tl.debug_barrier()`. Until then a tile that is read back at
+  shifted places may hold old values.
+- Other programs see a store after a barrier and then an atomic that releases (`sem` "release" or "acq_rel").
+- Apart from that, parts of stores become visible at random times, in any order, at the latest at the end.
+
+A program that overwrites without a barrier what other threads of it have read (a scalar, neighbours) raises
+`Race`: threads that are behind would read the new value. A sum over a whole tile counts as a barrier there,
+because it needs all threads.
+
+It needs TRITON_INTERPRET=1 and greenlet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import triton.runtime.interpreter as interpreter
+from greenlet import getcurrent, greenlet
+
+_PERSISTENCE = (0.0, 0.5, 0.9, 0.99)  # probabilities that a program which could be stopped goes on
+_FLUSHED = 0.25  # probability that an access finds a late store become visible
+
+
+class Race(Exception):
+    """Threads of one program read and write the same place, and nothing orders the two."""
+
+
+@dataclass
+class Turns:
+    """What has been scheduled: launches, how many programs the largest had, and changes of turn."""
+
+    launches: int = 0
+    programs: int = 0
+    switches: int = 0
+
+
+@contextlib.contextmanager
+def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
+    """Run the programs of all kernels that are launched inside in the order that `seed` draws."""
+    builder, random_state, turns = interpreter.interpreter_builder, random.Random(seed), Turns()
+    launch, reduce = interpreter.GridExecutor.__call__, interpreter.ReduceOps.apply_impl
+
+    def scheduled(executor: Any, *args: Any, **kwargs: Any) -> None:
+        kernel = executor.fn
+        threads = 32 * kwargs.get("num_warps", 4)
+        executor.fn = _Launch(kernel, builder, random_state, turns, _Memory(threads, random_state, late))
+        try:
+            launch(executor, *args, **kwargs)
+        except interpreter.InterpreterError as error:
+            if isinstance(error.__cause__, Race):
+                raise error.__cause__ from None
+            raise
+        finally:
+            executor.fn = kernel
+
+    def reduced(self: Any, tiles: Any) -> Any:
+        result = reduce(self, tiles)
+        first = result[0] if isinstance(result, (tuple, list)) else result
+        if isinstance(program := getcurrent(), _Program) and first.handle.data.size == 1:
+            program.reads.clear()
+        return result
+
+    interpreter.GridExecutor.__call__ = scheduled
+    interpreter.ReduceOps.apply_impl = reduced
+    for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
+        original = getattr(builder, f"create_{name}")
+        setattr(builder, f"create_{name}", _stopping(original, getattr(_Memory, name)))
+    try:
+        yield turns
+    finally:
+        interpreter.GridExecutor.__call__ = launch
+        interpreter.ReduceOps.apply_impl = reduce
+        for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
+            delattr(builder, f"create_{name}")
+
+
+def _stopping(original: Callable, access: Callable) -> Callable:
+    """Wrap a method of the interpreter's builder, by which all accesses of that kind are made."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        program = getcurrent()
+        if not isinstance(program, _Program):
+            return original(*args, **kwargs)
+        program.parent.switch()
+        return access(program.memory, program, original, *args, **kwargs)
+
+    return run
+
+
+@dataclass(eq=False)
+class _Store:
+    """A store that others may not have seen. `fenced`: a barrier of its program came after it."""
+
+    program: _Program
+    pointers: np.ndarray
+    values: np.ndarray
+    mask: np.ndarray
+    fenced: bool = False
+
+    def at(self, pointers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where the addresses are among those stored to, and the values there (elsewhere anything)."""
+        known = self.pointers[self.mask]
+        order = np.argsort(known, kind="stable")
+        if not len(order):
+            return np.zeros(pointers.shape, bool), np.zeros(pointers.shape, self.values.dtype)
+        place = order[np.searchsorted(known, pointers, sorter=order).clip(max=len(order) - 1)]
+        return known[place] == pointers, self.values[self.mask][place]
+
+    def by_same_threads(self, pointers: np.ndarray, threads: int) -> np.ndarray:
+        """Return where a tile of pointers has the thread that stored there."""
+        if pointers.shape != self.pointers.shape or pointers.size < threads:
+            return np.zeros(pointers.shape, bool)
+        return (pointers == self.pointers) & self.mask
+
+    def changes(self, pointers: np.ndarray, mask: np.ndarray) -> bool:
+        """Return whether it goes to an address that a tile was read from by another thread."""
+        same = pointers.size > 1 and pointers.shape == self.pointers.shape
+        mine = self.pointers[self.mask & (pointers != self.pointers) if same else self.mask]
+        read = pointers[mask]
+        if not mine.size or not read.size or mine.max() < read.min() or read.max() < mine.min():
+            return False
+        return bool(np.isin(mine, read).any())
+
+
+class _Memory:
+    """What the accesses of a launch's programs do, and its late stores.
+
+    Methods named after those of the interpreter's builder get the program, that method and its arguments.
+    """
+
+    def __init__(self, threads: int, random_state: random.Random, late: bool) -> None:
+        self.threads, self.random, self.late = threads, random_state, late
+        self.stores: list[_Store] = []
+        self.bits = np.random.default_rng(random_state.getrandbits(32))
+
+    def masked_load(
+        self, program: _Program, load: Callable, pointers: Any, mask: Any, *rest: Any, **k: Any
+    ) -> Any:
+        self.flush_some()
+        result = load(pointers, mask, *rest, **k)
+        if not self.late:
+            return result
+        program.reads.append((pointers.data, np.broadcast_to(mask.data, pointers.data.shape).astype(bool)))
+        for store in (store for store in self.stores if store.program is program):
+            found, values = store.at(pointers.data)
+            if not store.fenced:
+                found = found & store.by_same_threads(pointers.data, self.threads)
+            found = found & mask.data.astype(bool)
+            if found.any():
+                result.data = np.where(found, values.view(result.data.dtype), result.data)
+        return result
+
+    def masked_store(
+        self, program: _Program, store: Callable, pointers: Any, value: Any, mask: Any, *rest: Any
+    ) -> None:
+        self.flush_some()
+        if not self.late:
+            store(pointers, value, mask, *rest)
+            return
+        where = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
+        new = _Store(program, pointers.data.copy(), np.broadcast_to(value.data, where.shape).copy(), where)
+        if any(new.changes(*read) for read in program.reads):
+            raise Race("other threads of a program read what it overwrites, without a barrier in between")
+        for old in [store for store in self.stores if store.program is program]:
+            found, _ = old.at(new.pointers[where])
+            if found.any() and (old.fenced or old.by_same_threads(new.pointers, self.threads)[where].any()):
+                self.flush(old)
+        self.stores.append(new)
+
+    def atomic_rmw(
+        self,
+        program: _Program,
+        change: Callable,
+        op: Any,
+        pointers: Any,
+        value: Any,
+        mask: Any,
+        sem: Any,
+        scope: Any,
+    ) -> Any:
+        self.synchronize(program, pointers, sem)
+        return change(op, pointers, value, mask, sem, scope)
+
+    def atomic_cas(
+        self, program: _Program, change: Callable, pointers: Any, old: Any, new: Any, sem: Any, scope: Any
+    ) -> Any:
+        self.synchronize(program, pointers, sem)
+        return change(pointers, old, new, sem, scope)
+
+    def barrier(self, program: _Program, barrier: Callable) -> None:
+        program.reads.clear()
+        for store in self.stores:
+            store.fenced |= store.program is program
+
+    def synchronize(self, program: _Program, pointers: Any, sem: Any) -> None:
+        """Flush what an atomic releases, and what its program stored to the same places."""
+        self.flush_some()
+        releases = sem.name in ("RELEASE", "ACQUIRE_RELEASE")
+        for store in [store for store in self.stores if store.program is program]:
+            if store.fenced and (releases or store.at(pointers.data)[0].any()):
+                self.flush(store)
+
+    def flush_some(self) -> None:
+        """Now and then, make a random part of a random store visible."""
+        if self.stores and self.random.random() < _FLUSHED:
+            store = self.random.choice(self.stores)
+            part = store.mask & (self.bits.random(store.mask.shape) < self.random.choice((0.5, 1.0)))
+            interpreter._interpreter.store(store.pointers, store.values, part)
+            store.mask = store.mask & ~part
+            if not store.mask.any():
+                self.stores.remove(store)
+
+    def flush(self, store: _Store) -> None:
+        interpreter._interpreter.store(store.pointers, store.values, store.mask)
+        self.stores.remove(store)
+
+    def flush_all(self) -> None:
+        """Make what is left visible, in an order that each program's barriers and threads allow."""
+        while self.stores:
+            self.flush(self.random.choice(self.stores))
+
+
+class _Program(greenlet):
+    """A program of a grid at its place."""
+
+    def __init__(self, run: Callable, place: tuple[int, int, int], memory: _Memory) -> None:
+        super().__init__(run)
+        self.place, self.memory = place, memory
+        self.reads: list[tuple[np.ndarray, np.ndarray]] = []  # (pointers, mask) since a barrier
+
+
+@dataclass
+class _Launch:
+    """A stand-in for a kernel's function: it collects a grid's programs, and runs them once all are there."""
+
+    kernel: Callable
+    builder: Any
+    random: random.Random
+    turns: Turns
+    memory: _Memory
+    programs: list[_Program] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.__name__, self.__globals__ = self.kernel.__name__, self.kernel.__globals__
+        self.__signature__ = inspect.signature(self.kernel)
+
+    def __call__(self, **arguments: Any) -> None:
+        run = lambda: self.kernel(**arguments)  # noqa: E731
+        self.programs.append(_Program(run, self.builder.grid_idx, self.memory))
+        if len(self.programs) == math.prod(self.builder.grid_dim):
+            self.run()
+
+    def run(self) -> None:
+        self.turns.launches += 1
+        self.turns.programs = max(self.turns.programs, len(self.programs))
+        persistence = self.random.choice(_PERSISTENCE)
+        turn = None
+        while self.programs:
+            if turn is None or self.random.random() >= persistence:
+                turn, before = self.random.choice(self.programs), turn
+                self.turns.switches += turn is not before
+                self.builder.set_grid_idx(*turn.place)
+            turn.switch()
+            if turn.dead:
+                self.programs.remove(turn)
+                turn = None
+        self.memory.flush_all()

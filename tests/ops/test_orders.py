@@ -1,0 +1,92 @@
+"""Triton kernels give the same bits in any order of their programs, and however late stores are seen."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastmp.ops import OPS, norm_triton
+from fastmp.testing.functions import Draw, evaluate, functions
+from fastmp.testing.ops import run, samples
+
+pytestmark = [
+    pytest.mark.interpret,
+    pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value"),
+]
+FUNCTIONS = functions()
+ORDERS = pytest.mark.parametrize("orders", [2, pytest.param(200, marks=pytest.mark.full)])
+# Kernels whose programs meet in memory: tickets, atomics, updates in place, sums that are read back.
+MEETING = {"topk_router", "permutation", "bias_gelu_backward", "rms_norm_backward", "layer_norm_backward"}
+MEETING |= {op for op in OPS if any(argument.alias_info for argument in OPS[op].overload._schema.arguments)}
+MOST_PROGRAMS = 64  # more take long
+
+
+def bits(tensors: Sequence[Tensor]) -> list[bytes]:
+    return [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
+
+
+def same_bits(call: Callable[[], Sequence[Tensor]], seeds: Sequence[int]) -> int:
+    """Compare `call` in the orders of `seeds` with one program after another; how many programs there were.
+
+    Every other order has late stores.
+    """
+    from fastmp.testing.interleave import interleaved
+
+    want, programs = bits(call()), 0
+    for seed in seeds:
+        with interleaved(seed, late=seed % 2 == 0) as turns:
+            assert bits(call()) == want, f"order {seed}"
+        programs = max(programs, turns.programs)
+    return programs
+
+
+def drawn(name: str) -> Iterator[tuple[tuple, dict]]:
+    """Cases of few programs: a regular one, then awkward ones."""
+    for seed in range(10**6):
+        regular = seed % 4 == 0 and not (name.startswith("grouped") and seed == 0)  # whose tiles take long
+        options = {"rows": 12} if regular else {"small": True}
+        yield FUNCTIONS[name].draw(Draw(random.Random(seed), torch.float32, **options))
+
+
+@ORDERS
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_functions_with_their_gradients(name, orders):
+    done, most = 0, 0
+    for case in drawn(name):
+        seeds = range(done, min(done + 10, orders))
+        most = max(most, same_bits(lambda case=case: evaluate(FUNCTIONS[name].call, *case), seeds))
+        done += len(seeds)
+        if done == orders:
+            break
+    assert most >= 2
+
+
+@ORDERS
+@pytest.mark.parametrize("op", sorted(op for op in MEETING if "triton" in OPS[op].implementations))
+def test_kernels_that_meet_in_memory(op, orders):
+    implementation, done = OPS[op].implementations["triton"], 0
+    cases = samples(op, device="cpu", dtype=torch.float32)
+    while cases and done < orders:
+        case = cases.pop(0)
+        seeds = range(done, done + 2)
+        if 2 <= same_bits(lambda case=case: run(op, implementation, case), seeds) <= MOST_PROGRAMS:
+            cases.append(case)
+            done += 2
+    assert done == orders
+
+
+@ORDERS
+def test_wide_norms_read_their_sums_back(orders, monkeypatch):
+    """Two programs, whose partial sums pass through memory from one block of rows to the next."""
+    monkeypatch.setattr(norm_triton, "num_programs", lambda *_: 2)
+    columns = 4100
+    assert norm_triton.block_shape(columns, 4, backward=True) is None
+    x, grad = torch.randn(2, 9, columns, generator=torch.Generator().manual_seed(0))
+    weight = torch.linspace(0.5, 1.5, columns)
+    _, _, stats = norm_triton.launch(True, x, None, weight, weight, 1e-5)
+    backward = (True, grad, None, x, weight, stats, True)
+    assert same_bits(lambda: norm_triton.launch_backward(*backward), range(min(orders, 50))) >= 2
