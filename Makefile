@@ -76,7 +76,7 @@ test-newest-triton:
 	$(VENV) -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton triton
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=.venv/newest-triton $(VENV) -m pytest tests/ops/test_cubins.py --exhaustive
 
-# The C++ kernels of every instruction set, and the host module, under the address and undefined-behaviour
+# The C++ kernels of every instruction set, those of CUDA on a CPU, and the host module, under the address and undefined-behaviour
 # sanitizers.
 sanitize:
 	@$(SETUP) test

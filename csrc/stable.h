@@ -153,9 +153,6 @@ auto dispatch_float(ScalarType dtype, const char* op, const Body& body) {
     FASTMP_CHECK(error_ == cudaSuccess, #call, ": ", cudaGetErrorString(error_)); \
   } while (0)
 
-// After a launch: reports a bad configuration, does not wait for the kernel.
-#define FASTMP_LAUNCH_CHECK() FASTMP_CUDA_CHECK(cudaGetLastError())
-
 // The stream torch is using on the tensor's device.
 inline cudaStream_t current_stream(const Tensor& tensor) {
   void* stream = nullptr;

@@ -1,4 +1,5 @@
-"""The C++ kernels and the host module under the address and undefined-behaviour sanitizers: `make sanitize`.
+"""`make sanitize`: the C++ kernels, those of CUDA on a CPU, and the host module, under the address and
+undefined-behaviour sanitizers.
 
 They are built into build/sanitize beside a copy of the package, and loaded into a Python that has the
 sanitizers' library before all others. The first report ends that process. A machine serves its widest
@@ -92,6 +93,15 @@ def test_samples_of_every_op(isa, preloaded, built):
 def test_functions_and_offsets(isa, preloaded, built):
     paths = [ROOT / "tests" / "ops" / name for name in OP_TESTS]
     succeed(preloaded, isa, *PYTEST, "-k", SELECTED, *paths)
+
+
+def test_cuda_kernels_on_a_cpu(preloaded, built):
+    """They are compiled by the tests, with the sanitizers in a process that has them."""
+    path = ROOT / "tests" / "ops" / "test_cuda_on_cpu.py"
+    selected = (
+        "float64 or order_of_threads"  # not what is wrong on purpose, nor gcov, which keeps files of its own
+    )
+    succeed(preloaded, isas()[-1], *PYTEST, "--full", "-k", selected, path)
 
 
 def test_host_module(preloaded, built):

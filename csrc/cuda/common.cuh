@@ -1,4 +1,4 @@
-// What the CUDA kernels share: element types, 16-byte vectors, exponentials.
+// What the CUDA kernels share: element types, 16-byte vectors, exponentials, launches.
 //
 // Arithmetic is in fp32 (f64 for f64 elements); values are rounded once, when stored. Offsets are 64-bit.
 #pragma once
@@ -76,23 +76,31 @@ __device__ inline void store_vector(T* p, const Compute<T> (&value)[kLanes<T>]) 
   *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&out);
 }
 
-template <class T>
-__host__ __device__ inline bool is_aligned(const T* p) {
-  return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0;
-}
-
 // Elements from p to the next 16-byte boundary.
 template <class T>
 __device__ inline int64_t to_boundary(const T* p) {
   return (kVectorBytes - reinterpret_cast<uintptr_t>(p) % kVectorBytes) % kVectorBytes / sizeof(T);
 }
 
-// e^x on the special function unit (relative error 2^-22 plus that of x * log2 e), results below 2^-126 flushed to 0.
-__device__ inline float fast_exp(float x) {
+// What plain C++ cannot say; tests/cuda_on_cpu has its own.
+#ifdef __NVCC__
+// 2^x on the special function unit: relative error 2^-22, results below 2^-126 flushed to 0.
+__device__ inline float fast_exp2(float x) {
   float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+
+// The shared memory whose size the launch says.
+template <class T>
+__device__ T* dynamic_shared() {
+  extern __shared__ uint4 dynamic_bytes[];
+  return reinterpret_cast<T*>(dynamic_bytes);
+}
+#endif
+
+// e^x; in fp32 with the error of fast_exp2 and that of x * log2 e.
+__device__ inline float fast_exp(float x) { return fast_exp2(x * 1.4426950408889634f); }
 __device__ inline double fast_exp(double x) { return exp(x); }
 
 // The shift that keeps e^(x - shift) finite for x <= top. A row of nothing but -inf has no finite maximum.
@@ -114,6 +122,36 @@ const T* data(const Tensor& tensor) {
 template <class T>
 T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  FASTMP_CUDA_CHECK(cudaGetDevice(&device));
+  FASTMP_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+// What a launch consists of: `bytes` of dynamic shared memory a block, blocks in clusters of `cluster` along x.
+struct Grid {
+  int64_t blocks, threads, bytes = 0, cluster = 1;
+};
+
+template <class... Parameters, class... Arguments>
+void launch(const Grid& grid, cudaStream_t stream, void (*kernel)(Parameters...), Arguments... arguments) {
+  FASTMP_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(grid.bytes)));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(grid.cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(grid.blocks);
+  config.blockDim.x = static_cast<unsigned>(grid.threads);
+  config.dynamicSmemBytes = static_cast<size_t>(grid.bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = grid.cluster > 1;
+  FASTMP_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

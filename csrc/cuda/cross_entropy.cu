@@ -1,8 +1,10 @@
-// The cross-entropy family in CUDA C++: shard statistics, merge, gradient (fresh or in place), and loss and gradient
-// of whole rows at once.
+// Cross-entropy in CUDA C++: loss and gradient of whole rows in one launch, the row in shared memory in between.
 //
-// The semantics are those of the references in fastmp/ops/cross_entropy.py.
-#include "cross_entropy.cuh"
+// One read of the logits gives a row's maximum and sum of exponentials: a thread takes the maximum of all the
+// values it has just loaded, rescales its running sum once, and spends one exponential a logit. Rows start at
+// any alignment: elements before the first and after the last 16-byte boundary are handled one by one.
+// The semantics are those of the reference in fastmp/ops/cross_entropy.py.
+#include "common.cuh"
 #include "op.h"
 
 #include <algorithm>
@@ -10,99 +12,166 @@
 namespace fastmp {
 namespace {
 
-// One block a row. `num_cols` counts the columns that exist (no padding).
-template <class T, bool kWithSum>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    stats_kernel(const T* __restrict__ logits, int64_t row_stride, const int64_t* __restrict__ target,
-                 Compute<T>* __restrict__ stats, int64_t num_cols, int64_t vocab_start) {
-  using C = Compute<T>;
-  const int64_t row_index = blockIdx.x;
-  const T* row = logits + row_index * row_stride;
-  auto mine = row_statistics<kWithSum, false>(row, num_cols, static_cast<Vector<T>*>(nullptr), 0);
-  mine.merge_block();
+constexpr int kMaxThreads = 512;
+constexpr int kBlocks = 2;  // on a multiprocessor at least, so that one computes while another waits for memory
 
-  if (threadIdx.x == 0) {
-    const int64_t column = target[row_index] - vocab_start;
-    C* out = stats + row_index * (kWithSum ? 4 : 3);
-    out[0] = mine.top;
-    out[1] = mine.exps;
-    out[2] = column >= 0 && column < num_cols ? widen(row[column]) : C(0);
-    if constexpr (kWithSum) out[3] = mine.total;
-  }
-}
-
-// One thread a token: `stats` (num_shards, num_tokens, width) -> loss and log-sum-exp.
-template <class C>
-__global__ void merge_kernel(const C* __restrict__ stats, const int64_t* __restrict__ target,
-                             const C* __restrict__ token_weight, C* __restrict__ loss, C* __restrict__ lse,
-                             int64_t num_shards, int64_t num_tokens, int width, Options<C> options) {
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (token >= num_tokens) return;
-  C top = -INFINITY;
-  for (int64_t shard = 0; shard < num_shards; ++shard) {
-    top = fmax(top, stats[(shard * num_tokens + token) * width]);
-  }
-  const C shift = finite_shift(top);
-  C exps = 0, target_logit = 0, total = 0;
-  for (int64_t shard = 0; shard < num_shards; ++shard) {
-    const C* part = stats + (shard * num_tokens + token) * width;
-    exps += part[1] * exp(part[0] - shift);
-    target_logit += part[2];
-    if (width == 4) total += part[3];
-  }
-  const C log_sum = shift + log(exps);
-  lse[token] = log_sum;
-
-  const int64_t id = target[token];
-  const C* weight = token_weight == nullptr ? nullptr : token_weight + token;
-  loss[token] = id == options.ignore_index ? 0 : options.loss(id, log_sum, target_logit, total, weight);
-}
-
-// Grid (rows, chunks of a row). `logits` and `out` may be the same memory: a thread reads an element before it
-// writes that element, and nobody else touches it. So no __restrict__ here.
+// Vectors a thread has in flight; the f64 exponential needs the registers for itself.
 template <class T>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    gradient_kernel(const T* logits, int64_t row_stride, T* out, int64_t out_stride,
-                    const int64_t* __restrict__ target, const Compute<T>* __restrict__ lse,
-                    const Compute<T>* __restrict__ grad_loss, const Compute<T>* __restrict__ token_weight,
-                    int64_t row_cols, int64_t num_cols, int64_t vocab_start, Options<Compute<T>> options) {
+constexpr int kUnroll = std::is_same_v<T, double> ? 1 : 4;
+
+// A running (maximum, sum of e^(x - maximum), sum of x) over some logits.
+template <class C, bool kWithSum>
+struct Statistics {
+  C top = -INFINITY;
+  C exps = 0;
+  C total = 0;
+
+  template <int kCount>
+  __device__ void absorb(const C (&x)[kCount]) {
+    C highest = top;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) highest = fmax(highest, x[i]);
+    const C shift = finite_shift(highest);
+    exps *= fast_exp(top - shift);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      exps += fast_exp(x[i] - shift);
+      if constexpr (kWithSum) total += x[i];
+    }
+    top = highest;
+  }
+
+  __device__ void merge(C other_top, C other_exps, C other_total) {
+    const C highest = fmax(top, other_top);
+    const C shift = finite_shift(highest);
+    exps = exps * fast_exp(top - shift) + other_exps * fast_exp(other_top - shift);
+    top = highest;
+    if constexpr (kWithSum) total += other_total;
+  }
+
+  // All threads of the block, in a fixed order; the result is valid in thread 0.
+  __device__ void merge_block() {
+#pragma unroll
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) {
+      const C other_top = __shfl_xor_sync(0xffffffffu, top, distance);
+      const C other_exps = __shfl_xor_sync(0xffffffffu, exps, distance);
+      const C other_total = __shfl_xor_sync(0xffffffffu, total, distance);
+      merge(other_top, other_exps, other_total);
+    }
+    __shared__ C warps[kMaxThreads / kWarp][3];
+    const int warp = threadIdx.x / kWarp;
+    if (threadIdx.x % kWarp == 0) {
+      warps[warp][0] = top;
+      warps[warp][1] = exps;
+      warps[warp][2] = total;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      for (int other = 1; other < static_cast<int>(blockDim.x) / kWarp; ++other) {
+        merge(warps[other][0], warps[other][1], warps[other][2]);
+      }
+    }
+  }
+};
+
+// One thread's share of the statistics of row[0 .. num_cols). The first `num_kept` of the vectors after the row's first
+// 16-byte boundary go to `kept`; each thread writes those that it reads.
+template <bool kWithSum, class T>
+__device__ Statistics<Compute<T>, kWithSum> row_statistics(const T* row, int64_t num_cols, Vector<T>* kept,
+                                                           int64_t num_kept) {
   using C = Compute<T>;
   constexpr int kN = kLanes<T>;
-  const int64_t row_index = blockIdx.x;
-  const T* in_row = logits + row_index * row_stride;
-  T* out_row = out + row_index * out_stride;
-
-  C scale = grad_loss[row_index];
-  if (token_weight != nullptr) scale *= token_weight[row_index];
-  const RowGradient<C> row(options, target[row_index], vocab_start, num_cols, lse[row_index], scale);
-
-  const int64_t boundary = to_boundary(in_row);
-  const int64_t head = boundary < row_cols ? boundary : row_cols;
-  const int64_t num_vectors = (row_cols - head) / kN;
+  const int64_t boundary = to_boundary(row);
+  const int64_t head = boundary < num_cols ? boundary : num_cols;
+  const int64_t num_vectors = (num_cols - head) / kN;
   const int64_t tail = head + num_vectors * kN;
-  const bool aligned = is_aligned(out_row + head);
+  const T* vectors = row + head;
+  Statistics<C, kWithSum> mine;
 
   const int64_t step = blockDim.x;
-  const int64_t stride = gridDim.y * kGradUnroll<T> * step;
-  for (int64_t first = blockIdx.y * kGradUnroll<T> * step + threadIdx.x; first < num_vectors; first += stride) {
-    Vector<T> loaded[kGradUnroll<T>];
+  const auto absorb = [&](auto count, int64_t first) {
+    constexpr int kCount = decltype(count)::value;
+    Vector<T> loaded[kCount];
 #pragma unroll
-    for (int u = 0; u < kGradUnroll<T>; ++u) {
-      const int64_t v = first + u * step;
-      if (v < num_vectors) loaded[u] = load_vector(in_row + head + v * kN);
-    }
+    for (int u = 0; u < kCount; ++u) loaded[u] = load_vector(vectors + (first + u * step) * kN);
+    C x[kCount * kN];
 #pragma unroll
-    for (int u = 0; u < kGradUnroll<T>; ++u) {
-      const int64_t v = first + u * step;
-      if (v < num_vectors) gradient_vector<T>(row, loaded[u], out_row, head + v * kN, aligned);
+    for (int i = 0; i < kCount * kN; ++i) x[i] = widen(loaded[i / kN].lane[i % kN]);
+    mine.absorb(x);
+#pragma unroll
+    for (int u = 0; u < kCount; ++u) {
+      if (first + u * step < num_kept) copy_vector(kept + first + u * step, loaded + u);
     }
+  };
+  int64_t v = threadIdx.x;
+  for (; v + (kUnroll<T> - 1) * step < num_vectors; v += kUnroll<T> * step) {
+    absorb(std::integral_constant<int, kUnroll<T>>{}, v);
   }
-  if (blockIdx.y != 0) return;
+  for (; kUnroll<T> > 1 && v < num_vectors; v += step) absorb(std::integral_constant<int, 1>{}, v);
   if (threadIdx.x < head) {
-    out_row[threadIdx.x] = narrow<T>(row.at(widen(in_row[threadIdx.x]), threadIdx.x));
+    const C x[1] = {widen(row[threadIdx.x])};
+    mine.absorb(x);
   }
-  const int64_t last = tail + threadIdx.x;
-  if (last < row_cols) out_row[last] = narrow<T>(row.at(widen(in_row[last]), last));
+  if (tail + threadIdx.x < num_cols) {
+    const C x[1] = {widen(row[tail + threadIdx.x])};
+    mine.absorb(x);
+  }
+  return mine;
+}
+
+// What a token's loss depends on besides its logits.
+template <class C>
+struct Options {
+  int64_t vocab_size, ignore_index;
+  C label_smoothing, z_loss;
+
+  // The loss of a token that is not ignored. `total` is the sum of its logits.
+  __device__ C loss(int64_t id, C log_sum, C target_logit, C total, const C* weight) const {
+    C value = (1 - label_smoothing) * (log_sum - target_logit) + z_loss * log_sum * log_sum;
+    if (label_smoothing != 0) value += label_smoothing * (log_sum - total / static_cast<C>(vocab_size));
+    if (weight != nullptr) value *= *weight;
+    return id < 0 || id >= vocab_size ? static_cast<C>(NAN) : value;
+  }
+};
+
+// d loss / d logit = slope * e^(x - lse) - uniform - (column == target ? hit : 0)
+template <class C>
+struct RowGradient {
+  C lse, slope, uniform, hit;
+  int64_t target;
+  int64_t num_cols;  // columns that exist
+  bool ignored;
+
+  // `scale` is the gradient of the loss, times the token's weight.
+  __device__ RowGradient(const Options<C>& options, int64_t id, int64_t num_cols, C lse, C scale)
+      : lse(lse), target(id), num_cols(num_cols), ignored(id == options.ignore_index) {
+    if (id < 0 || id >= options.vocab_size) scale = NAN;
+    slope = scale * (1 + 2 * options.z_loss * lse);
+    uniform = scale * options.label_smoothing / static_cast<C>(options.vocab_size);
+    hit = scale * (1 - options.label_smoothing);
+  }
+
+  __device__ C at(C x, int64_t column) const {
+    if (ignored || column >= num_cols) return 0;
+    const C value = slope * fast_exp(x - lse) - uniform;
+    return column == target ? value - hit : value;
+  }
+};
+
+template <class T>
+__device__ void gradient_vector(const RowGradient<Compute<T>>& row, const Vector<T>& loaded, T* out, int64_t column) {
+  using C = Compute<T>;
+  constexpr int kN = kLanes<T>;
+  C value[kN];
+  const int64_t hit_lane = row.target - column;
+  if (row.ignored || column + kN > row.num_cols || (hit_lane >= 0 && hit_lane < kN)) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) value[i] = row.at(widen(loaded.lane[i]), column + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) value[i] = row.slope * fast_exp(widen(loaded.lane[i]) - row.lse) - row.uniform;
+  }
+  store_vector(out + column, value);
 }
 
 // One block a row of a whole vocabulary: its loss, then its gradient over it. The first `num_kept` vectors stay in shared
@@ -116,15 +185,14 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                          Options<Compute<T>> options) {
   using C = Compute<T>;
   constexpr int kN = kLanes<T>;
-  extern __shared__ uint4 kept_bytes[];
-  auto* kept = reinterpret_cast<Vector<T>*>(kept_bytes);
+  auto* kept = dynamic_shared<Vector<T>>();
   __shared__ C shared_lse;
   T* row = logits + blockIdx.x * row_stride;
   const int64_t id = target[blockIdx.x];
   const C* weight = token_weight == nullptr ? nullptr : token_weight + blockIdx.x;
   const bool ignored = id == options.ignore_index;
   if (!ignored) {
-    auto mine = row_statistics<kWithSum, true>(row, num_cols, kept, num_kept);
+    auto mine = row_statistics<kWithSum>(row, num_cols, kept, num_kept);
     mine.merge_block();
     if (threadIdx.x == 0) {
       const C target_logit = id >= 0 && id < num_cols ? widen(row[id]) : C(0);
@@ -137,7 +205,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   }
   C scale = loss_grad[blockIdx.x];
   if (weight != nullptr) scale *= *weight;
-  const RowGradient<C> gradient(options, id, 0, num_cols, ignored ? C(0) : shared_lse, scale);
+  const RowGradient<C> gradient(options, id, num_cols, ignored ? C(0) : shared_lse, scale);
 
   const int64_t boundary = to_boundary(row);
   const int64_t head = boundary < row_cols ? boundary : row_cols;
@@ -153,7 +221,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     } else if (!ignored) {
       loaded = load_vector(row + head + v * kN);
     }
-    gradient_vector<T>(gradient, loaded, row, head + v * kN, true);
+    gradient_vector<T>(gradient, loaded, row, head + v * kN);
   }
   if (threadIdx.x < head) row[threadIdx.x] = narrow<T>(gradient.at(widen(row[threadIdx.x]), threadIdx.x));
   const int64_t last = tail + threadIdx.x;
@@ -165,11 +233,6 @@ int threads_for(int64_t num_cols, int64_t per_thread) {
   int threads = 2 * kWarp;
   while (threads < kMaxThreads && threads * per_thread < num_cols) threads *= 2;
   return threads;
-}
-
-int64_t existing_columns(int64_t row_cols, int64_t vocab_start, int64_t vocab_size) {
-  const int64_t left = vocab_size - vocab_start;
-  return left < 0 ? 0 : left < row_cols ? left : row_cols;
 }
 
 bool has_unit_columns(const Tensor& logits) { return logits.size(1) <= 1 || logits.stride(1) == 1; }
@@ -191,127 +254,11 @@ Tensor targets(const char* op, const Tensor& target) {
   return torch::stable::contiguous(target);
 }
 
-Tensor stats(const Tensor& logits_any, const Tensor& target_any, int64_t vocab_start, int64_t vocab_size, bool with_sum) {
-  constexpr const char* kOp = "cross_entropy_stats";
-  FASTMP_CHECK(logits_any.dim() == 2, kOp, ": logits must be (tokens, vocabulary), got ", logits_any.dim(), " dimensions");
-  check_rows(kOp, logits_any, target_any, "target");
-  const DeviceGuard guard(logits_any);
-  const Tensor logits = has_unit_columns(logits_any) ? logits_any : torch::stable::contiguous(logits_any);
-  const Tensor target = targets(kOp, target_any);
-  const int64_t num_rows = logits.size(0);
-  const int64_t num_cols = existing_columns(logits.size(1), vocab_start, vocab_size);
-  Tensor out = fastmp::empty({num_rows, with_sum ? 4 : 3}, compute_dtype(logits.scalar_type()), logits);
-  if (num_rows == 0) return out;
-  dispatch_device(logits.scalar_type(), kOp, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const auto launch = [&](auto kernel) {
-      kernel<<<static_cast<unsigned>(num_rows), threads_for(num_cols, kLanes<T> * kUnroll<T>), 0, current_stream(logits)>>>(
-          data<T>(logits), logits.stride(0), data<int64_t>(target), mutable_data<Compute<T>>(out), num_cols, vocab_start);
-    };
-    with_sum ? launch(stats_kernel<T, true>) : launch(stats_kernel<T, false>);
-  });
-  FASTMP_LAUNCH_CHECK();
-  return out;
-}
-
-std::tuple<Tensor, Tensor> merge(const Tensor& stats_any, const Tensor& target_any, std::optional<Tensor> token_weight,
-                                 int64_t vocab_size, int64_t ignore_index, double label_smoothing, double z_loss) {
-  constexpr const char* kOp = "cross_entropy_merge";
-  FASTMP_CHECK(stats_any.dim() == 3 && (stats_any.size(2) == 4 || (stats_any.size(2) == 3 && label_smoothing == 0)), kOp,
-               ": stats must be (shards, tokens, 3), or 4 with label smoothing; got ", stats_any.dim(),
-               " dimensions, the last of size ", stats_any.size(stats_any.dim() - 1));
-  const ScalarType dtype = stats_any.scalar_type();
-  FASTMP_CHECK(dtype == compute_dtype(dtype), kOp, ": stats must be float32 or float64, got ", dtype_name(dtype));
-  const int64_t num_shards = stats_any.size(0), num_tokens = stats_any.size(1);
-  FASTMP_CHECK(target_any.dim() == 1 && target_any.size(0) == num_tokens, kOp, ": stats are of ", num_tokens,
-               " tokens but target has ", target_any.numel());
-  const DeviceGuard guard(stats_any);
-  const Tensor stats = torch::stable::contiguous(stats_any);
-  const Tensor target = targets(kOp, target_any);
-  std::optional<Tensor> weight;
-  if (token_weight) weight = per_token(*token_weight, dtype);
-  Tensor loss = fastmp::empty({num_tokens}, dtype, stats), lse = fastmp::empty({num_tokens}, dtype, stats);
-  if (num_tokens == 0) return {loss, lse};
-  const auto launch = [&](auto tag) {
-    using C = typename decltype(tag)::type;
-    constexpr int kThreads = 128;
-    merge_kernel<C><<<static_cast<unsigned>(ceil_div(num_tokens, kThreads)), kThreads, 0, current_stream(stats)>>>(
-        data<C>(stats), data<int64_t>(target), weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss),
-        mutable_data<C>(lse), num_shards, num_tokens, static_cast<int>(stats.size(2)),
-        Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
-  };
-  dtype == ScalarType::Double ? launch(TypeTag<double>{}) : launch(TypeTag<float>{});
-  FASTMP_LAUNCH_CHECK();
-  return {loss, lse};
-}
-
-// Writes the gradient of `logits` (unit column stride) to `out`, which may be `logits` itself.
-void gradient_into(const char* op, const Tensor& logits, const Tensor& out, const Tensor& target_any,
-                   const Tensor& lse_any, const Tensor& grad_any, const std::optional<Tensor>& token_weight,
-                   int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing, double z_loss) {
-  check_rows(op, logits, target_any, "target");
-  check_rows(op, logits, lse_any, "lse");
-  check_rows(op, logits, grad_any, "grad_loss");
-  const ScalarType dtype = compute_dtype(logits.scalar_type());
-  const Tensor target = targets(op, target_any);
-  const Tensor lse = per_token(lse_any, dtype), grad = per_token(grad_any, dtype);
-  std::optional<Tensor> weight;
-  if (token_weight) {
-    check_rows(op, logits, *token_weight, "token_weight");
-    weight = per_token(*token_weight, dtype);
-  }
-  const int64_t num_rows = logits.size(0), row_cols = logits.size(1);
-  if (num_rows == 0 || row_cols == 0) return;
-  dispatch_device(logits.scalar_type(), op, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    using C = Compute<T>;
-    const int threads = threads_for(row_cols, kLanes<T> * kGradUnroll<T>);
-    const int64_t chunks = ceil_div(row_cols, threads * kLanes<T> * kGradUnroll<T>);
-    const dim3 grid(static_cast<unsigned>(num_rows), static_cast<unsigned>(chunks < 65535 ? chunks : 65535));
-    gradient_kernel<T><<<grid, threads, 0, current_stream(logits)>>>(
-        data<T>(logits), logits.stride(0), mutable_data<T>(out), out.stride(0), data<int64_t>(target), data<C>(lse),
-        data<C>(grad), weight ? data<C>(*weight) : nullptr, row_cols,
-        existing_columns(row_cols, vocab_start, vocab_size), vocab_start,
-        Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
-  });
-  FASTMP_LAUNCH_CHECK();
-}
-
-Tensor gradient(const Tensor& logits_any, const Tensor& target, const Tensor& lse, const Tensor& grad_loss,
-                std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size, int64_t ignore_index,
-                double label_smoothing, double z_loss) {
-  constexpr const char* kOp = "cross_entropy_grad";
-  FASTMP_CHECK(logits_any.dim() == 2, kOp, ": logits must be (tokens, vocabulary), got ", logits_any.dim(), " dimensions");
-  const DeviceGuard guard(logits_any);
-  const Tensor logits = has_unit_columns(logits_any) ? logits_any : torch::stable::contiguous(logits_any);
-  Tensor out = fastmp::empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
-  gradient_into(kOp, logits, out, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index,
-                label_smoothing, z_loss);
-  return out;
-}
-
 void check_writable(const char* op, const Tensor& logits) {
   FASTMP_CHECK(logits.dim() == 2, op, ": logits must be (tokens, vocabulary), got ", logits.dim(), " dimensions");
   FASTMP_CHECK(has_unit_columns(logits) && (logits.size(0) <= 1 || logits.stride(0) >= logits.size(1)), op,
                ": rows of the logits must be contiguous and not overlap, got strides (", logits.stride(0), ", ",
                logits.stride(1), ") for shape (", logits.size(0), ", ", logits.size(1), ")");
-}
-
-void gradient_in_place(Tensor& logits, const Tensor& target, const Tensor& lse, const Tensor& grad_loss,
-                       std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
-                       int64_t ignore_index, double label_smoothing, double z_loss) {
-  constexpr const char* kOp = "cross_entropy_grad_";
-  check_writable(kOp, logits);
-  const DeviceGuard guard(logits);
-  gradient_into(kOp, logits, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index,
-                label_smoothing, z_loss);
-}
-
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  FASTMP_CUDA_CHECK(cudaGetDevice(&device));
-  FASTMP_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
 }
 
 Tensor loss_gradient_in_place(Tensor& logits, const Tensor& target_any, const Tensor& loss_grad_any,
@@ -337,20 +284,17 @@ Tensor loss_gradient_in_place(Tensor& logits, const Tensor& target_any, const Te
     using C = Compute<T>;
     constexpr int kReserved = 2048;  // the system's own share of shared memory, and the kernel's static part
     const int64_t room = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / kBlocks - kReserved;
-    const int64_t num_cols = existing_columns(row_cols, 0, vocab_size);
+    const int64_t num_cols = std::min(vocab_size, row_cols);
     const int64_t num_kept = std::min(room / kVectorBytes, num_cols / kLanes<T>);
-    const int bytes = static_cast<int>(num_kept * kVectorBytes);
-    const auto launch = [&](auto kernel) {
-      FASTMP_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-      const int threads = threads_for(row_cols, kLanes<T> * kUnroll<T>);
-      kernel<<<static_cast<unsigned>(num_rows), threads, bytes, current_stream(logits)>>>(
-          mutable_data<T>(logits), logits.stride(0), data<int64_t>(target), data<C>(loss_grad),
-          weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss), row_cols, num_cols, num_kept,
-          Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
+    const auto run = [&](auto kernel) {
+      const Grid grid{num_rows, threads_for(row_cols, kLanes<T> * kUnroll<T>), num_kept * kVectorBytes};
+      launch(grid, current_stream(logits), kernel,
+             mutable_data<T>(logits), logits.stride(0), data<int64_t>(target), data<C>(loss_grad),
+             weight ? data<C>(*weight) : nullptr, mutable_data<C>(loss), row_cols, num_cols, num_kept,
+             Options<C>{vocab_size, ignore_index, static_cast<C>(label_smoothing), static_cast<C>(z_loss)});
     };
-    label_smoothing > 0 ? launch(loss_gradient_kernel<T, true>) : launch(loss_gradient_kernel<T, false>);
+    label_smoothing > 0 ? run(loss_gradient_kernel<T, true>) : run(loss_gradient_kernel<T, false>);
   });
-  FASTMP_LAUNCH_CHECK();
   return loss;
 }
 
@@ -358,25 +302,11 @@ Tensor loss_gradient_in_place(Tensor& logits, const Tensor& target_any, const Te
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fastmp_cuda, m) {
-  m.def("cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum) -> Tensor");
-  m.def(
-      "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index, "
-      "float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)");
-  m.def(
-      "cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, "
-      "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor");
-  m.def(
-      "cross_entropy_grad_(Tensor(a!) logits, Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, "
-      "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> ()");
   m.def(
       "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight, "
       "int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp_cuda, CUDA, m) {
-  FASTMP_IMPL(m, "cross_entropy_stats", fastmp::stats);
-  FASTMP_IMPL(m, "cross_entropy_merge", fastmp::merge);
-  FASTMP_IMPL(m, "cross_entropy_grad", fastmp::gradient);
-  FASTMP_IMPL(m, "cross_entropy_grad_", fastmp::gradient_in_place);
   FASTMP_IMPL(m, "cross_entropy_loss_grad_", fastmp::loss_gradient_in_place);
 }

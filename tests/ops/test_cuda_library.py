@@ -38,44 +38,26 @@ def test_cuda_library_holds_all_architectures(library):
 
 
 def test_cuda_library_does_not_spill(library):
-    """No local memory, and no stack but in f64 kernels; every op is there on every architecture."""
+    """No local memory, no stack but in f64 kernels, and two blocks of 512 threads on a multiprocessor."""
     usage = _cuobjdump(library, "-res-usage")
     kernels = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    for op in (
-        "stats_kernel",
-        "merge_kernel",
-        "gradient_kernel",
-        "loss_gradient_kernel",
-        "forward_kernel",
-        "backward_kernel",
-    ):
-        assert sum(op in name for name, *_ in kernels) >= 3, op
+    assert sum("loss_gradient_kernel" in name for name, *_ in kernels) == 3 * 8  # dtypes, smoothing or not
     for name, registers, stack, shared, local in kernels:
         assert int(local) == 0, name
-        if re.search("stats_kernel|gradient_kernel", name):
-            assert 2 * 512 * int(registers) <= 65536, f"one block of {name} fills a multiprocessor"
         assert int(stack) == 0 or "Id" in name, (name, stack)
-        assert int(shared) <= 48 << 10, name
+        assert int(shared) <= 2048, name
+        if "loss_gradient_kernel" in name:
+            assert 2 * 512 * int(registers) <= 65536, name
 
 
 def test_cuda_library_reads_and_writes_sixteen_bytes(library):
+    """From memory to shared memory and back."""
     sass = _cuobjdump(library, "-sass", "-arch", "sm_90")
     functions = re.split(r"Function : ", sass)[1:]
-    for op, writes in (
-        ("stats_kernel", False),
-        ("15gradient_kernel", True),
-        ("loss_gradient_kernel", True),
-        ("forward_kernel", True),
-    ):
-        bodies = [body for body in functions if op in body.split()[0] and "bfloat16" in body.split()[0]]
-        assert bodies
-        wide = [body for body in bodies if re.search(r"LDG\.E\.128", body)]
-        assert wide, op
-        assert not writes or any(re.search(r"STG\.E\.128", body) for body in wide), op
-        if (
-            op == "loss_gradient_kernel"
-        ):  # what it keeps in shared memory goes there and back in one piece, too
-            assert all("STS.128" in body and "LDS.128" in body for body in bodies)
+    bodies = [body for body in functions if re.search("loss_gradient_kernel.*bfloat16", body.split()[0])]
+    assert bodies
+    for access in ("LDG.E.128", "STS.128", "LDS.128", "STG.E.128"):
+        assert all(access in body for body in bodies), access
 
 
 STUB = """
@@ -112,4 +94,4 @@ def test_cuda_library_exports_the_same_schemas(library, tmp_path):
         [sys.executable, "-c", SCHEMAS, stub, library], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("same 7")
+    assert result.stdout.startswith("same 1")

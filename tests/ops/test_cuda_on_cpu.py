@@ -1,0 +1,158 @@
+"""The kernels of csrc/cuda, run on a CPU in many orders, and mistakes that this shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_on_cpu_tools import CUDA, HERE, SANITIZE, SHARED_BYTES, Kernels, compile_cuda, kernels
+
+from fastmp.ops import OPS
+from fastmp.testing.ops import check_op, run, samples
+
+SOURCES = {"cross_entropy": ("cross_entropy_loss_grad_",)}
+FILES = pytest.mark.parametrize("name", SOURCES)
+SMALL = 16 << 10  # bytes of shared memory that do not hold the longest rows
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> dict[str, Kernels]:
+    """By name of the file; each is compiled once."""
+    folder = tmp_path_factory.mktemp("cuda_on_cpu")
+
+    class Built(dict):
+        def __missing__(self, name: str) -> Kernels:
+            self[name] = kernels(CUDA / f"{name}.cu", folder)
+            return self[name]
+
+    return Built()
+
+
+def errors(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Results of all samples in all dtypes that are not those of float64."""
+    results = []
+    for op in SOURCES[name]:
+        monkeypatch.setitem(OPS[op].implementations, "cuda", compiled.op(op))
+        results += check_op(op, "cpu", backend="cuda")
+    return [str(result) for result in results if not result.ok]
+
+
+def test_every_file_is_run():
+    """But those of instructions that no C++ compiler knows."""
+    assert {path.stem for path in CUDA.glob("*.cu")} - set(SOURCES) == set()
+
+
+@FILES
+def test_results_are_those_of_float64(name, built, monkeypatch):
+    built[name].set(0)
+    assert not errors(built[name], name, monkeypatch)
+
+
+@pytest.mark.full
+@FILES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_results_do_not_depend_on_the_order_of_threads(name, dtype, built):
+    for op in SOURCES[name]:
+        for arguments in samples(op, device="cpu", dtype=dtype):
+            built[name].set(0)
+            first = run(op, built[name].op(op), arguments)
+            for seed in range(1, 4):
+                built[name].set(seed)
+                for a, b in zip(run(op, built[name].op(op), arguments), first, strict=True):
+                    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (op, seed)
+
+
+@pytest.mark.full
+@FILES
+def test_every_line_is_run(name, tmp_path, monkeypatch):
+    """In every instance of a template: of the file itself, and of what it uses of common.cuh."""
+    if shutil.which("gcov") is None:
+        pytest.skip("no gcov")
+    compiled = kernels(CUDA / f"{name}.cu", tmp_path, "--coverage", "-Wl,-u,__gcov_dump")
+    for seed, shared_bytes in ((0, SHARED_BYTES), (1, SMALL)):
+        compiled.set(seed, shared_bytes)
+        assert not errors(compiled, name, monkeypatch)
+    compiled.library.__gcov_dump()
+    command = ["gcov", "--json-format", "--stdout", *tmp_path.glob("*.gcda")]
+    report = json.loads(subprocess.check_output(command, cwd=tmp_path, stderr=subprocess.DEVNULL))
+    lines = [
+        (Path(file["file"]).name, line)
+        for file in report["files"]
+        if Path(file["file"]).parent == CUDA
+        for line in file["lines"]
+    ]
+    assert len({line["line_number"] for file, line in lines if file == f"{name}.cu"}) > 50
+    missed = [(f, line["line_number"], line["function_name"]) for f, line in lines if line["count"] == 0]
+    assert not missed, missed
+
+
+def without_barrier(source: str) -> list[str]:
+    """The source with one of its barriers left out, for each."""
+    places = [match.span() for match in re.finditer(r"(__syncthreads\(\)|cluster\.sync\(\));", source)]
+    return [source[:start] + ";" + source[end:] for start, end in places]
+
+
+@pytest.mark.full
+@FILES
+def test_no_barrier_can_be_left_out(name, tmp_path, monkeypatch):
+    twins = without_barrier((CUDA / f"{name}.cu").read_text())
+    assert twins
+    for number, twin in enumerate(twins):
+        path = tmp_path / f"{name}_{number}.cu"
+        path.write_text(twin)
+        compiled = kernels(path, tmp_path)
+        for seed in range(3):
+            compiled.set(seed)
+            try:
+                if errors(compiled, name, monkeypatch):
+                    break
+            except RuntimeError:
+                break
+        else:
+            pytest.fail(f"barrier {number} of {name}.cu is not missed")
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("cuda_on_cpu") / "broken"
+    compile_cuda(HERE / "broken.cu", path, *SANITIZE)
+    return path
+
+
+def outcome(broken: Path, kernel: str) -> tuple[int, str, str]:
+    """Status, results and complaints."""
+    done = subprocess.run([broken, kernel], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_wrong_kernels_are_found(broken):
+    for kernel, said in {
+        "barrier_for_some": r"thread .* waits for ever at .*broken.cu:\d+, where thread .* does not come",
+        "barriers_in_two_places": r"waits at .*broken.cu:\d+, but thread .* at .*broken.cu:\d+",
+        "return_before_barrier": r"where thread \(3, 0, 0\) of block .* does not come",
+        "shuffle_in_half_a_warp": r"waits for ever at .*broken.cu:\d+",
+        "write_beyond_dynamic": "wrote beyond its 256 bytes of dynamic shared memory",
+        "write_beyond_static": "index 64 out of bounds",
+        "read_unaligned_vector": "misaligned address",
+        "cluster_without_start": "shared memory of block . of its cluster, which may not have started",
+        "cluster_without_end": "which may not have started or has ended",
+    }.items():
+        status, _, text = outcome(broken, kernel)
+        assert status != 0 and re.search(said, text), (kernel, text)
+
+
+def test_races_differ_from_order_to_order(broken):
+    for kernel, racy in (
+        ("hand_on", False),
+        ("cluster", False),
+        ("hand_on_without_barrier", True),
+        ("order_of_blocks", True),
+    ):
+        status, sums, text = outcome(broken, kernel)
+        assert status == 0 and len(sums.split()) == 20, (kernel, text)
+        assert (len(set(sums.split())) > 1) == racy, (kernel, sums)
