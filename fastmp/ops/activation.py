@@ -148,7 +148,7 @@ def _constants(bias: Tensor | None, approximate: str) -> dict[str, Any]:
 
 
 def launch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = rows.empty_like(x)
     if x.numel():
         bias = None if bias is None else bias.contiguous()
         rows.launch(bias_gelu_kernel, (x,), (bias, y), **_constants(bias, approximate))
@@ -156,7 +156,7 @@ def launch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
 
 
 def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = rows.empty_like(x)
     dbias = x.new_empty(0 if bias is None else x.shape[-1])
     if x.numel() == 0:
         return dx, dbias.zero_()

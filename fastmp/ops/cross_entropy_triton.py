@@ -12,6 +12,7 @@ from __future__ import annotations
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
+from fastmp.ops.rows import empty_like
 
 
 def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
@@ -273,7 +274,7 @@ def _shape(op, logits):
 
 def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
     tokens, columns = _shape("cross_entropy_stats", logits)
-    out = logits.new_empty((tokens, 4 if with_sum else 3), dtype=compute_dtype(logits.dtype))
+    out = logits.new_empty(tokens, 4 if with_sum else 3, dtype=compute_dtype(logits.dtype))
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     real = real_columns(columns, vocab_start, vocab_size)
     if tokens:
@@ -316,7 +317,7 @@ def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_st
 
 
 def launch_grad(logits, *options):
-    out = logits.new_empty(logits.shape)
+    out = empty_like(logits)
     launch_grad_into(out, logits, *options)
     return out
 

@@ -214,7 +214,7 @@ def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
 
 
 def launch(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> Tensor:
-    y = torch.empty(x.shape, dtype=residual.dtype, device=x.device)
+    y = rows.empty_like(residual)
     launch_into(x, bias, residual, p, seed, y)
     return y
 

@@ -96,10 +96,13 @@ def _factors(h, FORM: tl.constexpr):
 @jit
 def gated_activation_kernel(
     gates, ups, bias, y, num_rows, num_vectors, gate_pitch, up_pitch,
-    HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    JOINED: tl.constexpr, HAS_BIAS: tl.constexpr, FORM: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. Its row length and the pitches count vectors of VECTOR elements: all are aligned."""
+    """One tile of y. Its row length and the pitches count vectors of VECTOR elements: all are aligned.
+
+    JOINED: gate and up are the halves of one tensor. `ups` and `up_pitch` are not used then.
+    """
     # Which tile, and the same place in gate and up.
     num_cols = num_vectors * VECTOR
     column_blocks = tl.cdiv(num_cols, BLOCK_N)
@@ -108,7 +111,10 @@ def gated_activation_kernel(
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
     gates += rows[:, None] * gate_pitch * VECTOR + cols[None, :]
-    ups += rows[:, None] * up_pitch * VECTOR + cols[None, :]
+    if JOINED:
+        ups = gates + num_cols
+    else:
+        ups += rows[:, None] * up_pitch * VECTOR + cols[None, :]
     gate = tl.load(gates, mask=mask, other=0.0).to(COMPUTE)
     up = tl.load(ups, mask=mask, other=0.0).to(COMPUTE)
     if HAS_BIAS:
@@ -128,7 +134,8 @@ def gated_activation_backward_kernel(
 ):  # fmt: skip
     """Both gradients of one strip of rows and one block of columns, and their sums in `partials`.
 
-    JOINED: gate and up, and so their gradients, are the halves of one tensor.
+    JOINED: gate and up, and so their gradients, are the halves of one tensor. `ups`, `dups` and `up_pitch`
+    are not used then.
     """
     # Which strip of rows and which columns; both biases stay in registers.
     num_cols = num_vectors * VECTOR
@@ -137,6 +144,8 @@ def gated_activation_backward_kernel(
     strip = (pid // column_blocks).to(tl.int64)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = cols < num_cols
+    if JOINED:
+        ups, dups = gates + num_cols, dgates + num_cols
     gate_bias = tl.zeros([BLOCK_N], COMPUTE)
     up_bias = tl.zeros([BLOCK_N], COMPUTE)
     if HAS_BIAS:
@@ -184,29 +193,45 @@ def _shape(x: Tensor, up: Tensor | None) -> tuple[int, ...]:
 
 
 def launch(x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None) -> Tensor:
-    y = torch.empty(_shape(x, up), dtype=x.dtype, device=x.device)
+    shape = _shape(x, up)
+    y = x.new_empty(*shape)
     if x.numel():
         bias = None if bias is None else bias.contiguous()
+        tensors, absent, pitches = _halves(x, up)
         rows.launch(
-            gated_activation_kernel, _parts(x, up), (bias, y), HAS_BIAS=bias is not None, FORM=activation
+            gated_activation_kernel,
+            tensors,
+            (*absent, bias, y),
+            pitches,
+            columns=shape[-1],
+            JOINED=up is None,
+            HAS_BIAS=bias is not None,
+            FORM=activation,
         )
     return y
+
+
+def _halves(x: Tensor, up: Tensor | None) -> tuple[tuple[Tensor, ...], tuple[None, ...], tuple[int, ...]]:
+    """Return what a kernel reads as rows, and what takes the places of `ups` and its pitch if x is both."""
+    return ((x,), (None,), (0,)) if up is None else ((x, up), (), ())
 
 
 def launch_backward(
     grad: Tensor, x: Tensor, bias: Tensor | None, activation: str, up: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dup = torch.empty(0 if up is None else x.shape, dtype=x.dtype, device=x.device)
+    dx = rows.empty_like(x)
+    dup = x.new_empty(0) if up is None else rows.empty_like(x)
     dbias = x.new_empty(0 if bias is None else bias.numel())
     if x.numel() == 0:
         return dx, dup, dbias.zero_()
     bias = None if bias is None else bias.contiguous()
+    tensors, absent, pitches = _halves(x, up)
     rows.launch_with_sums(
         gated_activation_backward_kernel,
-        (grad, *_parts(x, up)),
-        (bias, *_parts(dx, None if up is None else dup)),
+        (grad, *tensors),
+        (*absent, bias, dx, None if up is None else dup),
         None if bias is None else dbias,
+        pitches,
         blocks=backward_block_shape,
         JOINED=up is None,
         HAS_BIAS=bias is not None,

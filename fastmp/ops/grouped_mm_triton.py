@@ -12,6 +12,7 @@ and `tcgen05` follow from the sizes of the blocks. Else they come through pointe
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -283,6 +284,11 @@ def _large(arch: int) -> bool:
     return 90 <= arch < 120
 
 
+# product_blocks knows so many rows an expert from more: between two of these, all have one tile.
+ROWS_EACH = (16, 32, 64, 256, math.inf)
+
+
+@cache
 def product_blocks(
     rows_each: float, num_columns: int, num_terms: int, itemsize: int, arch: int, pair: bool = False
 ) -> Blocks:
@@ -306,6 +312,7 @@ def product_blocks(
     return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
 
 
+@cache
 def wgrad_blocks(num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
     """Tile of the gradient of a weight: its rows, its columns, and rows of the operands at a time."""
     if itemsize != 2:
@@ -336,20 +343,24 @@ def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
 
 
-def use_tma(*tensors: Tensor) -> bool:
-    """Whether all of them, 16 bits an element, can be described to the GPU's TMA unit."""
-    return architecture(tensors[0]) >= 90 and all(map(describable, tensors))
+def use_tma(a: Tensor, b: Tensor) -> bool:
+    """Whether both, 16 bits an element, can be described to the GPU's TMA unit."""
+    return architecture(a) >= 90 and describable(a) and describable(b)
 
 
 def describable(tensor: Tensor) -> bool:
     """Addresses and strides are multiples of 16 bytes, and there is something."""
-    strides = tensor.stride()[:-1]
-    apart = all(stride > 0 and stride * tensor.element_size() % 16 == 0 for stride in strides)
-    return tensor.element_size() == 2 and tensor.numel() > 0 and apart and tensor.data_ptr() % 16 == 0
+    if tensor.element_size() != 2 or tensor.data_ptr() % 16 or tensor.numel() == 0:
+        return False
+    return all(stride > 0 and stride % 8 == 0 for stride in tensor.stride()[:-1])
 
 
 def _descriptor(tensor: Tensor, *block: int) -> Any:
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+    """Make a TensorDescriptor without its checks: `describable` has made those that can fail."""
+    described = object.__new__(TensorDescriptor)
+    described.base, described.block_shape, described.padding = tensor, list(block), "zero"
+    described.shape, described.strides = list(tensor.shape), list(tensor.stride())
+    return described
 
 
 def _along_rows(tensor: Tensor) -> Tensor:
@@ -367,7 +378,7 @@ def _product(
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, h): y = form(h), or form(gate) * up; h = x times the weights + bias is None unless `keep`."""
-    num_rows, (num_experts, num_n, num_k) = len(x), w.shape
+    num_rows, (num_experts, num_n, num_k) = x.shape[0], w.shape
     if transposed:
         num_n, num_k = num_k, num_n
     width = num_n // 2 if gated else num_n
@@ -377,22 +388,21 @@ def _product(
         return y, h
     x, w, offsets = _along_rows(x), _along_rows(w), offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
-    rows_each = num_rows / max(num_experts, 1)
+    itemsize, x_pitch, (w_jump, w_pitch, _) = x.element_size(), x.stride(0), w.stride()
     tma = use_tma(x, w)
-    blocks = product_blocks(rows_each, width, num_k, x.element_size(), tile_architecture(x, tma), gated)
-    widest, along, pitches = 16 // x.element_size(), (num_n if transposed else num_k), w.stride()[:2]
-    w_vector = math.gcd(widest, along, *pitches)
-    k_vector = math.gcd(widest, num_k, x.stride(0), *(() if transposed else pitches))
-    n_vector = math.gcd(widest, width, *(pitches if transposed else ()))
+    rows_each = ROWS_EACH[bisect_left(ROWS_EACH, num_rows / max(num_experts, 1))]
+    blocks = product_blocks(rows_each, width, num_k, itemsize, tile_architecture(x, tma), gated)
+    w_vector = vector_width(itemsize, num_n if transposed else num_k, w_jump, w_pitch)
+    k_vector = vector_width(itemsize, num_k, x_pitch, *(() if transposed else (w_jump, w_pitch)))
+    n_vector = vector_width(itemsize, width, *((w_jump, w_pitch) if transposed else ()))
     x_block = (blocks.rows, blocks.terms)
     w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
     tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
-    programs = num_programs(x, tiles, blocks.programs_each(x.element_size(), gated))
+    programs = num_programs(x, tiles, blocks.programs_each(itemsize, gated))
     launcher.launch(
-        grouped_mm_kernel, programs,
-        _descriptor(x, *x_block) if tma else x, _descriptor(w, *w_block) if tma else w, bias, offsets, y,
-        h, num_rows, num_experts, width // n_vector, num_k // k_vector, x.stride(0) // k_vector,
-        w.stride(0) // w_vector, w.stride(1) // w_vector,
+        grouped_mm_kernel, programs, _descriptor(x, *x_block) if tma else x,
+        _descriptor(w, *w_block) if tma else w, bias, offsets, y, h, num_rows, num_experts,
+        width // n_vector, num_k // k_vector, x_pitch // k_vector, w_jump // w_vector, w_pitch // w_vector,
         FORM=form, GATED=gated, KEEP=keep, HAS_BIAS=bias is not None, TRANSPOSED=transposed, TMA=tma,
         COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector, W_VECTOR=w_vector,
         BLOCK_E=_block_e(num_experts), BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.terms,
@@ -417,17 +427,18 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     if out.numel() == 0:
         return
     grad, x, offsets = _along_rows(grad), _along_rows(x), offsets.contiguous()
-    tma = use_tma(grad, x)
-    blocks = wgrad_blocks(num_n, num_k, x.element_size(), tile_architecture(x, tma))
-    n_vector = vector_width(grad)
-    k_vector = math.gcd(vector_width(x), *out.stride()[:2])
+    itemsize, tma = x.element_size(), use_tma(grad, x)
+    blocks = wgrad_blocks(num_n, num_k, itemsize, tile_architecture(x, tma))
+    grad_pitch, x_pitch, (out_jump, out_pitch, _) = grad.stride(0), x.stride(0), out.stride()
+    n_vector = vector_width(itemsize, num_n, grad_pitch)
+    k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
     tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
     launcher.launch(
         grouped_wgrad_kernel, num_experts * tiles, grad, x,
         _descriptor(grad, blocks.terms, blocks.rows) if tma else None,
-        _descriptor(x, blocks.terms, blocks.columns) if tma else None, offsets, out, len(x),
-        num_n // n_vector, num_k // k_vector, grad.stride(0) // n_vector, x.stride(0) // k_vector,
-        out.stride(0) // k_vector, out.stride(1) // k_vector,
+        _descriptor(x, blocks.terms, blocks.columns) if tma else None, offsets, out, x.shape[0],
+        num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
+        out_jump // k_vector, out_pitch // k_vector,
         ACCUMULATE=accumulate, TMA=tma, COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector,
         BLOCK_E=_block_e(num_experts), BLOCK_N=blocks.rows, BLOCK_K=blocks.columns, BLOCK_R=blocks.terms,
         GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
@@ -435,7 +446,7 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
 
 
 def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    out = x.new_empty(len(offsets), grad.shape[1], x.shape[1])
+    out = x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1])
     _wgrad(out, grad, x, offsets, False)
     return out
 

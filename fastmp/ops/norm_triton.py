@@ -9,13 +9,15 @@ Rows too long for registers are walked over in blocks of columns.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import arithmetic, as_rows, sum_strips, vector_width
+from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
 # BLOCK_M, BLOCK_N and warps for rows too long for registers
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
@@ -204,6 +206,7 @@ def norm_backward_wide_kernel(
             tl.store(dx + rows[:, None] * num_vectors * VECTOR + cols[None, :], d, mask=mask)
 
 
+@cache
 def block_shape(num_cols: int, itemsize: int, *, backward: bool) -> tuple[int, int, int] | None:
     """(BLOCK_M, BLOCK_N, number of warps) with whole rows in a block, None where they are too long.
 
@@ -231,27 +234,22 @@ def num_stages(itemsize: int) -> int:
     return 3 if itemsize == 2 else 2
 
 
-def _pitch(rows: Tensor | None, vector: int) -> int:
-    return 0 if rows is None else rows.stride(0) // vector
-
-
 def launch(
     centred: bool, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, x + residual (empty without), stats (2 or 1, ...), each of x's shape without the last dimension."""
-    shape, num_rows = x.shape, x.shape[:-1].numel()
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    total = torch.empty(shape if residual is not None else 0, dtype=x.dtype, device=x.device)
-    stats = torch.empty((2 if centred else 1, *shape[:-1]), dtype=compute_dtype(x.dtype), device=x.device)
+    shape, num_cols, itemsize = x.shape, x.shape[-1], x.element_size()
+    y, total = empty_like(x), x.new_empty(0) if residual is None else empty_like(x)
+    stats = x.new_empty(2 if centred else 1, *shape[:-1], dtype=compute_dtype(x.dtype))
     if x.numel() == 0:
         return y, total, stats.zero_()
-    block = block_shape(shape[-1], x.element_size(), backward=False)
+    num_rows, block = x.numel() // num_cols, block_shape(num_cols, itemsize, backward=False)
     if block is None and residual is not None:
         torch.add(x, residual, out=total)
         x, residual = total, None
-    x, residual = as_rows(x), None if residual is None else as_rows(residual)
-    weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
-    vector = vector_width(*(rows for rows in (x, residual) if rows is not None))
+    x, pitch = as_rows(x)
+    residual, residual_pitch = (None, 0) if residual is None else as_rows(residual)
+    vector = vector_width(itemsize, num_cols, pitch, residual_pitch)
     constants = {
         "EPS": eps,
         "CENTRED": centred,
@@ -259,28 +257,19 @@ def launch(
         "COMPUTE": arithmetic(x),
         "VECTOR": vector,
     }
-    sizes = num_rows, shape[-1] // vector, x.stride(0) // vector
+    parameters = weight.contiguous(), None if bias is None else bias.contiguous()
+    sizes = num_rows, num_cols // vector, pitch // vector
     block_m, block_n, num_warps = block or WIDE_BLOCK
     if block is None:
         launcher.launch(
-            norm_wide_kernel,
-            num_rows,
-            x,
-            weight,
-            bias,
-            y,
-            stats,
-            *sizes,
-            **constants,
-            BLOCK_N=block_n,
+            norm_wide_kernel, num_rows, x, *parameters, y, stats, *sizes, **constants, BLOCK_N=block_n,
             num_warps=num_warps,
-        )
+        )  # fmt: skip
         return y, total, stats
     launcher.launch(
-        norm_kernel, cdiv(num_rows, block_m),
-        x, residual, weight, bias, y, total, stats, *sizes, _pitch(residual, vector),
-        HAS_RESIDUAL=residual is not None, **constants, BLOCK_M=block_m, BLOCK_N=block_n,
-        num_warps=num_warps,
+        norm_kernel, cdiv(num_rows, block_m), x, residual, *parameters, y, total, stats, *sizes,
+        residual_pitch // vector, HAS_RESIDUAL=residual is not None, **constants, BLOCK_M=block_m,
+        BLOCK_N=block_n, num_warps=num_warps,
     )  # fmt: skip
     return y, total, stats
 
@@ -290,26 +279,25 @@ def launch_backward(
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of total and, as rows of one tensor, of weight and bias."""
-    num_cols = total.shape[-1]
-    dx = torch.empty(total.shape, dtype=total.dtype, device=total.device)
-    dparams = torch.empty((2 if with_bias else 1, num_cols), dtype=weight.dtype, device=total.device)
+    num_cols, itemsize = total.shape[-1], total.element_size()
+    dx, dparams = empty_like(total), weight.new_empty(2 if with_bias else 1, num_cols)
     if total.numel() == 0:
         return dx, dparams.zero_()
-    grad, total = as_rows(grad), as_rows(total)
-    grad_total = None if grad_total is None else as_rows(grad_total)
-    vector = vector_width(*(rows for rows in (grad, total, grad_total) if rows is not None))
-    block = block_shape(num_cols, total.element_size(), backward=True)
+    num_rows = total.numel() // num_cols
+    (grad, grad_pitch), (total, pitch) = as_rows(grad), as_rows(total)
+    grad_total, grad_total_pitch = (None, 0) if grad_total is None else as_rows(grad_total)
+    vector = vector_width(itemsize, num_cols, grad_pitch, pitch, grad_total_pitch)
+    block = block_shape(num_cols, itemsize, backward=True)
     kernel = norm_backward_wide_kernel if block is None else norm_backward_kernel
     block_m, block_n, num_warps = block or WIDE_BACKWARD_BLOCK
-    programs = num_programs(len(total), block_m, num_warps)
-    partials = torch.empty((programs, dparams.numel()), dtype=stats.dtype, device=total.device)
+    programs = num_programs(num_rows, block_m, num_warps)
+    partials = stats.new_empty(programs, dparams.numel())
     launcher.launch(
-        kernel, programs,
-        grad, grad_total, total, weight.contiguous(), stats, dx, partials, len(total), num_cols // vector,
-        _pitch(grad, vector), _pitch(grad_total, vector), _pitch(total, vector),
+        kernel, programs, grad, grad_total, total, weight.contiguous(), stats, dx, partials, num_rows,
+        num_cols // vector, grad_pitch // vector, grad_total_pitch // vector, pitch // vector,
         CENTRED=centred, HAS_GRAD_TOTAL=grad_total is not None, HAS_BIAS=with_bias,
         COMPUTE=arithmetic(total), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
-        NUM_STAGES=num_stages(total.element_size()), num_warps=num_warps,
+        NUM_STAGES=num_stages(itemsize), num_warps=num_warps,
     )  # fmt: skip
-    sum_strips(partials, dparams.view(-1))
+    sum_strips(partials, dparams)
     return dx, dparams

@@ -7,12 +7,14 @@ the backward of unpermute walk pairs and scatter, unpermute walks tokens and gat
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, vector_width
+from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
 STEP = 32  # of them are compared at once with all others
@@ -80,15 +82,13 @@ def rank_kernel(
 
 
 def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    row_of = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
-    offsets = torch.empty(num_experts, dtype=torch.int32, device=indices.device)
+    row_of, offsets = empty_like(indices), indices.new_empty(num_experts)
     num_pairs = indices.numel()
     if num_pairs == 0:
         return row_of, offsets.zero_()
     indices = indices.contiguous()
     num_blocks = cdiv(num_pairs, BLOCK_PAIRS)
-    counts = torch.empty((num_blocks, num_experts), dtype=torch.int32, device=indices.device)
-    totals = torch.empty_like(offsets)
+    counts, totals = indices.new_empty(num_blocks, num_experts), indices.new_empty(num_experts)
     bins = max(32, next_power_of_2(num_experts))
     launcher.launch(
         count_kernel,
@@ -216,6 +216,7 @@ def gather_kernel(
     tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
 
 
+@cache
 def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
     """Choose (BLOCK_M, BLOCK_N): each thread makes `accesses` 16-byte accesses, few columns are padding."""
     per_row = 32 * NUM_WARPS * 16 // itemsize
@@ -233,25 +234,25 @@ def _scatter(
     dprobs: Tensor | None = None,
 ) -> None:
     """Launch the kernels that write all rows of out, which has at least one."""
-    num_rows, num_cols = out.shape
-    num_pairs, row_of, x = row_of.numel(), row_of.contiguous(), as_rows(x)
-    tall = x if y is None else as_rows(y)
+    (num_rows, num_cols), num_tokens, itemsize = out.shape, x.shape[0], x.element_size()
+    num_pairs, row_of = row_of.numel(), row_of.contiguous()
+    x, pitch = as_rows(x)
+    y, y_pitch = (None, pitch) if y is None else as_rows(y)
     used = torch.zeros(num_rows, dtype=torch.uint8, device=out.device)
-    block_m, block_n = block_shape(num_cols, x.element_size(), 4)
-    vector = vector_width(x, tall)
+    block_m, block_n = block_shape(num_cols, itemsize, 4)
+    vector = vector_width(itemsize, num_cols, pitch, y_pitch)
     launcher.launch(mark_kernel, cdiv(num_pairs, 1024), row_of, used, num_pairs, num_rows, BLOCK=1024)
     launcher.launch(
-        scatter_kernel, cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS),
-        x, None if y is None else tall, row_of, None if probs is None else probs.contiguous(), used, out,
-        dprobs, num_pairs, num_pairs // len(x), num_rows, num_cols // vector, x.stride(0) // vector,
-        tall.stride(0) // vector,
+        scatter_kernel, cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS), x, y, row_of,
+        None if probs is None else probs.contiguous(), used, out, dprobs, num_pairs, num_pairs // num_tokens,
+        num_rows, num_cols // vector, pitch // vector, y_pitch // vector,
         WEIGHTED=y is not None, COMPUTE=arithmetic(x), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
         ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
 def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
-    out = torch.empty((num_rows, x.shape[1]), dtype=x.dtype, device=x.device)
+    out = x.new_empty(num_rows, x.shape[1])
     if row_of.numel() == 0 or out.numel() == 0:
         return out.zero_()
     _scatter(x, row_of, out)
@@ -260,16 +261,16 @@ def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
 
 def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
     (num_tokens, num_slots), num_cols = row_of.shape, y.shape[1]
-    out = torch.empty((num_tokens, num_cols), dtype=y.dtype, device=y.device)
-    if out.numel() == 0 or num_slots == 0 or len(y) == 0:
+    out, num_rows, itemsize = y.new_empty(num_tokens, num_cols), y.shape[0], y.element_size()
+    if out.numel() == 0 or num_slots == 0 or num_rows == 0:
         return out.zero_()
-    y = as_rows(y)
-    block_m, block_n = block_shape(num_cols, y.element_size(), 2)
-    vector = vector_width(y)
+    y, pitch = as_rows(y)
+    block_m, block_n = block_shape(num_cols, itemsize, 2)
+    vector = vector_width(itemsize, num_cols, pitch)
     launcher.launch(
-        gather_kernel, cdiv(num_tokens, block_m) * cdiv(num_cols, block_n),
-        y, row_of.contiguous(), None if probs is None else probs.contiguous(), out, num_tokens, num_slots,
-        len(y), num_cols // vector, y.stride(0) // vector,
+        gather_kernel, cdiv(num_tokens, block_m) * cdiv(num_cols, block_n), y, row_of.contiguous(),
+        None if probs is None else probs.contiguous(), out, num_tokens, num_slots, num_rows,
+        num_cols // vector, pitch // vector,
         WEIGHTED=probs is not None, COMPUTE=arithmetic(y), VECTOR=vector, SLOTS=min(num_slots, SLOTS),
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -279,8 +280,7 @@ def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
 def launch_unpermute_backward(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dy = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    dprobs = torch.empty(probs.shape, dtype=probs.dtype, device=probs.device)
+    dy, dprobs = empty_like(y), empty_like(probs)
     if dy.numel() == 0 or probs.numel() == 0:
         return dy.zero_(), dprobs.zero_()
     _scatter(grad, row_of, dy, y, probs, dprobs)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch import Tensor
 from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import arithmetic
+from fastmp.ops.rows import arithmetic, empty_like
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
@@ -137,28 +139,72 @@ def block_shape(half: int, itemsize: int) -> tuple[int, int]:
 Level = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
-def levels(tensors: Sequence[Tensor], cos: Tensor) -> list[Level]:
+def levels(
+    shapes: Sequence[tuple[int, ...]],
+    strides: Sequence[tuple[int, ...]],
+    cos_shape: tuple[int, ...],
+    cos_strides: tuple[int, ...],
+) -> list[Level]:
     """Leading dimensions of tensors of one rank, folded where a single stride steps through two of them."""
     found: list[Level] = []
-    for dim in range(tensors[0].dim() - 1):
-        sizes, strides = tuple(t.shape[dim] for t in tensors), tuple(t.stride(dim) for t in tensors)
-        turn = cos.stride(dim) if dim < cos.dim() - 1 and cos.shape[dim] > 1 else 0
+    for dim in range(len(shapes[0]) - 1):
+        sizes, steps = tuple(shape[dim] for shape in shapes), tuple(each[dim] for each in strides)
+        turn = cos_strides[dim] if dim < len(cos_shape) - 1 and cos_shape[dim] > 1 else 0
         if all(n == 1 for n in sizes):
             continue
-        outer_sizes, outer_strides, outer_turn = found[-1] if found else ((), (), -1)
+        outer_sizes, outer_steps, outer_turn = found[-1] if found else ((), (), -1)
         folds = outer_turn == sizes[0] * turn and all(
             1 in (m, n) or outer == n * inner
-            for m, n, outer, inner in zip(outer_sizes, sizes, outer_strides, strides, strict=True)
+            for m, n, outer, inner in zip(outer_sizes, sizes, outer_steps, steps, strict=True)
         )
         if folds:
-            sizes = tuple(m * n for m, n in zip(outer_sizes, sizes, strict=True))
-            strides = tuple(
-                outer if t.shape[dim] == 1 else inner
-                for t, outer, inner in zip(tensors, outer_strides, strides, strict=True)
+            steps = tuple(
+                outer if n == 1 else inner for n, outer, inner in zip(sizes, outer_steps, steps, strict=True)
             )
+            sizes = tuple(m * n for m, n in zip(outer_sizes, sizes, strict=True))
             found.pop()
-        found.append((sizes, strides, turn))
+        found.append((sizes, steps, turn))
     return found
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """How a kernel walks over tensors of some layout.
+
+    rows: of each tensor. numbers: of the first and the last tensor their rows, sizes and strides, then the
+    strides of cos and sin. vector, turn_vector: what strides of x, and of cos and sin, are counted in.
+    """
+
+    rows: tuple[int, ...]
+    numbers: tuple[int, ...]
+    vector: int
+    turn_vector: int
+
+
+@lru_cache(maxsize=1024)
+def _walk(
+    shapes: tuple[tuple[int, ...], ...],
+    strides: tuple[tuple[int, ...], ...],
+    cos_shape: tuple[int, ...],
+    cos_strides: tuple[int, ...],
+    itemsize: int,
+    cos_itemsize: int,
+) -> _Walk | None:
+    """Plan the walk; None where a tensor has more levels than the kernel."""
+    found = levels(shapes, strides, cos_shape, cos_strides)
+    if len(found) > _LEVELS:
+        return None
+    padding = [((1,) * len(shapes), (0,) * len(shapes), 0)] * (_LEVELS - len(found))
+    sizes, steps, turns = zip(*padding, *found, strict=True)
+    vector = math.gcd(16 // itemsize, *(step for level in steps for step in level))
+    turn_vector = math.gcd(16 // cos_itemsize, *turns)
+    rows = tuple(math.prod(shape[:-1]) for shape in shapes)
+    described = [
+        (num_rows, sizes[1][i], sizes[2][i], *(level[i] // vector for level in steps))
+        for i, num_rows in enumerate(rows)
+    ]
+    numbers = *described[0], *described[-1], *(turn // turn_vector for turn in turns)
+    return _Walk(rows, numbers, vector, turn_vector)
 
 
 def _launch_into(
@@ -170,40 +216,36 @@ def _launch_into(
     inverse: bool,
 ) -> None:
     """Rotate one or two tensors of one rank into contiguous `outs`, or where they lie if that is None."""
-    found = levels(tensors, cos)
-    if len(found) > _LEVELS:
-        for i in range(tensors[0].shape[0]):
+    first = tensors[0]
+    itemsize = first.element_size()
+    walk = _walk(
+        tuple([t.shape for t in tensors]), tuple([t.stride() for t in tensors]), cos.shape, cos.stride(),
+        itemsize, cos.element_size(),
+    )  # fmt: skip
+    if walk is None:
+        for i in range(first.shape[0]):
             cos_i, sin_i = (t if t.dim() == 1 else t[min(i, t.shape[0] - 1)] for t in (cos, sin))
             inner = outs and [t[i] for t in outs], [t[i] for t in tensors]
             _launch_into(*inner, cos_i, sin_i, interleaved, inverse)
         return
-    padding = [((1,) * len(tensors), (0,) * len(tensors), 0)] * (_LEVELS - len(found))
-    sizes, strides, turns = zip(*padding, *found, strict=True)
-    first = tensors[0]
-    itemsize = first.element_size()
-    vector = math.gcd(16 // itemsize, *(stride for level in strides for stride in level))
-    turn_vector = math.gcd(16 // cos.element_size(), *turns)
-    block_m, block_half = block_shape(cos.shape[-1], itemsize)
-    rows = [t.numel() // t.shape[-1] for t in tensors]
-    described = [
-        [num_rows, sizes[1][i], sizes[2][i], *(level[i] // vector for level in strides)]
-        for i, num_rows in enumerate(rows)
-    ]
+    half = cos.shape[-1]
+    block_m, block_half = block_shape(half, itemsize)
     pointers = [pointer for pair in zip(tensors, outs or tensors, strict=True) for pointer in pair]
     launcher.launch(
-        rope_kernel, sum(cdiv(n, block_m) for n in rows),
-        *pointers[:2], *(pointers[2:] or (None, None)), cos, sin, *described[0], *described[-1],
-        *(turn // turn_vector for turn in turns),
+        rope_kernel, sum([cdiv(n, block_m) for n in walk.rows]), *pointers[:2],
+        *(pointers[2:] or (None, None)), cos, sin, *walk.numbers,
         HAS_K=len(tensors) == 2, INTERLEAVED=interleaved, INVERSE=inverse, IN_PLACE=outs is None,
-        HALF=cos.shape[-1], DIM=first.shape[-1], VECTOR=vector, TURN_VECTOR=turn_vector, BLOCK_M=block_m,
+        HALF=half, DIM=first.shape[-1], VECTOR=walk.vector, TURN_VECTOR=walk.turn_vector, BLOCK_M=block_m,
         BLOCK_HALF=block_half, COMPUTE=arithmetic(first),
-        INDEX=tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64, num_warps=NUM_WARPS,
+        INDEX=tl.int32 if max(walk.rows) + block_m < 1 << 31 else tl.int64, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
 def _of_one_rank(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of one rank: dimensions of size 1 before the last."""
     rank = max(t.dim() for t in tensors)
+    if all(t.dim() == rank for t in tensors):
+        return list(tensors)
     return [t.view(*t.shape[:-1], *[1] * (rank - t.dim()), t.shape[-1]) for t in tensors]
 
 
@@ -211,7 +253,7 @@ def launch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k) if x is not None]
-    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in given]
+    outs = [empty_like(x) for x in given]
     pairs = [(x, out) for x, out in zip(given, outs, strict=True) if x.numel()]
     if pairs:
         tensors, targets = (_of_one_rank(some) for some in zip(*pairs, strict=True))

@@ -9,6 +9,7 @@ that comes last, whichever it is, adds in order; counts are integers, whose sum 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import arithmetic, as_rows, strip_shape, vector_width
+from fastmp.ops.rows import arithmetic, as_rows, empty_like, strip_shape, vector_width
 
 _SUM_TILE = 8192  # partial sums in registers
 
@@ -298,6 +299,7 @@ def _sizes(logits: Tensor) -> tuple[int, int]:
     return logits.shape[0], logits.shape[1] if logits.dim() == 3 else 1
 
 
+@lru_cache(maxsize=1024)
 def constants(
     num_tokens: int, experts: int, k: int, score: str, num_groups: int, group_topk: int, wide: torch.dtype
 ) -> dict[str, Any]:
@@ -338,30 +340,27 @@ def launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     wide = compute_dtype(logits.dtype)
     experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
-    num_sums = num_sequences * experts
-    shape = (*logits.shape[:-1], k)
-    indices = torch.empty(shape, dtype=torch.int32, device=logits.device)
-    probs = torch.empty(shape, dtype=wide, device=logits.device)
-    counts = torch.zeros(num_sums + 1, dtype=torch.int32, device=logits.device)
-    score_sums = torch.empty(logits.shape[1:], dtype=wide, device=logits.device)
-    z_sum = torch.empty((), dtype=wide, device=logits.device)
-    loads = counts[:num_sums].view(score_sums.shape)
-    shape = score_sums.shape if balance else (0,)
-    balance_counts = torch.zeros(shape, dtype=torch.int32, device=logits.device)
+    num_sums, device = num_sequences * experts, logits.device
+    indices = torch.empty(*logits.shape[:-1], k, dtype=torch.int32, device=device)
+    probs = torch.empty(*logits.shape[:-1], k, dtype=wide, device=device)
+    counts = torch.zeros(num_sums + 1, dtype=torch.int32, device=device)  # the last one is the kernel's own
+    loads = counts[:num_sums] if logits.dim() == 2 else counts[:num_sums].view(num_sequences, experts)
+    score_sums, z_sum = probs.new_empty(*loads.shape), probs.new_empty(())
+    balance_counts = torch.zeros_like(loads) if balance else indices.new_empty(0)
     if logits.numel() == 0:
         return indices, probs, loads, score_sums.zero_(), z_sum.zero_(), balance_counts
     fixed = constants(num_steps * num_sequences, experts, k, score, num_groups, group_topk, wide)
     # a quarter of the usual number of strips, for one program adds them all
     num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, fixed["BLOCK_M"], 1)
-    partials = torch.empty((num_strips, num_sums), dtype=wide, device=logits.device)
-    z_partials = torch.empty(num_strips * num_sequences, dtype=wide, device=logits.device)
-    rows = as_rows(logits)
-    vector = vector_width(rows)
+    partials = probs.new_empty(num_strips, num_sums)
+    z_partials = probs.new_empty(num_strips * num_sequences)
+    rows, pitch = as_rows(logits)
+    vector = vector_width(logits.element_size(), experts, pitch)
     launcher.launch(
         router_kernel, num_strips * num_sequences,
         rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
         score_sums, z_sum, balance_counts if balance else None, partials, z_partials, num_steps,
-        num_sequences, strip_steps, rows.stride(0) // vector, float(scale),
+        num_sequences, strip_steps, pitch // vector, float(scale),
         HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector, **fixed,
     )  # fmt: skip
     return indices, probs, loads, score_sums, z_sum, balance_counts
@@ -377,20 +376,20 @@ def launch_backward(
     normalize: bool,
     scale: float,
 ) -> Tensor:
-    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    dx = empty_like(logits)
     if logits.numel() == 0:
         return dx
     wide = compute_dtype(logits.dtype)
     experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
     width = max(16, next_power_of_2(experts))
     block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
-    rows = as_rows(logits)
-    vector = vector_width(rows)
+    rows, pitch = as_rows(logits)
+    vector = vector_width(logits.element_size(), experts, pitch)
     launcher.launch(
         router_backward_kernel, cdiv(num_steps, block_m) * num_sequences,
         None if grad_probs is None else grad_probs.contiguous(),
         None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
-        num_steps, num_sequences, rows.stride(0) // vector, float(scale),
+        num_steps, num_sequences, pitch // vector, float(scale),
         K=indices.shape[-1], EXPERTS=experts, SIGMOID=score == "sigmoid",
         NORMALIZE=normalize and grad_probs is not None, COMPUTE=arithmetic(logits), VECTOR=vector,
         BLOCK_M=block_m, WIDTH=width, num_warps=num_warps,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,10 +39,29 @@ def sum_rows(rows: Tensor) -> Tensor:
     return rows.sum(0)
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """x as (rows, columns) with unit column stride; copied only where no such view exists."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+def as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return x, and how many elements lie from one row of its last dimension to the next.
+
+    It is a copy only where rows lie at different distances, or their elements apart. Kernels need no view of
+    two dimensions, which would take longer to make than all that is asked here.
+    """
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    shape, strides = x.shape, x.stride()
+    dim = len(shape) - 2
+    folds = dim >= 0 and strides[-1] == 1
+    while folds and dim > 0:
+        folds, dim = strides[dim - 1] == shape[dim] * strides[dim], dim - 1
+    if folds:
+        return x, strides[-2]
+    rows = x.reshape(-1, shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def empty_like(x: Tensor) -> Tensor:
+    """Return an empty contiguous tensor of x's shape and dtype, in half the time of `torch.empty`."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def arithmetic(x: Tensor) -> Any:
@@ -50,12 +69,15 @@ def arithmetic(x: Tensor) -> Any:
     return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
-def vector_width(*rows: Tensor) -> int:
-    """Elements of the widest access, up to 16 bytes, to which all rows are aligned if the first ones are."""
-    num_cols = rows[0].shape[1]
-    return math.gcd(16 // rows[0].element_size(), num_cols, *(t.stride(0) for t in rows))
+def vector_width(itemsize: int, *distances: int) -> int:
+    """Elements of the widest access, up to 16 bytes, of which the row length and all pitches are multiples.
+
+    Every row is aligned to it if the first one is.
+    """
+    return math.gcd(16 // itemsize, *distances)
 
 
+@cache
 def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
     """(BLOCK_M, BLOCK_N): each thread has four 16-byte loads in flight, and few columns are padding."""
     per_row = 32 * NUM_WARPS * 16 // itemsize
@@ -85,51 +107,38 @@ def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexp
 
 
 def sum_strips(partials: Tensor, sums: Tensor) -> None:
-    """Launch: sums = the rows of `partials` (num_strips, num_cols) added up, in the dtype of `sums`."""
+    """Launch: sums = the rows of `partials` (num_strips, num_cols) added up, in the dtype of `sums`.
+
+    sums: contiguous, num_cols numbers.
+    """
     num_strips, num_cols = partials.shape
     launcher.launch(
-        sum_strips_kernel,
-        cdiv(num_cols, 32),
-        partials,
-        sums,
-        num_strips,
-        num_cols,
-        BLOCK_M=128,
-        BLOCK_N=32,
-        num_warps=NUM_WARPS,
-    )
+        sum_strips_kernel, cdiv(num_cols, 32), partials, sums, num_strips, num_cols,
+        BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Tensors as rows, and the tiles that a kernel cuts them into."""
+def _tiles(
+    tensors: Sequence[Tensor], num_cols: int, blocks: Callable[[int, int], tuple[int, int]] | None
+) -> tuple[Sequence[Tensor], tuple[int, ...], dict[str, Any]]:
+    """Return the tensors as rows, the sizes and the constants of a kernel's tiles.
 
-    rows: list[Tensor]
-    vector: int
-    block_m: int
-    block_n: int
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor], blocks: Callable | None) -> _Tiles:
-        rows = [as_rows(t) for t in tensors]
-        return cls(
-            rows, vector_width(*rows), *(blocks or block_shape)(rows[0].shape[1], rows[0].element_size())
-        )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Vectors in a row, then from row to row of each tensor."""
-        return self.rows[0].shape[1] // self.vector, *(t.stride(0) // self.vector for t in self.rows)
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        return {
-            "COMPUTE": arithmetic(self.rows[0]),
-            "VECTOR": self.vector,
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
-            "num_warps": NUM_WARPS,
-        }
+    The sizes are vectors in a row, then from row to row of each tensor.
+    """
+    first = tensors[0]
+    itemsize = first.element_size()
+    rows, pitches = zip(*map(as_rows, tensors), strict=True)
+    vector = vector_width(itemsize, num_cols, *pitches)
+    block_m, block_n = (blocks or block_shape)(num_cols, itemsize)
+    constants = {
+        "COMPUTE": arithmetic(first),
+        "VECTOR": vector,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }
+    sizes = num_cols // vector, *[pitch // vector for pitch in pitches]
+    return rows, sizes, constants
 
 
 def launch(
@@ -139,6 +148,7 @@ def launch(
     numbers: Sequence[int] = (),
     *,
     blocks: Callable[[int, int], tuple[int, int]] | None = None,
+    columns: int | None = None,
     **constants: Any,
 ) -> None:
     """Launch `kernel` with one program for each tile of BLOCK_M rows and BLOCK_N columns.
@@ -151,22 +161,14 @@ def launch(
         tensors: (..., N), not empty, read as rows; the first has the widest dtype.
         others: passed as they are: what is not read as rows, what is written.
         blocks: (BLOCK_M, BLOCK_N) for N columns of elements of so many bytes; default `block_shape`.
+        columns: N, where the first tensor's rows are longer than what a kernel computes of them.
         constants: further `tl.constexpr` parameters.
     """
-    tiles = _Tiles.of(tensors, blocks)
-    num_rows, num_cols = tiles.rows[0].shape
-    programs = cdiv(num_rows, tiles.block_m) * cdiv(num_cols, tiles.block_n)
-    launcher.launch(
-        kernel,
-        programs,
-        *tiles.rows,
-        *others,
-        num_rows,
-        *tiles.sizes,
-        *numbers,
-        **tiles.constants,
-        **constants,
-    )
+    first = tensors[0]
+    num_cols, num_rows = columns or first.shape[-1], first.numel() // first.shape[-1]
+    rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
+    programs = cdiv(num_rows, tiles["BLOCK_M"]) * cdiv(num_cols, tiles["BLOCK_N"])
+    launcher.launch(kernel, programs, *rows, *others, num_rows, *sizes, *numbers, **tiles, **constants)
 
 
 def launch_with_sums(
@@ -184,17 +186,17 @@ def launch_with_sums(
     Its parameters are those of `launch`, with `partials` after the others and rows_per_strip after num_rows.
     `partials` has a row of sums in fp32 (fp64) for each strip; `sums` gets their sum. Both may be None.
     """
-    tiles = _Tiles.of(tensors, blocks)
-    num_rows, num_cols = tiles.rows[0].shape
-    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, tiles.block_m, tiles.block_n)
-    programs = num_strips * cdiv(num_cols, tiles.block_n)
+    num_cols = tensors[0].shape[-1]
+    num_rows = tensors[0].numel() // num_cols
+    rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
+    block_m, block_n = tiles["BLOCK_M"], tiles["BLOCK_N"]
+    num_strips, rows_per_strip = strip_shape(num_rows, num_cols, block_m, block_n)
     partials = None
     if sums is not None:
-        partials = sums.new_empty((num_strips, sums.numel()), dtype=compute_dtype(sums.dtype))
+        partials = sums.new_empty(num_strips, sums.numel(), dtype=compute_dtype(sums.dtype))
     launcher.launch(
-        kernel, programs,
-        *tiles.rows, *others, partials, num_rows, rows_per_strip, *tiles.sizes, *numbers,
-        **tiles.constants, **constants,
+        kernel, num_strips * cdiv(num_cols, block_n), *rows, *others, partials, num_rows, rows_per_strip,
+        *sizes, *numbers, **tiles, **constants,
     )  # fmt: skip
     if partials is not None and sums is not None:
         sum_strips(partials, sums)

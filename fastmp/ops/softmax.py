@@ -17,7 +17,7 @@ from torch import Tensor
 from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import arithmetic, as_rows, sum_rows, vector_width
+from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_rows, vector_width
 from fastmp.profiling import traced
 
 
@@ -228,42 +228,41 @@ def _constants(x: Tensor, causal: bool, num_queries: int) -> dict:
 
 
 def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = empty_like(x)
     if x.numel() == 0:
         return y
-    rows = as_rows(x)
+    (rows, pitch), num_keys = as_rows(x), x.shape[-1]
+    num_rows = x.numel() // num_keys
     plain = mask is None and not causal  # then all rows are alike
-    num_queries = len(rows) if plain else x.shape[-2]
+    num_queries = num_rows if plain else x.shape[-2]
     num_inner = 1
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         mask, num_inner, strides = _mask_strides(mask, x.shape)
     constants = _constants(x, causal, num_queries)
-    vector = vector_width(rows)
-    programs = len(rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"])
+    vector = vector_width(x.element_size(), num_keys, pitch)
+    programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])
     launcher.launch(
-        softmax_kernel, programs,
-        rows, mask, y, num_queries, x.shape[-1] // vector, rows.stride(0) // vector, num_inner, *strides,
-        float(scale),
-        HAS_MASK=mask is not None, VECTOR=vector, **constants,
+        softmax_kernel, programs, rows, mask, y, num_queries, num_keys // vector, pitch // vector, num_inner,
+        *strides, float(scale), HAS_MASK=mask is not None, VECTOR=vector, **constants,
     )  # fmt: skip
     return y
 
 
 def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dx = empty_like(y)
     if y.numel() == 0:
         return dx
-    grad_rows, y_rows = as_rows(grad), as_rows(y)
-    num_queries = y.shape[-2] if causal else len(y_rows)
+    num_keys = y.shape[-1]
+    num_rows = y.numel() // num_keys
+    num_queries = y.shape[-2] if causal else num_rows
     constants = _constants(y, causal, num_queries)
-    vector = vector_width(y_rows, grad_rows)
-    programs = len(y_rows) // num_queries * cdiv(num_queries, constants["BLOCK_M"])
+    (grad, grad_pitch), (rows, pitch) = as_rows(grad), as_rows(y)
+    vector = vector_width(y.element_size(), num_keys, pitch, grad_pitch)
+    programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])
     launcher.launch(
-        softmax_backward_kernel, programs,
-        grad_rows, y_rows, dx, num_queries, y.shape[-1] // vector, grad_rows.stride(0) // vector,
-        y_rows.stride(0) // vector, float(scale),
-        VECTOR=vector, **constants,
+        softmax_backward_kernel, programs, grad, rows, dx, num_queries, num_keys // vector,
+        grad_pitch // vector, pitch // vector, float(scale), VECTOR=vector, **constants,
     )  # fmt: skip
     return dx
 

@@ -364,14 +364,18 @@ def test_block_shapes():
     assert module.block_shape(1 << 20, 2) == (1, 1 << 20)
 
 
+def _levels(tensors, cos):
+    return module.levels([t.shape for t in tensors], [t.stride() for t in tensors], cos.shape, cos.stride())
+
+
 def test_leading_dimensions_fold():
     cos = torch.ones(11, 8)
     q, k = torch.ones(11, 2, 4, 16), torch.ones(11, 2, 1, 16)
-    assert module.levels([q, k], cos) == [((11, 11), (128, 32), 8), ((8, 2), (16, 16), 0)]
-    assert module.levels([q], torch.ones(11, 2, 8)) == [((22,), (64,), 8), ((4,), (16,), 0)]
+    assert _levels([q, k], cos) == [((11, 11), (128, 32), 8), ((8, 2), (16, 16), 0)]
+    assert _levels([q], torch.ones(11, 2, 8)) == [((22,), (64,), 8), ((4,), (16,), 0)]
     batch_first = [((2,), (64,), 0), ((11,), (128,), 8), ((4,), (16,), 0)]
-    assert module.levels([q.transpose(0, 1)], cos[None]) == batch_first
+    assert _levels([q.transpose(0, 1)], cos[None]) == batch_first
     fused = torch.ones(11, 2, 3, 6, 16)[:, :, :, :5]
-    assert module.levels([fused], cos) == [((11,), (576,), 8), ((6,), (96,), 0), ((5,), (16,), 0)]
-    assert module.levels([torch.ones(1, 1, 16)], torch.ones(1, 8)) == []
-    assert module.levels([torch.ones(11, 16)], cos) == [((11,), (16,), 8)]
+    assert _levels([fused], cos) == [((11,), (576,), 8), ((6,), (96,), 0), ((5,), (16,), 0)]
+    assert _levels([torch.ones(1, 1, 16)], torch.ones(1, 8)) == []
+    assert _levels([torch.ones(11, 16)], cos) == [((11,), (16,), 8)]

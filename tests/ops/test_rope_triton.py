@@ -96,7 +96,7 @@ def test_more_dimensions_apart_than_levels():
     """Every second index of each of four leading dimensions: launched slice by slice."""
     x = _random(4, 4, 6, 4, 8, dtype=torch.float32, seed=8)[::2, ::2, ::2, ::2]
     cos, sin = _angles(2, 2, 3, dtype=torch.float32)
-    assert len(module.levels([x], cos)) == 4
+    assert len(module.levels([x.shape], [x.stride()], cos.shape, cos.stride())) == 4
     _check(x, None, cos, sin, False)
     _check(x, None, *_angles(1, 2, 3, dtype=torch.float32), True)
     _check(x, x[:, :, 1:2], *_angles(2, 4, dtype=torch.float32), False)
