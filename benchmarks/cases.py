@@ -8,10 +8,13 @@ kernels alone `SHAPES` {op: shapes} and `arguments(op, shape, dtype, device, see
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from benchmarks.peers import CCE, LIGER, QUACK, TE
 
 __all__ = [
     "CCE", "COMPILE", "EAGER", "LIGER", "OURS", "QUACK", "TE", "TORCH",
-    "Case", "CpuGoal", "Workload", "compiled", "is_first", "is_ours", "sweep", "title",
+    "Case", "CpuGoal", "Workload", "compiled", "families", "is_first", "is_ours", "sweep", "title",
 ]  # fmt: skip
 
 OURS = "fastmp"
@@ -142,6 +145,12 @@ class CpuGoal:
     extra_bytes: float | None = None
     over: str = EAGER
     shape: int = 0
+
+
+def families() -> dict[str, ModuleType]:
+    """Return the modules bench_<family>.py by family."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
+    return {name.removeprefix("bench_"): importlib.import_module(f"benchmarks.{name}") for name in names}
 
 
 def compiled(function: Callable) -> Callable:

@@ -1,11 +1,17 @@
-"""Correctness and speed on this GPU: `python -m benchmarks.gpu_check [--out FILE] [--no-timing]`.
+"""Correctness and speed on this GPU: `python -m benchmarks.gpu_check --out FILE` until nothing is left.
 
-First every implementation of every op, and every public function, is compared with float64 on NaN-poisoned
-memory, each family in a process of its own. Where compute-sanitizer is installed, it watches a small pass.
-Then kernels are timed in CUDA graphs over several copies of their inputs, and public functions in turn with
-their rivals, beside ceilings that are measured first. What is wrong is not timed. The run takes under ten
-minutes: what there is no time for is dropped, later shapes first, and named. The result is one JSON object,
-written after every row.
+A call takes under ten minutes. FILE is one JSON object, written after every row. A later call with the same
+FILE goes on where the one before it stopped: rows that were made on the same device from the same sources are
+not made again. Phases:
+
+- correctness: every implementation of every op, and every public function, against float64 on memory that is
+  poisoned with NaN.
+- functions: public functions in turn with their rivals, in CUDA graphs and as called.
+- kernels: ops alone in CUDA graphs, after a comparison with the reference at the shape that is timed.
+- sanitizer: compute-sanitizer's memcheck, racecheck and initcheck over a small pass, only if it is named.
+
+What is timed is compiled before by processes on all cores. Each family runs in a process of its own, so that
+a kernel that faults costs one row. What is wrong is not timed.
 
 It needs torch, numpy, triton and fastmp.
 """
@@ -13,7 +19,8 @@ It needs torch, numpy, triton and fastmp.
 from __future__ import annotations
 
 import argparse
-import importlib
+import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -22,293 +29,252 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from benchmarks import correct, sanitizer
-from benchmarks.cases import Case, Workload, title
-from benchmarks.compare import compare
-from benchmarks.measure import (
-    Ceilings,
-    environment,
-    extra_bytes,
-    in_turn,
-    measure_ceilings,
-    name_of,
-    num_copies,
-    num_rounds,
-    runner,
-    summarize,
-    synchronize,
-)
+from benchmarks import correct, gpu_rows, sanitizer
+from benchmarks.cases import families
+from benchmarks.gpu_rows import Item, Job
+from benchmarks.measure import Ceilings, environment
 from benchmarks.report import size
-from fastmp.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGET = 540.0  # seconds
-_GRACE = 30.0  # seconds after which the budget is enforced on what is stuck
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How much is timed; `shapes` replace those of a family."""
-
-    shapes: dict[str, tuple[tuple, ...]] = field(default_factory=dict)
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
-    bandwidth_bytes: int | None = None
-    gemm: int | None = None
-    replays: int = 9
-    rounds: int = 15
+BUDGET = 540.0  # seconds of a call
+COMMAND = (sys.executable, "-m", "benchmarks.gpu_rows")
+PHASES = ("correctness", *gpu_rows.PHASES)
+_STUCK = 120.0  # seconds after which an item that the end of the budget interrupts is not tried again
+_COMPILING = 0.4  # the share of what time is left that compiling may take
+_GIB_EACH = 10  # of the GPU's memory, for each process that compiles
 
 
 class Budget:
-    """The seconds of the whole run, and what was `dropped` for lack of them."""
+    """The seconds of a call."""
 
     def __init__(self, seconds: float) -> None:
         self.until = time.monotonic() + seconds
-        self.dropped: list[str] = []
 
     def left(self) -> float:
         return max(0.0, self.until - time.monotonic())
 
-    def allows(self, what: str) -> bool:
-        """Return whether there is time left; if not, `what` is dropped."""
-        if self.left() > 0:
-            return True
-        self.dropped.append(what)
-        return False
+
+def sources() -> str:
+    """Return a digest of the product's and the benchmarks' sources: a copy of a tree may have no commit."""
+    digest = hashlib.sha256()
+    for folder, pattern in (("fastmp", "**/*.py"), ("csrc", "**/*.*"), ("benchmarks", "*.py")):
+        for path in sorted((ROOT / folder).glob(pattern)):
+            digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
-def correctness(device: str, seconds: float, folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of all families, checked at once; one that dies or takes too long is a row too."""
+def begin(out: Path | None, described: dict[str, Any]) -> dict[str, Any]:
+    """Return the result to go on with: that in the file, or an empty one where it is of something else."""
+    fresh = {"environment": described, "ok": True, "correctness": [], "sanitizer": [], "ceilings": {}}
+    fresh |= {"functions": [], "kernels": [], "done": [], "left": []}
+    if out is None or not out.exists():
+        return fresh
+    try:
+        found = json.loads(out.read_text())
+    except ValueError:
+        return fresh
+    same = ("device", "versions", "sources")
+    known = found.get("environment", {}) if isinstance(found, dict) else {}
+    return (
+        found if fresh.keys() <= found.keys() and all(known.get(k) == described[k] for k in same) else fresh
+    )
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        content = json.dumps(result, indent=2, default=str) + "\n"
+        part = out.with_name(f"{out.name}.part")  # so that the file is whole whenever the process dies
+        part.write_text(content)
+        part.replace(out)
+
+
+def correctness(
+    device: str, families: Sequence[str], seconds: float, folder: Path
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield (family, its rows), all checked at once; dying is a row too, what takes too long is left out."""
     until = time.monotonic() + seconds
     running = {}
-    for family in correct.families():
+    for family in families:
         out, log = folder / f"{family}.json", folder / f"{family}.log"
         command = [sys.executable, "-m", "benchmarks.correct", family, "--device", device, "--out", str(out)]
         with log.open("w") as file:
             streams = {"stdout": file, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
         running[family] = process, out, log
-    rows: list[dict[str, Any]] = []
     for family, (process, out, log) in running.items():
         try:
             process.wait(max(0.0, until - time.monotonic()))
         except subprocess.TimeoutExpired:
             sanitizer.stop(process)
-            rows.append({"family": family, "ok": False, "raised": f"not done after {seconds:.0f} s"})
             continue
         if out.exists():
-            rows += [{"family": family, **row} for row in json.loads(out.read_text())]
+            yield family, [{"family": family, **row} for row in json.loads(out.read_text())]
         else:
-            last = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-            rows.append({"family": family, "ok": False, "raised": f"status {process.returncode}: {last}"})
-    return rows
+            why = f"status {process.returncode}: {_last_line(log)}"
+            yield family, [{"family": family, "ok": False, "raised": why}]
 
 
-def launch_costs(device: str, sizes: Sizes) -> dict[str, float]:
-    """Return the read bandwidth, and the time of a launch from the host and of a node within a graph."""
-    run = runner(device)
-    num_bytes = sizes.bandwidth_bytes or 1 << 30
-    source = torch.randn(num_bytes // 4, device=device)
-    read = run([lambda: source.sum()], rounds=4)
-    read_ms = min(read() for _ in range(sizes.replays))
-    one = torch.zeros(1, device=device)
-    node = run([lambda: one.add_(1)], rounds=100)
-    node_ms = min(node() for _ in range(sizes.replays))
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(200):
-        one.add_(1)
-    synchronize(device)
-    launch_us = (time.perf_counter() - start) / 200 * 1e6
-    return {
-        "read_gbs": num_bytes / read_ms / 1e6,
-        "eager_launch_us": launch_us,
-        "graph_node_us": node_ms * 1e3,
-    }
+def _last_line(log: Path) -> str:
+    return (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
 
 
-def families() -> list[ModuleType]:
-    """Return the modules bench_<family>.py."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("bench_*.py"))
-    return [importlib.import_module(f"benchmarks.{name}") for name in names]
+class Timing:
+    """Processes that do jobs of `gpu_rows`, whose rows go into the result as they come."""
+
+    def __init__(
+        self, result: dict[str, Any], budget: Budget, folder: Path, save: Callable[[], None]
+    ) -> None:
+        self.result, self.budget, self.folder, self.save = result, budget, folder, save
+        self.logs = itertools.count()
+
+    def start(self, job: Job, seconds: float) -> tuple[subprocess.Popen, threading.Timer, Path]:
+        """Start a process that does the job and is stopped after so many seconds."""
+        log = self.folder / f"rows{next(self.logs)}.log"
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"} if job.compile_only else None
+        with log.open("w") as errors:
+            process = subprocess.Popen(
+                COMMAND,
+                cwd=ROOT, env=environment, start_new_session=True, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+        assert process.stdin is not None
+        process.stdin.write(job.encode())
+        process.stdin.close()
+        timer = threading.Timer(seconds, sanitizer.stop, (process,))
+        timer.start()
+        return process, timer, log
+
+    def compile(self, job: Job, processes: int) -> None:
+        """Compile what the job's items need, the shapes of one op or function in one process."""
+        units = [[*some] for _, some in itertools.groupby(sorted(job.items, key=_unit), key=_unit)]
+        shares = [[*itertools.chain(*units[i::processes])] for i in range(min(processes, len(units)))]
+        seconds = _COMPILING * self.budget.left()
+        running = [
+            self.start(replace(job, items=tuple(share), compile_only=True), seconds) for share in shares
+        ]
+        for process, timer, _ in running:
+            assert process.stdout is not None
+            process.stdout.read()
+            process.wait()
+            timer.cancel()
+
+    def run(self, job: Job) -> None:
+        """Do a job; a new process goes on after the item that ended the one before it."""
+        pending = {item.key: item for item in job.items}
+        while self.budget.left() > 0:
+            process, timer, log = self.start(replace(job, items=tuple(pending.values())), self.budget.left())
+            current, since, before = None, time.monotonic(), len(pending)
+            assert process.stdout is not None
+            for line in process.stdout:
+                message = json.loads(line)
+                if "begin" in message:
+                    current, since = pending[message["begin"]], time.monotonic()
+                    self.forget(current)
+                elif "row" in message and current is not None:
+                    self.add(current, message["row"])
+                elif "end" in message:
+                    current = self.finish(pending.pop(message["end"]))
+                else:
+                    self.result["ceilings"] = message["ceilings"]
+            status, took = process.wait(), time.monotonic() - since
+            timer.cancel()
+            out_of_time = self.budget.left() <= 0
+            if not pending or (out_of_time and (current is None or took < _STUCK)):
+                return
+            if current is not None or len(pending) == before:  # else it ended between two items
+                lost = current or next(iter(pending.values()))
+                why = f"not done after {took:.0f} s" if out_of_time else f"status {status}: {_last_line(log)}"
+                self.add(lost, {**lost.what, "raised": why})
+                self.finish(pending.pop(lost.key))
+
+    def forget(self, item: Item) -> None:
+        """Drop rows of an item that a former call could not finish."""
+        rows = self.result[item.phase]
+        rows[:] = [row for row in rows if row["item"] != item.key]
+
+    def add(self, item: Item, row: dict[str, Any]) -> None:
+        self.result[item.phase].append({"item": item.key, **row})
+        self.result["ok"] &= "raised" not in row or ("rival" in row and not row["rival"].startswith("fastmp"))
+        self.save()
+
+    def finish(self, item: Item) -> None:
+        self.result["done"].append(item.key)
+        self.result["left"].remove(item.key)
+        self.save()
 
 
-def kernels(sizes: Sizes) -> Iterator[tuple[ModuleType, str, tuple]]:
-    """Yield (family, op, shape) for every op that is timed alone, all first shapes before any second one."""
-    listed = [
-        (i, family, op, shape)
-        for family in families()
-        for op in getattr(family, "SHAPES", ())
-        for i, shape in enumerate(sizes.shapes.get(op, family.SHAPES[op]))
-    ]
-    for _, family, op, shape in sorted(listed, key=lambda entry: entry[0]):
-        yield family, op, shape
-
-
-def kernel_rows(
-    device: str,
-    sizes: Sizes,
-    backends_of: Callable[[str], list[str]],
-    ceilings: Ceilings,
-    budget: Budget,
-) -> Iterator[dict[str, Any]]:
-    """Yield time, bandwidth and share of the floor for the named implementations of every op, in turn.
-
-    A mutating op overwrites its inputs call after call; the numbers change, the time does not.
-    """
-    for family, op, shape in kernels(sizes):
-        backends = backends_of(op)
-        for dtype in sizes.dtypes if backends else ():
-            if budget.allows(f"kernel {title(op, shape, dtype)}"):
-                rows = _kernel_rows(family, op, shape, dtype, device, sizes, backends, ceilings)
-                yield from or_error(rows, {"op": op, "shape": shape, "dtype": name_of(dtype)})
-
-
-def or_error(rows: Iterator[dict[str, Any]], what: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows; where making them raises, yield `what` with the error, so that others go on."""
-    try:
-        yield from rows
-    except Exception as error:
-        yield {**what, "raised": correct.message(error)}
-
-
-def _kernel_rows(
-    family: ModuleType,
-    op: str,
-    shape: tuple,
-    dtype: torch.dtype,
-    device: str,
-    sizes: Sizes,
-    backends: list[str],
-    ceilings: Ceilings,
-) -> Iterator[dict[str, Any]]:
-    entry = OPS[op]
-    first = family.arguments(op, shape, dtype, device, 0)
-    traffic, flops = entry.traffic(*first), entry.flops(*first) if entry.flops else 0
-    on_gpu = torch.device(device).type == "cuda"
-    copies = num_copies(traffic) if on_gpu else 1
-    rounds = num_rounds(copies * traffic) if on_gpu else 1
-    inputs = [first] + [family.arguments(op, shape, dtype, device, s) for s in range(1, copies)]
-    calls = {b: [lambda f=entry.implementations[b], a=a: f(*a) for a in inputs] for b in backends}
-    extra = {b: extra_bytes(some[0], device) for b, some in calls.items()}
-    runs = {b: runner(device)(some, rounds) for b, some in calls.items()}
-    floor_ms, floor_of = ceilings.floor(traffic, flops, dtype)
-    for backend, times in in_turn(runs, sizes.replays).items():
-        figures = summarize(times)
-        yield {"op": op, "shape": shape, "dtype": name_of(dtype), "backend": backend, **figures} | {
-            "floor_ms": floor_ms,
-            "floor_of": floor_of,
-            "of_floor": floor_ms / figures["ms"],
-            "gbs": traffic / figures["ms"] / 1e6,
-            "bytes": traffic,
-            "flops": flops,
-            "extra_bytes": extra[backend],
-        }
-
-
-def workloads(device: str) -> Iterator[tuple[Workload, tuple]]:
-    """Yield (workload, shape), all first shapes before any second one."""
-    listed = [
-        (i, work, shape)
-        for family in families()
-        for work in family.WORKLOADS
-        for i, shape in enumerate(work.shapes(device))
-    ]
-    for _, work, shape in sorted(listed, key=lambda entry: entry[0]):
-        yield work, shape
-
-
-def function_rows(
-    device: str,
-    sizes: Sizes,
-    listed: Sequence[tuple[Workload, tuple]],
-    ceilings: Ceilings,
-    budget: Budget,
-) -> Iterator[dict[str, Any]]:
-    """Yield public functions beside their rivals, through autograd; a rival that raises is a row too."""
-    for work, shape in listed:
-        for dtype in (dtype for dtype in sizes.dtypes if dtype in work.dtypes):
-            name = title(work.name, shape, dtype)
-            case = cache(partial(work.case, shape, dtype, device))  # for both directions
-            for direction in reversed(work.directions):  # forward and backward first
-                if budget.allows(f"{name} {direction}"):
-                    rows = _function_rows(work, case, direction, device, sizes, ceilings)
-                    yield from or_error(rows, {"case": name, "direction": direction})
-
-
-def _function_rows(
-    work: Workload,
-    make: Callable[[], Case],
-    direction: str,
-    device: str,
-    sizes: Sizes,
-    ceilings: Ceilings,
-) -> Iterator[dict[str, Any]]:
-    case = make()
-    compared = compare(case, direction, ceilings, device, rounds=sizes.rounds, seconds=20.0)
-    what = {"case": case.name, "workload": work.name, "direction": direction}
-    for row in compared.rows.values():
-        yield {**what, **row.columns()}
-    for rival, reason in compared.failed.items():
-        yield {**what, "rival": rival, "raised": reason}
+def _unit(item: Item) -> tuple[str, str, str]:
+    return item.family, item.phase, item.name
 
 
 def check(
     device: str,
-    sizes: Sizes,
+    result: dict[str, Any],
     *,
-    timing: bool = True,
+    phases: Sequence[str] = PHASES,
+    only: Sequence[str] = (),
     seconds: float = BUDGET,
-    listed: Sequence[tuple[Workload, tuple]] | None = None,
-    result: dict[str, Any] | None = None,
+    tiny: bool = False,
     save: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run everything and return the result; "ok" says that all is right and that every row could be timed.
+    """Do what `result` does not hold yet, and return it; `save` is called after each row.
 
-    `result` is filled as the run goes on, and `save` is called after each phase and each row.
+    "ok" says that nothing is wrong so far, "left" what there was no time for.
     """
-    result = {} if result is None else result
     budget = Budget(seconds)
-    result |= {"environment": environment(device), "ok": False, "dropped": budget.dropped}
-    with tempfile.TemporaryDirectory() as folder:
-        checked = correctness(device, 0.5 * seconds, Path(folder))
-        result["correctness"] = checked
-        save()
-        on_gpu = torch.device(device).type == "cuda"
-        watched = sanitizer.run(ROOT, Path(folder), min(0.3 * seconds, budget.left())) if on_gpu else []
-        result["sanitizer"] = watched
-    result["ok"] = all(row["ok"] for row in checked) and all(row["ok"] for row in watched)
-    save()
-    if not timing:
-        return result
-    right = {(r["op"], r["backend"]) for r in checked if "backend" in r and r["ok"]}
-    right -= {(r["op"], r["backend"]) for r in checked if "backend" in r and not r["ok"]}
-    options = {"copy_bytes": sizes.bandwidth_bytes, "gemm_size": sizes.gemm}
-    ceilings = measure_ceilings(device, **options)
-    result["ceilings"] = vars(ceilings) | launch_costs(device, sizes)
-    timed = correct.BACKENDS[:2] if on_gpu else correct.BACKENDS[2:]
-
-    def backends_of(op: str) -> list[str]:
-        return [backend for backend in timed if (op, backend) in right]
-
-    phases = {
-        "kernels": kernel_rows(device, sizes, backends_of, ceilings, budget),
-        "functions": function_rows(device, sizes, listed or list(workloads(device)), ceilings, budget),
-    }
-    for phase, rows in phases.items():
-        result[phase] = []
-        for row in rows:
-            result[phase].append(row)
-            result["ok"] &= "raised" not in row or "rival" in row  # a rival may fail
+    timed = gpu_rows.items([p for p in phases if p in gpu_rows.PHASES], only, tiny=tiny)
+    timed = [item for item in timed if item.key not in result["done"]]
+    checked = [
+        f for f in correct.families() if f"correctness {f}" not in result["done"] and (not only or f in only)
+    ]
+    checked = checked if "correctness" in phases else []
+    result["left"] = [*(f"correctness {family}" for family in checked), *(item.key for item in timed)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for family, rows in correctness(device, checked, 0.6 * budget.left(), folder):
+            result["correctness"] += rows
+            result["ok"] &= all(row["ok"] for row in rows)
+            result["done"].append(f"correctness {family}")
+            result["left"].remove(f"correctness {family}")
             save()
+        if "sanitizer" in phases:
+            result["sanitizer"] = sanitizer.run(
+                ROOT, folder, budget.left(), [*filter(correct.families().__contains__, only)]
+            )
+            result["ok"] &= bool(result["sanitizer"]) and all(row["ok"] for row in result["sanitizer"])
+            save()
+        if timed:
+            _time(device, timed, Timing(result, budget, folder, save), tiny)
     return result
+
+
+def _time(device: str, timed: Sequence[Item], timing: Timing, tiny: bool) -> None:
+    """Compile and time the items, a family's in one process."""
+    result = timing.result
+    wrong = {(r["op"], r["backend"]) for r in result["correctness"] if "backend" in r and not r["ok"]}
+    job = Job(device, wrong=tuple(sorted(wrong)), tiny=tiny)
+    if not result["ceilings"]:
+        timing.run(job)
+    if not result["ceilings"]:
+        print("gpu_check: the ceilings could not be measured, so nothing is timed", file=sys.stderr)
+        return
+    rates = {name: result["ceilings"][name] for name in Ceilings.__dataclass_fields__}
+    job = replace(job, ceilings=Ceilings(**rates))
+    if job.on_gpu:
+        memory = torch.cuda.get_device_properties(device).total_memory >> 30
+        timing.compile(
+            replace(job, items=tuple(timed)), min(os.cpu_count() or 1, max(1, memory // _GIB_EACH))
+        )
+    for _, some in itertools.groupby(timed, key=lambda item: item.family):
+        if timing.budget.left() > 0:
+            timing.run(replace(job, items=tuple(some)))
 
 
 def report(result: dict[str, Any]) -> list[str]:
@@ -326,65 +292,55 @@ def report(result: dict[str, Any]) -> list[str]:
     for row in result.get("sanitizer", ()):
         found = row.get("raised") or f"{row['errors']} errors " + " | ".join(row.get("first", ()))
         lines.append(f"compute-sanitizer {row['tool']}: {found}".rstrip())
-    if not result.get("sanitizer"):
-        lines.append("compute-sanitizer is not installed: nothing was run under it")
     for name, value in result.get("ceilings", {}).items():
         values = value.items() if isinstance(value, dict) else [("", value)]
         lines += [f"{name} {kind} {figure:.4g}".replace("  ", " ") for kind, figure in values]
     for row in result.get("kernels", ()):
+        name = f"{row['op']} {list(row['shape'])} {row.get('backend', '')}".rstrip()
         if "raised" in row:
-            lines.append(f"RAISED {row['op']} {list(row['shape'])} {row['dtype']}: {row['raised']}")
+            lines.append(f"RAISED {name}: {row['raised']}")
             continue
-        name = f"{row['op']} {list(row['shape'])} {row['dtype']} {row['backend']}"
         times = f"{row['ms'] * 1e3:10.1f} us {row['gbs']:8.0f} GB/s {row['of_floor']:6.1%} of floor"
         lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra")
     for row in result.get("functions", ()):
-        name = f"{row['case']} {row['direction']} {row.get('rival', '')}"
+        name = " ".join(row[key] for key in ("case", "direction", "rival") if key in row)
         if "raised" in row:
-            lines.append(f"{'RAISED ' * ('rival' not in row)}{name:<60} {row['raised']}")
+            lines.append(f"RAISED {name}: {row['raised']}")
             continue
-        times = f"{row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor {row['over_peer']:6.2f}x best peer"
+        peer = "" if row["over_peer"] is None else f" {row['over_peer']:6.2f}x best peer"
+        times = f"{row['ms']:10.3f} ms {row['of_floor']:6.1%} of floor{peer}"
         lines.append(f"{name:<60} {times} {size(row['extra_bytes'])} extra [{row['timing']}]")
-    lines += [f"no time left for: {what}" for what in result.get("dropped", ())]
+    if left := result.get("left"):
+        lines.append(f"{len(left)} left, the first is {left[0]}: the same command again goes on with it")
     return lines
 
 
-def write(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        content = json.dumps(result, indent=2, default=str) + "\n"
-        part = out.with_name(f"{out.name}.part")  # so that the file is whole whenever the process dies
-        part.write_text(content)
-        part.replace(out)
-
-
-def give_up(result: dict[str, Any], out: Path | None) -> None:
-    """Write what there is and leave: the budget is over and something is stuck."""
-    result["ok"] = False
-    result.setdefault("dropped", []).append("all that followed: something was stuck")
-    write(result, out)
-    print("gpu_check: out of time, something is stuck; what there is has been written", file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(1)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the result there, as JSON")
-    parser.add_argument("--no-timing", action="store_true", help="correctness only")
-    parser.add_argument("--seconds", type=float, default=BUDGET, help=f"time budget (default {BUDGET:.0f})")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    every = sorted({*correct.families(), *families()})
+    named = (*PHASES, "sanitizer")
+    parser.add_argument("--out", type=Path, help="the file to go on with and to write, as JSON")
+    parser.add_argument(
+        "--phase", nargs="+", choices=named, default=PHASES, help="default: all but sanitizer"
+    )
+    parser.add_argument("--families", nargs="+", choices=every, default=(), help="default: all")
+    parser.add_argument("--seconds", type=float, default=BUDGET, help=f"of this call (default {BUDGET:.0f})")
+    parser.add_argument("--device", default="cuda", help="cpu, with --tiny, tries the program itself")
+    parser.add_argument("--tiny", action="store_true", help="one small shape of each, briefly")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         print("gpu_check: no GPU: torch.cuda.is_available() is False", file=sys.stderr)
         return 2
-    result: dict[str, Any] = {}
-    watchdog = threading.Timer(options.seconds + _GRACE, give_up, (result, options.out))
-    watchdog.daemon = True
-    watchdog.start()
-    options_of_check = {"timing": not options.no_timing, "seconds": options.seconds}
-    check("cuda", Sizes(), **options_of_check, result=result, save=partial(write, result, options.out))
-    watchdog.cancel()
+    result = begin(options.out, {**environment(options.device), "sources": sources()})
+    chosen = {"phases": options.phase, "only": options.families, "tiny": options.tiny}
+    check(options.device, result, **chosen, seconds=options.seconds, save=partial(write, result, options.out))
+    write(result, options.out)
     print("\n".join(report(result)))
-    return 0 if result["ok"] else 1
+    return 0 if result["ok"] and not result["left"] else 1
 
 
 if __name__ == "__main__":

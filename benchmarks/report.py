@@ -125,7 +125,8 @@ def _read_gpu_check(path: str, content: dict[str, Any]) -> Result:
     remarks = [f"{sum(row['ok'] for row in checked)} of {len(checked)} checks against float64 are right"]
     for row in content.get("sanitizer", ()):
         remarks.append(f"compute-sanitizer {row['tool']}: {row.get('raised') or row['errors']} errors")
-    remarks += [f"no time left for {what}" for what in content.get("dropped", ())]
+    if left := content.get("left"):
+        remarks.append(f"{len(left)} left, from {left[0]} on")
     ceilings = content.get("ceilings", {})
     return Result(path, content["environment"], ceilings, kernels + functions, remarks)
 

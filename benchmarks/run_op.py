@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import OURS
-from benchmarks.gpu_check import families
+from benchmarks.cases import OURS, families
 from benchmarks.measure import synchronize
 from fastmp.ops import OPS
 from fastmp.profiling import enable_nvtx, region
@@ -23,17 +22,17 @@ from fastmp.profiling import enable_nvtx, region
 
 def find(name: str, shape: tuple | None, dtype: torch.dtype, device: str, backend: str | None) -> tuple:
     """Return (call, shape) of an op or a workload; ValueError where there is none of that name."""
-    for family in families():
+    for family in families().values():
         if name in getattr(family, "SHAPES", ()):
             shape = shape or family.SHAPES[name][0]
             arguments = family.arguments(name, shape, dtype, device, 0)
             run: Callable = OPS[name].overload if backend is None else OPS[name].implementations[backend]
             return partial(run, *arguments), shape
-    for work in (work for family in families() for work in family.WORKLOADS if work.name == name):
+    for work in (work for family in families().values() for work in family.WORKLOADS if work.name == name):
         shape = shape or work.shapes(device)[0]
         return work.case(shape, dtype, device).both(OURS), shape
-    names = {op for f in families() for op in getattr(f, "SHAPES", ())}
-    names |= {work.name for f in families() for work in f.WORKLOADS}
+    names = {op for f in families().values() for op in getattr(f, "SHAPES", ())}
+    names |= {work.name for f in families().values() for work in f.WORKLOADS}
     raise ValueError(f"no op or workload {name!r}; there are {', '.join(sorted(names))}")
 
 

@@ -36,12 +36,12 @@ def command(tool: str, sanitizer: str = "compute-sanitizer", families: Sequence[
     return [sanitizer, *options, "--kernel-name", "kernel_substring=kernel", *watched]
 
 
-def start(tool: str, sanitizer: str, root: Path, log: Path) -> subprocess.Popen:
-    """Start one tool over all families, from the root of the repository; it writes into the file `log`."""
+def start(tool: str, sanitizer: str, root: Path, log: Path, families: Sequence[str] = ()) -> subprocess.Popen:
+    """Start one tool over the families, from the root of the repository; it writes into the file `log`."""
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with log.open("w") as out:
         return subprocess.Popen(
-            command(tool, sanitizer),
+            command(tool, sanitizer, families),
             cwd=root,
             env=environment,
             stdout=out,
@@ -74,13 +74,16 @@ def verdict(tool: str, status: int | None, output: str) -> dict[str, Any]:
     return row
 
 
-def run(root: Path, folder: Path, seconds: float) -> list[dict[str, Any]]:
-    """Run all tools at once for at most `seconds`; return a row for each, none if it is not installed."""
+def run(root: Path, folder: Path, seconds: float, families: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Run all tools at once for at most `seconds`; return a row for each, none if it is not installed.
+
+    families: those of `benchmarks.correct`, by default all.
+    """
     if (sanitizer := find()) is None:
         return []
     logs = {tool: folder / f"{tool}.log" for tool in TOOLS}
     until = time.monotonic() + seconds
-    running = {tool: start(tool, sanitizer, root, log) for tool, log in logs.items()}
+    running = {tool: start(tool, sanitizer, root, log, families) for tool, log in logs.items()}
     rows = []
     for tool, process in running.items():
         try:
