@@ -15,7 +15,10 @@ __all__ = [
 
 # Parameters of kernels that count what differs from batch to batch. Another value compiles nothing anew: only
 # sizes and pitches, which a model fixes, tell the compiler whether they are one or multiples of sixteen.
-COUNTS: frozenset[str] = frozenset()
+COUNTS = frozenset(
+    ("k_rows", "num_blocks", "num_pairs", "num_queries", "num_rows", "num_steps", "num_strips", "num_tokens",
+     "pair_vectors", "q_rows", "rows_per_strip", "strip_steps", "tokens")
+)  # fmt: skip
 
 try:
     import triton

@@ -7,6 +7,7 @@ the backward of unpermute walk pairs and scatter, unpermute walks tokens and gat
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -24,8 +25,12 @@ SLOTS = 8  # of a token are in flight at once
 
 
 @jit
-def count_kernel(indices, counts, num_pairs, num_experts, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def count_kernel(
+    indices, counts, pair_vectors, num_experts,
+    PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
     """Count, in counts (blocks, experts), the pairs of each block that go to each expert."""
+    num_pairs = pair_vectors * PAIR_VECTOR
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK + tl.arange(0, BLOCK)
     experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
@@ -52,10 +57,11 @@ def sum_blocks_kernel(counts, totals, num_blocks, num_experts, BLOCK_B: tl.const
 
 @jit
 def rank_kernel(
-    indices, counts, totals, row_of, offsets, num_pairs, num_experts,
-    BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
+    indices, counts, totals, row_of, offsets, pair_vectors, num_experts,
+    PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Number the row of each pair: after earlier experts, earlier blocks and earlier pairs of its block."""
+    num_pairs = pair_vectors * PAIR_VECTOR
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     # Where each expert's rows begin: after those of the experts before (offsets: where they end),
@@ -81,6 +87,11 @@ def rank_kernel(
     tl.store(row_of + pairs, tl.where(valid, row, -1), mask=pairs < num_pairs)
 
 
+def pair_vector(pairs: Tensor) -> int:
+    """Neighbouring pairs (T, k) that are read at once, up to 16 bytes, whatever the number of tokens is."""
+    return math.gcd(4, pairs.shape[-1])
+
+
 def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     row_of, offsets = empty_like(indices), indices.new_empty(num_experts)
     num_pairs = indices.numel()
@@ -89,35 +100,26 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     indices = indices.contiguous()
     num_blocks = cdiv(num_pairs, BLOCK_PAIRS)
     counts, totals = indices.new_empty(num_blocks, num_experts), indices.new_empty(num_experts)
-    bins = max(32, next_power_of_2(num_experts))
+    bins, vector = max(32, next_power_of_2(num_experts)), pair_vector(indices)
     launcher.launch(
-        count_kernel,
-        num_blocks,
-        indices,
-        counts,
-        num_pairs,
-        num_experts,
-        BLOCK=BLOCK_PAIRS,
-        BINS=bins,
-        num_warps=NUM_WARPS,
-    )
-    launcher.launch(
-        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS),
-        counts, totals, num_blocks, num_experts,
-        BLOCK_B=min(BLOCK_BLOCKS, max(16, next_power_of_2(num_blocks))), BLOCK_E=BLOCK_EXPERTS,
-        num_warps=NUM_WARPS,
+        count_kernel, num_blocks, indices, counts, num_pairs // vector, num_experts,
+        PAIR_VECTOR=vector, BLOCK=BLOCK_PAIRS, BINS=bins, num_warps=NUM_WARPS,
     )  # fmt: skip
     launcher.launch(
-        rank_kernel, num_blocks,
-        indices, counts, totals, row_of, offsets, num_pairs, num_experts,
-        BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
+        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS), counts, totals, num_blocks, num_experts,
+        BLOCK_B=BLOCK_BLOCKS, BLOCK_E=BLOCK_EXPERTS, num_warps=NUM_WARPS,
+    )  # fmt: skip
+    launcher.launch(
+        rank_kernel, num_blocks, indices, counts, totals, row_of, offsets, num_pairs // vector, num_experts,
+        PAIR_VECTOR=vector, BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
     )  # fmt: skip
     return row_of, offsets
 
 
 @jit
-def mark_kernel(row_of, used, num_pairs, num_rows, BLOCK: tl.constexpr):
+def mark_kernel(row_of, used, pair_vectors, num_rows, PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """Set used[row] = 1 for every row that has a pair."""
+    num_pairs = pair_vectors * PAIR_VECTOR
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
     tl.store(used + rows, 1, mask=(rows >= 0) & (rows < num_rows))
@@ -127,10 +129,12 @@ def mark_kernel(row_of, used, num_pairs, num_rows, BLOCK: tl.constexpr):
 def zero_unused(
     used, out, start, num_rows, num_cols, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Write zeros to the unused ones of ROWS rows from `start` on; mostly there are none."""
+    """Write zeros to the unused ones of ROWS rows from `start` on; mostly there are none.
+
+    `used` goes on to a multiple of ROWS: the search needs no mask; rows beyond the last are left out later.
+    """
     end = tl.minimum(start + ROWS, num_rows)
-    searched = start + tl.arange(0, ROWS)
-    flags = tl.load(used + searched, mask=searched < end, other=1)
+    flags = tl.load(used + start + tl.arange(0, ROWS))
     if tl.min(flags, 0) == 0:
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
         for step in range(0, ROWS, BLOCK_M):
@@ -144,16 +148,16 @@ def zero_unused(
 
 @jit
 def scatter_kernel(
-    x, y, row_of, probs, used, out, dprobs, num_pairs, num_slots, num_rows, num_vectors, x_pitch, y_pitch,
-    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, ZERO_ROWS: tl.constexpr,
+    x, y, row_of, probs, used, out, dprobs, pair_vectors, num_slots, num_rows, num_vectors, x_pitch, y_pitch,
+    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, PAIR_VECTOR: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the rows of out for a block of pairs. A row of out is the pair's row of x.
 
     Where WEIGHTED, that row is multiplied by the pair's probability, and the gradient of the probability,
     dprobs, is the dot product of the pair's rows of x and y. The last programs write rows of zeros.
     """
-    num_cols = num_vectors * VECTOR
+    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors * PAIR_VECTOR
     num_blocks = tl.cdiv(num_pairs, BLOCK_M)
     block = tl.program_id(0)
     # The last programs write zeros to rows without a pair.
@@ -238,16 +242,20 @@ def _scatter(
     num_pairs, row_of = row_of.numel(), row_of.contiguous()
     x, pitch = as_rows(x)
     y, y_pitch = (None, pitch) if y is None else as_rows(y)
-    used = torch.zeros(num_rows, dtype=torch.uint8, device=out.device)
+    zero_blocks, vector_of_pairs = cdiv(num_rows, ZERO_ROWS), pair_vector(row_of)
+    used = torch.zeros(zero_blocks * ZERO_ROWS, dtype=torch.uint8, device=out.device)
     block_m, block_n = block_shape(num_cols, itemsize, 4)
     vector = vector_width(itemsize, num_cols, pitch, y_pitch)
-    launcher.launch(mark_kernel, cdiv(num_pairs, 1024), row_of, used, num_pairs, num_rows, BLOCK=1024)
     launcher.launch(
-        scatter_kernel, cdiv(num_pairs, block_m) + cdiv(num_rows, ZERO_ROWS), x, y, row_of,
-        None if probs is None else probs.contiguous(), used, out, dprobs, num_pairs, num_pairs // num_tokens,
-        num_rows, num_cols // vector, pitch // vector, y_pitch // vector,
-        WEIGHTED=y is not None, COMPUTE=arithmetic(x), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
-        ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
+        mark_kernel, cdiv(num_pairs, 1024), row_of, used, num_pairs // vector_of_pairs, num_rows,
+        PAIR_VECTOR=vector_of_pairs, BLOCK=1024,
+    )  # fmt: skip
+    launcher.launch(
+        scatter_kernel, cdiv(num_pairs, block_m) + zero_blocks, x, y, row_of,
+        None if probs is None else probs.contiguous(), used, out, dprobs, num_pairs // vector_of_pairs,
+        num_pairs // num_tokens, num_rows, num_cols // vector, pitch // vector, y_pitch // vector,
+        WEIGHTED=y is not None, COMPUTE=arithmetic(x), PAIR_VECTOR=vector_of_pairs, VECTOR=vector,
+        BLOCK_M=block_m, BLOCK_N=block_n, ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 
