@@ -39,41 +39,45 @@ __device__ inline T narrow(Compute<T> x) {
   }
 }
 
-// Sixteen bytes of elements; `p` must be aligned to them.
-template <class T>
-struct alignas(kVectorBytes) Vector {
-  T lane[kLanes<T>];
+// Sixteen bytes of elements, or kWidth elements; in memory it must be aligned to its size.
+template <class T, int kWidth = kLanes<T>>
+struct alignas(kWidth * sizeof(T)) Vector {
+  T lane[kWidth];
 };
 
-// Whole, not lane by lane.
-template <class T>
-__device__ inline void copy_vector(Vector<T>* to, const Vector<T>* from) {
-  *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+// Sixteen bytes whole, not lane by lane.
+template <class T, int kWidth>
+__device__ inline void copy_vector(Vector<T, kWidth>* to, const Vector<T, kWidth>* from) {
+  if constexpr (kWidth * sizeof(T) == kVectorBytes) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  } else {
+    *to = *from;
+  }
 }
 
-template <class T>
-__device__ inline Vector<T> load_vector(const T* p) {
-  Vector<T> out;
-  copy_vector(&out, reinterpret_cast<const Vector<T>*>(p));
+template <class T, int kWidth = kLanes<T>>
+__device__ inline Vector<T, kWidth> load_vector(const T* p) {
+  Vector<T, kWidth> out;
+  copy_vector(&out, reinterpret_cast<const Vector<T, kWidth>*>(p));
   return out;
 }
 
-template <class T>
-__device__ inline void store_vector(T* p, const Compute<T> (&value)[kLanes<T>]) {
-  Vector<T> out;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+template <class T, int kWidth>
+__device__ inline void store_vector(T* p, const Compute<T> (&value)[kWidth]) {
+  Vector<T, kWidth> out;
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kWidth > 1) {
     auto* pair = reinterpret_cast<__nv_bfloat162*>(out.lane);
 #pragma unroll
-    for (int i = 0; i < kLanes<T> / 2; ++i) pair[i] = __floats2bfloat162_rn(value[2 * i], value[2 * i + 1]);
-  } else if constexpr (std::is_same_v<T, __half>) {
+    for (int i = 0; i < kWidth / 2; ++i) pair[i] = __floats2bfloat162_rn(value[2 * i], value[2 * i + 1]);
+  } else if constexpr (std::is_same_v<T, __half> && kWidth > 1) {
     auto* pair = reinterpret_cast<__half2*>(out.lane);
 #pragma unroll
-    for (int i = 0; i < kLanes<T> / 2; ++i) pair[i] = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
+    for (int i = 0; i < kWidth / 2; ++i) pair[i] = __floats2half2_rn(value[2 * i], value[2 * i + 1]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kLanes<T>; ++i) out.lane[i] = value[i];
+    for (int i = 0; i < kWidth; ++i) out.lane[i] = narrow<T>(value[i]);
   }
-  *reinterpret_cast<uint4*>(p) = *reinterpret_cast<const uint4*>(&out);
+  copy_vector(reinterpret_cast<Vector<T, kWidth>*>(p), &out);
 }
 
 // Elements from p to the next 16-byte boundary.

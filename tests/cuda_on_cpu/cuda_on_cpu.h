@@ -12,6 +12,7 @@
 #pragma once
 
 #include <link.h>
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
@@ -71,8 +72,11 @@ struct Block {
   char* dynamic() { return dynamic_memory.data() + kZone; }
 };
 
+// Its context starts it; then jumps, which need no system call, lead in and out.
 struct Fiber {
   ucontext_t context;
+  jmp_buf inside;
+  bool started = false;
   Block* block = nullptr;
   dim3 thread;
   unsigned number = 0;
@@ -94,7 +98,7 @@ struct Machine {
   std::vector<Fiber*> ready;
   Barrier cluster_barrier;
   std::function<void()> body;
-  ucontext_t scheduler;
+  jmp_buf outside;
   Fiber* fiber = nullptr;
   Block* loaded = nullptr;  // whose static shared memory is in place
   std::string error;
@@ -134,7 +138,15 @@ inline std::string described(const std::source_location& where) {
   return std::string(where.file_name()) + ":" + std::to_string(where.line());
 }
 
-inline void to_scheduler() { swapcontext(&machine.fiber->context, &machine.scheduler); }
+inline void to_scheduler() {
+  if (_setjmp(machine.fiber->inside) == 0) _longjmp(machine.outside, 1);
+}
+inline void to_fiber(Fiber& fiber) {
+  if (_setjmp(machine.outside) != 0) return;
+  if (fiber.started) _longjmp(fiber.inside, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
 
 // Ends the launch with an error; does not return.
 inline void fail(const std::string& what) {
@@ -264,7 +276,7 @@ inline void run_cluster(dim3 first, unsigned size, size_t dynamic_bytes) {
     machine.fiber = &fiber;
     threadIdx = fiber.thread;
     blockIdx = fiber.block->index;
-    swapcontext(&machine.scheduler, &fiber.context);
+    to_fiber(fiber);
   }
   for (const Fiber& fiber : machine.fibers) {
     if (!machine.error.empty() || fiber.done) continue;

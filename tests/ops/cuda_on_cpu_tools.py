@@ -28,7 +28,7 @@ def compile_cuda(source: Path, target: Path, *options: str) -> None:
     if compiler is None:
         pytest.skip("no g++")
     sanitize = SANITIZE if "libasan" in os.environ.get("LD_PRELOAD", "") else []
-    command = [compiler, "-std=c++20", "-w", "-fno-strict-aliasing", f"-isystem{HERE}", *sanitize]
+    command = [compiler, "-std=c++20", "-O1", "-w", "-fno-strict-aliasing", f"-isystem{HERE}", *sanitize]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     done = subprocess.run(
         [*command, "-x", "c++", source, "-x", "none", "-o", target, *options],

@@ -37,27 +37,49 @@ def test_cuda_library_holds_all_architectures(library):
     assert "sm_100" in _cuobjdump(library, "-lptx")
 
 
+# Number of instances, and blocks of how many threads a multiprocessor holds at once.
+KERNELS = {
+    "loss_gradient_kernel": (8, 2, 512),
+    "norm_backward_kernel": (8, 2, 256),
+    "sum_partials_kernel": (4, 1, 128),
+}
+
+
 def test_cuda_library_does_not_spill(library):
-    """No local memory, no stack but in f64 kernels, and two blocks of 512 threads on a multiprocessor."""
+    """No local memory, no stack but in f64 kernels, and registers for as many blocks as are meant."""
     usage = _cuobjdump(library, "-res-usage")
     kernels = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    assert sum("loss_gradient_kernel" in name for name, *_ in kernels) == 3 * 8  # dtypes, smoothing or not
     for name, registers, stack, shared, local in kernels:
         assert int(local) == 0, name
         assert int(stack) == 0 or "Id" in name, (name, stack)
         assert int(shared) <= 2048, name
-        if "loss_gradient_kernel" in name:
-            assert 2 * 512 * int(registers) <= 65536, name
+        (_, blocks, threads) = next(facts for kernel, facts in KERNELS.items() if kernel in name)
+        assert blocks * threads * int(registers) <= 65536, name
+    for kernel, (instances, *_) in KERNELS.items():
+        assert sum(kernel in name for name, *_ in kernels) == 3 * instances, kernel
 
 
 def test_cuda_library_reads_and_writes_sixteen_bytes(library):
     """From memory to shared memory and back."""
     sass = _cuobjdump(library, "-sass", "-arch", "sm_90")
     functions = re.split(r"Function : ", sass)[1:]
-    bodies = [body for body in functions if re.search("loss_gradient_kernel.*bfloat16", body.split()[0])]
-    assert bodies
-    for access in ("LDG.E.128", "STS.128", "LDS.128", "STG.E.128"):
-        assert all(access in body for body in bodies), access
+    for kernel in ("loss_gradient_kernel", "norm_backward_kernel"):
+        bodies = [body for body in functions if re.search(f"{kernel}.*bfloat16", body.split()[0])]
+        bodies = [body for body in bodies if "bfloat16Li1E" not in body.split()[0]]  # rows at any address
+        assert bodies
+        for access in ("LDG.E.128", "STS.128", "LDS.128", "STG.E.128"):
+            assert all(access in body for body in bodies), (kernel, access)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_norms_use_clusters_where_there_are_some(library, arch):
+    """Barriers of clusters, and stores that may go to another block; before sm_90 there is no code."""
+    functions = re.split(r"Function : ", _cuobjdump(library, "-sass", "-arch", arch))[1:]
+    bodies = [body for body in functions if "norm_backward_kernel" in body.split()[0]]
+    assert len(bodies) == 8
+    for body in bodies:
+        for instruction in ("UCGABAR_ARV", "UCGABAR_WAIT", r"\bST\.E\b"):
+            assert bool(re.search(instruction, body)) == (arch != "sm_80"), instruction
 
 
 STUB = """
@@ -94,4 +116,4 @@ def test_cuda_library_exports_the_same_schemas(library, tmp_path):
         [sys.executable, "-c", SCHEMAS, stub, library], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("same 1")
+    assert result.stdout.startswith("same 3")

@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from cuda_on_cpu_tools import CUDA, HERE, SANITIZE, SHARED_BYTES, Kernels, compile_cuda, kernels
+from marks import full
 
 from fastmp.ops import OPS
+from fastmp.testing import ops
 from fastmp.testing.ops import check_op, run, samples
 
-SOURCES = {"cross_entropy": ("cross_entropy_loss_grad_",)}
+SOURCES = {
+    "cross_entropy": ("cross_entropy_loss_grad_",),
+    "norm": ("rms_norm_backward", "layer_norm_backward"),
+}
 FILES = pytest.mark.parametrize("name", SOURCES)
-SMALL = 16 << 10  # bytes of shared memory that do not hold the longest rows
+# Bytes of shared memory: less than the longest rows of cross-entropy take, enough for those of norms.
+SMALL = {"cross_entropy": 16 << 10, "norm": 128 << 10}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,9 @@ def test_every_file_is_run():
 
 
 @FILES
-def test_results_are_those_of_float64(name, built, monkeypatch):
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), *full([(ops.DTYPES,)])], ids=len)
+def test_results_are_those_of_float64(name, dtypes, built, monkeypatch):
+    monkeypatch.setattr(ops, "DTYPES", dtypes)
     built[name].set(0)
     assert not errors(built[name], name, monkeypatch)
 
@@ -73,8 +81,8 @@ def test_every_line_is_run(name, tmp_path, monkeypatch):
     """In every instance of a template: of the file itself, and of what it uses of common.cuh."""
     if shutil.which("gcov") is None:
         pytest.skip("no gcov")
-    compiled = kernels(CUDA / f"{name}.cu", tmp_path, "--coverage", "-Wl,-u,__gcov_dump")
-    for seed, shared_bytes in ((0, SHARED_BYTES), (1, SMALL)):
+    compiled = kernels(CUDA / f"{name}.cu", tmp_path, "-O0", "--coverage", "-Wl,-u,__gcov_dump")
+    for seed, shared_bytes in ((0, SHARED_BYTES), (1, SMALL[name])):
         compiled.set(seed, shared_bytes)
         assert not errors(compiled, name, monkeypatch)
     compiled.library.__gcov_dump()
@@ -89,6 +97,14 @@ def test_every_line_is_run(name, tmp_path, monkeypatch):
     assert len({line["line_number"] for file, line in lines if file == f"{name}.cu"}) > 50
     missed = [(f, line["line_number"], line["function_name"]) for f, line in lines if line["count"] == 0]
     assert not missed, missed
+
+
+@pytest.mark.full
+def test_norms_refuse_rows_that_do_not_fit_into_shared_memory(built):
+    built["norm"].set(0, 32 << 10)
+    grad, weight, stats = torch.ones(1, 17001), torch.ones(17001), torch.ones(1, 1)
+    with pytest.raises(RuntimeError, match=r"^rms_norm_backward: rows of 17001 elements take \d+ bytes"):
+        built["norm"].op("rms_norm_backward")(grad, None, grad, weight, stats)
 
 
 def without_barrier(source: str) -> list[str]:
