@@ -25,7 +25,7 @@ class Timing:
     """One line of a table: a rival on a case, or one of our implementations of an op.
 
     `workload` is the op's or the workload's name, `direction` "kernel" for an op alone. `over_peer` is how
-    many times as fast as the best peer it is.
+    many times as fast as the best peer it is. `predicted_ms` is what `benchmarks.predict` said before.
     """
 
     case: str
@@ -41,6 +41,7 @@ class Timing:
     flops: int
     best_peer: str | None = None
     over_peer: float | None = None
+    predicted_ms: float | None = None
 
     @property
     def ours(self) -> bool:
@@ -108,11 +109,28 @@ def _read_pytest(path: str, content: dict[str, Any]) -> Result:
     return Result(path, content.get("environment", {}), content.get("ceilings", {}), timings)
 
 
+def predictions(device: str) -> dict[tuple[str, str, str], float]:
+    """Return the predicted ms of (case, direction, rival) on a device, of kernels (case, "kernel", "")."""
+    found = {}
+    for path in sorted((Path(__file__).parent / "results").glob("predicted_*.json")):
+        content = json.loads(path.read_text())
+        if device.startswith(content["predicted"]["device"]):
+            for row in content["rows"]:
+                found[_case(row), row.get("direction", "kernel"), row.get("rival", "")] = row["ms"]
+    return found
+
+
+def _case(row: dict[str, Any]) -> str:
+    return row.get("case") or f"{row['op']} {row['shape']} {row['dtype']}"
+
+
 def _read_gpu_check(path: str, content: dict[str, Any]) -> Result:
+    said = predictions(content["environment"]["device"])
     kernels = [
         _timing(
             row,
-            case=f"{row['op']} {row['shape']} {row['dtype']}",
+            predicted_ms=said.get((_case(row), "kernel", "")),
+            case=_case(row),
             workload=row["op"],
             direction="kernel",
             rival=row["backend"],
@@ -120,7 +138,11 @@ def _read_gpu_check(path: str, content: dict[str, Any]) -> Result:
         for row in content.get("kernels", ())
         if "raised" not in row
     ]
-    functions = [_timing(row) for row in content.get("functions", ()) if "raised" not in row]
+    functions = [
+        _timing(row, predicted_ms=said.get((row["case"], row["direction"], row["rival"])))
+        for row in content.get("functions", ())
+        if "raised" not in row
+    ]
     checked = content["correctness"]
     remarks = [f"{sum(row['ok'] for row in checked)} of {len(checked)} checks against float64 are right"]
     for row in content.get("sanitizer", ()):
@@ -333,7 +355,8 @@ def markdown(results: Sequence[Result]) -> str:
             lines += ["", f"Times: {NOT_MEASURED}."]
             continue
         header = ["case", "direction", "by", "time", "of floor", "to best peer", "extra memory"]
-        lines += ["", *_table(header, (_cells(timing) for timing in result.timings))]
+        header += ["predicted"] if (predicted := any(t.predicted_ms for t in result.timings)) else []
+        lines += ["", *_table(header, (_cells(t)[: 8 if predicted else 7] for t in result.timings))]
     return "\n".join(lines) + "\n"
 
 
@@ -349,7 +372,8 @@ def _cells(timing: Timing) -> list[str]:
     floor = f"{timing.of_floor:.1%}" + ("" if timing.floor_of == "copy" else f" ({timing.floor_of})")
     direction = _direction(timing.direction)
     time = _time(timing.ms)
-    return [timing.case, direction, timing.rival, time, floor, peer, size(timing.extra_bytes)]
+    said = "" if timing.predicted_ms is None else _time(timing.predicted_ms)
+    return [timing.case, direction, timing.rival, time, floor, peer, size(timing.extra_bytes), said]
 
 
 INK, MUTED, FAINT = "#1f2937", "#9ca3af", "#e5e7eb"

@@ -145,6 +145,27 @@ def test_goals_of_public_functions(saved):
     }
 
 
+def test_what_was_predicted_stands_beside_what_was_measured(saved, monkeypatch, tmp_path):
+    rows = [
+        {"op": "rope_", "shape": [8192, 4096], "dtype": "bfloat16", "ms": 0.05},
+        {"case": "router [8192, 4096] bfloat16", "direction": "both", "rival": "fastmp", "ms": 2.5},
+    ]
+    (tmp_path / "results").mkdir()
+    file = {"predicted": {"device": "NVIDIA H200"}, "rows": rows}
+    (tmp_path / "results" / "predicted_h200.json").write_text(json.dumps(file))
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    measured = gpu_check(
+        [kernel("rope_", 0.99), kernel("rope", 0.9)], [used("router"), used("router", rival="x")]
+    )
+    result = report.read(saved(measured))
+    assert [timing.predicted_ms for timing in result.timings] == [0.05, None, 2.5, None]
+    table = [line for line in report.markdown([result]).splitlines() if line.startswith("| r")]
+    assert [line.split(" | ")[-1] for line in table] == ["50.0 us |", " |", "2.500 ms |", " |"]
+    another = report.read(saved(measured | {"environment": H200 | {"device": "NVIDIA H100 80GB HBM3"}}))
+    assert "predicted" not in report.markdown([another])
+    assert report.predictions("NVIDIA H100") == {}
+
+
 def test_a_backward_is_both_directions_less_the_forward_one(saved):
     functions = [
         used("rms_norm", direction, rival=rival, ms=ms)

@@ -1,0 +1,297 @@
+"""`python -m benchmarks.predict --device h200`: what gpu_check should measure, said before it is measured.
+
+For every row but whole training steps: the bytes that must move, the FLOPs, the floor they set, how many
+kernels are launched, and the time that is expected. Bytes, FLOPs and launches are counted: the ops run on
+tensors without data, and kernels are not started. Two things are estimates: the rates in `MACHINES`, and the
+shares of its floor that each kernel is expected to reach (`EXPECTED`). Shares come from what the compiled
+kernels show (tiles, registers, programs on a multiprocessor, bytes under way) and from published times of
+similar ones. Nothing of this was measured.
+
+The committed files benchmarks/results/predicted_<device>.json are what the command writes with --out.
+`benchmarks.report` shows them beside a measured file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from benchmarks import gpu_rows
+from benchmarks.cases import is_ours
+from benchmarks.gpu_rows import DTYPE, Item
+from benchmarks.measure import Ceilings, name_of
+from fastmp.nn.moe.experts import GroupedExperts
+from fastmp.ops import OPS, launcher
+
+RESULTS = Path(__file__).parent / "results"
+_LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
+NODE_US = 1.2  # of a small kernel within a CUDA graph; published: 1.1 to 1.3
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU as `environment` names it, and its rates: those reached, not those of a data sheet."""
+
+    device: str
+    copy_gbs: float
+    gemm_tflops: float
+
+    @property
+    def ceilings(self) -> Ceilings:
+        return Ceilings(self.copy_gbs, {name_of(DTYPE): self.gemm_tflops})
+
+
+# Copies on an H100 were published (3.00 TB/s of 3.35). Products of random numbers run at one rate on both.
+MACHINES = {"h100": Machine("NVIDIA H100", 3000.0, 788.0), "h200": Machine("NVIDIA H200", 4300.0, 788.0)}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The share of its floor that a kernel reaches, from its arguments, and the least time that it takes."""
+
+    share: float | Callable[..., float]
+    least_us: float = 0.0
+
+
+def _product(x: Tensor, w: Tensor, *rest: Any, columns: int | None = None) -> float:
+    """The share of grouped products, by the rows of an expert and by how long a sum is (K).
+
+    A program holds one tile at a time, and nothing of the next one is under way: the less work a tile is, the
+    more that costs. Few rows take narrow tiles, which read more from the second-level cache.
+    """
+    rows, terms = x.shape[0] / w.shape[0], columns or x.shape[1]
+    if rows <= 16:
+        return 0.84  # of the bytes of the weights
+    if rows <= 256:
+        return 0.52
+    return 0.85 if terms >= 4096 else 0.76
+
+
+def _weight_gradient(total: Tensor, *rest: Any) -> float:
+    """The share of weight gradients added up in float32: few rows leave little to hide the adding behind."""
+    return 0.52 if total.shape[0] > 16 else 0.8
+
+
+def _norm_backward(grad: Tensor, *rest: Any) -> float:
+    """The share of a norm's backward pass: rows beyond 8192 columns are read twice."""
+    return 0.84 if grad.shape[-1] <= 8192 else 0.45
+
+
+EXPECTED = {
+    "accumulate_weight_grad_": Expected(0.9),
+    "adamw_": Expected(0.94),
+    "bias_dropout_add": Expected(0.92),
+    "bias_dropout_add_backward": Expected(0.93),
+    "bias_dropout_add_into": Expected(0.92),
+    "bias_gelu": Expected(0.93),
+    "bias_gelu_backward": Expected(0.91),
+    "cross_entropy_grad": Expected(0.9),
+    "cross_entropy_grad_": Expected(0.9),
+    "cross_entropy_loss_grad_": Expected(0.72),  # part of the second read leaves the second-level cache
+    "cross_entropy_merge": Expected(0.9, least_us=3.0),
+    "cross_entropy_stats": Expected(0.92),
+    "gated_activation": Expected(0.93),
+    "gated_activation_backward": Expected(0.91),
+    "grouped_mlp_in": Expected(_product),
+    "grouped_mm": Expected(_product),
+    "grouped_mm_wgrad": Expected(lambda grad, x, offsets: 0.52 if len(offsets) > 16 else 0.8),
+    "grouped_mm_wgrad_": Expected(_weight_gradient),
+    "layer_norm": Expected(0.9),
+    "layer_norm_backward": Expected(_norm_backward),
+    "permutation": Expected(0.5, least_us=12.0),
+    "permute": Expected(0.84),
+    "rms_norm": Expected(0.9),
+    "rms_norm_backward": Expected(_norm_backward),
+    "rope": Expected(0.92),
+    "rope_": Expected(0.92),
+    "scaled_masked_softmax": Expected(0.92),
+    "scaled_masked_softmax_backward": Expected(0.92),
+    "topk_router": Expected(0.5, least_us=10.0),
+    "topk_router_backward": Expected(0.6, least_us=7.0),
+    "unpermute": Expected(0.84),
+    "unpermute_backward": Expected(0.84),
+}
+_NO_KERNEL = (
+    "aten::empty", "aten::new_empty", "aten::detach", "aten::_reshape_alias", "aten::_unsafe_view",
+    "aten::promote_types",
+)  # fmt: skip
+# The shares of what torch runs between our ops: products as the ceiling's own, attention, what moves bytes.
+_PRODUCT, _ATTENTION, _OTHER = 0.95, 0.6, 0.9
+
+
+@dataclass(frozen=True)
+class Step:
+    """One op: what it costs, and what is expected of it."""
+
+    name: str
+    bytes: int
+    flops: int
+    launches: int
+    share: float
+    least_us: float
+
+    def ms(self, machine: Machine) -> float:
+        floor_ms, _ = machine.ceilings.floor(self.bytes, self.flops, DTYPE)
+        return max(floor_ms / self.share, self.least_us / 1e3, self.launches * NODE_US / 1e3)
+
+
+class Steps(TorchDispatchMode):
+    """The ops that run while it is active: ours as one step each, and kernels of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Step] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("fastmp::")
+        if name in OPS:
+            self.found.append(op_step(name, args))
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if name.startswith("aten::") and not func.is_view and not name.startswith(_NO_KERNEL):
+            tensors = {id(t): t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)}
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            formula, flops, share = flop_registry.get(func._overloadpacket), 0, _OTHER
+            if "attention" in name:
+                flops, share = _attention_flops(name, args), _ATTENTION
+            elif formula is not None:
+                flops, share = formula(*args, **kwargs, out_val=result), _PRODUCT
+            self.found.append(Step(name, num_bytes, flops, 1, share, 0.0))
+        return result
+
+
+def _attention_flops(name: str, args: tuple) -> int:
+    """Count causal attention: half of the pairs, and backward five products in place of two."""
+    backward = name.endswith("backward")
+    query, key, value = (tensor.shape for tensor in args[backward : backward + 3])
+    forward = sdpa_flop_count(query, key, value) // 2
+    return forward * 5 // 2 if backward else forward
+
+
+def op_step(op: str, arguments: tuple) -> Step:
+    """Return the step of one of our ops, which has the launches of its Triton kernels and of torch's."""
+    entry, expected = OPS[op], EXPECTED[op]
+    share = expected.share(*arguments) if callable(expected.share) else expected.share
+    flops = entry.flops(*arguments) if entry.flops else 0
+    return Step(op, entry.traffic(*arguments), flops, launches(op, arguments), share, expected.least_us)
+
+
+def launches(op: str, arguments: tuple) -> int:
+    """Count the kernels of an op: Triton's and those of torch around them; one where torch serves it."""
+    if "triton" not in OPS[op].implementations:
+        return 1
+    around = Steps()
+    with mock.patch.object(launcher, "launch") as launch, around:
+        OPS[op].implementations["triton"](*arguments)
+    return launch.call_count + len(around.found)
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Tensors made inside have a shape and an address, but no data."""
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        mock.patch.object(FakeTensor, "data_ptr", lambda self: 1 << 20),
+        mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
+        mock.patch.object(_LINEAR_LOSS, "_WORKSPACE_CPU", _LINEAR_LOSS._WORKSPACE),
+    ):
+        yield
+
+
+def steps_of(item: Item) -> Iterator[tuple[dict[str, Any], tuple[int, int], list[Step]]]:
+    """Yield what `predictions` does of an item, without the columns that name it."""
+    if item.phase == "kernels":
+        step = op_step(item.name, item.module.arguments(item.name, item.shape, DTYPE, "cpu", 0))
+        yield {}, (step.bytes, step.flops), [step]
+        return
+    case = item.work.case(item.shape, DTYPE, "cpu")
+    for direction in reversed(item.work.directions):
+        for rival in filter(is_ours, case.rivals):
+            call = case.results(rival, direction)
+            call()  # what it makes once is not counted
+            with Steps() as counted:
+                call()
+            yield {"direction": direction, "rival": rival}, case.costs(direction), counted.found
+
+
+def predictions(items: Sequence[Item]) -> Iterator[tuple[dict[str, Any], tuple[int, int], list[Step]]]:
+    """Yield (columns, (bytes, FLOPs) of its floor, steps) for each row of ours."""
+    for item in items:
+        if item.phase == "kernels" and "triton" not in OPS[item.name].implementations:
+            continue  # plain torch is not timed alone on a GPU
+        if item.phase == "functions" and "step" in item.work.directions:
+            continue
+        with without_data():
+            rows = [*steps_of(item)]
+        for columns, costs, steps in rows:
+            yield {"item": item.key, **item.what, **columns}, costs, steps
+
+
+def _row(what: dict[str, Any], costs: tuple[int, int], steps: Sequence[Step], machine: Machine) -> dict:
+    floor_ms, floor_of = machine.ceilings.floor(*costs, DTYPE)
+    ms = sum(step.ms(machine) for step in steps)
+    return {
+        **what,
+        "bytes": costs[0],
+        "flops": costs[1],
+        "launches": sum(step.launches for step in steps),
+        "floor_ms": _short(floor_ms),
+        "floor_of": floor_of,
+        "ms": _short(ms),
+        "of_floor": _short(floor_ms / ms),
+    }
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def predicted(machines: Sequence[Machine], items: Sequence[Item]) -> list[str]:
+    """Return the content of the file of each machine: a row a line."""
+    rows, release = [*predictions(items)], ".".join(torch.__version__.split(".")[:2])
+    texts = []
+    for machine in machines:
+        head = {
+            "device": machine.device,
+            **vars(machine.ceilings),
+            "graph_node_us": NODE_US,
+            "torch": release,
+        }
+        lines = ",\n".join(json.dumps(_row(*row, machine)) for row in rows)
+        texts.append(f'{{"predicted": {json.dumps(head)},\n"rows": [\n{lines}\n]}}\n')
+    return texts
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--device", choices=MACHINES, nargs="+", default=[*MACHINES])
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"a folder (default {RESULTS})")
+    options = parser.parse_args(arguments)
+    texts = predicted([MACHINES[name] for name in options.device], gpu_rows.items())
+    for name, text in zip(options.device, texts, strict=True):
+        path = options.out / f"predicted_{name}.json"
+        path.write_text(text)
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
