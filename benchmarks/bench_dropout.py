@@ -47,6 +47,7 @@ def bias_dropout_add_case(
         rivals,
         OPS["bias_dropout_add"].traffic(x, bias, residual, p, key),
         backward,
+        random=p > 0,
     )
 
 

@@ -48,7 +48,7 @@ class Case:
     `grad` is the gradient of what a rival returns, a tuple where that is one. `again(seed)` makes the same
     case with other numbers, for calls that must not find their inputs in the cache. `own_leaves` has the
     leaves of rivals that do not share `leaves`. A case that is not `capturable` does work on the host that no
-    CUDA graph can hold.
+    CUDA graph can hold. Rivals of a `random` case draw numbers of their own, so their results differ.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Case:
     again: Callable[[int], Case] | None = None
     own_leaves: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     capturable: bool = True
+    random: bool = False
 
     def forward(self, rival: str) -> Callable[[], Any]:
         function = self.rivals[rival]

@@ -137,7 +137,7 @@ class Timing:
     def start(self, job: Job, seconds: float) -> tuple[subprocess.Popen, threading.Timer, Path]:
         """Start a process that does the job and is stopped after so many seconds."""
         log = self.folder / f"rows{next(self.logs)}.log"
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"} if job.compile_only else None
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # they run on all cores already
         with log.open("w") as errors:
             process = subprocess.Popen(
                 COMMAND,
@@ -153,8 +153,11 @@ class Timing:
 
     def compile(self, job: Job, processes: int) -> None:
         """Compile what the job's items need, the shapes of one op or function in one process."""
-        units = [[*some] for _, some in itertools.groupby(sorted(job.items, key=_unit), key=_unit)]
-        shares = [[*itertools.chain(*units[i::processes])] for i in range(min(processes, len(units)))]
+        units: dict[tuple[str, str], list[Item]] = {}
+        for item in job.items:
+            units.setdefault((item.phase, item.name), []).append(item)
+        shares = [[*itertools.chain(*[*units.values()][i::processes])] for i in range(processes)]
+        shares = [sorted(share, key=job.items.index) for share in shares if share]  # what is timed first
         seconds = _COMPILING * self.budget.left()
         running = [
             self.start(replace(job, items=tuple(share), compile_only=True), seconds) for share in shares
@@ -208,10 +211,6 @@ class Timing:
         self.result["done"].append(item.key)
         self.result["left"].remove(item.key)
         self.save()
-
-
-def _unit(item: Item) -> tuple[str, str, str]:
-    return item.family, item.phase, item.name
 
 
 def check(
