@@ -12,6 +12,10 @@ COMMANDS = {
     "train": ("fastmp.train.command", "train a model from a recipe; under torchrun on several ranks"),
     "launch": ("fastmp.launch", "start ranks: torchrun and its options, without its tracebacks"),
     "data": ("fastmp.train.data", "turn text into token files"),
+    "warm": (
+        "fastmp.train.warm",
+        "compile a recipe's kernels before training, for a GPU that may be elsewhere",
+    ),
     "plan": ("fastmp.plan", "what a layout means before it runs: groups, memory, traffic, schedules, graphs"),
     "doctor": ("fastmp.doctor", "versions, devices, and which implementation serves each op"),
 }

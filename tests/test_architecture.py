@@ -57,6 +57,7 @@ ALLOWED = {
             "ops",
             "config",
             "layout",
+            "plan.recipe",
             "profiling",
             "_host",
             "_lazy",

@@ -19,6 +19,7 @@ from fastmp.ops.registry import OPS
 from fastmp.ops.rope import rope, rope_cos_sin, rope_qk
 from fastmp.ops.router import RouterOutput, topk_router
 from fastmp.ops.softmax import scaled_masked_softmax
+from fastmp.ops.warm import warm_up
 
 
 def backends() -> dict[str, dict[str, tuple[str, str]]]:
@@ -54,4 +55,5 @@ __all__ = [
     "swiglu",
     "topk_router",
     "unpermute",
+    "warm_up",
 ]

@@ -9,21 +9,24 @@ from __future__ import annotations
 import inspect
 
 __all__ = [
-    "ABSENT", "COUNTS", "INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "driver", "jit", "knobs",
-    "next_power_of_2", "tl",
+    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "driver", "jit",
+    "knobs", "next_power_of_2", "tl",
 ]  # fmt: skip
 
-# Parameters of kernels that count what differs from batch to batch. Another value compiles nothing anew: only
-# sizes and pitches, which a model fixes, tell the compiler whether they are one or multiples of sixteen.
+# Parameters of kernels that count what differs from batch to batch, and strides that follow from it. Another
+# value compiles nothing anew: only sizes and pitches, which a model fixes, tell the compiler whether they are
+# one or multiples of sixteen.
 COUNTS = frozenset(
-    ("k_rows", "num_blocks", "num_pairs", "num_queries", "num_rows", "num_steps", "num_strips", "num_tokens",
-     "pair_vectors", "q_rows", "rows_per_strip", "strip_steps", "tokens")
+    ("k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "num_blocks", "num_pairs", "num_queries",
+     "num_rows", "num_steps", "num_strips", "num_tokens", "pair_vectors", "q_rows", "q_size_1", "q_stride_0",
+     "q_stride_1", "q_stride_2", "rows_per_strip", "strip_steps", "tokens", "turn_0", "turn_1", "turn_2")
 )  # fmt: skip
 
 try:
     import triton
     import triton.language as tl
     from triton import knobs
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -38,7 +41,7 @@ try:
     VERSION = triton.__version__
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:
-    triton = tl = knobs = driver = TensorDescriptor = None
+    triton = tl = knobs = GPUTarget = driver = TensorDescriptor = None
     ABSENT = "Triton is not installed"
     VERSION = None
     INTERPRETED = False

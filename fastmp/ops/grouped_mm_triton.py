@@ -329,8 +329,8 @@ def _gpu(index: int) -> tuple[int, int]:
 
 
 def architecture(tensor: Tensor) -> int:
-    """Compute capability as one number (90 is 9.0); what is interpreted on a CPU has the oldest."""
-    return _gpu(tensor.device.index)[0] if tensor.is_cuda else 80
+    """Compute capability of the tensor's GPU as one number (90 is 9.0)."""
+    return _gpu(tensor.device.index)[0] if tensor.is_cuda else launcher.architecture_elsewhere
 
 
 def tile_architecture(tensor: Tensor, tma: bool) -> int:

@@ -7,7 +7,8 @@ look-up and call its launcher with the values alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,6 +44,23 @@ class _Plan:
 
 
 _plans: dict[tuple, _Plan] = {}
+_instead: Callable[[Any, tuple, dict[str, Any]], object] | None = None
+architecture_elsewhere = 80  # what tiles are chosen for where tensors are on no GPU: the oldest
+
+
+@contextmanager
+def instead(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -> Iterator[None]:
+    """Inside, `record` gets kernel, arguments and constants of launches on meta tensors; nothing is launched.
+
+    arch: the architecture (90 is 9.0) whose tiles they have.
+    """
+    global _instead, architecture_elsewhere
+    before = _instead, architecture_elsewhere
+    _instead, architecture_elsewhere = record, arch
+    try:
+        yield
+    finally:
+        _instead, architecture_elsewhere = before
 
 
 def _key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
@@ -77,6 +95,9 @@ def _watched() -> bool:
 
 def _plan(key: tuple, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
     """Launch by Triton's own path and keep the compiled kernel."""
+    if _instead is not None:
+        _instead(kernel, arguments, constants)
+        return
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]

@@ -282,6 +282,10 @@ def router_backward_kernel(
     tl.store(dx + tokens[:, None] * EXPERTS + cols[None, :], out, mask=mask)
 
 
+# block_shape gives all its blocks for these numbers of tokens: from 8 to 128 a step.
+TOKENS = tuple(256 * tokens for tokens in (8, 16, 32, 64, 128))
+
+
 def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
     """Choose (tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
 

@@ -65,10 +65,8 @@ def fitting_recipe(prog: str, options: argparse.Namespace) -> Recipe | None:
     if errors:
         lines = errors
         if len(errors) > 1:
-            lines = [
-                f"{len(errors)} problems on {options.world_size} ranks:",
-                *(f"  {each}" for each in errors),
-            ]
+            ranks = "" if options.world_size is None else f" on {options.world_size} ranks"
+            lines = [f"{len(errors)} problems{ranks}:", *(f"  {each}" for each in errors)]
         print(f"{prog}: recipe {options.file}:", "\n".join(lines), file=sys.stderr)
     return None if errors else found
 

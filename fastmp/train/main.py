@@ -35,6 +35,7 @@ from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
 from fastmp.train.generate import generate_text
 from fastmp.train.heap import map_large_blocks
+from fastmp.train.kernels import warm_up_ranks
 from fastmp.train.language import gpt_and_loss, next_logits, pipeline_next_logits
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
@@ -96,6 +97,7 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
     with ExitStack() as held:
         held.callback(trainer.close)
         notes = [_describe(recipe, groups, runtime, trainer)]
+        warm_up_ranks(recipe, runtime)
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
             held.enter_context(_claimed(run_dir))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -20,11 +19,10 @@ from unittest import mock
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-from fastmp.ops import OPS, grouped_mm_triton
+from fastmp.ops import OPS, launcher
+from fastmp.ops.warm import AbsentGPU
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
 REGISTERS = 64 << 10  # of a multiprocessor
@@ -105,43 +103,6 @@ class Launch:
         return self.count(r"st\.global\S*\.v4\.b32", r"st\.global\S*\.v2\.b64")
 
 
-class _Device:
-    """Triton's view of a GPU of some architecture that is not there."""
-
-    def __init__(self, arch: int) -> None:
-        self.arch = arch
-
-    def get_current_device(self) -> int:
-        return self.arch  # what Triton compiles is kept apart by this number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.arch, 32)
-
-
-@contextmanager
-def _compiling_for(arch: int, itemsize: int) -> Iterator[list[Launch]]:
-    launches: list[Launch] = []
-    run = JITFunction.run
-
-    def compile_only(kernel, *arguments, grid, warmup, **named):
-        compiled = run(kernel, *arguments, grid=grid, warmup=True, **named)
-        values = dict(zip(kernel.arg_names, arguments, strict=False)) | named
-        constants = {name: value for name, value in values.items() if name.isupper()}
-        launches.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize))
-
-    programs = lambda tensor, tiles, each: min(tiles, each * 132)  # noqa: E731
-    with (
-        mock.patch.object(JITFunction, "run", compile_only),
-        mock.patch.object(grouped_mm_triton, "architecture", lambda tensor: arch),
-        mock.patch.object(grouped_mm_triton, "num_programs", programs),
-        mock.patch.object(driver, "_active", _Device(arch)),
-    ):
-        yield launches
-
-
 def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[Launch]:
     """The launches of one call of an op, in order.
 
@@ -150,7 +111,13 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
         arch: compute capability as one number (90 is 9.0).
         itemsize: bytes of an element of the tensors whose accesses `vectors` counts.
     """
-    with _compiling_for(arch, itemsize) as found:
+    found: list[Launch] = []
+
+    def compile_only(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
+        compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+        found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize))
+
+    with launcher.instead(compile_only, arch), mock.patch.object(driver, "_active", AbsentGPU(arch)):
         OPS[op].implementations["triton"](*arguments)
     return found
 

@@ -10,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastmp.ops import grouped_mm_triton, launcher
+from fastmp.ops import launcher
+from fastmp.ops.warm import AbsentGPU
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,9 @@ class _Recorded:
 _devices = itertools.count(1000)  # what is "compiled" for a GPU is kept apart by its number
 
 
-class _Device:
-    """Triton's view of a GPU that is not there."""
-
+class _Device(AbsentGPU):
     def __init__(self) -> None:
+        super().__init__(90)
         self.number = next(_devices)
 
     def get_current_device(self) -> int:
@@ -70,9 +69,6 @@ class _Device:
 
     def get_current_stream(self, device: int) -> int:
         return 7 + device
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
 
 
 @dataclass
@@ -101,12 +97,10 @@ def recording() -> Iterator[Recording]:
         found.asked += 1
         return run(kernel, *arguments, **named)
 
-    programs = lambda tensor, tiles, each: min(tiles, each * 132)  # noqa: E731
     with (
         mock.patch.object(JITFunction, "_do_compile", compile_nothing),
         mock.patch.object(JITFunction, "run", counted),
-        mock.patch.object(grouped_mm_triton, "architecture", lambda tensor: 90),
-        mock.patch.object(grouped_mm_triton, "num_programs", programs),
+        mock.patch.object(launcher, "architecture_elsewhere", 90),
         mock.patch.object(driver, "_active", _Device()),
         mock.patch.object(launcher, "_plans", {}),
     ):

@@ -1,0 +1,112 @@
+"""The kernels of recipes, listed without a GPU; `fastmp warm`."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import torch.distributed as dist
+
+from fastmp.cli import main
+from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe
+from fastmp.nn.models import GPT
+from fastmp.nn.placement import Placement
+from fastmp.ops.warm import recording
+from fastmp.train import kernels
+from fastmp.train.language import token_loss
+
+MODEL = GPTConfig(
+    vocab_size=257, num_layers=4, hidden_size=128, num_heads=4, max_seq_len=64, norm="rmsnorm",
+    activation="swiglu", position="rope",
+)  # fmt: skip
+MOE = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=64, expert_bias=True)
+ALWAYS = {"norm_kernel", "norm_backward_kernel", "rope_kernel", "adamw_kernel"}
+EXPERTS = {"router_kernel", "grouped_mm_kernel", "grouped_wgrad_kernel", "scatter_kernel", "gather_kernel"}
+
+
+def names(model: GPTConfig, world_size: int = 1, **layout: object) -> set[str]:
+    recipe = replace(Recipe(), model=model, parallel=ParallelConfig(**layout), data=DataConfig(seq_len=64))
+    codes = kernels.codes_of_recipe(recipe, world_size, 90)
+    assert not dist.is_initialized()
+    assert len(codes) == len(set(codes))
+    return {code.kernel for code in codes}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, {}),
+        (2, {"tp": 2}),
+        (2, {"cp": 2}),
+        (4, {"tp": 2, "pp": 2, "vpp": 2}),
+        (2, {"recompute": True}),
+    ],
+    ids=str,
+)
+def test_dense_models(world_size, layout):
+    found = names(MODEL, world_size, **layout)
+    assert found >= ALWAYS | {"gated_activation_kernel", "gated_activation_backward_kernel"}
+    assert not found & EXPERTS
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, {}),
+        (4, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}),
+        (2, {"ep": 2}),
+        (4, {"tp": 2, "ep": 2}),
+        (2, {"tp": 2, "etp": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_experts(world_size, layout, dispatcher):
+    model = replace(MODEL, moe=replace(MOE, dispatcher=dispatcher))
+    assert names(model, world_size, **layout) >= ALWAYS | EXPERTS
+
+
+def test_batches_of_any_length_launch_what_is_listed():
+    meta = {"device": "meta", "dtype": torch.bfloat16}
+    model = GPT(replace(MODEL, num_layers=1, moe=MOE, max_seq_len=6000), Placement(**meta))
+
+    def step(length: int) -> None:
+        batch = {
+            name: torch.empty(2, length, dtype=torch.int64, device="meta") for name in ("tokens", "targets")
+        }
+        loss, _, experts = token_loss(model, batch)
+        (loss + experts.aux_loss).backward()
+
+    with recording(90) as listed:
+        step(64)
+    rng = random.Random(0)
+    with recording(90) as launched:
+        for _ in range(200):
+            step(rng.randrange(1, 6000))
+    assert set(launched) <= set(listed)
+
+
+def test_mistakes_on_the_command_line(tmp_path, capsys):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[model]\nvocab_size = 257\n")
+    assert main(["warm", str(recipe)]) == 1
+    assert "there is no GPU here: say which to compile for, as --arch 90" in capsys.readouterr().err
+    assert main(["warm", str(recipe), "--arch", "90", "--tp", "4"]) == 2
+    assert "num_heads 6 is not divisible by tp 4" in capsys.readouterr().err
+
+
+def test_command(tmp_path, capsys, monkeypatch):
+    """Kernels of the fewest ranks, for the architecture; compiling them is tested with the ops."""
+    recipe, compiled = tmp_path / "recipe.toml", []
+    recipe.write_text("[model]\nvocab_size = 257\n[parallel]\ntp = 2\n")
+    monkeypatch.setattr(kernels, "compile_all", lambda codes, arch, **options: compiled.append((codes, arch)))
+    assert main(["warm", str(recipe), "--arch", "90"]) == 0
+    ((codes, arch),) = compiled
+    assert arch == 90
+    assert {code.kernel for code in codes} >= {"norm_kernel", "adamw_kernel"}
+    assert f"{len(codes)} kernels for compute capability 9.0" in capsys.readouterr().out
