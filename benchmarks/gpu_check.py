@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 540.0  # seconds of a call
 COMMAND = (sys.executable, "-m", "benchmarks.gpu_rows")
 PHASES = ("correctness", *gpu_rows.PHASES)
+_SAME = ("device", "versions", "sources")  # what rows must share to stand in one file
 _STUCK = 120.0  # seconds after which an item that the end of the budget interrupts is not tried again
 _COMPILING = 0.4  # the share of what time is left that compiling may take
 _GIB_EACH = 10  # of the GPU's memory, for each process that compiles
@@ -71,20 +72,21 @@ def sources() -> str:
 
 
 def begin(out: Path | None, described: dict[str, Any]) -> dict[str, Any]:
-    """Return the result to go on with: that in the file, or an empty one where it is of something else."""
+    """Return the result to go on with: that in the file, or an empty one, and the file is put aside."""
     fresh = {"environment": described, "ok": True, "correctness": [], "sanitizer": [], "ceilings": {}}
     fresh |= {"functions": [], "kernels": [], "done": [], "left": []}
     if out is None or not out.exists():
         return fresh
     try:
         found = json.loads(out.read_text())
-    except ValueError:
-        return fresh
-    same = ("device", "versions", "sources")
-    known = found.get("environment", {}) if isinstance(found, dict) else {}
-    return (
-        found if fresh.keys() <= found.keys() and all(known.get(k) == described[k] for k in same) else fresh
-    )
+        known = [found["environment"][name] for name in _SAME]
+    except (ValueError, KeyError, TypeError):
+        known = []
+    if known == [described[name] for name in _SAME] and fresh.keys() <= found.keys():
+        return found
+    aside = out.replace(out.with_name(f"{out.name}.before"))
+    print(f"gpu_check: {out} is of another device or other sources: it is now {aside.name}", file=sys.stderr)
+    return fresh
 
 
 def write(result: dict[str, Any], out: Path | None) -> None:

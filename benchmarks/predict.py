@@ -68,23 +68,23 @@ class Expected:
     least_us: float = 0.0
 
 
-def _product(x: Tensor, w: Tensor, *rest: Any, columns: int | None = None) -> float:
+def _product(x: Tensor, w: Tensor, *rest: Any) -> float:
     """The share of grouped products, by the rows of an expert and by how long a sum is (K).
 
     A program holds one tile at a time, and nothing of the next one is under way: the less work a tile is, the
     more that costs. Few rows take narrow tiles, which read more from the second-level cache.
     """
-    rows, terms = x.shape[0] / w.shape[0], columns or x.shape[1]
+    rows = len(x) / len(w)
     if rows <= 16:
         return 0.84  # of the bytes of the weights
     if rows <= 256:
         return 0.52
-    return 0.85 if terms >= 4096 else 0.76
+    return 0.85 if x.shape[1] >= 4096 else 0.76
 
 
-def _weight_gradient(total: Tensor, *rest: Any) -> float:
-    """The share of weight gradients added up in float32: few rows leave little to hide the adding behind."""
-    return 0.52 if total.shape[0] > 16 else 0.8
+def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> float:
+    """The share of weight gradients: few rows an expert leave little to hide writing a tile behind."""
+    return 0.52 if len(grad) / len(offsets) <= 512 else 0.8
 
 
 def _norm_backward(grad: Tensor, *rest: Any) -> float:
@@ -109,8 +109,8 @@ EXPECTED = {
     "gated_activation_backward": Expected(0.91),
     "grouped_mlp_in": Expected(_product),
     "grouped_mm": Expected(_product),
-    "grouped_mm_wgrad": Expected(lambda grad, x, offsets: 0.52 if len(offsets) > 16 else 0.8),
-    "grouped_mm_wgrad_": Expected(_weight_gradient),
+    "grouped_mm_wgrad": Expected(_weight_gradient),
+    "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest)),
     "layer_norm": Expected(0.9),
     "layer_norm_backward": Expected(_norm_backward),
     "permutation": Expected(0.5, least_us=12.0),

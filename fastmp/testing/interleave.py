@@ -38,6 +38,8 @@ import triton.runtime.interpreter as interpreter
 from greenlet import getcurrent, greenlet
 
 _PERSISTENCE = (0.0, 0.5, 0.9, 0.99)  # probabilities that a program which could be stopped goes on
+# All of the interpreter's loads and stores end in the first two, those of blocks and descriptors as well.
+_ACCESSES = ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier")
 _FLUSHED = 0.25  # probability that an access finds a late store become visible
 
 
@@ -56,7 +58,14 @@ class Turns:
 
 @contextlib.contextmanager
 def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
-    """Run the programs of all kernels that are launched inside in the order that `seed` draws."""
+    """Run the programs of all kernels that are launched inside in the order that `seed` draws.
+
+    Args:
+        late: stores become visible no sooner than a GPU promises (see the module).
+
+    Raises:
+        Race: with `late`, a program overwrites what other threads of it may yet have to read.
+    """
     builder, random_state, turns = interpreter.interpreter_builder, random.Random(seed), Turns()
     launch, reduce = interpreter.GridExecutor.__call__, interpreter.ReduceOps.apply_impl
 
@@ -82,7 +91,7 @@ def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
 
     interpreter.GridExecutor.__call__ = scheduled
     interpreter.ReduceOps.apply_impl = reduced
-    for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
+    for name in _ACCESSES:
         original = getattr(builder, f"create_{name}")
         setattr(builder, f"create_{name}", _stopping(original, getattr(_Memory, name)))
     try:
@@ -90,7 +99,7 @@ def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
     finally:
         interpreter.GridExecutor.__call__ = launch
         interpreter.ReduceOps.apply_impl = reduce
-        for name in ("masked_load", "masked_store", "atomic_rmw", "atomic_cas", "barrier"):
+        for name in _ACCESSES:
             delattr(builder, f"create_{name}")
 
 

@@ -168,7 +168,9 @@ def test_rows_of_other_sources_or_devices_are_not_kept(change, described, tmp_pa
     gpu_check.write(gpu_check.begin(None, described) | {"done": ["kernels rope"]}, out)
     assert gpu_check.begin(out, described)["done"] == ["kernels rope"]
     assert gpu_check.begin(out, {**described, "commit": "other"})["done"] == ["kernels rope"]
+    before = out.read_text()
     assert gpu_check.begin(out, {**described, **change})["done"] == []
+    assert not out.exists() and (tmp_path / "out.json.before").read_text() == before
     out.write_text("not JSON")
     assert gpu_check.begin(out, described)["done"] == []
 
