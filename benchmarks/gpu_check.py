@@ -19,6 +19,7 @@ It needs torch, numpy, triton and fastmp.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -135,9 +136,10 @@ class Timing:
     ) -> None:
         self.result, self.budget, self.folder, self.save = result, budget, folder, save
         self.logs = itertools.count()
+        self.next: tuple[subprocess.Popen, Path] | None = None
 
-    def start(self, job: Job, seconds: float) -> tuple[subprocess.Popen, threading.Timer, Path]:
-        """Start a process that does the job and is stopped after so many seconds."""
+    def spawn(self) -> tuple[subprocess.Popen, Path]:
+        """Start a process that waits for a job, and return it with its log."""
         log = self.folder / f"rows{next(self.logs)}.log"
         environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # they run on all cores already
         with log.open("w") as errors:
@@ -146,12 +148,22 @@ class Timing:
                 cwd=ROOT, env=environment, start_new_session=True, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
             )  # fmt: skip
+        return process, log
+
+    def start(self, job: Job, seconds: float) -> tuple[subprocess.Popen, threading.Timer, Path]:
+        """Start a process that does the job and is stopped after so many seconds."""
+        (process, log), self.next = self.next or self.spawn(), None
         assert process.stdin is not None
         process.stdin.write(job.encode())
         process.stdin.close()
         timer = threading.Timer(seconds, sanitizer.stop, (process,))
         timer.start()
         return process, timer, log
+
+    def close(self) -> None:
+        """End the process that waits for a job that has not come."""
+        if self.next is not None:
+            sanitizer.stop(self.next[0])
 
     def compile(self, job: Job, processes: int) -> None:
         """Compile what the job's items need, the shapes of one op or function in one process."""
@@ -175,6 +187,7 @@ class Timing:
         pending = {item.key: item for item in job.items}
         while self.budget.left() > 0:
             process, timer, log = self.start(replace(job, items=tuple(pending.values())), self.budget.left())
+            self.next = self.spawn()  # importing takes seconds, while this one works
             current, since, before = None, time.monotonic(), len(pending)
             assert process.stdout is not None
             for line in process.stdout:
@@ -251,8 +264,9 @@ def check(
             )
             result["ok"] &= bool(result["sanitizer"]) and all(row["ok"] for row in result["sanitizer"])
             save()
-        if timed:
-            _time(device, timed, Timing(result, budget, folder, save), tiny)
+        with contextlib.closing(Timing(result, budget, folder, save)) as timing:
+            if timed:
+                _time(device, timed, timing, tiny)
     return result
 
 

@@ -13,7 +13,7 @@ from fastmp.ops._triton import jit, tl
 from fastmp.testing import interleave
 
 pytestmark = pytest.mark.interpret
-ORDERS = 40
+ORDERS = 20
 
 
 @jit
