@@ -17,6 +17,7 @@ from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Reci
 from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.ops.warm import recording
+from fastmp.parallel.runtime import Runtime
 from fastmp.train import kernels
 from fastmp.train.language import token_loss
 
@@ -89,6 +90,17 @@ def test_batches_of_any_length_launch_what_is_listed():
         for _ in range(200):
             step(rng.randrange(1, 6000))
     assert set(launched) <= set(listed)
+
+
+@pytest.mark.full
+def test_training_compiles_in_a_process_of_its_own(tmp_path, monkeypatch):
+    """Every kernel that is listed lies in the cache, once."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "architecture", lambda: 90)
+    recipe = replace(Recipe(), model=replace(MODEL, num_layers=1), data=DataConfig(seq_len=64))
+    kernels.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
+    assert not dist.is_initialized()
+    assert len(list(tmp_path.rglob("*.cubin"))) == len(kernels.codes_of_recipe(recipe, 1, 90))
 
 
 def test_mistakes_on_the_command_line(tmp_path, capsys):
