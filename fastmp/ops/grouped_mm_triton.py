@@ -352,7 +352,8 @@ def describable(tensor: Tensor) -> bool:
     """Addresses and strides are multiples of 16 bytes, and there is something."""
     if tensor.element_size() != 2 or tensor.data_ptr() % 16 or tensor.numel() == 0:
         return False
-    return all(stride > 0 and stride % 8 == 0 for stride in tensor.stride()[:-1])
+    strides = tensor.stride()[:-1]
+    return min(strides) > 0 and math.gcd(8, *strides) == 8
 
 
 def _descriptor(tensor: Tensor, *block: int) -> Any:
@@ -365,7 +366,7 @@ def _descriptor(tensor: Tensor, *block: int) -> Any:
 
 def _along_rows(tensor: Tensor) -> Tensor:
     """The same with unit column stride; copied only where it has another."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
 def _block_e(num_experts: int) -> int:

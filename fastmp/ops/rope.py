@@ -230,10 +230,11 @@ def _launch_into(
         return
     half = cos.shape[-1]
     block_m, block_half = block_shape(half, itemsize)
-    pointers = [pointer for pair in zip(tensors, outs or tensors, strict=True) for pointer in pair]
+    q_out, *k_out = outs or tensors
+    k = (tensors[1], *k_out) if k_out else (None, None)
+    programs = sum([cdiv(n, block_m) for n in walk.rows])
     launcher.launch(
-        rope_kernel, sum([cdiv(n, block_m) for n in walk.rows]), *pointers[:2],
-        *(pointers[2:] or (None, None)), cos, sin, *walk.numbers,
+        rope_kernel, programs, first, q_out, *k, cos, sin, *walk.numbers,
         HAS_K=len(tensors) == 2, INTERLEAVED=interleaved, INVERSE=inverse, IN_PLACE=outs is None,
         HALF=half, DIM=first.shape[-1], VECTOR=walk.vector, TURN_VECTOR=walk.turn_vector, BLOCK_M=block_m,
         BLOCK_HALF=block_half, COMPUTE=arithmetic(first),
@@ -241,34 +242,39 @@ def _launch_into(
     )  # fmt: skip
 
 
-def _of_one_rank(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _of_one_rank(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Views of one rank: dimensions of size 1 before the last."""
-    rank = max(t.dim() for t in tensors)
-    if all(t.dim() == rank for t in tensors):
-        return list(tensors)
-    return [t.view(*t.shape[:-1], *[1] * (rank - t.dim()), t.shape[-1]) for t in tensors]
+    ranks = {t.dim() for t in tensors}
+    if len(ranks) == 1:
+        return tensors
+    return [t.view(*t.shape[:-1], *[1] * (max(ranks) - t.dim()), t.shape[-1]) for t in tensors]
 
 
 def launch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k) if x is not None]
+    given = _dense(q, k)
     outs = [empty_like(x) for x in given]
-    pairs = [(x, out) for x, out in zip(given, outs, strict=True) if x.numel()]
-    if pairs:
-        tensors, targets = (_of_one_rank(some) for some in zip(*pairs, strict=True))
+    there = [i for i, x in enumerate(given) if x.numel()]
+    if there:
+        tensors, targets = (_of_one_rank([some[i] for i in there]) for some in (given, outs))
         _launch_into(targets, tensors, cos.contiguous(), sin.contiguous(), interleaved, inverse)
-    return outs[0], outs[1] if len(outs) == 2 else q.new_empty(0)
+    return outs[0], outs[1] if k is not None else q.new_empty(0)
 
 
 def launch_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
     given = [x for x in (q, k) if x is not None and x.numel()]
-    dense = [x if x.stride(-1) == 1 else x.contiguous() for x in given]
+    dense = _dense(*given)
     if dense:
         _launch_into(None, _of_one_rank(dense), cos.contiguous(), sin.contiguous(), interleaved, inverse)
     for x, turned in zip(given, dense, strict=True):
         if turned is not x:
             x.copy_(turned)
+
+
+def _dense(*tensors: Tensor | None) -> list[Tensor]:
+    """The tensors, copied where the elements of a row do not lie next to each other."""
+    return [x if x.stride()[-1] == 1 else x.contiguous() for x in tensors if x is not None]
 
 
 def _given(q: Tensor, k: Tensor | None) -> list[Tensor]:
