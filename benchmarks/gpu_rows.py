@@ -155,15 +155,10 @@ def _kernel_rows(item: Item, job: Job) -> Iterator[dict[str, Any]]:
     make = partial(item.module.arguments, op, item.shape, DTYPE, device)
     first, right = make(0), []
     for backend in _backends(op, job):
-        error, bound = difference(op, backend, first)
-        if error <= bound:
-            right.append(backend)
+        if reason := wrong_at(op, backend, first):
+            yield {**item.what, "backend": backend, "raised": reason}
         else:
-            yield {
-                **item.what,
-                "backend": backend,
-                "raised": f"wrong at this shape: error {error:.1e}, bound {bound:.1e}",
-            }
+            right.append(backend)
     if not right:
         return
     traffic, flops = entry.traffic(*first), entry.flops(*first) if entry.flops else 0
@@ -185,6 +180,15 @@ def _kernel_rows(item: Item, job: Job) -> Iterator[dict[str, Any]]:
             "flops": flops,
             "extra_bytes": extra[backend],
         }
+
+
+def wrong_at(op: str, backend: str, arguments: tuple) -> str:
+    """Return why an implementation is not to be timed with these arguments, "" where it is right."""
+    try:
+        error, bound = difference(op, backend, arguments)
+    except Exception as reason:
+        return correct.message(reason)
+    return "" if error <= bound else f"wrong at this shape: error {error:.1e}, bound {bound:.1e}"
 
 
 def difference(op: str, backend: str, arguments: tuple) -> tuple[float, float]:
@@ -262,6 +266,7 @@ def _wrong_rivals(item: Item, job: Job, names: Sequence[str]) -> dict[str, str]:
                 wrong[rival] = f"wrong at this shape: differs from {EAGER} by {most:.1e}"
         except Exception as error:
             wrong[rival] = correct.message(error)
+    gc.collect()  # what rivals keep for their next call refers to itself
     return wrong
 
 

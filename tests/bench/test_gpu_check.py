@@ -231,13 +231,17 @@ def test_a_kernel_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, cei
         y.view(-1)[: y.numel() // 256] = 0  # a tile that nobody has written
         return y
 
-    monkeypatch.setattr(correct, "BACKENDS", ("triton", "cuda", "off", "reference"))
+    monkeypatch.setattr(correct, "BACKENDS", ("triton", "cuda", "broken", "off", "reference"))
     monkeypatch.setitem(entry.implementations, "off", off)
+    monkeypatch.setitem(entry.implementations, "broken", lambda *_: 1 / 0)
     item = gpu_rows.Item("kernels", "activation", "bias_gelu", (16, 256))
-    wrong, right = gpu_rows.rows(item, gpu_rows.Job("cpu", (item,), ceilings, tiny=True))
+    broken, wrong, right = gpu_rows.rows(item, gpu_rows.Job("cpu", (item,), ceilings, tiny=True))
+    assert broken["backend"] == "broken" and broken["raised"] == "ZeroDivisionError: division by zero"
     assert wrong["backend"] == "off" and wrong["raised"].startswith("wrong at this shape: error ")
     assert right["backend"] == "reference" and right["ms"] > 0
-    known = gpu_rows.Job("cpu", (item,), ceilings, wrong=(("bias_gelu", "off"),), tiny=True)
+    known = gpu_rows.Job(
+        "cpu", (item,), ceilings, wrong=(("bias_gelu", "off"), ("bias_gelu", "broken")), tiny=True
+    )
     assert [row["backend"] for row in gpu_rows.rows(item, known)] == ["reference"]
 
 
