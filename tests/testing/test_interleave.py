@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastmp.ops._triton import jit, tl
+from fastmp.ops._triton import TensorDescriptor, jit, tl
 from fastmp.testing import interleave
 
 pytestmark = pytest.mark.interpret
@@ -54,6 +54,20 @@ def histogram(form: str) -> tuple[Tensor, ...]:
     counts = torch.zeros(4, dtype=torch.int32)
     histogram_kernel[(6,)](torch.arange(12) % 4, counts, FORM=form)
     return (counts,)
+
+
+@jit
+def total_kernel(source, sink, rows):
+    """Add up rows of 16 by descriptors, each program its own to the one sum."""
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        sink.store([0, 0], sink.load([0, 0]) + source.load([row, 0]))
+
+
+def by_descriptor(form: str) -> tuple[Tensor, ...]:
+    x, y = torch.arange(6 * 16.0).view(6, 16), torch.zeros(1, 16)
+    blocks = [TensorDescriptor.from_tensor(tensor, [1, 16]) for tensor in (x, y)]
+    total_kernel[(6 if form == "many programs" else 1,)](*blocks, 6)
+    return (y,)
 
 
 @jit
@@ -145,6 +159,7 @@ def test_kernels_that_are_right_have_one_result(call, form, late):
         (count, "no barrier", True),
         (histogram, "read, add, write", False),
         (difference, "in place", False),
+        (by_descriptor, "many programs", False),
         (shift, "neighbour", True),
         (total, "relaxed", True),
         (total, "no barrier", True),
