@@ -4,9 +4,10 @@ FASTMP_CPP (`_C_cpu` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build wh
 or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and where torch is built without
 CUDA. FASTMP_ISA=native compiles `_C_cpu` for the oldest instruction set and this machine's best, instead of
 for all. TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build
-against, CXX and CUDACXX the compilers, MAX_JOBS limits parallel compilation. FASTMP_SANITIZE=1 builds with
-sanitizers (`make sanitize`). What was built, or why not, is written to fastmp/_build.json. No GPU is looked
-for.
+against, FASTMP_CUTLASS_DIR the headers of CUTLASS 4.2 (default: those of the package nvidia-cutlass; without
+them the products for sm_90a are left out), CXX and CUDACXX the compilers, MAX_JOBS limits parallel
+compilation. FASTMP_SANITIZE=1 builds with sanitizers (`make sanitize`). What was built, or why not, is
+written to fastmp/_build.json. No GPU is looked for.
 """
 
 from __future__ import annotations
@@ -160,6 +161,20 @@ def is_without_cuda(torch_dir: Path) -> bool:
     return bool(re.search(r"^cuda\b[^=]*=\s*None", (torch_dir / "version.py").read_text(), re.M))
 
 
+def find_cutlass(torch_dir: Path) -> str:
+    """The directory of CUTLASS's headers, "" without: FASTMP_CUTLASS_DIR, or that of a package."""
+    named = os.environ.get("FASTMP_CUTLASS_DIR", "")
+    spec = importlib.util.find_spec("cutlass_library")
+    packages = [Path(spec.origin).parent] if spec and spec.origin else []
+    packages.append(torch_dir.parent / "cutlass_library")
+    for found in [Path(named)] if named else [package / "source" / "include" for package in packages]:
+        if (found / "cutlass" / "cutlass.h").is_file():
+            return str(found)
+    if named:
+        raise BuildError(f"FASTMP_CUTLASS_DIR={named} holds no cutlass/cutlass.h")
+    return ""
+
+
 def find_tool(name: str, directory: str) -> str | None:
     """`name` from the package of that name (its attribute `directory`), else from PATH."""
     with contextlib.suppress(ImportError, AttributeError):
@@ -256,6 +271,7 @@ def make_plan() -> Plan:
             raise BuildError(str(error)) from None
         plan.archs = [str(arch) for arch in archs]
         plan.definitions |= {"CMAKE_CUDA_COMPILER": nvcc, "CMAKE_CUDA_HOST_COMPILER": cxx}
+        plan.definitions["FASTMP_CUTLASS_DIR"] = find_cutlass(torch_dir)
         for kind, flags in gencode_flags(archs).items():
             plan.definitions["FASTMP_GENCODE" + (kind and f"_{kind}")] = ";".join(flags)
     return plan
@@ -270,6 +286,9 @@ def write_record(plan: Plan, package: Path) -> None:
         if plan.parts[part] != "built":
             for stale in package.glob(f"{library}.*so"):
                 stale.unlink()
+    if plan.parts["cuda"] == "built" and not plan.definitions["FASTMP_CUTLASS_DIR"]:
+        advice = "pip install --no-deps nvidia-cutlass==4.2.0.0"
+        print(f"fastmp: _C_cuda: no products for sm_90a, for want of CUTLASS ({advice})", file=sys.stderr)
 
 
 class BuildPy(build_py):

@@ -29,9 +29,10 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
+CUTLASS = "nvidia-cutlass==4.2.0.0"
 OUTER = "outer.pth"
 BUILD_VARIABLES = ("FASTMP_ISA", "FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST")
-BUILD_TOOLS = ("CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
+BUILD_TOOLS = ("FASTMP_CUTLASS_DIR", "CXX", "CUDACXX", "CUDA_HOME", "CUDA_PATH")
 
 PROBE = """
 import json, site, sys
@@ -132,6 +133,8 @@ class Environment:
         """Compile in place, where progress can be seen, then install editable, which finds all compiled."""
         say("compiling C++ (about a minute on two cores; three more for CUDA C++, where torch has CUDA)")
         options = ("--no-build-isolation", "--no-deps", "--editable", ".")
+        if "+cu" in self.probe(self.python)[0] and not self.pip("--no-deps", CUTLASS)[0]:
+            say(f"going on without {CUTLASS}: CUDA C++ will have no products for sm_90a")
         built, printed = run(self.python, "setup.py", "-q", "build_ext", "--inplace", watch="compiled")
         if built:
             built, printed = self.pip(*options)

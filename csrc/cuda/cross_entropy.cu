@@ -238,8 +238,8 @@ int threads_for(int64_t num_cols, int64_t per_thread) {
 bool has_unit_columns(const Tensor& logits) { return logits.size(1) <= 1 || logits.stride(1) == 1; }
 
 void check_rows(const char* op, const Tensor& logits, const Tensor& per_row, const char* name) {
-  FASTMP_CHECK(per_row.dim() == 1 && per_row.size(0) == logits.size(0), op, ": ", name, " must have one entry for each of the ",
-               logits.size(0), " rows of the logits, got ", per_row.numel());
+  FASTMP_CHECK(per_row.dim() == 1 && per_row.size(0) == logits.size(0), op, ": ", name,
+               " must have one entry for each of the ", logits.size(0), " rows of the logits, got ", per_row.numel());
 }
 
 // One number a token, contiguous and in the dtype of the statistics.

@@ -227,12 +227,12 @@ void launch_backward(const char* op, const Rows& grad, const std::optional<Rows>
   const bool aligned = is_aligned(grad) && is_aligned(total) && (!grad_total || is_aligned(*grad_total));
   const int64_t width = aligned ? kLanes<T> : 1;
   const int64_t share = ceil_div(ceil_div(num_cols, kCluster), kLanes<T>) * kLanes<T>;
-  Grid grid{kCluster * std::min<int64_t>(kClusters, ceil_div(num_rows, kRows<T>)), kWarp, Share<T, 1>::bytes(share), kCluster};
+  const int64_t num_clusters = std::min<int64_t>(kClusters, ceil_div(num_rows, kRows<T>));
+  Grid grid{kCluster * num_clusters, kWarp, Share<T, 1>::bytes(share), kCluster};
   while (grid.threads < kMaxThreads && grid.threads * width < share) grid.threads *= 2;
   const int64_t most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;  // a static part as well
   FASTMP_CHECK(grid.bytes <= most, op, ": rows of ", num_cols, " elements take ", grid.bytes,
                " bytes of shared memory a block, but there are ", most);
-  const int64_t num_clusters = grid.blocks / kCluster;
   const Tensor partials = fastmp::empty({num_clusters, dparams.numel()}, compute_dtype(dx.scalar_type()), dx);
   const C* rstd = data<C>(stats);
   const Arguments<T> arguments{
@@ -249,9 +249,9 @@ void launch_backward(const char* op, const Rows& grad, const std::optional<Rows>
   dparams.scalar_type() == dx.scalar_type() ? sum(TypeTag<T>{}) : sum(TypeTag<C>{});
 }
 
-std::tuple<Tensor, Tensor> backward(const char* op, bool centred, const Tensor& grad, const std::optional<Tensor>& grad_total,
-                                    const Tensor& total, const Tensor& weight_any, const Tensor& stats_any,
-                                    bool with_bias) {
+std::tuple<Tensor, Tensor> backward(const char* op, bool centred, const Tensor& grad,
+                                    const std::optional<Tensor>& grad_total, const Tensor& total,
+                                    const Tensor& weight_any, const Tensor& stats_any, bool with_bias) {
   FASTMP_CHECK(total.dim() > 0, op, ": total must have at least one dimension");
   check_like(op, "grad", grad, "total", total);
   if (grad_total) check_like(op, "grad_total", *grad_total, "total", total);
@@ -264,7 +264,8 @@ std::tuple<Tensor, Tensor> backward(const char* op, bool centred, const Tensor& 
                    (num_cols == 0 || stats_any.numel() == (1 + centred) * num_rows),
                op, ": total is ", described(total), ", which does not fit stats of ", described(stats_any));
   const DeviceGuard guard(total);
-  FASTMP_CHECK(device_attribute(cudaDevAttrClusterLaunch) != 0, op, ": needs a device with thread-block clusters (sm_90)");
+  FASTMP_CHECK(device_attribute(cudaDevAttrClusterLaunch) != 0, op,
+               ": this kernel is for devices with clusters of blocks, from sm_90 on");
   Tensor dx = fastmp::empty(total.sizes(), dtype, total);
   Tensor dparams = fastmp::empty({1 + with_bias, num_cols}, weight_any.scalar_type(), total);
   if (total.numel() == 0) return {dx, torch::stable::zero_(dparams)};

@@ -308,7 +308,8 @@ enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
 enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrClusterLaunch
+  cudaDevAttrClusterLaunch,
+  cudaDevAttrComputeCapabilityMajor
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
@@ -331,6 +332,7 @@ inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess;
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const int bytes = cuda_on_cpu::machine.shared_bytes;
   *value = attribute == cudaDevAttrClusterLaunch                  ? 1
+           : attribute == cudaDevAttrComputeCapabilityMajor       ? 9
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? bytes - 1024
                                                                   : bytes;
   return cudaSuccess;
@@ -369,6 +371,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
+using std::max;
 using std::min;
 
 // The order of threads and clusters from now on, and the bytes of shared memory of a multiprocessor.
