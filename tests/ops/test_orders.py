@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastmp.ops import OPS, norm_triton
+from fastmp.ops import OPS, grouped_mm_triton, norm_triton
 from fastmp.testing.functions import Draw, evaluate, functions
 from fastmp.testing.ops import run, samples
 
@@ -94,3 +94,23 @@ def test_wide_norms_read_their_sums_back(orders, monkeypatch):
     _, _, stats = norm_triton.launch(False, x, None, weight, None, 1e-5)
     backward = (False, grad, None, x, weight, stats)
     assert same_bits(lambda: norm_triton.launch_backward(*backward), range(orders)) >= 2
+
+
+@few_and_many(60)
+@pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad_", "grouped_mlp_in"])
+def test_grouped_products_by_descriptors(op, orders, monkeypatch):
+    """As on a GPU that has a TMA unit; three programs walk over all tiles."""
+    described = []
+
+    def use(a: Tensor, b: Tensor) -> bool:
+        described.append(grouped_mm_triton.describable(a) and grouped_mm_triton.describable(b))
+        return described[-1]
+
+    monkeypatch.setattr(grouped_mm_triton, "use_tma", use)
+    monkeypatch.setattr(grouped_mm_triton, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
+    implementation = OPS[op].implementations["triton"]
+    for case in samples(op, device="cpu", dtype=torch.float16):
+        programs = same_bits(lambda case=case: run(op, implementation, case), range(orders))
+        if programs == 3 and described and described[-1]:
+            return
+    raise AssertionError("no sample has descriptors and three programs")
