@@ -50,7 +50,7 @@ architecture_elsewhere = 80  # what tiles are chosen for where tensors are on no
 
 @contextmanager
 def instead(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -> Iterator[None]:
-    """Inside, `record` gets kernel, arguments and constants of launches on meta tensors; nothing is launched.
+    """Inside, `record` gets kernel, arguments and constants of what would be launched on meta tensors.
 
     arch: the architecture (90 is 9.0) whose tiles they have.
     """
@@ -81,7 +81,7 @@ def _key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
             add(float)
         elif kind is _triton.TensorDescriptor:
             base = argument.base
-            key += (base.dtype, base.get_device(), *argument.block_shape)
+            add((base.dtype, base.get_device(), *argument.block_shape))
         else:
             key += (argument.dtype, argument.get_device(), argument.data_ptr() & 15)
     return tuple(key)
@@ -95,12 +95,12 @@ def _watched() -> bool:
 
 def _plan(key: tuple, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
     """Launch by Triton's own path and keep the compiled kernel."""
-    if _instead is not None:
-        _instead(kernel, arguments, constants)
-        return
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
+    if _instead is not None and tensors[0].is_meta:
+        _instead(kernel, arguments, constants)
+        return
     devices = {t.device for t in tensors}
     if len(devices) > 1:
         raise ValueError(f"{kernel.fn.__name__}: all tensors must be on one device, got {devices}")

@@ -154,7 +154,7 @@ def _on_meta(arguments: Iterable[Any]) -> bool:
 
 @contextmanager
 def recording(arch: int) -> Iterator[dict[Code, None]]:
-    """Inside, ops on meta tensors launch nothing: their kernels are listed, in order, each once.
+    """Inside, the kernels of ops on meta tensors are listed, in order, each once.
 
     arch: the compute capability, as one number, that tiles are chosen for.
     """

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import Recipe
@@ -109,6 +108,8 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # makes the backend "fake" known
+
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -86,6 +86,20 @@ def test_a_profiler_gets_its_hooks_called(monkeypatch):
         assert found.asked == 2
 
 
+def test_only_launches_on_meta_tensors_are_replaced():
+    call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
+    replaced = []
+    with recording() as found, launcher.instead(lambda *launch: replaced.append(launch), 90):
+        for device in ("cpu", "meta"):
+            x = torch.empty(16, 64, device=device)
+            launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+    assert len(found.calls) == 1
+    ((kernel, (tensor, *_), constants),) = replaced
+    assert kernel is _kernel
+    assert tensor.is_meta
+    assert constants == call
+
+
 def test_tensors_on_two_devices_are_refused():
     x, there = torch.empty(16, 64), torch.empty(16, 64, device="meta")
     with recording(), pytest.raises(ValueError, match="_kernel: all tensors must be on one device"):
