@@ -94,12 +94,21 @@ def codes_of_recipe(recipe: Recipe, world_size: int, arch: int) -> list[Code]:
 
     torch.distributed must not be initialised; it is while this runs. See `warm_up_recipe`.
     """
+    grid = make_grid(recipe, world_size)
+    stages = grid.ranks("pp")[0]
+    # Tensor-parallel ranks differ in the loss alone: in how much of their part of the vocabulary is padding.
+    last = next(ranks for ranks in grid.ranks("tp") if stages[-1] in ranks)
     found: dict[Code, None] = {}
-    for rank in make_grid(recipe, world_size).ranks("pp")[0]:
-        with _pretended(rank, world_size), recording(arch) as codes, _HostReads(_count(recipe)):
-            _run_once(recipe, world_size)
-        found |= codes
+    for rank in dict.fromkeys((*stages, *last)):
+        found |= codes_of_rank(recipe, rank, world_size, arch)
     return list(found)
+
+
+def codes_of_rank(recipe: Recipe, rank: int, world_size: int, arch: int) -> dict[Code, None]:
+    """List the kernels of one rank, as the keys of a dictionary; see `codes_of_recipe`."""
+    with _pretended(rank, world_size), recording(arch) as codes, _HostReads(_count(recipe)):
+        _run_once(recipe, world_size)
+    return codes
 
 
 @contextmanager

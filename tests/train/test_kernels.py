@@ -72,6 +72,18 @@ def test_experts(world_size, layout, dispatcher):
     assert names(model, world_size, **layout) >= ALWAYS | EXPERTS
 
 
+@pytest.mark.parametrize(
+    "layout", [{"tp": 2, "ep": 2, "etp": 1, "pp": 2}, {"tp": 4}, {"tp": 2, "cp": 2}], ids=str
+)
+def test_all_ranks_launch_what_is_listed(layout):
+    """Also those whose part of the vocabulary is mostly padding: 257 tokens in four parts of 128."""
+    layout = ParallelConfig(**layout)
+    model = replace(MODEL, moe=MOE, num_layers=2)
+    recipe = replace(Recipe(), model=model, parallel=layout, data=DataConfig(seq_len=64))
+    of_ranks = [kernels.codes_of_rank(recipe, rank, 4, 90) for rank in range(4)]
+    assert set().union(*of_ranks) == set(kernels.codes_of_recipe(recipe, 4, 90))
+
+
 def test_batches_of_any_length_launch_what_is_listed():
     meta = {"device": "meta", "dtype": torch.bfloat16}
     model = GPT(replace(MODEL, num_layers=1, moe=MOE, max_seq_len=6000), Placement(**meta))
