@@ -8,6 +8,7 @@ down, see `fastmp.ops.warm`; those of other numbers of tokens are the same.
 from __future__ import annotations
 
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,8 +69,8 @@ def warm_up_recipe(
 def warm_up_ranks(recipe: Recipe, runtime: Runtime) -> None:
     """Compile the kernels of `recipe` on every machine of a job, whose ranks all call this and wait.
 
-    A process of its own does it, on behalf of a machine's first rank. Where it fails it says so, and kernels
-    are compiled when they are first needed.
+    A process of its own does it, on behalf of a machine's first rank. Where it fails, training goes on, and
+    kernels are compiled when they are first needed.
     """
     if runtime.device.type != "cuda" or nothing_is_compiled():
         return
@@ -80,6 +81,12 @@ def warm_up_ranks(recipe: Recipe, runtime: Runtime) -> None:
         )
         child.start()
         child.join()
+        if child.exitcode:
+            print(
+                f"fastmp: rank {runtime.rank}: kernels were not compiled beforehand, for the reason above; "
+                "they are when they are first needed",
+                file=sys.stderr,
+            )
     if runtime.world_size > 1:
         dist.barrier()
 

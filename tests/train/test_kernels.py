@@ -115,6 +115,14 @@ def test_training_compiles_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert len(list(tmp_path.rglob("*.cubin"))) == len(kernels.codes_of_recipe(recipe, 1, 90))
 
 
+@pytest.mark.full
+def test_training_goes_on_without_what_cannot_be_listed(monkeypatch, capfd):
+    monkeypatch.setattr(kernels, "architecture", lambda: 90)
+    recipe = replace(Recipe(), model=replace(MODEL, max_seq_len=8), data=DataConfig(seq_len=64))
+    kernels.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
+    assert "kernels were not compiled beforehand, for the reason above" in capfd.readouterr().err
+
+
 def test_mistakes_on_the_command_line(tmp_path, capsys):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text("[model]\nvocab_size = 257\n")
