@@ -88,7 +88,7 @@ ELEMENTWISE = Facts(loads=1, stores=1)
 GATED = Facts(2, 1, exps=1, registers=128)  # one exponential, for the activation and its slope
 GATED_BACKWARD = Facts(3, 2, exps=1, registers=128)
 WARP = r"redux\.sync"  # a token is reduced within a warp
-HALF = r"[ls][dt]\.global\S*\.v2\.b32|[ls][dt]\.global\S*\.v4\.b16"
+HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
 SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
 ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 ADAMW = Facts(
