@@ -25,7 +25,7 @@ constexpr int kSumThreads = 128;
 template <class T>
 constexpr int kRows = 8 / sizeof(T);
 
-// The sum of `value` over the threads of the block, in a fixed order, in all threads of warp 0.
+// The sums of `value` over the threads of the block, in a fixed order; they are valid in warp 0.
 template <class C, int kCount>
 __device__ void sum_block(C (&value)[kCount]) {
   __shared__ C warps[kMaxThreads / kWarp][kCount];
@@ -38,6 +38,7 @@ __device__ void sum_block(C (&value)[kCount]) {
     if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp][i] = value[i];
   }
   __syncthreads();
+  if (threadIdx.x >= kWarp) return;
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     value[i] = warps[0][i];
@@ -62,7 +63,7 @@ template <class T, int kWidth>
 struct Share {
   using C = Compute<T>;
   using V = Vector<T, kWidth>;
-  int64_t size, begin, count;  // of the columns from `begin` on `count` exist, a multiple of kWidth, as num_cols is
+  int64_t size, begin, count;  // `count` of the columns from `begin` on exist, a multiple of kWidth as num_cols is
   V *grad, *total;
   C *weight, *dweight, *dbias;
 
