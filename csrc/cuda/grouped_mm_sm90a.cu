@@ -1,7 +1,8 @@
-// grouped_mm and its weight gradient in CUDA C++, for sm_90a and bf16: CUTLASS multiplies, small kernels tell it on the
-// device which rows are whose, so that no host waits.
+// grouped_mm and its weight gradient in CUDA C++, for sm_90a: CUTLASS multiplies, small kernels tell it on the device
+// which rows are whose, so that no host waits.
 //
-// The semantics are those of the references in fastmp/ops/grouped_mm.py. Rows and columns are multiples of 16 bytes.
+// It takes bf16 with sizes that are multiples of 8. For everything else there is a kernel that is as right, and slow.
+// The semantics are those of the references in fastmp/ops/grouped_mm.py.
 #ifdef __NVCC__  // tests/cuda_on_cpu has its own
 #include "product_sm90a.cuh"
 #endif
@@ -18,27 +19,58 @@ constexpr int kThreads = 256;
 constexpr int64_t kBlocks = 132;  // that fill with zeros
 using Element = __nv_bfloat16;
 
-// Rows of y (num_rows, vectors of 16 bytes) that belong to nobody.
+// d = a b, or d += a b, of every problem, one thread an element.
+template <class T, class Out>
 __global__ void __launch_bounds__(kThreads)
-    zero_rest_kernel(uint4* y, int64_t row_vectors, const int* offsets, int64_t num_experts, int64_t num_rows) {
+    product_kernel(const Problems problems, bool columns_a, bool columns_b, bool accumulate) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int expert = 0; expert < problems.count; ++expert) {
+    const Problems::Shape shape = problems.shapes[expert];
+    const int64_t stride_a = problems.stride_a[expert], stride_b = problems.stride_b[expert];
+    for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < static_cast<int64_t>(shape.m) * shape.n; i += step) {
+      const int64_t row = i / shape.n, column = i % shape.n;
+      const T* a = static_cast<const T*>(problems.a[expert]) + row * (columns_a ? 1 : stride_a);
+      const T* b = static_cast<const T*>(problems.b[expert]) + column * (columns_b ? stride_b : 1);
+      Compute<T> sum = 0;
+      for (int64_t k = 0; k < shape.k; ++k) {
+        sum += widen(a[k * (columns_a ? stride_a : 1)]) * widen(b[k * (columns_b ? 1 : stride_b)]);
+      }
+      Out* d = static_cast<Out*>(problems.d[expert]) + row * problems.stride_d[expert] + column;
+      *d = narrow<Out>(accumulate ? widen(*d) + sum : sum);
+    }
+  }
+}
+
+// Rows of y (num_rows, row_units) that belong to nobody.
+template <class Unit>
+__global__ void __launch_bounds__(kThreads)
+    zero_rest_kernel(Unit* y, int64_t row_units, const int* offsets, int64_t num_experts, int64_t num_rows) {
   __shared__ int64_t end;
   if (threadIdx.x == 0) end = span_of(offsets, num_experts - 1, num_rows).end;
   __syncthreads();
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = end * row_vectors + blockIdx.x * blockDim.x + threadIdx.x; i < num_rows * row_vectors; i += step) {
-    y[i] = uint4{0, 0, 0, 0};
+  for (int64_t i = end * row_units + blockIdx.x * blockDim.x + threadIdx.x; i < num_rows * row_units; i += step) {
+    y[i] = Unit{};
   }
 }
 
 // Sums of experts without rows; `num_blocks` blocks for each expert.
+template <class Unit>
 __global__ void __launch_bounds__(kThreads)
-    zero_empty_kernel(uint4* sums, int64_t expert_vectors, const int* offsets, int64_t num_blocks, int64_t num_rows) {
+    zero_empty_kernel(Unit* sums, int64_t expert_units, const int* offsets, int64_t num_blocks, int64_t num_rows) {
   const int64_t expert = blockIdx.x / num_blocks, step = num_blocks * blockDim.x;
   const Span span = span_of(offsets, expert, num_rows);
   if (span.start != span.end) return;
-  for (int64_t i = blockIdx.x % num_blocks * blockDim.x + threadIdx.x; i < expert_vectors; i += step) {
-    sums[expert * expert_vectors + i] = uint4{0, 0, 0, 0};
+  for (int64_t i = blockIdx.x % num_blocks * blockDim.x + threadIdx.x; i < expert_units; i += step) {
+    sums[expert * expert_units + i] = Unit{};
   }
+}
+
+// Calls body(TypeTag<Unit>{}, number of units) for pieces of `bytes` bytes: 16 at a time, or two.
+template <class Body>
+void in_units(int64_t bytes, const Body& body) {
+  bytes % kVectorBytes == 0 ? body(TypeTag<uint4>{}, bytes / kVectorBytes)
+                            : body(TypeTag<unsigned short>{}, bytes / static_cast<int64_t>(sizeof(short)));
 }
 
 int64_t itemsize(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
@@ -56,12 +88,9 @@ Rows aligned_rows(const Tensor& tensor) {
   return Rows(copy);
 }
 
-void check_operand(const char* op, const char* name, const Tensor& tensor, int64_t dims) {
-  FASTMP_CHECK(tensor.dim() == dims && tensor.scalar_type() == ScalarType::BFloat16, op, ": ", name, " must have ", dims,
-               " dimensions and be bfloat16, got ", described(tensor));
-  const int64_t columns = tensor.size(dims - 1);
-  FASTMP_CHECK(columns % kLanes<Element> == 0, op, ": ", name, " has ", columns, " columns, which is no multiple of ",
-               kLanes<Element>);
+// Whether CUTLASS can do it.
+bool suits_tma(const Tensor& x, int64_t n, int64_t k) {
+  return x.scalar_type() == ScalarType::BFloat16 && n % kLanes<Element> == 0 && k % kLanes<Element> == 0;
 }
 
 void check_offsets(const char* op, const Tensor& offsets, int64_t num_experts) {
@@ -91,17 +120,25 @@ struct ProblemMemory {
   static int64_t size(int64_t count) { return ceil_div(count * 16, 128) * 128; }
 };
 
-// d = a b for each expert.
-template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
-void multiply_experts(const char* op, const Tensor& offsets, int64_t num_rows, const Operand& a, const Operand& b,
-                      const Operand& d, int64_t n, int64_t k, bool sum_rows) {
+// d = a b for each expert; or d += a b, where d is in the type that is computed in.
+template <bool kColumnsA, bool kColumnsB, bool kAccumulate>
+void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& offsets, int64_t num_rows,
+                      const Operand& a, const Operand& b, const Operand& d, int64_t n, int64_t k, bool sum_rows) {
   FASTMP_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9, op, ": this kernel is for devices of sm_90");
   const int64_t num_experts = offsets.numel();
   const ProblemMemory made(num_experts, offsets);
   const cudaStream_t stream = current_stream(offsets);
   launch({ceil_div(num_experts, kThreads), kThreads}, stream, make_problems_kernel, made.problems, data<int>(offsets),
          num_rows, a, b, d, static_cast<int>(n), static_cast<int>(k), sum_rows);
-  multiply<kColumnsA, kColumnsB, Out, kAccumulate>(op, made.problems, offsets, stream);
+  if (tma) {
+    using Out = std::conditional_t<kAccumulate, float, Element>;
+    return multiply<kColumnsA, kColumnsB, Out, kAccumulate>(op, made.problems, offsets, stream);
+  }
+  dispatch_device(dtype, op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Out = std::conditional_t<kAccumulate, Compute<T>, T>;
+    launch({kBlocks, kThreads}, stream, product_kernel<T, Out>, made.problems, kColumnsA, kColumnsB, kAccumulate);
+  });
 }
 
 Operand operand(const Rows& rows) {
@@ -113,40 +150,45 @@ Operand operand_of_experts(const Tensor& each) {
 
 Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets_any, bool transposed) {
   constexpr const char* kOp = "grouped_mm";
-  check_operand(kOp, "x", x, 2);
-  check_operand(kOp, "w", w, 3);
+  FASTMP_CHECK(x.dim() == 2 && w.dim() == 3 && x.size(1) == w.size(transposed ? 1 : 2) &&
+                   x.scalar_type() == w.scalar_type(),
+               kOp, ": x is ", described(x), ", which does not fit w, ", described(w));
   check_offsets(kOp, offsets_any, w.size(0));
-  const int64_t n = w.size(transposed ? 2 : 1), k = w.size(transposed ? 1 : 2);
-  FASTMP_CHECK(x.size(1) == k && n % kLanes<Element> == 0, kOp, ": x is ", described(x), " but w is ", described(w),
-               ", of which both sizes must be multiples of ", kLanes<Element>);
+  const int64_t n = w.size(transposed ? 2 : 1), k = x.size(1);
   const DeviceGuard guard(x);
   Tensor y = fastmp::empty({x.size(0), n}, x.scalar_type(), x);
   if (y.numel() == 0) return y;
   if (w.size(0) == 0 || k == 0) return torch::stable::zero_(y);
   const Tensor offsets = torch::stable::contiguous(offsets_any);
-  const Tensor weights = aligned_rows(torch::stable::contiguous(w)).tensor;
-  const Rows rows = aligned_rows(x), out(y);
-  const Operand a = operand(rows), b = operand_of_experts(weights), d = operand(out);
-  transposed ? multiply_experts<false, false, Element, false>(kOp, offsets, rows.num_rows, a, b, d, n, k, false)
-             : multiply_experts<false, true, Element, false>(kOp, offsets, rows.num_rows, a, b, d, n, k, false);
-  launch({kBlocks, kThreads}, current_stream(x), zero_rest_kernel, mutable_data<uint4>(y), n / kLanes<Element>,
-         data<int>(offsets), w.size(0), rows.num_rows);
+  const bool tma = suits_tma(x, n, k);
+  const Tensor whole = torch::stable::contiguous(w), weights = tma ? aligned_rows(whole).tensor : whole;
+  const Rows rows = tma ? aligned_rows(x) : Rows(x), out(y);
+  const auto multiply_by = [&](auto columns) {
+    multiply_experts<false, columns, false>(kOp, tma, x.scalar_type(), offsets, rows.num_rows, operand(rows),
+                                            operand_of_experts(weights), operand(out), n, k, false);
+  };
+  transposed ? multiply_by(std::false_type{}) : multiply_by(std::true_type{});
+  in_units(n * itemsize(y), [&](auto tag, int64_t units) {
+    using Unit = typename decltype(tag)::type;
+    launch({kBlocks, kThreads}, current_stream(x), zero_rest_kernel<Unit>, mutable_data<Unit>(y), units,
+           data<int>(offsets), w.size(0), rows.num_rows);
+  });
   return y;
 }
 
-// The shapes of grad (M, N), x (M, K) and offsets, and the place of the result (experts, N, K).
+// grad (M, N), x (M, K) and offsets fit together.
 void check_wgrad(const char* op, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
-  check_operand(op, "grad", grad, 2);
-  check_operand(op, "x", x, 2);
   check_offsets(op, offsets, offsets.numel());
-  FASTMP_CHECK(grad.size(0) == x.size(0), op, ": grad is ", described(grad), " but x is ", described(x));
+  FASTMP_CHECK(grad.dim() == 2 && x.dim() == 2 && grad.size(0) == x.size(0) && grad.scalar_type() == x.scalar_type(), op,
+               ": grad is ", described(grad), ", which does not fit x, ", described(x));
 }
 
-template <class Out, bool kAccumulate>
-void add_wgrad(const char* op, const Tensor& total, const Tensor& grad, const Tensor& x, const Tensor& offsets) {
-  const Rows left = aligned_rows(grad), right = aligned_rows(x);
-  multiply_experts<true, false, Out, kAccumulate>(op, offsets, left.num_rows, operand(left), operand(right),
-                                                  operand_of_experts(total), grad.size(1), x.size(1), true);
+template <bool kAccumulate>
+void add_wgrad(const char* op, bool tma, const Tensor& total, const Tensor& grad, const Tensor& x,
+               const Tensor& offsets) {
+  const Rows left = tma ? aligned_rows(grad) : Rows(grad), right = tma ? aligned_rows(x) : Rows(x);
+  multiply_experts<true, false, kAccumulate>(op, tma, x.scalar_type(), offsets, left.num_rows, operand(left),
+                                             operand(right), operand_of_experts(total), grad.size(1), x.size(1), true);
 }
 
 Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
@@ -157,9 +199,12 @@ Tensor wgrad(const Tensor& grad, const Tensor& x, const Tensor& offsets_any) {
   Tensor sums = fastmp::empty({num_experts, grad.size(1), x.size(1)}, x.scalar_type(), x);
   if (sums.numel() == 0 || num_rows == 0) return torch::stable::zero_(sums);
   const Tensor offsets = torch::stable::contiguous(offsets_any);
-  add_wgrad<Element, false>(kOp, sums, grad, x, offsets);
-  launch({kBlocks * num_experts, kThreads}, current_stream(x), zero_empty_kernel, mutable_data<uint4>(sums),
-         grad.size(1) * x.size(1) / kLanes<Element>, data<int>(offsets), kBlocks, num_rows);
+  add_wgrad<false>(kOp, suits_tma(x, grad.size(1), x.size(1)), sums, grad, x, offsets);
+  in_units(grad.size(1) * x.size(1) * itemsize(x), [&](auto tag, int64_t units) {
+    using Unit = typename decltype(tag)::type;
+    launch({kBlocks * num_experts, kThreads}, current_stream(x), zero_empty_kernel<Unit>, mutable_data<Unit>(sums),
+           units, data<int>(offsets), kBlocks, num_rows);
+  });
   return sums;
 }
 
@@ -168,12 +213,14 @@ void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Te
   check_wgrad(kOp, grad, x, offsets_any);
   const bool fits = total.dim() == 3 && total.size(0) == offsets_any.numel() && total.size(1) == grad.size(1) &&
                     total.size(2) == x.size(1);
-  FASTMP_CHECK(fits && total.scalar_type() == ScalarType::Float && total.is_contiguous() && is_aligned(total), kOp,
-               ": total must be contiguous float32, one (", grad.size(1), ", ", x.size(1), ") for each of ",
-               offsets_any.numel(), " experts, got ", described(total));
+  const ScalarType dtype = compute_dtype(x.scalar_type());
+  FASTMP_CHECK(fits && total.scalar_type() == dtype && total.is_contiguous(), kOp, ": total must be contiguous ",
+               dtype_name(dtype), ", one (", grad.size(1), ", ", x.size(1), ") for each of ", offsets_any.numel(),
+               " experts, got ", described(total));
   if (total.numel() == 0 || x.size(0) == 0) return;
   const DeviceGuard guard(x);
-  add_wgrad<float, true>(kOp, total, grad, x, torch::stable::contiguous(offsets_any));
+  const bool tma = suits_tma(x, grad.size(1), x.size(1)) && is_aligned(total);
+  add_wgrad<true>(kOp, tma, total, grad, x, torch::stable::contiguous(offsets_any));
 }
 
 }  // namespace

@@ -78,8 +78,9 @@ KERNELS = {
 PRODUCTS = {
     "GemmUniversal": (4, 1, 384),
     "make_problems_kernel": (1, 1, 256),
-    "zero_rest_kernel": (1, 1, 256),
-    "zero_empty_kernel": (1, 1, 256),
+    "zero_rest_kernel": (2, 1, 256),
+    "zero_empty_kernel": (2, 1, 256),
+    "14product_kernel": (6, 1, 256),
 }
 
 

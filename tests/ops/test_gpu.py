@@ -19,14 +19,23 @@ def test_op_on_gpu(op, backend):
         assert result.ok, f"{result}"
 
 
+# with sums over rows
+ARGUMENTS = {
+    "bias_gelu_backward": lambda x, grad: (grad, x, x[0], "tanh"),
+    "rms_norm_backward": lambda x, grad: (grad, None, x, x[0], x.square().mean(1).rsqrt()[None]),
+}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ("triton", "cuda"))
-def test_bias_gradient_is_deterministic_on_gpu(backend):
-    run = OPS["bias_gelu_backward"].implementations.get(backend)
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_sums_over_rows_are_deterministic_on_gpu(op, backend):
+    run = OPS[op].implementations.get(backend)
     if run is None:
-        pytest.skip(f"bias_gelu_backward has no {backend} implementation here")
+        pytest.skip(f"{op} has no {backend} implementation here")
     generator = torch.Generator("cuda").manual_seed(0)
-    x, grad = (torch.randn(4096, 3072, device="cuda", generator=generator) for _ in range(2))
-    first = run(grad, x, x[0], "tanh")
+    x, grad = (torch.randn(1024, 12288, device="cuda", generator=generator) for _ in range(2))
+    arguments = ARGUMENTS[op](x, grad)
+    first = run(*arguments)
     for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(grad, x, x[0], "tanh"), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, run(*arguments), strict=True))
