@@ -264,23 +264,36 @@ FASTMP_INLINE void store_pair(T* p, Pair<lanes_of<T>> v) {
   }
 }
 
+// Copies fewer elements than a vector has, in at most one piece of each power of two: no call of memcpy.
+template <typename T>
+FASTMP_INLINE void copy_part(T* to, const T* from, int64_t count) {
+#pragma GCC unroll 8
+  for (int64_t piece = num_lanes<lanes_of<T>> / 2; piece > 0; piece /= 2) {
+    if (!(count & piece)) continue;
+    std::memcpy(to, from, piece * sizeof(T));
+    to += piece;
+    from += piece;
+  }
+}
+
 // The first `count` lanes only (0 < count <= lanes); a load fills the rest with `fill`, which must be exact in T.
 template <typename T>
 FASTMP_INLINE lanes_of<T> load(const T* p, int64_t count, scalar_of<T> fill) {
   using V = lanes_of<T>;
   if (count >= num_lanes<V>) return load(p);
   T buffer[num_lanes<V>] = {};
-  std::memcpy(buffer, p, count * sizeof(T));
-  V v = load(buffer);
-  for (int i = 0; i < num_lanes<V>; ++i) v[i] = i < count ? v[i] : fill;
-  return v;
+  copy_part(buffer, p, count);
+  using Lane = decltype(V{} < V{});
+  Lane lane{};
+  for (int i = 0; i < num_lanes<V>; ++i) lane[i] = i;
+  return select(lane < static_cast<std::remove_reference_t<decltype(lane[0])>>(count), load(buffer), broadcast<V>(fill));
 }
 template <typename T>
 FASTMP_INLINE void store(T* p, lanes_of<T> v, int64_t count) {
   if (count >= num_lanes<lanes_of<T>>) return store(p, v);
   T buffer[num_lanes<lanes_of<T>>];
   store(buffer, v);
-  std::memcpy(p, buffer, count * sizeof(T));
+  copy_part(p, buffer, count);
 }
 
 // Calls step(col, count) for the vectors of a row; `count` is all lanes, a constant, but for the last. Write the
