@@ -1,0 +1,149 @@
+"""What a call costs the host, beside torch's own: `python -m benchmarks.host_time [--out FILE]`.
+
+Every workload runs at its smallest shape on one thread, where all of its time is that of the host: Python,
+checks, the dispatcher, autograd. Ours and torch eager's same function are called in turn; the least CPU time
+of each counts. Where torch needs several ops, they count together. A layer's time is the difference between
+models of three layers and of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.cases import EAGER, OURS, TORCH, Workload
+from benchmarks.measure import environment, in_turn
+from fastmp.config import GPTConfig, MoEConfig
+from fastmp.nn.models import GPT
+
+MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own
+LAYERS = {"dense": 1.7, "moe": 2.0}  # ms of a layer, forward and backward
+FAMILIES = (
+    "activation", "adamw", "cross_entropy", "dropout", "gated", "grouped_mm", "linear_cross_entropy", "norm",
+    "permute", "rope", "router", "softmax",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """CPU time of one call of ours and of theirs, in microseconds, and what is wanted.
+
+    `most` bounds ours over theirs; where there are no others, as for a layer, it bounds ours in milliseconds.
+    """
+
+    name: str
+    direction: str
+    ours_us: float
+    theirs_us: float | None
+    most: float
+
+    @property
+    def value(self) -> float:
+        return self.ours_us / 1e3 if self.theirs_us is None else self.ours_us / self.theirs_us
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.most
+
+    def line(self) -> str:
+        start = f"{'ok  ' if self.ok else 'FAIL'} {self.name:<44} {self.direction:<8}{self.ours_us:9.1f} us"
+        if self.theirs_us is None:
+            return f"{start}{'':21}{self.value:6.2f} ms (goal {self.most} ms)"
+        return f"{start}  torch {self.theirs_us:9.1f} us  {self.value:5.2f}x (goal {self.most}x)"
+
+
+def least_us(calls: dict[str, Callable[[], Any]], number: int, rounds: int) -> dict[str, float]:
+    """The least CPU time of one call of each, in microseconds; `number` calls are timed together."""
+
+    def timed(call: Callable[[], Any]) -> Callable[[], float]:
+        def once() -> float:
+            start = time.process_time_ns()
+            for _ in range(number):
+                call()
+            return (time.process_time_ns() - start) / number / 1e3
+
+        return once
+
+    for call in calls.values():
+        for _ in range(5):
+            call()
+    times = in_turn({name: timed(call) for name, call in calls.items()}, rounds)
+    return {name: min(each) for name, each in times.items()}
+
+
+def of_workload(work: Workload, number: int, rounds: int) -> Iterator[HostTime]:
+    """Times of a workload's directions, of each form of ours."""
+    assert work.tiny is not None
+    case = work.case(work.tiny, torch.float32, "cpu")
+    theirs = EAGER if EAGER in case.rivals else TORCH
+    for direction in work.directions:
+        ours = [name for name in case.rivals if name.startswith(OURS)]
+        calls = {name: getattr(case, direction)(name) for name in [*ours, theirs]}
+        found = least_us(calls, number, rounds)
+        for name in ours:
+            label = case.name + name.removeprefix(OURS)
+            yield HostTime(label, direction, found[name], found[theirs], MOST.get(direction, MOST["both"]))
+
+
+def of_layer(kind: str, number: int, rounds: int) -> HostTime:
+    """Forward and backward of one layer of a small GPT."""
+    moe = MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=32) if kind == "moe" else None
+    tokens = torch.randint(0, 64, (1, 8))
+
+    def step(num_layers: int) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = GPT(
+            GPTConfig(
+                num_layers=num_layers, hidden_size=32, num_heads=4, vocab_size=64, max_seq_len=16,
+                activation="swiglu", norm="rmsnorm", position="rope", linear_bias=False,
+                tie_embeddings=False, moe=moe,
+            )
+        )  # fmt: skip
+
+        def call() -> None:
+            out = model.loss(tokens, tokens)
+            (out.sum() if moe is None else out.tokens.sum() + out.aux).backward()
+
+        return call
+
+    found = least_us({"three": step(3), "one": step(1)}, max(1, number // 10), rounds)
+    return HostTime(f"{kind} layer", "both", (found["three"] - found["one"]) / 2, None, LAYERS[kind])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--number", type=int, default=200, help="calls that are timed together")
+    parser.add_argument("--only", default="", metavar="NAME", help="workloads and layers with NAME in theirs")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    found = []
+    for family in FAMILIES:
+        for work in importlib.import_module(f"benchmarks.bench_{family}").WORKLOADS:
+            if options.only in work.name:
+                for each in of_workload(work, options.number, options.rounds):
+                    print(each.line(), flush=True)
+                    found.append(each)
+    for kind in LAYERS:
+        if options.only in f"{kind} layer":
+            found.append(of_layer(kind, options.number, options.rounds))
+            print(found[-1].line(), flush=True)
+    if options.out:
+        entries = [{**asdict(each), "value": round(each.value, 3), "ok": each.ok} for each in found]
+        result = {**environment("cpu"), "number": options.number, "rounds": options.rounds, "calls": entries}
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    return 0 if all(each.ok for each in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
