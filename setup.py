@@ -1,13 +1,14 @@
 """Build of the compiled parts: decides what can be built here, then drives CMakeLists.txt with Ninja.
 
-FASTMP_CPP (`_C_cpu` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools are), 0 (do not)
-or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and where torch is built without
-CUDA. FASTMP_ISA=native compiles `_C_cpu` for the oldest instruction set and this machine's best, instead of
-for all. TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build
-against, FASTMP_CUTLASS_DIR the headers of CUTLASS 4.2 (default: those of the package nvidia-cutlass; without
-them the products for sm_90a are left out), CXX and CUDACXX the compilers, MAX_JOBS limits parallel
-compilation. FASTMP_SANITIZE=1 builds with sanitizers (`make sanitize`). What was built, or why not, is
-written to fastmp/_build.json. No GPU is looked for.
+FASTMP_CPP (`_C_cpu`, `_C_autograd` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools
+are), 0 (do not) or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and where torch is
+built without CUDA. `_C_autograd` serves the version of torch that it is built against. FASTMP_ISA=native
+compiles `_C_cpu` for the oldest instruction set and this machine's best, instead of for all.
+TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build against,
+FASTMP_CUTLASS_DIR the headers of CUTLASS 4.2 (default: those of the package nvidia-cutlass; without them the
+products for sm_90a are left out), CXX and CUDACXX the compilers, MAX_JOBS limits parallel compilation.
+FASTMP_SANITIZE=1 builds with sanitizers (`make sanitize`). What was built, or why not, is written to
+fastmp/_build.json. No GPU is looked for.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 MINIMUM_TORCH = (2, 10)
 DEFAULT_ARCHS = "8.0;9.0;10.0+PTX"
-LIBRARIES = {"cpp": "_C_cpu", "cuda": "_C_cuda", "host": "_host"}
+LIBRARIES = {"cpp": "_C_cpu", "autograd": "_C_autograd", "cuda": "_C_cuda", "host": "_host"}
 
 
 class BuildError(SystemExit):
@@ -248,7 +249,7 @@ def make_plan() -> Plan:
         if asked == "1" and missing:
             raise BuildError(f"{name}=1, but {missing}")
 
-    missing_by_part = {"cpp": no_cpp, "cuda": no_cuda, "host": no_host}
+    missing_by_part = {"cpp": no_cpp, "autograd": no_cpp, "cuda": no_cuda, "host": no_host}
     plan = Plan({part: missing or "built" for part, missing in missing_by_part.items()}, torch_version)
     plan.cmake = cmake or ""
     plan.definitions = {
@@ -257,6 +258,7 @@ def make_plan() -> Plan:
         "FASTMP_ISAS": ";".join(instruction_sets()),
         "FASTMP_TORCH_DIR": str(torch_dir or ""),
         "FASTMP_BUILD_CPU": "OFF" if no_cpp else "ON",
+        "FASTMP_BUILD_AUTOGRAD": "OFF" if no_cpp else "ON",
         "FASTMP_BUILD_CUDA": "OFF" if no_cuda else "ON",
         "FASTMP_BUILD_HOST": "OFF" if no_host else "ON",
         "FASTMP_SANITIZE": "ON" if setting("FASTMP_SANITIZE") == "1" else "OFF",

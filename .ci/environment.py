@@ -141,7 +141,12 @@ class Environment:
         if not built:
             raise SystemExit(f"{printed}environment: the build failed")
         record = json.loads((ROOT / "fastmp" / "_build.json").read_text())
-        for part, library in (("cpp", "_C_cpu"), ("cuda", "_C_cuda"), ("host", "_host")):
+        for part, library in (
+            ("cpp", "_C_cpu"),
+            ("autograd", "_C_autograd"),
+            ("cuda", "_C_cuda"),
+            ("host", "_host"),
+        ):
             if record[part] != "built":
                 say(f"no {library}: {record[part]}")
 
@@ -177,7 +182,7 @@ def build_digest(environment: Path, torch_version: str) -> str:
 def outputs_present() -> bool:
     record = ROOT / "fastmp" / "_build.json"
     built = json.loads(record.read_text()) if record.exists() else {}
-    patterns = {"cpp": "_C_cpu.so", "cuda": "_C_cuda.so", "host": "_host.*.so"}
+    patterns = {"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so", "host": "_host.*.so"}
     needed = [pattern for part, pattern in patterns.items() if built.get(part) == "built"]
     return bool(built) and all(any(record.parent.glob(pattern)) for pattern in needed)
 

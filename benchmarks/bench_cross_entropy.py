@@ -172,7 +172,9 @@ GOALS = (
     CpuGoal("at_once", "float32", "both", AT_ONCE, 12.0, 12.0),
     CpuGoal("at_once", "bfloat16", "both", AT_ONCE, 8.0, 8.0),
 )
-SHAPES = {f"cross_entropy_{name}": _LOGITS for name in ("stats", "merge", "grad", "grad_", "loss_grad_")}
+SHAPES = {
+    f"cross_entropy{name}": _LOGITS for name in ("", "_stats", "_merge", "_grad", "_grad_", "_loss_grad_")
+}
 
 
 def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
@@ -185,6 +187,8 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
         stats = torch.randn(8, tokens, 3, device=device, generator=generator, dtype=per_token).abs() + 1
         return stats, target, None, vocab, -100, 0.0, 0.0
     logits = torch.randn(shape, device=device, generator=generator).to(dtype)
+    if op == "cross_entropy":
+        return logits, target, None, None, 0, vocab, -100, 0.0, 0.0, False
     if op == "cross_entropy_stats":
         return logits, target, 0, vocab, False
     if op == "cross_entropy_loss_grad_":

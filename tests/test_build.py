@@ -118,7 +118,7 @@ def test_wheel_has_the_libraries_this_machine_can_build(installed, build):
     assert record == build.make_plan().record()
     (package,) = installed.parent.parent.glob("lib/python*/site-packages/fastmp")
     host = "_host" + sysconfig.get_config_var("EXT_SUFFIX")
-    files = {"cpp": "_C_cpu.so", "cuda": "_C_cuda.so", "host": host}
+    files = {"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so", "host": host}
     expected = sorted(name for part, name in files.items() if record[part] == "built")
     assert sorted(path.name for path in package.glob("*.so")) == expected
 
@@ -138,7 +138,7 @@ def test_compiled_libraries_load(installed, tmp_path):
 def test_doctor_of_the_wheel(installed, tmp_path):
     report = succeed(installed.with_name("fastmp"), "doctor", cwd=tmp_path)
     record = record_of(installed)
-    for part in ("cpp", "cuda", "host"):
+    for part in ("cpp", "autograd", "cuda", "host"):
         assert f"{part}: {record[part]}" in report
     for arch in record["archs"]:
         assert arch in report

@@ -273,7 +273,7 @@ Tensor per_token(const char* op, const char* name, const Tensor& tensor, int64_t
   FASTMP_CHECK(tensor.dim() == 1 && tensor.size(0) == tokens && tensor.scalar_type() == dtype, op, ": ", name,
                " must be ", dtype_name(dtype), " (", tokens, "), got ", dtype_name(tensor.scalar_type()), " with ",
                tensor.numel(), " elements");
-  return torch::stable::contiguous(tensor);
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
 Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t vocab_size, bool with_sum) {
@@ -349,6 +349,45 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
     });
   };
   dtype == ScalarType::Double ? run(0.0) : run(0.0f);
+  return {loss, lse};
+}
+
+// The loss and log-sum-exp of rows that hold a whole vocabulary, or of the statistics of all shards.
+std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, std::optional<Tensor> stats,
+                                         std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
+                                         int64_t ignore_index, double label_smoothing, double z_loss, bool) {
+  constexpr const char* op = "cross_entropy";
+  FASTMP_CHECK(vocab_start >= 0 && vocab_size > 0 && label_smoothing >= 0 && label_smoothing <= 1 && z_loss >= 0, op,
+               ": vocab_start ", vocab_start, ", vocab_size ", vocab_size, ", label_smoothing ", label_smoothing,
+               " or z_loss ", z_loss, " is none");
+  if (stats) return cross_entropy_merge(*stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss);
+  const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
+  const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
+  const bool with_sum = label_smoothing > 0;
+  const int64_t tokens = logits.size(0);
+  const ScalarType dtype = compute_dtype(logits.scalar_type());
+  target = per_token(op, "target", target, tokens, ScalarType::Long);
+  if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
+  Tensor loss = empty({tokens}, dtype, logits), lse = empty({tokens}, dtype, logits);
+  dispatch_float(logits.scalar_type(), op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = Accumulator<T>;
+    const auto stats_of = FASTMP_BEST(stats<T, A>);
+    const T* x = logits.const_data_ptr<T>();
+    const int64_t* ids = target.const_data_ptr<int64_t>();
+    const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
+    A* losses = loss.mutable_data_ptr<A>();
+    A* sums = lse.mutable_data_ptr<A>();
+    parallel_for(0, tokens, grain_of(shard.real), [&](int64_t begin, int64_t end) {
+      A own[4 * kMostRows];
+      for (int64_t first = begin; first < end; first += kMostRows) {
+        const int64_t rows = std::min(kMostRows, end - first);
+        const A* weights = weight == nullptr ? nullptr : weight + first;
+        stats_of(x + first * shard.row_stride, ids + first, own, shard, with_sum, nullptr, 0, rows);
+        merge_tokens(own, 1, rows, with_sum, ids + first, weights, options, losses + first, sums + first, 0, rows);
+      }
+    });
+  });
   return {loss, lse};
 }
 
@@ -441,6 +480,7 @@ Tensor cross_entropy_loss_grad_(Tensor& logits, Tensor target, Tensor loss_grad,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
+  FASTMP_IMPL(m, "cross_entropy", cross_entropy);
   FASTMP_IMPL(m, "cross_entropy_stats", cross_entropy_stats);
   FASTMP_IMPL(m, "cross_entropy_merge", cross_entropy_merge);
   FASTMP_IMPL(m, "cross_entropy_grad", cross_entropy_grad);

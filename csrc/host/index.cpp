@@ -78,8 +78,7 @@ py::array_t<int64_t> sample_starts(uint64_t seed, int64_t first, int64_t count, 
 
 }  // namespace
 
-PYBIND11_MODULE(_host, m) {
-  m.doc() = "Host-side C++ of fastmp: the order of training samples.";
+void add_samples(py::module_& m) {
   m.def("sample_starts", &sample_starts, py::arg("seed"), py::arg("first"), py::arg("count"), py::arg("num_tokens"),
         py::arg("seq_len"), "First tokens of samples first .. first + count - 1, int64.");
 }

@@ -168,7 +168,7 @@ def launch_backward(grad: Tensor, x: Tensor, bias: Tensor | None, approximate: s
 
 
 _FLOPS_PER_ELEMENT = {"tanh": (9, 18), "none": (16, 24)}  # forward, backward
-_bias_gelu_backward = register(
+register(
     "bias_gelu_backward(Tensor grad, Tensor x, Tensor? bias, str approximate) -> (Tensor, Tensor)",
     reference=reference_backward,
     triton=launch_backward,
@@ -176,24 +176,12 @@ _bias_gelu_backward = register(
 )
 
 
-def _setup(ctx, inputs, output) -> None:
-    x, bias, ctx.approximate = inputs
-    ctx.save_for_backward(x, bias)
-
-
-@traced("fastmp.bias_gelu_backward")
-def _backward(ctx, grad: Tensor):
-    x, bias = ctx.saved_tensors
-    dx, dbias = _bias_gelu_backward(grad, x, bias, ctx.approximate)
-    return dx, (None if bias is None else dbias), None
-
-
 _bias_gelu = register(
     "bias_gelu(Tensor x, Tensor? bias, str approximate) -> Tensor",
     reference=reference,
     triton=launch,
     flops=lambda x, bias, approximate: math.prod(x.shape) * _FLOPS_PER_ELEMENT[approximate][0],
-    backward=(_setup, _backward),
+    derivative="bias_gelu_backward(grad, x, bias, approximate) -> x, bias",
 )
 
 

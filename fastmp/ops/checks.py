@@ -30,24 +30,33 @@ def floating(op: str, name: str, x: Tensor) -> None:
 
 def same_device(op: str, **tensors: Tensor | None) -> None:
     """Check that all tensors are on the device of the first one, which is not None."""
-    (name, first), *others = tensors.items()
-    for other, tensor in others:
-        if first is not None and tensor is not None and tensor.device != first.device:
-            raise ValueError(f"{op}: {name} is on {first.device} but {other} is on {tensor.device}")
+    device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if device is None:
+            first, device = name, tensor.device
+        elif tensor.device != device:
+            raise ValueError(f"{op}: {first} is on {device} but {name} is on {tensor.device}")
 
 
 def is_dtensor(x: Tensor) -> bool:
     """Whether `x` is a DTensor; asked so, torch.distributed.tensor need not be imported."""
-    return hasattr(x, "device_mesh")
+    return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
 def like(op: str, **tensors: Tensor | None) -> None:
     """Check that all tensors have dtype and device of the first one, which is not None."""
-    (name, first), *others = tensors.items()
-    for other, tensor in others:
-        if first is not None and tensor is not None and tensor.dtype != first.dtype:
-            raise ValueError(f"{op}: {name} is {first.dtype} but {other} is {tensor.dtype}")
-    same_device(op, **tensors)
+    dtype = device = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if dtype is None:
+            first, dtype, device = name, tensor.dtype, tensor.device
+        elif tensor.dtype != dtype:
+            raise ValueError(f"{op}: {first} is {dtype} but {name} is {tensor.dtype}")
+        elif tensor.device != device:
+            raise ValueError(f"{op}: {first} is on {device} but {name} is on {tensor.device}")
 
 
 def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors: Tensor | None) -> None:

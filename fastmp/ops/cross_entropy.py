@@ -19,16 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.host import HOST
 from fastmp.ops import checks
 from fastmp.ops.cross_entropy_triton import (
     launch_grad,
     launch_grad_into,
+    launch_loss,
     launch_loss_grad,
     launch_merge,
     launch_stats,
     real_columns,
 )
-from fastmp.ops.registry import Differentiable, can_read_values, compute_dtype, refuse_create_graph, register
+from fastmp.ops.registry import can_read_values, compute_dtype, refuse_create_graph, register
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -63,6 +65,14 @@ def _merge_reference(stats, target, token_weight, vocab_size, ignore_index, labe
     return loss.masked_fill(target == ignore_index, 0), lse
 
 
+def _reference(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
+    """Loss and lse; of a whole vocabulary where no stats are given."""
+    ignore_index, smoothing, z_loss, _ = options
+    if stats is None:
+        stats = _stats_reference(logits, target, vocab_start, vocab_size, smoothing > 0)[None]
+    return _merge_reference(stats, target, token_weight, vocab_size, ignore_index, smoothing, z_loss)
+
+
 def _grad_reference(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
     ignore_index, label_smoothing, z_loss = options
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
@@ -91,6 +101,25 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
 # Operations of each op: an exponential counts as one, and columns that are padding as none.
 
 
+def _flops(logits, target, stats, token_weight, vocab_start, vocab_size, *options) -> int:
+    if stats is not None:
+        return _merge_flops(stats)
+    width = 4 if options[1] > 0 else 3
+    columns = real_columns(logits.shape[1], vocab_start, vocab_size)
+    return logits.shape[0] * (columns * (width + 1) + width + 8)
+
+
+def _merge_flops(stats, *options) -> int:
+    return stats.shape[1] * (stats.shape[0] * (stats.shape[2] + 2) + 6)
+
+
+def _traffic(logits, target, stats, token_weight, *options) -> int:
+    """With stats the logits are not read."""
+    read = [logits if stats is None else stats, target, *([] if token_weight is None else [token_weight])]
+    written = 2 * logits.shape[0] * compute_dtype(logits.dtype).itemsize
+    return sum(tensor.numel() * tensor.element_size() for tensor in read) + written
+
+
 def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
     return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * 5
 
@@ -113,7 +142,7 @@ _merge = register(
     reference=_merge_reference,
     triton=launch_merge,
     fake=lambda stats, *options: (stats.new_empty(stats.shape[1]), stats.new_empty(stats.shape[1])),
-    flops=lambda stats, *options: stats.shape[1] * (stats.shape[0] * (stats.shape[2] + 2) + 6),
+    flops=_merge_flops,
 )
 _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
@@ -145,34 +174,24 @@ register(
 )
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    logits, target, _, token_weight, vocab_start, *options, in_place = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, target, output[1], token_weight)
-    ctx.options, ctx.in_place = (vocab_start, *options), in_place
-
-
-@traced("fastmp.cross_entropy_backward")
-def _backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    if grad_loss is None:
-        return (None,) * 10
-    logits, target, lse, token_weight = ctx.saved_tensors
-    if ctx.in_place:
-        refuse_create_graph("cross_entropy")
-        grad = logits.detach()
-        torch.ops.fastmp.cross_entropy_grad_(grad, target, lse, grad_loss, token_weight, *ctx.options)
-    else:
-        grad = _grad(logits, target, lse, grad_loss, token_weight, *ctx.options)
-    return (grad, *[None] * 9)
-
-
-def _merged(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
-    return _merge(stats, target, token_weight, vocab_size, *options[:3])
-
-
-# (loss, lse) of logits (N, V) whose statistics are known; keeps logits, target, lse and weight.
-_loss_from_stats = Differentiable("cross_entropy", _merged, _setup, _backward)
+_cross_entropy = register(
+    "cross_entropy(Tensor logits, Tensor target, Tensor? stats, Tensor? token_weight, int vocab_start,"
+    " int vocab_size, int ignore_index, float label_smoothing, float z_loss, bool grad_in_place)"
+    " -> (Tensor loss, Tensor lse)",
+    reference=_reference,
+    triton=launch_loss,
+    fake=lambda logits, *others: tuple(
+        logits.new_empty(logits.shape[0], dtype=compute_dtype(logits.dtype)) for _ in range(2)
+    ),
+    flops=_flops,
+    traffic=_traffic,
+    derivative={
+        "grad_in_place": "cross_entropy_grad_(logits, target, lse, grad_loss, token_weight, vocab_start,"
+        " vocab_size, ignore_index, label_smoothing, z_loss) -> ; logits -> logits",
+        "": "cross_entropy_grad(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size,"
+        " ignore_index, label_smoothing, z_loss) -> logits",
+    },
+)
 
 
 def _can_be_dirty(logits: Tensor) -> bool:
@@ -228,36 +247,58 @@ class _LossAndGrad(torch.autograd.Function):
 
 def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for ids outside the vocabulary where they may be looked at: eager CPU tensors."""
-    if not can_read_values(target):
-        return
-    wrong = target[((target < 0) | (target >= vocab_size)) & (target != ignore_index)]
-    if len(wrong):
-        outside = "{}: target {} is outside the vocabulary of {} ids and is not ignore_index {}"
-        checks.require(False, outside, op, wrong[0].item(), vocab_size, ignore_index)
+    if can_read_values(target):
+        _check_ids(op, target, vocab_size, ignore_index)
+
+
+def _check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    at = first_outside(target, vocab_size, ignore_index)
+    if at >= 0:
+        wrong = target.reshape(-1)[at].item()
+        raise ValueError(
+            f"{op}: target {wrong} is outside the vocabulary of {vocab_size} ids and is not ignore_index "
+            f"{ignore_index}"
+        )
+
+
+def first_outside(target: Tensor, size: int, ignored: int) -> int:
+    """Where the first id lies that is neither in [0, size) nor `ignored`, in a CPU tensor of int64, or -1."""
+    if HOST is not None and target.is_contiguous():
+        return HOST.first_outside(target.data_ptr(), target.numel(), size, ignored)
+    flat = target.reshape(-1)
+    wrong = (((flat < 0) | (flat >= size)) & (flat != ignored)).nonzero()
+    return int(wrong[0]) if len(wrong) else -1
 
 
 def check_options(op: str, target: Tensor, label_smoothing: float, z_loss: float, **per_token: Any) -> None:
     """Check what all losses of `target` take; of `per_token`, tensors alone."""
-    checks.require(target.dtype == torch.int64, "{}: target must be int64, got {}", op, target.dtype)
-    fraction = 0 <= label_smoothing <= 1
-    checks.require(fraction, "{}: label_smoothing must lie in [0, 1], got {}", op, label_smoothing)
-    checks.require(z_loss >= 0, "{}: z_loss must not be negative, got {}", op, z_loss)
+    if target.dtype != torch.int64:
+        raise ValueError(f"{op}: target must be int64, got {target.dtype}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{op}: label_smoothing must lie in [0, 1], got {label_smoothing}")
+    if z_loss < 0:
+        raise ValueError(f"{op}: z_loss must not be negative, got {z_loss}")
     for name, given in per_token.items():
         if isinstance(given, Tensor):
             fits, misfit = given.shape == target.shape, "{}: {} {} does not fit target {}"
             checks.require(fits, misfit, op, name, given.shape, target.shape)
             checks.same_device(op, target=target, **{name: given})
-            checks.require(not given.requires_grad, "{}: {} requires a gradient, but receives none", op, name)
+            free = not given.requires_grad
+            checks.require(free, "{}: {} requires a gradient, but receives none", op, name)
 
 
 def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **per_token) -> None:
-    op, require, shape = "cross_entropy", checks.require, logits.shape
-    floats = logits.is_floating_point() and logits.dim() > 0
-    require(floats, "{}: logits {} of {} are not floats", op, shape, logits.dtype)
-    checks.same_device(op, logits=logits, target=target)
-    require(target.shape == shape[:-1], "{}: target {} does not fit logits {}", op, target.shape, shape)
-    require(vocab_size > 0, "{}: vocab_size must be positive, got {} for logits {}", op, vocab_size, shape)
-    require(vocab_start >= 0, "{}: vocab_start must not be negative, got {}", op, vocab_start)
+    op, shape = "cross_entropy", logits.shape
+    if not (logits.is_floating_point() and shape):
+        raise ValueError(f"{op}: logits {tuple(shape)} of {logits.dtype} are not floats")
+    if target.device != logits.device:
+        raise ValueError(f"{op}: logits is on {logits.device} but target is on {target.device}")
+    fits = target.shape == shape[:-1]
+    checks.require(fits, "{}: target {} does not fit logits {}", op, target.shape, shape)
+    if vocab_size <= 0:
+        raise ValueError(f"{op}: vocab_size must be positive, got {vocab_size} for logits {tuple(shape)}")
+    if vocab_start < 0:
+        raise ValueError(f"{op}: vocab_start must not be negative, got {vocab_start}")
     check_options(op, target, label_smoothing, z_loss, **per_token)
 
 
@@ -303,8 +344,14 @@ def _check_apart(name: str, rows: Tensor) -> None:
 
 def _rows(logits: Tensor) -> Tensor:
     """(..., V) as (N, V), neighbouring columns next to each other: a view if strides allow, else one copy."""
-    rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+    rows = logits
+    if logits.dim() != 2:
+        rows = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def _flat(per_token: Tensor) -> Tensor:
+    return per_token if per_token.dim() == 1 else per_token.reshape(-1)
 
 
 @traced("fastmp.cross_entropy_from_stats")
@@ -337,7 +384,7 @@ def cross_entropy_from_stats(
         (...) the loss of the whole vocabulary, the same on every shard.
     """
     _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, token_weight=token_weight)
-    rows, targets = _rows(logits), target.reshape(-1)
+    rows, targets = _rows(logits), _flat(target)
     expected = (rows.shape[0], 4 if label_smoothing else 3)
     wanted, dtype = "stats must be {} (P, {}, {}) for logits {}, got {} {}", compute_dtype(logits.dtype)
     fits = stats.dim() == 3 and stats.shape[1:] == expected and stats.dtype == dtype
@@ -346,12 +393,34 @@ def cross_entropy_from_stats(
     if grad_in_place:
         _check_apart("grad_in_place", rows)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
-    weight = None if token_weight is None else token_weight.reshape(-1).to(stats.dtype)
-    loss, _ = _loss_from_stats(
-        rows, targets, stats.detach(), weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
-        grad_in_place,
+    loss = _loss(
+        rows, targets, stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
+        z_loss, grad_in_place,
     )  # fmt: skip
-    return loss.reshape(target.shape)
+    return loss if target.dim() == 1 else loss.reshape(target.shape)
+
+
+def _loss(
+    rows,
+    targets,
+    stats,
+    token_weight,
+    vocab_start,
+    vocab_size,
+    ignore_index,
+    label_smoothing,
+    z_loss,
+    in_place,
+) -> Tensor:
+    if token_weight is not None:
+        token_weight = _flat(token_weight).to(compute_dtype(rows.dtype))
+    # torch.func records every backward as if to differentiate it, which one in place refuses
+    if in_place and not torch.compiler.is_compiling():
+        in_place = not torch._C._are_functorch_transforms_active()
+    return _cross_entropy(
+        rows, targets, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
+        in_place,
+    )[0]  # fmt: skip
 
 
 @traced("fastmp.cross_entropy")
@@ -410,27 +479,54 @@ def cross_entropy(
             an assertion of the device, reported when it is next waited for), a second backward pass, or
             logits that something else needs, before or (unless they are a view) after they were overwritten.
     """
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    _check(
-        logits, target, 0, vocab_size, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad
-    )
-    exceeds = "cross_entropy: vocab_size {} exceeds the {} columns"
-    checks.require(vocab_size <= logits.shape[-1], exceeds, vocab_size, logits.shape[-1])
-    check_reduction("cross_entropy", reduction, loss_grad)
-    rows, targets = _rows(logits), target.reshape(-1)
-    weight = None if token_weight is None else token_weight.reshape(-1)
+    columns = logits.shape[-1] if logits.dim() else 0
+    vocab_size = columns if vocab_size is None else vocab_size
+
+    def check() -> None:
+        per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
+        _check(logits, target, 0, vocab_size, label_smoothing, z_loss, **per_token)
+
+    by_kernel = token_weight is loss_grad is None and logits.dim() == target.dim() + 1 == 2
+    by_kernel = by_kernel and _cross_entropy.checks(logits, target)
+    if not by_kernel:
+        check()
+    if not 0 < vocab_size <= columns:
+        check()
+        raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {columns} columns")
+    if loss_grad is not None or reduction != "none":
+        check_reduction("cross_entropy", reduction, loss_grad)
+    rows, targets = _rows(logits), _flat(target)
+    if not by_kernel:
+        check_range("cross_entropy", targets, vocab_size, ignore_index)
+    elif targets.dtype == torch.int64:
+        _check_ids("cross_entropy", targets, vocab_size, ignore_index)
     if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():
         _check_apart("loss_grad", rows)
-        check_range("cross_entropy", targets, vocab_size, ignore_index)
         dtype = compute_dtype(logits.dtype)
+        weight = None if token_weight is None else token_weight.reshape(-1).to(dtype)
         loss = _LossAndGrad.apply(
-            logits, targets, loss_grad.reshape(-1).to(dtype), None if weight is None else weight.to(dtype),
+            logits, targets, loss_grad.reshape(-1).to(dtype), weight,
             (vocab_size, ignore_index, label_smoothing, z_loss), _can_be_dirty(logits),
         )[0]  # fmt: skip
         return loss.reshape(target.shape)
-    stats = _stats(rows.detach(), targets, 0, vocab_size, label_smoothing > 0)
-    loss = cross_entropy_from_stats(
-        rows, targets, stats[None], vocab_start=0, vocab_size=vocab_size, label_smoothing=label_smoothing,
-        z_loss=z_loss, ignore_index=ignore_index, token_weight=weight, grad_in_place=grad_in_place,
-    )  # fmt: skip
-    return reduced(loss.reshape(target.shape), target, token_weight, ignore_index, reduction)
+    if grad_in_place:
+        _check_apart("grad_in_place", rows)
+    try:
+        loss = _loss(
+            rows,
+            targets,
+            None,
+            token_weight,
+            0,
+            vocab_size,
+            ignore_index,
+            label_smoothing,
+            z_loss,
+            grad_in_place,
+        )
+    except RuntimeError:
+        if by_kernel:
+            check()
+        raise
+    loss = loss if target.dim() == 1 else loss.reshape(target.shape)
+    return reduced(loss, target, token_weight, ignore_index, reduction)

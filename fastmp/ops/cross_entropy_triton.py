@@ -200,6 +200,33 @@ def grad_kernel(
 
 
 @jit
+def loss_kernel(
+    logits, target, token_weight, loss, lse, row_stride, real, vocab_start, vocab_size, ignore_index,
+    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Compute the loss and the log-sum-exp of a row that holds the whole vocabulary."""
+    ACC: tl.constexpr = loss.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    aligned = row * row_stride // VEC * VEC
+    begin = (row * row_stride - aligned).to(tl.int32)
+    base = logits + tl.multiple_of(aligned, VEC)
+    top, total, plain = _row_stats(base, begin, begin + real, ACC, SMOOTHING > 0, BLOCK, VEC, "")
+    wanted = tl.load(target + row)
+    column = wanted - vocab_start
+    here = (column >= 0) & (column < real)
+    target_logit = tl.load(base + begin + column, mask=here, other=0.0).to(ACC)
+    row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
+    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
+    if SMOOTHING > 0:
+        value += SMOOTHING * (row_lse - plain / vocab_size)
+    if token_weight is not None:
+        value *= tl.load(token_weight + row)
+    value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
+    tl.store(loss + row, tl.where(wanted == ignore_index, 0.0, value))
+    tl.store(lse + row, row_lse)
+
+
+@jit
 def loss_grad_kernel(
     logits, target, loss_grad, token_weight, loss, row_stride, columns, vocab_size, ignore_index,
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
@@ -296,6 +323,27 @@ def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_sm
             stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
             ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
         )  # fmt: skip
+    return loss, lse
+
+
+def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
+    """(loss, lse), from the statistics of all shards or, without any, from the logits."""
+    ignore_index, smoothing, z_loss, _ = options
+    if stats is not None:
+        return launch_merge(stats, target, token_weight, vocab_size, ignore_index, smoothing, z_loss)
+    tokens, columns = _shape("cross_entropy", logits)
+    block, vec, num_warps = launch_sizes(columns, logits.element_size())
+    loss = logits.new_empty(tokens, dtype=compute_dtype(logits.dtype))
+    lse = torch.empty_like(loss)
+    weight = None if token_weight is None else token_weight.contiguous()
+    with torch.cuda.device_of(logits):
+        if tokens:
+            loss_kernel[(tokens,)](
+                logits, target.contiguous(), weight, loss, lse, logits.stride(0),
+                real_columns(columns, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
+                SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block,
+                VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+            )  # fmt: skip
     return loss, lse
 
 

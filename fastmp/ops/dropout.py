@@ -272,31 +272,15 @@ _bias_dropout_add_backward = register(
 )
 
 
-def _setup(ctx, inputs, output) -> None:
-    x, bias, _, ctx.p, seed = inputs
-    ctx.dtype, ctx.bias_shape = x.dtype, None if bias is None else bias.shape
-    ctx.save_for_backward(seed)
-
-
-@traced("fastmp.bias_dropout_add_backward")
-def _backward(ctx, grad: Tensor):
-    (seed,) = ctx.saved_tensors
-    for_x, for_bias = ctx.needs_input_grad[:2]
-    dx = dbias = None
-    if seed is None:  # two additions, whose gradients autograd would find without a kernel of ours
-        dx = grad.to(ctx.dtype) if for_x else None
-        dbias = grad.sum_to_size(ctx.bias_shape).to(ctx.dtype) if for_bias else None
-    elif for_x or for_bias:
-        dx, dbias = _bias_dropout_add_backward(grad, ctx.p, seed, ctx.dtype, for_bias)
-    return dx, (dbias if for_bias else None), grad, None, None
-
-
 _bias_dropout_add = register(
     "bias_dropout_add(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed) -> Tensor",
     reference=reference,
     triton=launch,
     flops=_flops,
-    backward=(_setup, _backward),
+    derivative={
+        "seed": "bias_dropout_add_backward(grad, p, seed, dtype(x), has(bias)) -> x, bias; grad -> residual",
+        "": "grad -> residual x bias",  # two additions
+    },
 )
 _bias_dropout_add_into = register(
     "bias_dropout_add_into(Tensor x, Tensor? bias, Tensor residual, float p, Tensor? seed, Tensor(a!) out)"
@@ -313,13 +297,18 @@ class _Into(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias, residual, p, seed, place):
         _bias_dropout_add_into(x, bias, residual, p, seed, place[0])
-        _setup(ctx, (x, bias, residual, p, seed), place[0])
+        ctx.form = p, x.dtype, bias is not None
+        ctx.save_for_backward(seed)
         return place[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return *_backward(ctx, grad), None
+        (seed,), (p, dtype, with_bias) = ctx.saved_tensors, ctx.form
+        dx = dbias = grad  # two additions; autograd brings it to their dtype and shape
+        if seed is not None and any(ctx.needs_input_grad[:2]):
+            dx, dbias = _bias_dropout_add_backward(grad, p, seed, dtype, with_bias)
+        return dx, (dbias if with_bias else None), grad, None, None, None
 
 
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> None:

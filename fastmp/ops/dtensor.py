@@ -38,6 +38,7 @@ _OUTPUTS = {
     "scaled_masked_softmax": "rows",
     "scaled_masked_softmax_backward": "rows",
     "rope": "rows k",
+    "cross_entropy": "rows rows",
     "cross_entropy_stats": "rows",
     "cross_entropy_merge": "rows rows",
     "cross_entropy_grad": "rows",

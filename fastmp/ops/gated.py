@@ -20,7 +20,7 @@ from fastmp.ops._triton import jit, tl
 from fastmp.ops.activation import gelu, gelu_parts
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
-from fastmp.profiling import region, traced
+from fastmp.profiling import traced
 
 _GELU_FORM = {"gelu_tanh": "tanh", "gelu": "none"}
 _FUNCTION = {"silu": "swiglu", "gelu_tanh": "geglu", "gelu": "geglu"}
@@ -241,7 +241,7 @@ def launch_backward(
 
 
 _FLOPS_PER_ELEMENT = {"silu": (8, 17), "gelu_tanh": (11, 22), "gelu": (18, 28)}  # forward, backward
-_gated_activation_backward = register(
+register(
     "gated_activation_backward(Tensor grad, Tensor x, Tensor? bias, str activation, Tensor? up=None)"
     " -> (Tensor, Tensor, Tensor)",
     reference=reference_backward,
@@ -250,24 +250,12 @@ _gated_activation_backward = register(
 )
 
 
-def _setup(ctx, inputs, output) -> None:
-    x, bias, ctx.activation, up = inputs
-    ctx.save_for_backward(x, bias, up)
-
-
-def _backward(ctx, grad: Tensor):
-    x, bias, up = ctx.saved_tensors
-    with region(f"fastmp.{_FUNCTION[ctx.activation]}_backward"):
-        dx, dup, dbias = _gated_activation_backward(grad, x, bias, ctx.activation, up)
-    return dx, (None if bias is None else dbias), None, (None if up is None else dup)
-
-
 _gated_activation = register(
     "gated_activation(Tensor x, Tensor? bias, str activation, Tensor? up=None) -> Tensor",
     reference=reference,
     triton=launch,
     flops=lambda x, bias, form, up=None: math.prod(_shape(x, up)) * _FLOPS_PER_ELEMENT[form][0],
-    backward=(_setup, _backward),
+    derivative="gated_activation_backward(grad, x, bias, activation, up) -> x, up, bias",
 )
 
 

@@ -11,7 +11,6 @@ RMSNorm: Zhang and Sennrich 2019 (arXiv 1910.07467); LayerNorm: Ba, Kiros and Hi
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,46 +111,16 @@ _layer_norm_backward = register(
 )
 
 
-def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, residual, weight = inputs[:3]
-    _, total, stats = output
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(stats)
-    ctx.with_residual = residual is not None
-    ctx.with_bias = len(inputs) == 5 and inputs[3] is not None
-    ctx.save_for_backward(x if residual is None else total, weight, stats)
-
-
-def _backward(op: Any, ctx: Any, grad: Tensor | None, grad_total: Tensor | None, *options: bool) -> tuple:
-    """Gradients of x, residual and parameters, None where there is none."""
-    if not ctx.with_residual:
-        grad_total = None
-    dx, dparams = grad_total, (None, None)
-    if grad is not None:
-        dx, dparams = op(grad, grad_total, *ctx.saved_tensors, *options)
-    return dx, (dx if ctx.with_residual else None), *dparams
-
-
-@traced("fastmp.rms_norm_backward")
-def _backward_rms_norm(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
-    dx, dresidual, dweight, *_ = _backward(_rms_norm_backward, ctx, grad, grad_total)
-    return dx, dresidual, dweight, None
-
-
-@traced("fastmp.layer_norm_backward")
-def _backward_layer_norm(ctx, grad: Tensor | None, grad_total: Tensor | None, grad_stats: None):
-    op = _layer_norm_backward
-    dx, dresidual, dweight, *dbias = _backward(op, ctx, grad, grad_total, ctx.with_bias)
-    return dx, dresidual, dweight, (dbias[0] if dbias else None), None
-
-
 _rms_norm = register(
     "rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps)"
     " -> (Tensor y, Tensor total, Tensor stats)",
     reference=lambda x, residual, weight, eps: _reference(False, x, residual, weight, None, eps),
     triton=lambda x, residual, weight, eps: launch(False, x, residual, weight, None, eps),
     flops=lambda x, residual, weight, eps: _flops(x, residual, None, False),
-    backward=(_setup, _backward_rms_norm),
+    derivative={
+        "residual": "rms_norm_backward(grad_y, grad_total?, total, weight, stats) -> x residual, [weight]",
+        "": "rms_norm_backward(grad_y, None, x, weight, stats) -> x, [weight]",
+    },
 )
 _layer_norm = register(
     "layer_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, float eps)"
@@ -159,7 +128,11 @@ _layer_norm = register(
     reference=lambda *arguments: _reference(True, *arguments),
     triton=lambda *arguments: launch(True, *arguments),
     flops=lambda x, residual, weight, bias, eps: _flops(x, residual, bias, True),
-    backward=(_setup, _backward_layer_norm),
+    derivative={
+        "residual": "layer_norm_backward(grad_y, grad_total?, total, weight, stats, has(bias))"
+        " -> x residual, [weight bias]",
+        "": "layer_norm_backward(grad_y, None, x, weight, stats, has(bias)) -> x, [weight bias]",
+    },
 )
 
 
@@ -172,13 +145,16 @@ def _prepare(
     checks.require(eps >= 0, "{}: eps must not be negative, got {}", op, eps)
     if weight.dtype not in (x.dtype, torch.float32):
         weight, bias = autocast(weight, bias)
-    if weight.dtype != torch.float32 or x.dtype not in _NARROW:
-        checks.like(op, x=x, weight=weight)
-    checks.like(op, weight=weight, bias=bias)
     checks.like(op, x=x, residual=residual)
-    checks.fits(op, x.shape, to=("x", x), residual=residual)
+    if weight.dtype == torch.float32 and x.dtype in _NARROW:
+        checks.same_device(op, x=x, weight=weight)
+    else:
+        checks.like(op, x=x, weight=weight)
+    if bias is not None:
+        checks.like(op, weight=weight, bias=bias)
+    if residual is not None:
+        checks.fits(op, x.shape, to=("x", x), residual=residual)
     checks.fits(op, x.shape[-1:], to=("x", x), weight=weight, bias=bias)
-    checks.same_device(op, x=x, weight=weight)
     return x, residual, weight, bias
 
 

@@ -100,37 +100,12 @@ _unpermute_backward = register(
 )
 
 
-def _setup(ctx, inputs, output) -> None:
-    ctx.save_for_backward(inputs[1])
-
-
-@traced("fastmp.permute_backward")
-def _backward(ctx, grad: Tensor):
-    (row_of,) = ctx.saved_tensors
-    return _unpermute(grad, row_of, None), None, None
-
-
-def _setup_unpermute(ctx, inputs, output) -> None:
-    y, row_of, probs = inputs
-    ctx.num_rows = y.shape[0]
-    ctx.save_for_backward(None if probs is None else y, row_of, probs)
-
-
-@traced("fastmp.unpermute_backward")
-def _backward_unpermute(ctx, grad: Tensor):
-    y, row_of, probs = ctx.saved_tensors
-    if probs is None:
-        return _permute(grad, row_of, ctx.num_rows), None, None
-    dy, dprobs = _unpermute_backward(grad, y, row_of, probs)
-    return dy, None, dprobs
-
-
 _permute = register(
     "permute(Tensor x, Tensor row_of, SymInt num_rows) -> Tensor",
     reference=reference,
     fake=lambda x, row_of, num_rows: x.new_empty(num_rows, x.shape[1]),
     triton=launch,
-    backward=(_setup, _backward),
+    derivative="unpermute(grad, row_of, None) -> x",
 )
 _unpermute = register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
@@ -138,20 +113,25 @@ _unpermute = register(
     fake=lambda y, row_of, probs: y.new_empty(row_of.shape[0], y.shape[1]),
     triton=launch_unpermute,
     flops=lambda y, row_of, probs: row_of.numel() * y.shape[1] * (1 if probs is None else 2),
-    backward=(_setup_unpermute, _backward_unpermute),
+    derivative={
+        "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs",
+        "": "permute(grad, row_of, size(y, 0)) -> y",
+    },
 )
 
 
 def _check_pairs(op: str, name: str, pairs: Tensor) -> None:
-    fits = pairs.dim() == 2 and pairs.dtype == torch.int32
-    checks.require(fits, "{}: {} must be int32 (T, k), got {} {}", op, name, pairs.dtype, pairs.shape)
+    if pairs.dtype != torch.int32 or pairs.dim() != 2:
+        raise ValueError(f"{op}: {name} must be int32 (T, k), got {pairs.dtype} {tuple(pairs.shape)}")
 
 
 def _check(op: str, name: str, x: Tensor, row_of: Tensor) -> None:
     checks.floating(op, name, x)
-    checks.require(x.dim() == 2, "{}: {} must be a matrix, got shape {}", op, name, x.shape)
+    if x.dim() != 2:
+        raise ValueError(f"{op}: {name} must be a matrix, got shape {tuple(x.shape)}")
     _check_pairs(op, "row_of", row_of)
-    checks.same_device(op, **{name: x}, row_of=row_of)
+    if x.device != row_of.device:
+        raise ValueError(f"{op}: {name} is on {x.device} but row_of is on {row_of.device}")
 
 
 @traced("fastmp.permutation")

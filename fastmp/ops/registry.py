@@ -13,7 +13,7 @@ import importlib
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fastmp.config import Environment
 from fastmp.ops import _triton
+from fastmp.ops.derivative import Derivative, encode
+from fastmp.profiling import traced
 
 LIBRARY = torch.library.Library("fastmp", "DEF")
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -79,7 +81,7 @@ class Differentiable:
 
 @dataclass(frozen=True)
 class Op:
-    """One registered op: its overload, implementations by backend name, cost formulas and derivative.
+    """One registered op: its overload, implementations by backend name and cost formulas.
 
     Calling it runs the op and records its backward where an argument requires grad. `flops` and `traffic`
     take the op's own arguments and return floating-point operations and the fewest bytes that must cross
@@ -93,10 +95,21 @@ class Op:
     reasons: dict[str, str]
     flops: Callable[..., int] | None
     traffic: Callable[..., int]
-    differentiable: Differentiable
+    derivative: Derivative | None
+    call: Callable[..., Any]
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.differentiable(*arguments)
+        return self.call(*arguments)
+
+    def checks(self, *tensors: Tensor) -> bool:
+        """Whether the kernel for these tensors looks at its arguments by itself, as those in C++ do.
+
+        Then a public function may call it first, and look at them only where it fails, for words to say it.
+        """
+        for tensor in tensors:
+            if type(tensor) not in _PLAIN or not tensor.is_cpu:
+                return False
+        return self.serving["cpu"] == "c++" and not _is_recorded()
 
     @property
     def family(self) -> str:
@@ -105,6 +118,7 @@ class Op:
 
 
 OPS: dict[str, Op] = {}
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -118,6 +132,8 @@ def autocast(*tensors: *Tensors) -> tuple[*Tensors]:
     None and float64 stay as they are, as in torch's own rules. Public functions call it first: their kernels
     compute in float32 whatever the storage, so the narrow dtype costs one rounding.
     """
+    if not (torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling()):
+        return tensors
     given: tuple[Any, ...] = tensors
     device = next((t.device.type for t in given if t is not None), "cpu")
     if device not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device):
@@ -138,19 +154,26 @@ def without_autocast(device: str) -> AbstractContextManager:
 def can_read_values(x: torch.Tensor) -> bool:
     """Whether values of `x` may be read to check them: no device is waited for, and nobody records ops, as a
     compiler or the capture of a graph does, which would keep what was read."""
-    recorded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    return x.device.type == "cpu" and type(x) is torch.Tensor and not recorded
+    return type(x) is Tensor and x.is_cpu and not _is_recorded()
+
+
+def _is_recorded() -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
 def _load(library: str, wanted: bool, otherwise: str) -> str:
     """Load a compiled library; "" on success, else the reason why its kernels are absent."""
-    path = _PACKAGE / f"{library}.so"
+    path, record = _PACKAGE / f"{library}.so", _PACKAGE / "_build.json"
     if not wanted:
         return otherwise
+    built = json.loads(record.read_text()) if record.exists() else {}
     if not path.exists():
-        record = _PACKAGE / "_build.json"
-        built = json.loads(record.read_text()) if record.exists() else {}
-        return str(built.get({"_C_cpu": "cpp", "_C_cuda": "cuda"}[library], f"{path.name} was not built"))
+        part = {"_C_cpu": "cpp", "_C_autograd": "autograd", "_C_cuda": "cuda"}[library]
+        return str(built.get(part, f"{path.name} was not built"))
+    if library == "_C_autograd" and built.get("torch") != torch.__version__:
+        return f"{path.name} is compiled for torch {built.get('torch')}, this is {torch.__version__}"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -166,6 +189,7 @@ if _CPU_ABSENT and _CPU_ABSENT != "FASTMP_CPP=0":  # that is how to ask for it; 
         RuntimeWarning,
         stacklevel=2,
     )
+_AUTOGRAD_ABSENT = _load("_C_autograd", True, "")
 _CUDA_ABSENT = _load("_C_cuda", torch.version.cuda is not None, "this torch is built without CUDA")
 
 
@@ -226,17 +250,11 @@ def _bump_versions(overload: torch._ops.OpOverload) -> Callable:
     return kernel
 
 
-def _refuse(name: str) -> Callable:
-    """Backward of an op without one, which every derivative of a `*_backward` op comes to."""
+def _no_derivative(name: str, has_backward: bool = False) -> str:
     first = name.removesuffix("_backward")
-    what = "this op has no derivative" if first == name else "its backward is not differentiable"
-
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise RuntimeError(
-            f"{first}: {what} (second derivatives, as create_graph=True asks for, are not there)"
-        )
-
-    return backward
+    once = has_backward or first != name
+    what = "its backward is not differentiable" if once else "this op has no derivative"
+    return f"{first}: {what} (second derivatives, as create_graph=True asks for, are not there)"
 
 
 def refuse_create_graph(op: str) -> None:
@@ -250,23 +268,22 @@ def refuse_create_graph(op: str) -> None:
         raise RuntimeError(f"{op}: its backward is not differentiable (create_graph=True is not supported)")
 
 
-def _below_autograd(overload: torch._ops.OpOverload) -> Callable:
-    """The op without the kernel that `_register_autograd` gives it, which is in Python and takes its time."""
+def _caller(overload: torch._ops.OpOverload) -> Callable:
+    """What public functions call: the overload, which learns how DTensors are sharded when it gets one."""
+    run = overload._op  # what calling the overload does
 
-    def forward(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
             _learn_dtensors()
             return overload(*arguments)
         try:  # costs nothing while nothing is raised
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload(*arguments)
+            return run(*arguments)
         except NotImplementedError:
             if not _learn_dtensors():
                 raise
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*arguments)
+        return run(*arguments)
 
-    return forward
+    return call
 
 
 def _learn_dtensors() -> bool:
@@ -281,24 +298,57 @@ def _learn_dtensors() -> bool:
 _learn_dtensors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called while compilers trace
 
 
-def _register_autograd(overload: torch._ops.OpOverload, record: Callable) -> None:
-    """Make the raw `torch.ops.fastmp.<name>` differentiable as well.
+def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | None) -> Callable:
+    """Give the op its derivative, and return what public functions call.
 
-    Without a kernel for autograd it would warn and give no gradient, or differentiate the reference's steps.
+    The derivative is in C++ where `_C_autograd` is there, else in Python, which takes longer.
+
+    An op that has none gets one that refuses, for without a kernel for autograd it would warn and give no
+    gradient, or differentiate the steps of its reference.
     """
-    name, writes = overload._opname, overload._schema.is_mutable
+    name = overload._opname
+    refusal = _no_derivative(name, derivative is not None)
+    if not _AUTOGRAD_ABSENT:
+        node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
+        ops, differentiable, numbers = encode(derivative) if derivative else ([], [], [])
+        ops = [op and f"fastmp::{op}" for op in ops]
+        torch.ops.fastmp_autograd.declare(name, node, refusal, ops, differentiable, numbers)
+        return _caller(overload)
+    writes = overload._schema.is_mutable
+    defaults = [argument.default_value for argument in overload._schema.arguments]
+    setup, backward = lambda ctx, inputs, output: None, _refuse(refusal)
+    if derivative is not None:
+        setup = derivative.setup
+        backward = traced(f"fastmp.{name}_backward")(derivative.backward(OPS, refusal))
+    function = Differentiable(name, overload, setup, backward)
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-            if writes:
-                raise RuntimeError(
-                    f"{name} writes into its arguments and has no derivative: use torch.no_grad()"
-                )
-            with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
-                return record(*arguments)
-        return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+        if writes:
+            raise RuntimeError(f"{name} writes into its arguments and has no derivative: use torch.no_grad()")
+        with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
+            return function.record(
+                *arguments, *defaults[len(arguments) :]
+            )  # the dispatcher leaves defaults out
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+    eager = _caller(overload)
+
+    def call(*arguments: Any) -> Any:
+        transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+        return (function if transformed else eager)(*arguments)
+
+    return call
+
+
+def _refuse(refusal: str) -> Callable:
+    """The backward of an op without a derivative."""
+
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(refusal)
+
+    return backward
 
 
 def _moved_once(overload: torch._ops.OpOverload) -> Callable[..., int]:
@@ -345,7 +395,7 @@ def register(
     reference: Callable,
     triton: Callable | None = None,
     flops: Callable[..., int] | None = None,
-    backward: tuple[Callable, Callable] | None = None,
+    derivative: str | Mapping[str, str] = "",
     fake: Callable | None = None,
     traffic: Callable[..., int] | None = None,
 ) -> Op:
@@ -356,7 +406,7 @@ def register(
         reference: plain torch on any device; defines the result.
         triton: launches the Triton kernel on CUDA tensors.
         flops: floating-point operations, from the op's arguments.
-        backward: `setup` and `backward` of `Differentiable`; without them a derivative is an error.
+        derivative: the formulas of `derivative.py`; without them a derivative is an error.
         fake: shapes and dtypes only, for torch.compile and meta tensors. Default: the reference, run on
             tensors without data; needed where that reads values or loops over a size.
         traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
@@ -375,11 +425,12 @@ def register(
     serving["cpu"], reasons["cpu"] = _serve_cpu(name, implementations)
     serving["cuda"], reasons["cuda"] = _serve_cuda(name, implementations)
     torch.library.register_fake(f"fastmp::{name}", _on_one_device(overload, fake or reference), lib=LIBRARY)
-    if overload._schema.is_mutable:
+    if overload._schema.is_mutable and _AUTOGRAD_ABSENT:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
-    setup, formula = backward or (lambda ctx, inputs, output: None, _refuse(name))
-    differentiable = Differentiable(name, _below_autograd(overload), setup, formula)
-    _register_autograd(overload, differentiable.record)
+    elif overload._schema.is_mutable:
+        torch.ops.fastmp_autograd.declare_writes(name)
+    formulas = Derivative(overload._schema, derivative) if derivative else None
+    call = _differentiable(overload, formulas)
     if flops is not None:
         register_flop_formula(overload.overloadpacket, get_raw=True)(
             lambda *a, out_val=None, **k: flops(*a, **k)
@@ -392,6 +443,7 @@ def register(
         reasons,
         flops,
         traffic or _moved_once(overload),
-        differentiable,
+        formulas,
+        call,
     )
     return OPS[name]

@@ -292,38 +292,16 @@ def _traffic_in_place(q: Tensor, k: Tensor | None, cos: Tensor, *form) -> int:
     return 2 * rows * 2 * cos.shape[-1] + 2 * cos.numel() * cos.element_size()
 
 
-def _setup(ctx, inputs, output) -> None:
-    _, _, cos, sin, *ctx.form = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(cos, sin)
-
-
-@traced("fastmp.rope_backward")
-def _backward(ctx, *grads: Tensor | None):
-    """The inverse rotation, again by `rope`: differentiable any number of times."""
-    interleaved, inverse = ctx.form
-    return *_turned_back(ctx, grads, interleaved, not inverse), None, None, None, None
-
-
-def _turned_back(ctx, grads: Sequence[Tensor | None], interleaved: bool, inverse: bool) -> list:
-    """Gradients of q and k from those of the results, of which one or both may be None; one launch."""
-    wanted = [i for i, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[i]]
-    turned: list[Tensor | None] = [None, None]
-    if wanted:
-        first, second = [*(grads[i] for i in wanted), None][:2]
-        results = _rope(first, second, *ctx.saved_tensors, interleaved, inverse)
-        for i, result in zip(wanted, results, strict=False):
-            turned[i] = result
-    return turned
-
-
 _ANGLES = "Tensor cos, Tensor sin, bool interleaved, bool inverse"
 _rope = register(
-    f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor, Tensor)",
+    f"rope(Tensor q, Tensor? k, {_ANGLES}) -> (Tensor turned_q, Tensor turned_k)",
     reference=reference,
     triton=launch,
     flops=_flops,
-    backward=(_setup, _backward),
+    derivative={
+        "k": "rope(grad_turned_q, grad_turned_k, cos, sin, interleaved, not inverse) -> q, k",
+        "": "rope(grad_turned_q, None, cos, sin, interleaved, not inverse) -> q",
+    },
 )
 _rope_ = register(
     f"rope_(Tensor(a!) q, Tensor(b!)? k, {_ANGLES}) -> ()",
@@ -350,8 +328,9 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     @traced("fastmp.rope_backward")
-    def backward(ctx, *grads):
-        return *_turned_back(ctx, grads, ctx.interleaved, True), None, None, None
+    def backward(ctx, grad_q, grad_k=None):
+        dq, dk = _rope(grad_q, grad_k, *ctx.saved_tensors, ctx.interleaved, True)
+        return dq, (None if grad_k is None else dk), None, None, None
 
 
 def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> None:

@@ -213,20 +213,6 @@ _topk_router_backward = register(
 )
 
 
-def _setup(ctx, inputs, output) -> None:
-    logits, _, _, score, _, _, normalize, scale, _ = inputs
-    ctx.options = score, normalize, scale
-    ctx.save_for_backward(logits, output[0])
-    ctx.set_materialize_grads(False)
-
-
-@traced("fastmp.topk_router_backward")
-def _backward(ctx, _indices, grad_probs, _counts, grad_sums, grad_z, _balance_counts):
-    logits, indices = ctx.saved_tensors
-    dlogits = _topk_router_backward(grad_probs, grad_sums, grad_z, logits, indices, *ctx.options)
-    return dlogits, None, None, None, None, None, None, None, None
-
-
 _topk_router = register(
     "topk_router(Tensor logits, Tensor? expert_bias, int k, str score, int num_groups, int group_topk,"
     " bool normalize, float scale, bool balance)"
@@ -236,7 +222,8 @@ _topk_router = register(
     fake=_fake,
     triton=launch,
     flops=_flops,
-    backward=(_setup, _backward),
+    derivative="topk_router_backward(grad_probs?, grad_score_sums?, grad_z_sum?, logits, indices, score,"
+    " normalize, scale) -> logits",
 )
 
 

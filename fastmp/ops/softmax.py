@@ -293,7 +293,7 @@ def _traffic_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> in
     return (2 * _seen(y, causal) + y.numel()) * y.element_size()
 
 
-_scaled_masked_softmax_backward = register(
+register(
     "scaled_masked_softmax_backward(Tensor grad, Tensor y, float scale, bool causal) -> Tensor",
     reference=reference_backward,
     triton=launch_backward,
@@ -302,24 +302,13 @@ _scaled_masked_softmax_backward = register(
 )
 
 
-def _setup(ctx, inputs, output) -> None:
-    _, _, ctx.scale, ctx.causal = inputs
-    ctx.save_for_backward(output)
-
-
-@traced("fastmp.scaled_masked_softmax_backward")
-def _backward(ctx, grad: Tensor):
-    (y,) = ctx.saved_tensors
-    return _scaled_masked_softmax_backward(grad, y, ctx.scale, ctx.causal), None, None, None
-
-
 _scaled_masked_softmax = register(
     "scaled_masked_softmax(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
     reference=reference,
     triton=launch,
     flops=_flops,
     traffic=_traffic,
-    backward=(_setup, _backward),
+    derivative="scaled_masked_softmax_backward(grad, out, scale, causal) -> x",
 )
 
 

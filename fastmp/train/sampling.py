@@ -9,25 +9,15 @@ csrc/host/index.cpp serves the same numbers, bit for bit, where it is built.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.host import HOST
+
 ROUNDS = 8
 _MASK = (1 << 64) - 1
-
-
-def _host() -> ModuleType | None:
-    try:
-        from fastmp import _host as module
-    except ImportError:
-        return None
-    return module
-
-
-HOST = _host()
 
 
 def mix(x: Any) -> Any:

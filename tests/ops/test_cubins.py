@@ -201,6 +201,15 @@ def _stats(columns, with_sum, facts):
     return case, (facts,)
 
 
+def _loss(columns, facts):
+    def case(t, wide):
+        target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        options = (columns, -100, 0.1, 1e-4, False)
+        return "cross_entropy", (t(4096, columns), target, None, weight, 0, *options)
+
+    return case, (facts,)
+
+
 def _merge(facts):
     def case(t, wide):
         target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
@@ -381,6 +390,8 @@ CASES = {
     "cross_entropy stats": _stats(8192, False, replace(STATS, stack=8)),
     "cross_entropy stats sum": _stats(8192, True, STATS),
     "cross_entropy stats odd": _stats(50257, True, STATS),
+    "cross_entropy loss": _loss(128256, STATS),
+    "cross_entropy loss odd": _loss(50257, STATS),
     "cross_entropy merge": _merge(ANY),
     "cross_entropy grad": _grad(8192, Facts(2, 2, exps=1, bytes=LATENCY)),
     "cross_entropy grad odd": _grad(50257, Facts(2, 2, exps=1, bytes=LATENCY)),

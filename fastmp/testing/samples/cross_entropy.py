@@ -61,12 +61,17 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         if op == "cross_entropy_stats":
             yield logits, target, *case["shard"], with_sum
             continue
+        if op == "cross_entropy" and case["shard"][0] == 0:
+            yield logits, target, None, case["weight"], 0, *options, False
         own = stats_of(logits, target, *case["shard"], with_sum)
         stats = torch.stack(
             [stats_of(logits.flip(1), target, options[0], options[0], with_sum), own, own + 1]
         )
         if op == "cross_entropy_merge":
             yield stats, target, case["weight"], *options
+            continue
+        if op == "cross_entropy":
+            yield logits, target, stats, case["weight"], case["shard"][0], *options, False
             continue
         lse = merge(stats, target, None, *options)[1]
         yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options

@@ -1,0 +1,28 @@
+// A look at the targets of a loss before anything is computed (fastmp/ops/cross_entropy.py).
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace py = pybind11;
+
+namespace {
+
+int64_t first_outside(uintptr_t address, int64_t count, int64_t size, int64_t ignored) {
+  const auto* ids = reinterpret_cast<const int64_t*>(address);
+  const auto is_outside = [&](int64_t id) {
+    return static_cast<uint64_t>(id) >= static_cast<uint64_t>(size) && id != ignored;
+  };
+  bool any = false;  // without a branch in the loop, which is then done in vectors
+  for (int64_t i = 0; i < count; ++i) any |= is_outside(ids[i]);
+  if (!any) return -1;
+  for (int64_t i = 0;; ++i)
+    if (is_outside(ids[i])) return i;
+}
+
+}  // namespace
+
+void add_targets(py::module_& m) {
+  m.def("first_outside", &first_outside, py::arg("address"), py::arg("count"), py::arg("size"), py::arg("ignored"),
+        "Where the first of `count` int64 at `address` lies that is neither in [0, size) nor `ignored`, or -1.");
+}

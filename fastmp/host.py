@@ -1,0 +1,18 @@
+"""The compiled module `_host`, which has no torch in it, or None where it is not built."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+__all__ = ["HOST"]
+
+
+def _host() -> ModuleType | None:
+    try:
+        from fastmp import _host as module
+    except ImportError:
+        return None
+    return module
+
+
+HOST = _host()
