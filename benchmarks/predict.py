@@ -104,6 +104,7 @@ EXPECTED = {
     "cross_entropy_grad_": Expected(0.9),
     "cross_entropy_loss_grad_": Expected(0.72),  # part of the second read leaves the second-level cache
     "cross_entropy_merge": Expected(0.9, least_us=3.0),
+    "cross_entropy": Expected(0.92),
     "cross_entropy_stats": Expected(0.92),
     "gated_activation": Expected(0.93),
     "gated_activation_backward": Expected(0.91),

@@ -333,17 +333,17 @@ def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *o
         return launch_merge(stats, target, token_weight, vocab_size, ignore_index, smoothing, z_loss)
     tokens, columns = _shape("cross_entropy", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
-    loss = logits.new_empty(tokens, dtype=compute_dtype(logits.dtype))
-    lse = torch.empty_like(loss)
+    dtype = compute_dtype(logits.dtype)
+    loss, lse = logits.new_empty(tokens, dtype=dtype), logits.new_empty(tokens, dtype=dtype)
     weight = None if token_weight is None else token_weight.contiguous()
-    with torch.cuda.device_of(logits):
-        if tokens:
-            loss_kernel[(tokens,)](
-                logits, target.contiguous(), weight, loss, lse, logits.stride(0),
-                real_columns(columns, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
-                SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block,
-                VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
-            )  # fmt: skip
+    if tokens:
+        launcher.launch(
+            loss_kernel, tokens,
+            logits, target.contiguous(), weight, loss, lse, logits.stride(0),
+            real_columns(columns, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
+            SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec,
+            num_warps=num_warps,
+        )  # fmt: skip
     return loss, lse
 
 

@@ -28,9 +28,9 @@ def test_an_op_runs_between_start_and_stop(name, capsys):
 def test_a_workload_runs_forward_and_backward():
     from benchmarks import run_op
 
-    call, shape = run_op.find("cross_entropy", (8, 64), torch.float32, "cpu", None)
-    (grad,) = call()
-    assert grad.shape == shape == (8, 64)
+    call, shape = run_op.find("linear_cross_entropy", (8, 16, 64), torch.float32, "cpu", None)
+    dhidden, dweight = call()
+    assert shape == (8, 16, 64) and dhidden.shape == (8, 16) and dweight.shape == (64, 16)
 
 
 def test_an_unknown_op_names_the_known_ones(capsys):
