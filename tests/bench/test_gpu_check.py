@@ -129,6 +129,7 @@ def test_a_process_that_dies_costs_one_item(timer, described):
     assert left[0] == 4 and left == sorted(left, reverse=True) and left[-1] == 0
 
 
+@pytest.mark.full
 def test_what_there_is_no_time_for_is_left_and_made_by_the_next_call(timer, described, tmp_path, monkeypatch):
     from benchmarks import gpu_check
 
@@ -284,6 +285,7 @@ def test_a_job_tells_what_it_does(ceilings):
     assert [next(iter(message)) for message in told] == ["begin", "end"] * 2
 
 
+@pytest.mark.full
 def test_a_family_that_dies_is_a_row_and_one_that_hangs_is_left(tmp_path):
     from benchmarks import gpu_check
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value
 # Public, but with tests of their own: what has no tensors, no gradient or no kernel, or is part of another.
 TESTED_ELSEWHERE = {
     "RouterOutput", "adamw_", "apply_capacity", "backends", "cross_entropy_from_stats", "grouped_mm_choice",
-    "permutation", "rope_cos_sin",
+    "permutation", "rope_cos_sin", "warm_up",
 }  # fmt: skip
 
 

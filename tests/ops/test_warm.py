@@ -71,6 +71,7 @@ def test_random_batches_compile_nothing_after_warm_up():
     assert set(launched) <= set(warmed)
 
 
+@pytest.mark.full
 def test_kernels_are_compiled_into_the_cache_by_other_processes(tmp_path, monkeypatch):
     """Compiling one again, as training would, adds nothing to the cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
