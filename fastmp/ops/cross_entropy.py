@@ -393,14 +393,14 @@ def cross_entropy_from_stats(
     if grad_in_place:
         _check_apart("grad_in_place", rows)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
-    loss = _loss(
+    loss = loss_of_rows(
         rows, targets, stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
         z_loss, grad_in_place,
     )  # fmt: skip
     return loss if target.dim() == 1 else loss.reshape(target.shape)
 
 
-def _loss(
+def loss_of_rows(
     rows,
     targets,
     stats,
@@ -512,7 +512,7 @@ def cross_entropy(
     if grad_in_place:
         _check_apart("grad_in_place", rows)
     try:
-        loss = _loss(
+        loss = loss_of_rows(
             rows,
             targets,
             None,

@@ -15,13 +15,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import checks
 from fastmp.ops.cross_entropy import (
+    REDUCTIONS,
     check_options,
     check_range,
     check_reduction,
+    loss_of_rows,
     number_of_targets,
     reduced,
     require_promise,
@@ -50,6 +53,7 @@ from fastmp.profiling import traced
 # weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
 _WORKSPACE_CPU = 64 << 20
 _WORKSPACE = 1 << 30
+_FEW_LOGITS = 1 << 20  # to take two ops for: 4 MiB in fp32
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
 
 
@@ -280,6 +284,22 @@ def _check(
     check_range(name, target, size, options.ignore_index)
 
 
+def _is_small(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
+    """Whether the host takes longer than the device: few logits, and nothing about the tensors is special.
+
+    Then two ops do, a product and a loss. What does not fit is left to those who say so.
+    """
+    for tensor in (hidden, weight, target):
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device != hidden.device:
+            return False
+    matrices = hidden.dim() == weight.dim() == target.dim() + 1 == 2
+    if not matrices or hidden.dtype != weight.dtype or torch.compiler.is_compiling():
+        return False
+    fits = hidden.shape[1] == weight.shape[1] and hidden.shape[0] == target.shape[0]
+    known = hidden.dtype in checks.FLOATING and target.dtype == torch.int64
+    return fits and known and 0 < target.shape[0] * weight.shape[0] <= _FEW_LOGITS
+
+
 def linear_cross_entropy_of(
     shards: Shards,
     name: str,
@@ -302,13 +322,24 @@ def linear_cross_entropy_of(
     """
     main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
     hidden, weight = autocast(hidden, weight)
+    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    main_grad = main_grad if wanted[1] else None
+    free = main_grad is None and (loss_grad is None or not (any(wanted) or isinstance(loss_grad, Tensor)))
+    usual = shards is ALONE and free and token_weight is None and workspace is None and vocab_size is None
+    usual = usual and 0 <= label_smoothing <= 1 and z_loss >= 0 and reduction in REDUCTIONS
+    if usual and _is_small(hidden, weight, target):
+        check_reduction(name, reduction, loss_grad)
+        check_range(name, target, weight.shape[0], ignore_index)
+        loss = loss_of_rows(
+            F.linear(hidden, weight), target, None, None, 0, weight.shape[0], ignore_index, label_smoothing,
+            z_loss, True,
+        )  # fmt: skip
+        return reduced(loss, target, None, ignore_index, reduction)
     shard = weight.shape[0] if weight.dim() else 0
     vocab_size = shards.size * shard if vocab_size is None else vocab_size
     if workspace is None:
         workspace = _WORKSPACE_CPU if hidden.device.type == "cpu" else _WORKSPACE
     options = LossOptions(shards.rank * shard, vocab_size, ignore_index, label_smoothing, z_loss, workspace)
-    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    main_grad = main_grad if wanted[1] else None
     per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
     _check(name, shards, hidden, weight, target, main_grad, per_token, options)
     check_reduction(name, reduction, loss_grad)

@@ -158,6 +158,7 @@ def can_read_values(x: torch.Tensor) -> bool:
 
 
 def _is_recorded() -> bool:
+    """Whether a compiler, a recorder or a transformation of torch.func is at work, not eager torch alone."""
     if torch.compiler.is_compiling():
         return True
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
