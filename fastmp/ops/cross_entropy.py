@@ -124,7 +124,7 @@ def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab
     return logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * 5
 
 
-_stats = register(
+register(
     "cross_entropy_stats(Tensor logits, Tensor target, int vocab_start, int vocab_size, bool with_sum)"
     " -> Tensor",
     reference=_stats_reference,
@@ -136,7 +136,7 @@ _stats = register(
         logits.shape[0] * real_columns(logits.shape[1], vocab_start, vocab_size) * (5 if with_sum else 4)
     ),
 )
-_merge = register(
+register(
     "cross_entropy_merge(Tensor stats, Tensor target, Tensor? token_weight, int vocab_size, int ignore_index,"
     " float label_smoothing, float z_loss) -> (Tensor loss, Tensor lse)",
     reference=_merge_reference,
@@ -148,7 +148,7 @@ _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
     "int ignore_index, float label_smoothing, float z_loss"
 )
-_grad = register(
+register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
     reference=_grad_reference,
     triton=launch_grad,
@@ -401,17 +401,9 @@ def cross_entropy_from_stats(
 
 
 def loss_of_rows(
-    rows,
-    targets,
-    stats,
-    token_weight,
-    vocab_start,
-    vocab_size,
-    ignore_index,
-    label_smoothing,
-    z_loss,
+    rows, targets, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
     in_place,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     if token_weight is not None:
         token_weight = _flat(token_weight).to(compute_dtype(rows.dtype))
     # torch.func records every backward as if to differentiate it, which one in place refuses
@@ -513,17 +505,9 @@ def cross_entropy(
         _check_apart("grad_in_place", rows)
     try:
         loss = loss_of_rows(
-            rows,
-            targets,
-            None,
-            token_weight,
-            0,
-            vocab_size,
-            ignore_index,
-            label_smoothing,
-            z_loss,
+            rows, targets, None, token_weight, 0, vocab_size, ignore_index, label_smoothing, z_loss,
             grad_in_place,
-        )
+        )  # fmt: skip
     except RuntimeError:
         if by_kernel:
             check()

@@ -86,16 +86,29 @@ def _row_stats(
 
 
 @jit
+def _row_start(logits, row, row_stride, VEC: tl.constexpr):
+    """Find the last 16-byte boundary before a row, and how far behind it the row begins."""
+    aligned = row * row_stride // VEC * VEC
+    return logits + tl.multiple_of(aligned, VEC), (row * row_stride - aligned).to(tl.int32)
+
+
+@jit
+def _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr):
+    """Cross-entropy with smoothing over the vocabulary, and z-loss; `plain` is the sum of the logits."""
+    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
+    if SMOOTHING > 0:
+        value += SMOOTHING * (row_lse - plain / vocab_size)
+    return value
+
+
+@jit
 def stats_kernel(
     logits, target, out, row_stride, real, vocab_start,
     WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = out.dtype.element_ty
-    # One row, walked from the last 16-byte boundary before it.
     row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    base = logits + tl.multiple_of(aligned, VEC)
+    base, begin = _row_start(logits, row, row_stride, VEC)
     top, total, plain = _row_stats(base, begin, begin + real, ACC, WITH_SUM, BLOCK, VEC, "")
     # The target's logit, if this shard has that column; else 0, so that shards can be added.
     column = tl.load(target + row) - vocab_start
@@ -129,11 +142,8 @@ def merge_kernel(
         target_logit += tl.load(at + 2, mask=inside, other=0.0)
         if SMOOTHING > 0:
             plain += tl.load(at + 3, mask=inside, other=0.0)
-    # The loss: cross-entropy with smoothing over the vocabulary, z-loss, weight of the token.
     row_lse = top + tl.log(total)
-    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
-    if SMOOTHING > 0:
-        value += SMOOTHING * (row_lse - plain / vocab_size)
+    value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     if token_weight is not None:
         value *= tl.load(token_weight + token, mask=inside, other=0.0)
     wanted = tl.load(target + token, mask=inside, other=0)
@@ -180,9 +190,7 @@ def grad_kernel(
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    source = logits + tl.multiple_of(aligned, VEC)
+    source, begin = _row_start(logits, row, row_stride, VEC)
     sink = out + tl.multiple_of(row * out_stride - begin, VEC)
     # The gradient of this row's loss is NaN where the target is no column, as the loss is.
     row_lse = tl.load(lse + row)
@@ -207,18 +215,14 @@ def loss_kernel(
     """Compute the loss and the log-sum-exp of a row that holds the whole vocabulary."""
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    base = logits + tl.multiple_of(aligned, VEC)
+    base, begin = _row_start(logits, row, row_stride, VEC)
     top, total, plain = _row_stats(base, begin, begin + real, ACC, SMOOTHING > 0, BLOCK, VEC, "")
     wanted = tl.load(target + row)
     column = wanted - vocab_start
     here = (column >= 0) & (column < real)
     target_logit = tl.load(base + begin + column, mask=here, other=0.0).to(ACC)
     row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
-    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
-    if SMOOTHING > 0:
-        value += SMOOTHING * (row_lse - plain / vocab_size)
+    value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     if token_weight is not None:
         value *= tl.load(token_weight + row)
     value = tl.where((wanted >= 0) & (wanted < vocab_size), value, float("nan"))
@@ -239,9 +243,7 @@ def loss_grad_kernel(
     """
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    aligned = row * row_stride // VEC * VEC
-    begin = (row * row_stride - aligned).to(tl.int32)
-    base = logits + tl.multiple_of(aligned, VEC)
+    base, begin = _row_start(logits, row, row_stride, VEC)
     wanted = tl.load(target + row)
     live = wanted != ignore_index
     real = (wanted >= 0) & (wanted < vocab_size)
@@ -251,9 +253,7 @@ def loss_grad_kernel(
     end = begin + tl.where(live, vocab_size, 0).to(tl.int32)
     top, total, plain = _row_stats(base, begin, end, ACC, SMOOTHING > 0, BLOCK, VEC, "evict_last")
     row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
-    value = (1 - SMOOTHING) * (row_lse - target_logit) + Z_LOSS * row_lse * row_lse
-    if SMOOTHING > 0:
-        value += SMOOTHING * (row_lse - plain / vocab_size)
+    value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     scale = tl.load(loss_grad + row)
     if token_weight is not None:
         weight = tl.load(token_weight + row)

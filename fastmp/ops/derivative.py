@@ -233,4 +233,5 @@ def encode(derivative: Derivative) -> tuple[list[str], list[int], list[int]]:
         numbers.append(len(formula.targets))
         for target in formula.targets:
             numbers += [target.input, SOURCES.index(target.source), target.index, target.row]
-    return [formula.op for formula in derivative.formulas], derivative.differentiable, numbers
+    ops = [formula.op and f"fastmp::{formula.op}" for formula in derivative.formulas]
+    return ops, derivative.differentiable, numbers

@@ -95,14 +95,14 @@ def _flops_backward(grad_total: Tensor | None, total: Tensor, centred: bool, wit
 # The two ops differ in mean and bias alone: the first argument of their functions says which it is.
 
 
-_rms_norm_backward = register(
+register(
     "rms_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats)"
     " -> (Tensor dx, Tensor dparams)",
     reference=lambda *arguments: _reference_backward(False, *arguments),
     triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
 )
-_layer_norm_backward = register(
+register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
     " bool with_bias) -> (Tensor dx, Tensor dparams)",
     reference=lambda *arguments: _reference_backward(True, *arguments),

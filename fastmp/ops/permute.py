@@ -91,7 +91,7 @@ register(
     fake=lambda indices, num_experts: (indices.new_empty(indices.shape), indices.new_empty(num_experts)),
     triton=launch_permutation,
 )
-_unpermute_backward = register(
+register(
     "unpermute_backward(Tensor grad, Tensor y, Tensor row_of, Tensor probs) -> (Tensor, Tensor)",
     reference=reference_unpermute_backward,
     fake=lambda grad, y, row_of, probs: (y.new_empty(y.shape), probs.new_empty(probs.shape)),

@@ -164,17 +164,22 @@ def _is_recorded() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
 
 
+def _built() -> dict[str, Any]:
+    """What setup.py wrote down when it built the libraries; {} where it never did."""
+    record = _PACKAGE / "_build.json"
+    return json.loads(record.read_text()) if record.exists() else {}
+
+
 def _load(library: str, wanted: bool, otherwise: str) -> str:
     """Load a compiled library; "" on success, else the reason why its kernels are absent."""
-    path, record = _PACKAGE / f"{library}.so", _PACKAGE / "_build.json"
+    path = _PACKAGE / f"{library}.so"
     if not wanted:
         return otherwise
-    built = json.loads(record.read_text()) if record.exists() else {}
     if not path.exists():
         part = {"_C_cpu": "cpp", "_C_autograd": "autograd", "_C_cuda": "cuda"}[library]
-        return str(built.get(part, f"{path.name} was not built"))
-    if library == "_C_autograd" and built.get("torch") != torch.__version__:
-        return f"{path.name} is compiled for torch {built.get('torch')}, this is {torch.__version__}"
+        return str(_built().get(part, f"{path.name} was not built"))
+    if library == "_C_autograd" and (built_for := _built().get("torch")) != torch.__version__:
+        return f"{path.name} is compiled for torch {built_for}, this is {torch.__version__}"
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
@@ -312,7 +317,6 @@ def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | No
     if not _AUTOGRAD_ABSENT:
         node = "".join(part.capitalize() for part in name.split("_")) + "Backward"
         ops, differentiable, numbers = encode(derivative) if derivative else ([], [], [])
-        ops = [op and f"fastmp::{op}" for op in ops]
         torch.ops.fastmp_autograd.declare(name, node, refusal, ops, differentiable, numbers)
         return _caller(overload)
     writes = overload._schema.is_mutable
@@ -329,9 +333,8 @@ def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | No
         if writes:
             raise RuntimeError(f"{name} writes into its arguments and has no derivative: use torch.no_grad()")
         with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
-            return function.record(
-                *arguments, *defaults[len(arguments) :]
-            )  # the dispatcher leaves defaults out
+            # the dispatcher leaves out what is the default
+            return function.record(*arguments, *defaults[len(arguments) :])
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
     eager = _caller(overload)

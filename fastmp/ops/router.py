@@ -203,7 +203,7 @@ def _flops(logits, expert_bias, k, *options) -> int:
     return math.prod(logits.shape) * (6 if expert_bias is None else 7)
 
 
-_topk_router_backward = register(
+register(
     "topk_router_backward(Tensor? grad_probs, Tensor? grad_sums, Tensor? grad_z, Tensor logits,"
     " Tensor indices, str score, bool normalize, float scale) -> Tensor",
     reference=reference_backward,

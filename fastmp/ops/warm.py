@@ -201,6 +201,20 @@ def nothing_is_compiled() -> str:
     return _triton.ABSENT or ("TRITON_INTERPRET=1 interprets them" if _triton.INTERPRETED else "")
 
 
+def require_compilation() -> None:
+    """ValueError where this process compiles no kernels."""
+    if reason := nothing_is_compiled():
+        raise ValueError(f"warm_up: nothing is compiled: {reason}")
+
+
+def current_architecture() -> int:
+    """Compute capability of the current GPU as one number (90 is 9.0); ValueError where there is none."""
+    if not torch.cuda.is_available():
+        raise ValueError("warm_up: there is no GPU here: say which to compile for, as arch=90 or --arch 90")
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
 def warm_up(
     *calls: Callable[[], object], arch: int | None = None, processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -226,13 +240,9 @@ def warm_up(
     Raises:
         ValueError: Triton is not installed or interprets, or there is neither a GPU nor `arch`.
     """
-    if reason := nothing_is_compiled():
-        raise ValueError(f"warm_up: nothing is compiled: {reason}")
+    require_compilation()
     if arch is None:
-        if not torch.cuda.is_available():
-            raise ValueError("warm_up: there is no GPU here: say which to compile for, as arch=90")
-        major, minor = torch.cuda.get_device_capability()
-        arch = 10 * major + minor
+        arch = current_architecture()
     with recording(arch) as codes:
         for call in calls:
             call()

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import Recipe
 from fastmp.layout import make_grid
-from fastmp.ops.warm import Code, compile_all, nothing_is_compiled, recording
+from fastmp.ops.warm import (
+    Code,
+    compile_all,
+    current_architecture,
+    nothing_is_compiled,
+    recording,
+    require_compilation,
+)
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
@@ -33,15 +40,7 @@ from fastmp.train.microbatches import Batch, LossFunction, PipelineLoss, evaluat
 from fastmp.train.trainer import DTYPES
 from fastmp.train.warm import progress_line
 
-__all__ = ["architecture", "codes_of_recipe", "warm_up_ranks", "warm_up_recipe"]
-
-
-def architecture() -> int:
-    """Compute capability of the current GPU as one number (90 is 9.0); ValueError where there is none."""
-    if not torch.cuda.is_available():
-        raise ValueError("there is no GPU here: say which to compile for, as --arch 90")
-    major, minor = torch.cuda.get_device_capability()
-    return 10 * major + minor
+__all__ = ["codes_of_recipe", "warm_up_ranks", "warm_up_recipe"]
 
 
 def warm_up_recipe(
@@ -59,8 +58,7 @@ def warm_up_recipe(
     Raises:
         ValueError: Triton is not installed, or interprets.
     """
-    if reason := nothing_is_compiled():
-        raise ValueError(f"warm_up: nothing is compiled: {reason}")
+    require_compilation()
     codes = codes_of_recipe(recipe, world_size, arch)
     compile_all(codes, arch, processes=processes, progress=progress)
     return len(codes)
@@ -75,7 +73,7 @@ def warm_up_ranks(recipe: Recipe, runtime: Runtime) -> None:
     if runtime.device.type != "cuda" or nothing_is_compiled():
         return
     if runtime.local_rank == 0:
-        arguments = recipe, runtime.world_size, architecture()
+        arguments = recipe, runtime.world_size, current_architecture()
         child = multiprocessing.get_context("spawn").Process(
             target=_warm_up, args=(*arguments, runtime.rank == 0)
         )

@@ -28,10 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = fitting_recipe(parser.prog, options)
     if recipe is None:
         return 2
-    from fastmp.train.kernels import architecture, warm_up_recipe  # torch, which no mistake above waits for
+    from fastmp.ops.warm import current_architecture  # torch, which no mistake above waits for
+    from fastmp.train.kernels import warm_up_recipe
 
     try:
-        arch, ranks = options.arch or architecture(), options.world_size or fewest_ranks(recipe)
+        arch, ranks = options.arch or current_architecture(), options.world_size or fewest_ranks(recipe)
         count = warm_up_recipe(recipe, ranks, arch, processes=options.processes, progress=progress_line())
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
