@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,11 +143,13 @@ def without_barrier(source: str) -> list[str]:
 
 
 def is_wrong(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether a result is wrong in one of a few orders. In a child, for it may write anywhere."""
+    """Whether a result is wrong in one of a few orders. In a child, for it may write anywhere, or hang."""
     child = os.fork()
     if child == 0:
         try:
             faulthandler.disable()
+            signal.alarm(120)
+            torch.set_num_threads(1)  # a pool of threads does not survive the fork
             for seed in range(3):
                 compiled.set(seed)
                 if errors(compiled, name, monkeypatch, (torch.float32, torch.bfloat16)):
