@@ -284,8 +284,8 @@ def _large(arch: int) -> bool:
     return 90 <= arch < 120
 
 
-# product_blocks knows so many rows an expert from more: between two of these, all have one tile.
-ROWS_EACH = (16, 32, 64, 256, math.inf)
+# The most rows an expert, on average, of each class that has a tile of its own in product_blocks.
+ROWS_EACH = (16, 32, 64, 127, math.inf)
 
 
 @cache
@@ -295,8 +295,8 @@ def product_blocks(
     """Tile of a product with `rows_each` rows an expert; `pair`: it has two blocks of so many columns.
 
     Half a tile's rows are wasted for each expert, so few rows get low tiles. The widest that 255 registers a
-    thread hold, 128 x 256, reads the least; one to sixteen rows are bound by reading the weights, of which
-    much must be under way.
+    thread hold, 128 x 256, reads 0.6 times as much as 64 x 256 does for a product of 128 rows and more; one
+    to sixteen rows are bound by reading the weights, of which much must be under way.
     """
     if itemsize != 2:  # products without tensor cores, in fp32 or fp64
         rows, num_warps = (16, 4) if rows_each <= 32 else (64, 8)
@@ -308,7 +308,7 @@ def product_blocks(
     elif rows_each <= 64:
         blocks = Blocks(64, 128, 64, 4, 4)
     else:
-        blocks = Blocks(64, 256, 64, 4, 4) if rows_each <= 256 else Blocks(128, 256, 64, 8, 4)
+        blocks = Blocks(64, 256, 64, 4, 4) if rows_each <= 127 else Blocks(128, 256, 64, 8, 4)
     return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
 
 

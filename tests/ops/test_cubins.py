@@ -249,7 +249,7 @@ def _gated_backward(form, *facts):
     return case, facts
 
 
-ROWS_EACH = {"decode": 1, "few": 48, "fine": 200, "large": 4096}
+ROWS_EACH = {"decode": 1, "few": 48, "fine": 100, "large": 128}
 EXPERTS, N, K = 255, 4096, 7168
 
 
