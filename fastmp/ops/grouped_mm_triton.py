@@ -272,16 +272,26 @@ class Blocks:
         columns = min(self.columns, max(32, next_power_of_2(num_columns)))
         return replace(self, columns=columns, terms=min(self.terms, max(16, next_power_of_2(num_terms))))
 
-    def programs_each(self, itemsize: int, pair: bool = False) -> int:
-        """Programs that a multiprocessor can hold at a time: by shared memory, and 255 registers a thread."""
+    def programs_each(self, itemsize: int, arch: int, pair: bool = False) -> int:
+        """Programs that a multiprocessor can hold at a time: by shared memory, and 255 registers a thread.
+
+        Triton holds a block of the operands for each stage; for `mma.sync`, which has its operands in
+        registers, for one stage less. A program takes 1 KB more.
+        """
         columns = 2 * self.columns if pair else self.columns
-        shared = self.num_stages * (self.rows + columns) * self.terms * itemsize
-        return max(1, min(8 // self.num_warps, (220 << 10) // max(shared, 1)))
+        held = self.num_stages - (self.rows < 64 or not _large(arch))
+        shared = held * (self.rows + columns) * self.terms * itemsize + (1 << 10)
+        return max(1, min(8 // self.num_warps, _shared_memory(arch) // shared))
 
 
 def _large(arch: int) -> bool:
-    """Whether a multiprocessor has 227 KB of shared memory: Hopper and the Blackwell of data centres."""
+    """Whether a multiprocessor has as much shared memory as Hopper and the Blackwell of data centres."""
     return 90 <= arch < 120
+
+
+def _shared_memory(arch: int) -> int:
+    """Bytes of shared memory of a multiprocessor."""
+    return (228 if _large(arch) else 164 if arch == 80 else 100) << 10
 
 
 # The most rows an expert, on average, of each class that has a tile of its own in product_blocks.
@@ -399,7 +409,7 @@ def _product(
     x_block = (blocks.rows, blocks.terms)
     w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
     tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
-    programs = num_programs(x, tiles, blocks.programs_each(itemsize, gated))
+    programs = num_programs(x, tiles, blocks.programs_each(itemsize, architecture(x), gated))
     launcher.launch(
         grouped_mm_kernel, programs, _descriptor(x, *x_block) if tma else x,
         _descriptor(w, *w_block) if tma else w, bias, offsets, y, h, num_rows, num_experts,

@@ -24,7 +24,8 @@ from triton.runtime import driver
 from fastmp.ops import OPS, launcher
 from fastmp.ops.warm import AbsentGPU
 
-SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}  # of a program
+SHARED_TAKEN = 1 << 10  # by the system, for each program: a multiprocessor has so much more than the limit
 REGISTERS = 64 << 10  # of a multiprocessor
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -88,7 +89,7 @@ class Launch:
         """Programs that fit on a multiprocessor by shared memory and registers, which come in eights."""
         registers = -(-self.usage["REG"] // 8) * 8 * self.threads
         programs = min(REGISTERS // registers, 2048 // self.threads)
-        return min(programs, SHARED_LIMIT[self.arch] // max(self.shared, 1))
+        return min(programs, (SHARED_LIMIT[self.arch] + SHARED_TAKEN) // (self.shared + SHARED_TAKEN))
 
     def count(self, *patterns: str) -> int:
         """How often any of the patterns stands in the PTX code."""
