@@ -3,8 +3,8 @@
 The products over an expert's rows are a fixed number of programs that walk over the tiles of all experts;
 where those lie, each program finds out from `offsets` by itself. The rows of nobody are one more expert,
 whose product has no terms. A tile may load rows of the next expert, but stores its own rows only.
-The gradient of the weights is one program a tile; there the rows are the terms, so a last block of fewer rows
-is loaded with a mask on both sides.
+The gradient of the weights is one program a tile. There the rows are the terms, and a last block is loaded
+with zeros in place of rows of the next expert, which may be NaN.
 On Hopper and later operands come by TMA (host descriptors) where addresses allow it; `wgmma`
 and `tcgen05` follow from the sizes of the blocks. Else they come through pointers.
 """
@@ -26,6 +26,7 @@ from fastmp.ops.gated import activate
 from fastmp.ops.rows import arithmetic, vector_width
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
+_MOST_ROWS = 1 << 30  # of a matrix that `_ragged` describes
 
 
 @jit
@@ -52,17 +53,16 @@ def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @jit
 def _load_block(data, rows, cols, num_rows, num_cols, pitch):
-    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    return tl.load(data + rows[:, None].to(tl.int64) * pitch + cols[None, :], mask=mask, other=0.0)
+    """The elements at `rows` and `cols`: one lies along the block's rows, the other along its columns."""
+    mask = (rows < num_rows) & (cols < num_cols)
+    return tl.load(data + rows.to(tl.int64) * pitch + cols, mask=mask, other=0.0)
 
 
 @jit
-def _add_block(data, block, rows, cols, num_rows, num_cols, pitch, ACCUMULATE: tl.constexpr):
-    places = data + rows[:, None].to(tl.int64) * pitch + cols[None, :]
-    mask = (rows < num_rows)[:, None] & (cols < num_cols)[None, :]
-    if ACCUMULATE:
-        block += tl.load(places, mask=mask, other=0.0).to(block.dtype)
-    tl.store(places, block, mask=mask)
+def _load_ragged(data, row, first, start, end, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """(BLOCK_R, BLOCK) from the `row`-th of the rows `start` to `end` on, and zeros behind: see `_ragged`."""
+    limit: tl.constexpr = 1 << 30
+    return data.load([limit, end, limit - (end - start) + row, first]).reshape(BLOCK_R, BLOCK)
 
 
 @jit
@@ -80,9 +80,9 @@ def _load_weight(
     elif TMA:
         block = w.load([expert, first_n, first_k]).reshape(BLOCK_N, BLOCK_K).T
     elif TRANSPOSED:
-        block = _load_block(matrix, ks, ns, num_k, num_n, w_pitch * W_VECTOR)
+        block = _load_block(matrix, ks[:, None], ns[None, :], num_k, num_n, w_pitch * W_VECTOR)
     else:
-        block = _load_block(matrix, ns, ks, num_n, num_k, w_pitch * W_VECTOR).T
+        block = _load_block(matrix, ns[:, None], ks[None, :], num_n, num_k, w_pitch * W_VECTOR).T
     return block
 
 
@@ -90,6 +90,27 @@ def _load_weight(
 def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
     """The left and the right half of a block's columns."""
     return block.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+
+
+@jit
+def _store_sums(
+    out, sums, ns, first_k, num_n, num_k, pitch, ACCUMULATE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a weight's gradient, or add it to `out`, in PARTS turns: fewer registers hold `out`."""
+    if PARTS == 1:
+        ks = first_k + tl.arange(0, BLOCK_K)
+        places = out + ns[:, None].to(tl.int64) * pitch + ks[None, :]
+        mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
+        if ACCUMULATE:
+            sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
+        tl.store(places, sums, mask=mask)
+    else:
+        HALF: tl.constexpr = BLOCK_K // 2
+        MORE: tl.constexpr = PARTS // 2
+        left, right = _halves(sums, BLOCK_N, HALF)
+        _store_sums(out, left, ns, first_k, num_n, num_k, pitch, ACCUMULATE, BLOCK_N, HALF, MORE)
+        _store_sums(out, right, ns, first_k + HALF, num_n, num_k, pitch, ACCUMULATE, BLOCK_N, HALF, MORE)
 
 
 @jit
@@ -185,7 +206,8 @@ def grouped_mm_kernel(
             if TMA:
                 a = x.load([first_m, first_k])
             else:
-                a = _load_block(x, rows, first_k + tl.arange(0, BLOCK_K), end, num_k, x_pitch * K_VECTOR)
+                ks = first_k + tl.arange(0, BLOCK_K)
+                a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch * K_VECTOR)
             b = _load_weight(
                 w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                 BLOCK_N, BLOCK_K,
@@ -206,14 +228,14 @@ def grouped_mm_kernel(
 
 @jit
 def grouped_wgrad_kernel(
-    grad, x, grad_rows, x_rows, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump,
-    out_pitch, ACCUMULATE: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
+    grad, x, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
+    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
     K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the sum over an expert's rows of grad^T x, stored or added to `out`. See grouped_mm_kernel.
+    """Store one tile of the sum over an expert's rows of grad^T x, or add it to `out`. See grouped_mm_kernel.
 
-    With TMA, `grad_rows` and `x_rows` are descriptors of `grad` and `x`.
+    With TMA, `grad` and `x` are ragged descriptors.
     """
     num_n, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
     # Which expert's gradient, which rows are its terms, and which tile of it this program makes.
@@ -231,30 +253,21 @@ def grouped_wgrad_kernel(
     tile_n, tile_k = _tile_of(pid % (tiles_n * tiles_k), tiles_n, tiles_k, GROUP)
     first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
     ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
-    # The loop over whole blocks of rows, without a mask; the last rows come with one.
     acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
-    whole = (end - start) // BLOCK_R
-    for step in range(0, whole):
-        first = start + step * BLOCK_R
+    for row in range(0, end - start, BLOCK_R):
         if TMA:
-            a, b = grad_rows.load([first, first_n]), x_rows.load([first, first_k])
-        else:
-            rows = first + tl.arange(0, BLOCK_R)
-            a = _load_block(grad, rows, ns, end, num_n, grad_pitch * N_VECTOR)
-            b = _load_block(x, rows, ks, end, num_k, x_pitch * K_VECTOR)
-        acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-    if start + whole * BLOCK_R < end:  # what comes behind belongs to the next expert, and may be NaN
-        rows = start + whole * BLOCK_R + tl.arange(0, BLOCK_R)
-        a = _load_block(grad, rows, ns, end, num_n, grad_pitch * N_VECTOR)
-        b = _load_block(x, rows, ks, end, num_k, x_pitch * K_VECTOR)
-        acc = tl.dot(a.T, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-    # Epilogue in two halves: a total of float32 read at once would take all registers.
-    total = out + expert.to(tl.int64) * out_jump * K_VECTOR
-    HALF: tl.constexpr = BLOCK_K // 2
-    left, right = _halves(acc, BLOCK_N, HALF)
-    _add_block(total, left, ns, first_k + tl.arange(0, HALF), num_n, num_k, out_pitch * K_VECTOR, ACCUMULATE)
-    ks = first_k + HALF + tl.arange(0, HALF)
-    _add_block(total, right, ns, ks, num_n, num_k, out_pitch * K_VECTOR, ACCUMULATE)
+            a = _load_ragged(grad, row, first_n, start, end, BLOCK_R, BLOCK_N)
+            b = _load_ragged(x, row, first_k, start, end, BLOCK_R, BLOCK_K)
+            a = a.T  # not before: what comes between two loads gives each a barrier of its own
+        else:  # the gradient across: transposed later, it would not be loaded ahead on an A100
+            rows = start + row + tl.arange(0, BLOCK_R)
+            a = _load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch * N_VECTOR)
+            b = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch * K_VECTOR)
+        acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+    _store_sums(
+        out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch * K_VECTOR,
+        ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -322,13 +335,23 @@ def product_blocks(
     return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
 
 
+# As ROWS_EACH, of wgrad_blocks.
+WGRAD_ROWS_EACH = (1024, math.inf)
+
+
 @cache
-def wgrad_blocks(num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
-    """Tile of the gradient of a weight: its rows, its columns, and rows of the operands at a time."""
+def wgrad_blocks(rows_each: float, num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
+    """Tile of the gradient of a weight: its rows, its columns, and rows of the operands at a time.
+
+    Few rows an expert are bound by adding to the gradient: there one of two programs on a multiprocessor adds
+    while the other multiplies. Many are bound by multiplying, for which the widest tile reads the least.
+    """
     if itemsize != 2:
         blocks = Blocks(64, 64, 128 // itemsize, 4, 2)
+    elif not _large(arch):
+        blocks = Blocks(128, 128, 32, 8, 3)
     else:
-        blocks = Blocks(128, 256, 64, 8, 3) if _large(arch) else Blocks(128, 128, 32, 8, 3)
+        blocks = Blocks(128, 128, 64, 8, 3) if rows_each <= 1024 else Blocks(128, 256, 64, 8, 3)
     return replace(blocks, rows=min(blocks.rows, max(16, next_power_of_2(num_n)))).fitting(num_k, 1 << 30)
 
 
@@ -374,9 +397,26 @@ def _descriptor(tensor: Tensor, *block: int) -> Any:
     return described
 
 
+def _ragged(tensor: Tensor, *block: int) -> Any:
+    """Describe a matrix, for `_load_ragged`, so that the TMA unit puts zeros behind any of its rows.
+
+    Two more dimensions move the rows by any number, forward or (for addresses are 64 bits that wrap around)
+    backward, against the limit of the third. As in triton.tools.ragged_tma.
+    """
+    described, pitch = _descriptor(tensor, 1, 1, *block), tensor.stride(0)
+    described.shape = [0x7FFF0000, 0x7FFF0000, _MOST_ROWS, tensor.shape[1]]
+    described.strides = [(1 << 34) - pitch, pitch, pitch, 1]
+    return described
+
+
 def _along_rows(tensor: Tensor) -> Tensor:
     """The same with unit column stride; copied only where it has another."""
     return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
+
+
+def _class(classes: tuple[float, ...], num_rows: int, num_experts: int) -> float:
+    """The class of so many rows of so many experts."""
+    return classes[bisect_left(classes, num_rows / max(num_experts, 1))]
 
 
 def _block_e(num_experts: int) -> int:
@@ -401,7 +441,7 @@ def _product(
     bias = None if bias is None else bias.contiguous()
     itemsize, x_pitch, (w_jump, w_pitch, _) = x.element_size(), x.stride(0), w.stride()
     tma = use_tma(x, w)
-    rows_each = ROWS_EACH[bisect_left(ROWS_EACH, num_rows / max(num_experts, 1))]
+    rows_each = _class(ROWS_EACH, num_rows, num_experts)
     blocks = product_blocks(rows_each, width, num_k, itemsize, tile_architecture(x, tma), gated)
     w_vector = vector_width(itemsize, num_n if transposed else num_k, w_jump, w_pitch)
     k_vector = vector_width(itemsize, num_k, x_pitch, *(() if transposed else (w_jump, w_pitch)))
@@ -438,16 +478,16 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     if out.numel() == 0:
         return
     grad, x, offsets = _along_rows(grad), _along_rows(x), offsets.contiguous()
-    itemsize, tma = x.element_size(), use_tma(grad, x)
-    blocks = wgrad_blocks(num_n, num_k, itemsize, tile_architecture(x, tma))
+    itemsize, tma = x.element_size(), use_tma(grad, x) and len(x) <= _MOST_ROWS
+    rows_each = _class(WGRAD_ROWS_EACH, x.shape[0], num_experts)
+    blocks = wgrad_blocks(rows_each, num_n, num_k, itemsize, tile_architecture(x, tma))
     grad_pitch, x_pitch, (out_jump, out_pitch, _) = grad.stride(0), x.stride(0), out.stride()
     n_vector = vector_width(itemsize, num_n, grad_pitch)
     k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
     tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
     launcher.launch(
-        grouped_wgrad_kernel, num_experts * tiles, grad, x,
-        _descriptor(grad, blocks.terms, blocks.rows) if tma else None,
-        _descriptor(x, blocks.terms, blocks.columns) if tma else None, offsets, out, x.shape[0],
+        grouped_wgrad_kernel, num_experts * tiles, _ragged(grad, blocks.terms, blocks.rows) if tma else grad,
+        _ragged(x, blocks.terms, blocks.columns) if tma else x, offsets, out, x.shape[0],
         num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
         out_jump // k_vector, out_pitch // k_vector,
         ACCUMULATE=accumulate, TMA=tma, COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector,

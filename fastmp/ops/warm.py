@@ -102,11 +102,22 @@ class AbsentGPU:
         return _triton.GPUTarget("cuda", self.arch, 32)
 
 
+def _rows_of(classes: tuple[float, ...], num_experts: int) -> list[int]:
+    """A number of rows for each class of rows an expert."""
+    return [num_experts * int(each if each < math.inf else 1 << 12) for each in classes]
+
+
 def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
     """Numbers of rows that a product of experts has all its tiles for."""
-    for each in grouped_mm_triton.ROWS_EACH:
-        rows = w.shape[0] * int(each if each < math.inf else 1 << 12)
+    for rows in _rows_of(grouped_mm_triton.ROWS_EACH, w.shape[0]):
         yield x.new_empty(rows, x.shape[1]), w, *others
+
+
+def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
+    """Numbers of rows that the gradient of experts' weights has all its tiles for."""
+    *total, grad, x, offsets = arguments
+    for rows in _rows_of(grouped_mm_triton.WGRAD_ROWS_EACH, offsets.shape[0]):
+        yield *total, grad.new_empty(rows, grad.shape[1]), x.new_empty(rows, x.shape[1]), offsets
 
 
 def _tokens_of_router(logits: Tensor, *others: Any) -> Iterator[tuple]:
@@ -130,6 +141,8 @@ def _tokens_of_router_backward(
 _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm": _rows_of_experts,
     "grouped_mlp_in": _rows_of_experts,
+    "grouped_mm_wgrad": _terms_of_experts,
+    "grouped_mm_wgrad_": _terms_of_experts,
     "topk_router": _tokens_of_router,
     "topk_router_backward": _tokens_of_router_backward,
 }

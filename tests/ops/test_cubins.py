@@ -98,6 +98,7 @@ ADAMW = Facts(
 STATS = Facts(2, exps=(1, 1.25), bytes=LATENCY)
 # the second read of a row asks the cache for it
 LOSS_GRAD = Facts(4, 2, exps=(2, 2.25), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
+TWO = Facts(threads=512)  # programs of eight warps
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
 
@@ -277,9 +278,11 @@ def _grouped_mlp_in(form, gated, rows, facts):
     return case, (facts,)
 
 
-def _wgrad(facts, *, accumulate, apart=False):
+def _wgrad(each, facts, *, accumulate, apart=False):
+    """each: rows an expert."""
+
     def case(t, wide):
-        rows, gap = 4096 * EXPERTS, 8 // t().element_size() if apart else 0
+        rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
         operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
         if accumulate:
             return "grouped_mm_wgrad_", (t(EXPERTS, N, K, dtype=wide), *operands)
@@ -418,9 +421,11 @@ CASES = {
     "grouped geglu large": _grouped_mlp_in("gelu", True, "large", ANY),
     "grouped gelu fine": _grouped_mlp_in("gelu_tanh", False, "fine", ANY),
     "grouped gelu large": _grouped_mlp_in("gelu_tanh", False, "large", ANY),
-    "grouped wgrad writing": _wgrad(ANY, accumulate=False),
-    "grouped wgrad accumulating": _wgrad(ANY, accumulate=True),
-    "grouped wgrad accumulating apart": _wgrad(ANY, accumulate=True, apart=True),
+    "grouped wgrad writing": _wgrad(4096, ANY, accumulate=False),
+    "grouped wgrad writing fine": _wgrad(1024, TWO, accumulate=False),
+    "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
+    "grouped wgrad accumulating fine": _wgrad(1024, TWO, accumulate=True),
+    "grouped wgrad accumulating apart": _wgrad(4096, TWO, accumulate=True, apart=True),
     "router mixtral": _router("mixtral", Facts(exps=(1, 3))),
     "router qwen3": _router("qwen3", Facts(1, exps=(1, 2))),
     "router deepseek-v2": _router("deepseek-v2", Facts(1, exps=(1, 2), stack=8)),
@@ -455,8 +460,16 @@ def parameters():
 
 
 def check_product(launch: Launch, narrow: bool, apart: bool) -> None:
-    """The tensor cores of the architecture, but not for tiles of 16 rows; TMA, or asynchronous copies."""
+    """The tensor cores of the architecture, but not for tiles of 16 rows; TMA, or asynchronous copies.
+
+    A kernel that adds reads its sums back by the threads that write them, and nothing else in plain loads.
+    """
     assert launch.wide_stores, "stores narrower than 16 bytes"
+    if launch.kernel == "grouped_wgrad_kernel":
+        sums = launch.accessed("load", "f64" if launch.itemsize == 8 else "f32")
+        stored = launch.accessed("store")
+        assert stored
+        assert sums == (stored if launch.constants["ACCUMULATE"] else [])
     if launch.itemsize != 2:
         return
     arch = 80 if narrow else min(launch.arch, 100)
@@ -501,6 +514,13 @@ def test_sizes_beyond_int32_change_nothing():
     found = [launches(*case(meta(torch.bfloat16), torch.float32, n), 90, 4)[0] for n in (1 << 20, 1 << 35)]
     few, many = ((launch.wide_loads, launch.wide_stores, launch.shared) for launch in found)
     assert few == many
+
+
+@pytest.mark.parametrize("rows", [1 << 30, (1 << 30) + 1])
+def test_a_ragged_descriptor_has_no_more_rows_than_its_limit(rows):
+    t = meta(torch.bfloat16)
+    (launch,) = launches("grouped_mm_wgrad", (t(rows, 64), t(rows, 64), t(8, dtype=torch.int32)), 90)
+    assert launch.constants["TMA"] == (rows == 1 << 30)
 
 
 def test_numbers_of_adamw_reach_the_kernel_in_float64():

@@ -289,8 +289,9 @@ def test_blocks_follow_the_tokens_of_an_expert():
                     columns = blocks.columns * (2 if pair else 1)
                     assert blocks.num_stages * (blocks.rows + columns) * blocks.terms * itemsize <= limit
                     assert blocks.rows * columns <= 128 * blocks.num_warps * 32
-            blocks = kernels.wgrad_blocks(4096, 7168, itemsize, arch)
-            assert blocks.num_stages * (blocks.rows + blocks.columns) * blocks.terms * itemsize <= limit
+            for each in kernels.WGRAD_ROWS_EACH:
+                blocks = kernels.wgrad_blocks(each, 4096, 7168, itemsize, arch)
+                assert blocks.num_stages * (blocks.rows + blocks.columns) * blocks.terms * itemsize <= limit
     small = kernels.product_blocks(1000, 40, 24, 2, 90)
     assert (small.columns, small.terms) == (64, 32)
 

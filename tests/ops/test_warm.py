@@ -46,17 +46,17 @@ def test_random_batches_compile_nothing_after_warm_up():
     """200 batches of an expert layer, and of the rows that other ranks would send it."""
     moe = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=64, expert_bias=True)
     meta = {"device": "meta", "dtype": torch.bfloat16}
-    config = GPTConfig(num_layers=1, hidden_size=128, num_heads=2, activation="swiglu", moe=moe)
+    config = GPTConfig(num_layers=1, hidden_size=256, num_heads=2, activation="swiglu", moe=moe)
     layer = MoELayer(config, Placement(**meta))
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
-    weight = torch.empty(8, 64, 128, **meta)
-    norm = torch.empty(128, **meta, requires_grad=True)
+    weight = torch.empty(8, 64, 256, **meta)
+    norm = torch.empty(256, **meta, requires_grad=True)
 
     def batch(tokens: int, rows: int) -> None:
-        x = torch.empty(tokens, 2, 128, **meta, requires_grad=True)
+        x = torch.empty(tokens, 2, 256, **meta, requires_grad=True)
         hidden = layer(ops.rms_norm(x, norm))
         torch.autograd.backward(hidden[0], torch.empty_like(hidden[0]))
-        sent = torch.empty(rows, 128, **meta)
+        sent = torch.empty(rows, 256, **meta)
         received = ops.permute(sent, torch.empty(rows, 1, dtype=torch.int32, device="meta"), rows + tokens)
         ops.grouped_mm(received, weight, offsets)
 
