@@ -1,14 +1,17 @@
 """Triton kernels of the router, and their launches; `router` says what they compute.
 
-A program takes a strip of one sequence's tokens, a few at a time, all of whose experts are in registers: from
-128 experts on a warp has a token. Scores are compared as integers in the same order, because a maximum of
-32-bit integers over a warp is one instruction. The k rounds only find indices; the chosen logits are then
-read again, all at once, from a cache. A strip's sums of scores go to a row of partial sums, which the program
-that comes last, whichever it is, adds in order; counts are integers, whose sum has no order.
+A program takes a strip of one sequence's tokens, a few at a time, all of whose experts are in registers. Up
+to 512 experts of a token are in one warp, so that a step has few barriers. Scores are compared as integers
+in the same order, because a maximum of 32-bit integers over a warp is one instruction; those of 16-bit
+logits hold the expert as well, and a round takes one maximum where others take a maximum and a minimum. The
+k rounds only find indices; the chosen logits are then read again, all at once, from a cache. A strip's sums
+of scores go to a row of partial sums, which the program that comes last, whichever it is, adds in order;
+counts are integers, whose sum has no order.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -69,10 +72,35 @@ def _softmax(x):
 
 
 @jit
-def _take_best(keys, places, TAKEN: tl.constexpr, END: tl.constexpr):
+def _columns(places, GROUPS: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr):
+    """Return the expert of each place, and whether there is one.
+
+    Each group has a power of two of places, so that keys can be reshaped; those left over are padding.
+    """
+    if GROUPS > 1:  # a group begins every EACH places
+        return places // EACH * SIZE + places % EACH, (places % EACH < SIZE) & (places // EACH < GROUPS)
+    else:
+        return places, places < SIZE
+
+
+@jit
+def _numbered(keys, places, LOWEST: tl.constexpr):
+    """Put the place, up to 8191, into 13 bits of each key that say nothing where numbers have 16 bits.
+
+    Then no two keys are equal, and of those that were the first is the largest.
+    """
+    return tl.where(keys == LOWEST, LOWEST, (keys & -8192) | (8191 - places))
+
+
+@jit
+def _take_best(keys, places, TAKEN: tl.constexpr, END: tl.constexpr, NUMBERED: tl.constexpr):
     """Find each row's first largest key, and put TAKEN in its place."""
-    best = tl.min(tl.where(keys == tl.max(keys, 1)[:, None], places, END), 1)
-    return best, tl.where(places == best[:, None], TAKEN, keys)
+    best = tl.max(keys, 1)
+    if NUMBERED:
+        return 8191 - (best & 8191), tl.where(keys == best[:, None], TAKEN, keys)
+    else:
+        best = tl.min(tl.where(keys == best[:, None], places, END), 1)
+        return best, tl.where(places == best[:, None], TAKEN, keys)
 
 
 @jit
@@ -98,7 +126,7 @@ def _close_groups(
             value += _sigmoid(second) if LOGITS else second
         first = tl.where(groups < GROUPS, _sortable(value), LOWEST)
     for _ in range(OPEN):
-        _, first = _take_best(first, groups, LOWEST + 1, ALL)
+        _, first = _take_best(first, groups, LOWEST + 1, ALL, False)
     opened = (first == LOWEST + 1)[:, :, None]
     return tl.reshape(tl.where(opened, grouped, LOWEST), (BLOCK_M, ALL * EACH))
 
@@ -126,7 +154,7 @@ def router_kernel(
     num_steps, num_sequences, strip_steps, pitch, scale: tl.float64,
     K: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OPEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
-    LOWEST: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    LOWEST: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
     ALL: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Route a strip of one sequence. Logits are (num_steps, num_sequences) rows; their pitch counts vectors.
@@ -137,12 +165,14 @@ def router_kernel(
     COMPUTE: tl.constexpr = probs.dtype.element_ty
     WIDTH: tl.constexpr = ALL * EACH
     EXPERTS: tl.constexpr = GROUPS * SIZE
-    # Each group has a power of two of places, so that keys can be reshaped; those left over are padding.
+    # Keys of logits of 16 bits have room for their places; a bias makes them numbers of more bits.
+    ROOM: tl.constexpr = (logits.dtype.element_ty.primitive_bitwidth == 16) & (WIDTH <= 8192)
+    NUMBERED: tl.constexpr = ROOM and not HAS_BIAS
     places = tl.arange(0, WIDTH)
-    cols, here = places, places < EXPERTS
-    if GROUPS > 1:  # a group begins every EACH places
-        cols = places // EACH * SIZE + places % EACH
-        here = (places % EACH < SIZE) & (places // EACH < GROUPS)
+    cols, here = _columns(places, GROUPS, SIZE, EACH)
+    # Threads of a warp load a part of a token's logits at once: a token is not spread over warps.
+    part = tl.arange(0, PARTS)[None, :, None] * (WIDTH // PARTS)
+    part_cols, part_here = _columns(part + tl.arange(0, WIDTH // PARTS)[None, None, :], GROUPS, SIZE, EACH)
     # This program's tokens: a strip of one sequence, BLOCK_M at a time.
     sequence = tl.program_id(0) % num_sequences
     strip = (tl.program_id(0) // num_sequences).to(tl.int64)
@@ -160,9 +190,10 @@ def router_kernel(
         there = step < num_steps
         tokens = (step * num_sequences + sequence)[:, None]
         row = logits + tokens * pitch * VECTOR
-        mask = there[:, None] & here[None, :]
         # Scores of all experts, and what the losses sum of them.
-        x = tl.load(row + cols[None, :], mask=mask, other=float("-inf")).to(COMPUTE)
+        mask = there[:, None, None] & part_here
+        x = tl.load(row[:, :, None] + part_cols, mask=mask, other=float("-inf"))
+        x = tl.reshape(x, (BLOCK_M, WIDTH)).to(COMPUTE)
         top, e, total, lse = _softmax(x)
         if SIGMOID:
             scores = _sigmoid(x)
@@ -179,16 +210,20 @@ def router_kernel(
         keys = tl.where(here[None, :], _sortable(keys), LOWEST)
         if OPEN < GROUPS:
             keys = _close_groups(keys, BLOCK_M, ALL, EACH, GROUPS, SIZE, OPEN, SIGMOID, not HAS_BIAS, LOWEST)
+        if NUMBERED:
+            keys = _numbered(keys, places[None, :], LOWEST)
         # K rounds: the best expert of each token, of equals the first, is taken out.
         chosen = tl.zeros([BLOCK_M, K_BLOCK], tl.int32)
         for slot in range(K):
-            best, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH)
+            best, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH, NUMBERED)
             chosen = tl.where(slots == slot, best[:, None], chosen)
         loads += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
         if balance_counts is not None:  # once more, without bias and groups
             keys = tl.where(here[None, :], _sortable(x), LOWEST)
+            if ROOM:
+                keys = _numbered(keys, places[None, :], LOWEST)
             for _ in range(K):
-                _, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH)
+                _, keys = _take_best(keys, places[None, :], LOWEST + 1, WIDTH, ROOM)
             wishes += tl.where(there[:, None] & (keys == LOWEST + 1), 1, 0)
         if GROUPS > 1:
             chosen = chosen // EACH * SIZE + chosen % EACH
@@ -228,6 +263,7 @@ def router_backward_kernel(
     num_steps, num_sequences, pitch, scale: tl.float64,
     K: tl.constexpr, EXPERTS: tl.constexpr, SIGMOID: tl.constexpr, NORMALIZE: tl.constexpr,
     COMPUTE: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
     """Compute dx of BLOCK_M tokens of one sequence; gradients that are None are 0."""
     cols = tl.arange(0, WIDTH)
@@ -236,10 +272,12 @@ def router_backward_kernel(
     step = (tl.program_id(0) // num_sequences).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = step < num_steps
     tokens = step * num_sequences + sequence
-    mask = there[:, None] & here[None, :]
-    row = logits + tokens[:, None] * pitch * VECTOR
+    part = tl.arange(0, PARTS)[None, :, None] * (WIDTH // PARTS)
+    part_cols = part + tl.arange(0, WIDTH // PARTS)[None, None, :]
+    mask = there[:, None, None] & (part_cols < EXPERTS)
     # A block of tokens: logits, and gradients of their probabilities where their experts are.
-    x = tl.load(row + cols[None, :], mask=mask, other=float("-inf")).to(COMPUTE)
+    x = tl.load(logits + (tokens * pitch * VECTOR)[:, None, None] + part_cols, mask=mask, other=float("-inf"))
+    x = tl.reshape(x, (BLOCK_M, WIDTH)).to(COMPUTE)
     given = tl.zeros([BLOCK_M, WIDTH], COMPUTE)  # gradients of the probabilities, at their experts
     chosen = tl.zeros([BLOCK_M, WIDTH], tl.int1)
     if grad_probs is not None:
@@ -279,7 +317,8 @@ def router_backward_kernel(
         out = scores * (slope - tl.sum(scores * slope, 1)[:, None])
     if grad_z is not None:
         out += shares * (2.0 * tl.load(grad_z) * lse)[:, None]
-    tl.store(dx + tokens[:, None] * EXPERTS + cols[None, :], out, mask=mask)
+    out = tl.reshape(out, (BLOCK_M, PARTS, WIDTH // PARTS))
+    tl.store(dx + (tokens * EXPERTS)[:, None, None] + part_cols, out, mask=mask)
 
 
 # block_shape gives all its blocks for these numbers of tokens: from 8 to 128 a step.
@@ -289,13 +328,19 @@ TOKENS = tuple(256 * tokens for tokens in (8, 16, 32, 64, 128))
 def block_shape(num_tokens: int, width: int, itemsize: int) -> tuple[int, int]:
     """Choose (tokens, warps) of a step for experts padded to `width` and numbers of `itemsize` bytes.
 
-    A thread has eight experts (float64: 4), and eight warps hide latency in the k rounds. There are fewer
-    tokens, but one a warp, where that makes more programs, up to 256.
+    A thread has eight experts (float64: 4), or twice as many where a token would otherwise need two warps.
+    Eight warps hide latency in the k rounds. There are fewer tokens, but one a warp, where that makes more
+    programs, up to 256.
     """
     per_warp = 256 if itemsize < 8 else 128
     num_warps = min(max(8, width // per_warp), 16)
-    most = max(1, min(num_warps * per_warp // width, 128))
+    most = num_warps if width == 2 * per_warp else max(1, min(num_warps * per_warp // width, 128))
     return min(most, max(8, next_power_of_2(cdiv(num_tokens, 256)))), num_warps
+
+
+def parts(width: int, itemsize: int, vector: int, size: int) -> int:
+    """Count the parts in which a warp loads a token: 32 accesses each, of vectors that divide a group."""
+    return max(1, width // (32 * math.gcd(16 // itemsize, vector, size)))
 
 
 def _sizes(logits: Tensor) -> tuple[int, int]:
@@ -365,7 +410,8 @@ def launch(
         rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
         score_sums, z_sum, balance_counts if balance else None, partials, z_partials, num_steps,
         num_sequences, strip_steps, pitch // vector, float(scale),
-        HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector, **fixed,
+        HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector,
+        PARTS=parts(fixed["ALL"] * fixed["EACH"], logits.element_size(), vector, fixed["SIZE"]), **fixed,
     )  # fmt: skip
     return indices, probs, loads, score_sums, z_sum, balance_counts
 
@@ -396,6 +442,7 @@ def launch_backward(
         num_steps, num_sequences, pitch // vector, float(scale),
         K=indices.shape[-1], EXPERTS=experts, SIGMOID=score == "sigmoid",
         NORMALIZE=normalize and grad_probs is not None, COMPUTE=arithmetic(logits), VECTOR=vector,
-        BLOCK_M=block_m, WIDTH=width, num_warps=num_warps,
+        BLOCK_M=block_m, WIDTH=width, PARTS=parts(width, logits.element_size(), vector, experts),
+        num_warps=num_warps,
     )  # fmt: skip
     return dx

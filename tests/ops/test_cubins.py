@@ -37,6 +37,7 @@ class Facts:
     registers, stack: at most so many, and so many bytes, a thread.
     threads: at least so many fit on a multiprocessor (16-bit data).
     bytes: at least so many are in flight on one, which is what Hopper's latency asks for (an A100: half).
+    barriers: at most so many barriers of a program stand in the code.
     has, lacks: regular expressions that are found, or not found, in the PTX.
     """
 
@@ -48,6 +49,7 @@ class Facts:
     stack: int = 0
     threads: int = 0
     bytes: int = 0
+    barriers: int = 255
     has: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
 
@@ -67,6 +69,7 @@ def check(launch: Launch, facts: Facts, wide: bool) -> None:
     if wide:
         return
     assert launch.usage["REG"] <= facts.registers
+    assert launch.count(r"bar\.sync") <= facts.barriers
     if facts.exps is not None:
         fewest, most = facts.exps if isinstance(facts.exps, tuple) else (facts.exps, facts.exps)
         count = launch.count(r"ex2\.approx")
@@ -426,16 +429,17 @@ CASES = {
     "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
     "grouped wgrad accumulating fine": _wgrad(1024, TWO, accumulate=True),
     "grouped wgrad accumulating apart": _wgrad(4096, TWO, accumulate=True, apart=True),
-    "router mixtral": _router("mixtral", Facts(exps=(1, 3))),
-    "router qwen3": _router("qwen3", Facts(1, exps=(1, 2))),
-    "router deepseek-v2": _router("deepseek-v2", Facts(1, exps=(1, 2), stack=8)),
-    "router deepseek-v3": _router("deepseek-v3", Facts(1, exps=(2, 3), has=(WARP,))),
-    "router many": _router("many", Facts(1, exps=(1, 2), has=(WARP,))),
-    "router backward mixtral": _router_backward("mixtral", Facts(exps=2)),
-    "router backward qwen3": _router_backward("qwen3", Facts(1, 1, exps=2)),
-    "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1)),
-    "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, has=(WARP,))),
-    "router backward many": _router_backward("many", Facts(1, 1, exps=2, has=(WARP,))),
+    # four barriers a step, where a token does not need two warps; the others are in the sums at the end
+    "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=24)),
+    "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=32)),
+    "router deepseek-v2": _router("deepseek-v2", Facts(1, exps=(1, 2), barriers=32, has=(WARP,))),
+    "router deepseek-v3": _router("deepseek-v3", Facts(1, exps=(2, 3), barriers=33, has=(WARP,))),
+    "router many": _router("many", Facts(1, exps=(1, 2), barriers=48, has=(WARP,))),
+    "router backward mixtral": _router_backward("mixtral", Facts(exps=2, barriers=3)),
+    "router backward qwen3": _router_backward("qwen3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=1)),
+    "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
     "permutation 32": _permutation(32, SORT, SORT, SORT),
     "permutation 256": _permutation(256, SORT, SORT, SORT),
     "permutation 512": _permutation(512, SORT, SORT, SORT),
@@ -507,6 +511,21 @@ def test_samples(op):
     for arguments in samples(op, device="meta", dtype=torch.bfloat16):
         for launch in launches(op, arguments, 90):
             assert launch.usage["LOCAL"] == 0, f"{launch.kernel} spills registers"
+
+
+@pytest.mark.parametrize("name", ["router deepseek-v3", "router backward deepseek-v3"])
+def test_logits_in_float32_keep_a_token_within_a_warp(name):
+    """A warp loads half of them at once; routers of models have such logits."""
+    test_kernel(name, "fp32", 90)
+
+
+def test_keys_that_hold_their_places_take_one_reduction_a_round():
+    count = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        (launch,) = launches(*CASES["router deepseek-v2"][0](meta(dtype), torch.float32), 90)
+        count[dtype] = launch.count(WARP)
+    rounds = ROUTERS["deepseek-v2"][1] * 2  # with those of the balancing loss
+    assert count[torch.bfloat16] <= count[torch.float32] - rounds
 
 
 def test_sizes_beyond_int32_change_nothing():

@@ -21,6 +21,7 @@ TOLERANCE = {
     torch.float64: {"rtol": 1e-12, "atol": 1e-13},
     torch.float32: {"rtol": 2e-5, "atol": 1e-6},
     torch.float16: {"rtol": 1e-3, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-5},
 }
 SCORES = (("softmax", False), ("softmax", True), ("logits", True), ("sigmoid", False), ("sigmoid", True))
 
@@ -108,10 +109,14 @@ def test_layouts():
 
 
 @pytest.mark.parametrize(("score", "normalize"), SCORES)
-def test_special_values(score, normalize):
-    logits = _random(10, 16)
+@pytest.mark.parametrize("dtype", (torch.float32, *full([torch.float16, torch.bfloat16])), ids=str)
+def test_special_values(dtype, score, normalize):
+    logits = _random(10, 16, dtype=dtype)
     logits[0, 3], logits[1], logits[2, 5:9] = math.nan, math.nan, -math.nan
-    logits[3, 0], logits[4, :15], logits[5], logits[6, 2] = math.inf, -math.inf, -math.inf, 3e38
+    logits[3, 0], logits[4, :15], logits[5], logits[6, 2] = math.inf, -math.inf, -math.inf, 3e4
+    logits[9, 3:7], logits[9, 8] = 6e-8, -6e-8  # subnormal in float16
+    if dtype != torch.float16:
+        logits[6, 2] = 3e38
     logits[7], logits[8, 1], logits[8, 2] = -0.0, math.inf, math.nan
     logits[7, ::2] = 0.0
     for groups, opened in ((1, 1), (4, 2)):
