@@ -129,8 +129,7 @@ def test_compiled_libraries_load(installed, tmp_path):
     served = json.loads(succeed(installed, "-c", code, cwd=tmp_path))
     assert served
     if record["cpp"] == "built":
-        by_torch = {"accumulate_weight_grad_"}  # a matrix product
-        assert {name for name, by in served.items() if by["cpu"][0] != "c++"} == by_torch
+        assert all(by["cpu"][0] == "c++" for by in served.values())
     if record["host"] == "built":
         succeed(installed, "-c", "import fastmp._host", cwd=tmp_path)
 

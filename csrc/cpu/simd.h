@@ -45,14 +45,15 @@ using torch::headeronly::BFloat16;
 using torch::headeronly::Half;
 
 #if defined(__x86_64__)
-enum class Isa { kBase, kAvx2, kAvx512, kAmx };
+enum class Isa { kBase, kAvx2, kAvx512, kBFloat16 };
 
-// The best instruction set that may serve: ATEN_CPU_CAPABILITY limits these kernels as it does torch's own.
+// The best instructions that may serve: ATEN_CPU_CAPABILITY limits these kernels as it does torch's own. Those for
+// bfloat16 (bfloat16.h) serve only without a limit.
 inline Isa permitted() {
   static const Isa best = [] {
     const char* limit = std::getenv("ATEN_CPU_CAPABILITY");
     const auto is = [&](const char* name) { return limit != nullptr && std::strcmp(limit, name) == 0; };
-    return is("default") ? Isa::kBase : is("avx2") ? Isa::kAvx2 : is("avx512") ? Isa::kAvx512 : Isa::kAmx;
+    return is("default") ? Isa::kBase : is("avx2") ? Isa::kAvx2 : is("avx512") ? Isa::kAvx512 : Isa::kBFloat16;
   }();
   return best;
 }

@@ -1,9 +1,13 @@
-"""Deferred weight gradients: backward makes the gradient of the input now, and the weight's when it is asked.
+"""Gradients of the weights of linear layers: added to `main_grad` in its dtype, and deferred where asked.
 
-The pipeline stage before this one waits only for the gradient of the input. The gradient of the weight can
-fill a time in which this stage would idle (Qi et al. 2023, arXiv:2401.10241). Inside `defer_wgrad(queue)` the
-products with large weights (linear layers and those of experts) put the work of the weight's gradient into
-the queue. Everything else, biases and norms, gets its gradient in backward as ever.
+Over the microbatches of a step a bfloat16 weight whose parameter has a float32 `main_grad` sums up its
+gradient there: no product is rounded to bfloat16, and none needs a second launch to be added.
+
+Deferred: backward makes the gradient of the input now, and the weight's when it is asked. The pipeline
+stage before this one waits only for the former; the latter can fill a time in which this stage would idle
+(Qi et al. 2023, arXiv:2401.10241). Inside `defer_wgrad(queue)` the products with large weights (linear
+layers and those of experts) put the work of the weight's gradient into the queue. Everything else, biases
+and norms, gets its gradient in backward as ever.
 """
 
 from __future__ import annotations
@@ -15,9 +19,13 @@ from contextlib import contextmanager
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-__all__ = ["WgradQueue", "current_queue", "deferral", "defer_wgrad", "linear"]
+from fastmp.ops import checks
+from fastmp.ops.registry import Differentiable, autocast, refuse_create_graph
+
+__all__ = [
+    "WgradQueue", "current_queue", "deferral", "defer_wgrad", "linear", "main_grad_of", "weight_grad",
+]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
 
@@ -89,27 +97,64 @@ def deferral(weight: Tensor) -> Callable[[Make], None] | None:
     return functools.partial(_queue.put, weight)
 
 
+def main_grad_of(weight: Tensor) -> Tensor | None:
+    """The `main_grad` of a weight, to which backward adds its gradient; None: autograd is to get that.
+
+    Call it in forward with the parameter itself, as `deferral`. What a compiler or torch.func sees leaves the
+    gradient to autograd, and a `GradBuffer` adds it afterwards.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not weight.requires_grad:
+        return None
+    seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return None if seen else main_grad
+
+
+def weight_grad(grad_TO: Tensor, x_TI: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """The gradient (O, I) of a linear layer's weight; None where it has been added to `main_grad`."""
+    if main_grad is None:
+        return grad_TO.t() @ x_TI
+    torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI)
+    return None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` that can defer the gradient of its weight."""
-    defer = deferral(weight)
-    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    if defer is None or not torch.is_grad_enabled() or autocast:
+    """`F.linear` whose weight's gradient goes to `weight.main_grad` where there is one, and can be deferred.
+
+    The product is added to `main_grad`, a tensor of the weight's shape, without being rounded to the weight's
+    dtype, and autograd gets none. Any backward pass does so, also one that asks for the gradient of x alone.
+
+    Raises:
+        ValueError: a `main_grad` of another shape or on another device than the weight.
+    """
+    main_grad, defer = main_grad_of(weight), deferral(weight)
+    if not torch.is_grad_enabled() or (main_grad is None and defer is None):
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, defer)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, defer):
-        ctx.save_for_backward(x, weight)
-        ctx.defer = defer
+    narrow = autocast(x, weight, bias)
+    if main_grad is None and narrow[1] is not weight:  # the rest of the backward pass needs the gradient
         return F.linear(x, weight, bias)
+    checks.fits("linear", weight.shape, to=("weight", weight), main_grad=main_grad)
+    checks.same_device("linear", weight=weight, main_grad=main_grad)
+    return _linear(*narrow, main_grad, defer)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        grad_x = (grad_TO @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        ctx.defer(lambda: grad_TO.t() @ x_TI)
-        return grad_x, None, grad_TO.sum(0) if ctx.needs_input_grad[2] else None, None
+
+def _forward(x, weight, bias, main_grad, defer):
+    return F.linear(x, weight, bias)
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, ctx.main_grad, ctx.defer = inputs
+    ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+
+
+def _backward(ctx, grad):
+    refuse_create_graph("linear")
+    x, weight = ctx.saved_tensors
+    grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    grad_x = (grad_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    grad_bias = grad_TO.sum(0) if ctx.needs_input_grad[2] else None
+    make = functools.partial(weight_grad, grad_TO, x_TI, ctx.main_grad)
+    return grad_x, make() if ctx.defer is None else ctx.defer(make), grad_bias, None, None
+
+
+_linear = Differentiable("linear", _forward, _setup, _backward)

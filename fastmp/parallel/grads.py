@@ -2,10 +2,12 @@
 
 Every parameter gets `param.main_grad`, a view of the buffer of its main dtype (float32, or float64 for
 float64 parameters). The views are in reverse order of the model, so that backward fills the buffer from its
-start; vectors, which are small and which optimizers do not decay, come last. A hook adds each gradient there
-as soon as autograd has it and frees `param.grad`: microbatches accumulate in the main dtype, and a step
-communicates one all-reduce per dtype, whatever the number of microbatches. Experts have buffers of their own,
-because their replicas are on other ranks than those of the dense parameters.
+start; vectors, which are small and which optimizers do not decay, come last. The backward passes of linear
+layers, experts, routers and the fused loss add the gradients of their weights there by themselves, not
+rounded to the dtype of the weight. A hook adds every other gradient as soon as autograd has it and frees
+`param.grad`. Microbatches accumulate in the main dtype, and a step communicates one all-reduce per dtype,
+whatever the number of microbatches. Experts have buffers of their own, because their replicas are on other
+ranks than those of the dense parameters.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import Function, once_differentiable
 
-from fastmp.ops.wgrad import deferral, linear
+from fastmp.ops import checks
+from fastmp.ops.registry import autocast
+from fastmp.ops.wgrad import deferral, linear, main_grad_of, weight_grad
 from fastmp.parallel.collectives import all_gather, all_reduce_, group_size, reduce_scatter
 
 __all__ = ["column_linear", "parallel_logits"]
@@ -43,23 +45,25 @@ def column_linear(
 ) -> torch.Tensor:
     """This rank's outputs (..., O) for x (..., I), the same on every rank, and its weight (O, I), bias (O,).
 
-    With `sequence_parallel`, x is this rank's shard of the sequence, dimension 0. A group of one leaves the
-    product to torch.
+    With `sequence_parallel`, x is this rank's shard of the sequence, dimension 0. The gradient of the weight
+    goes to its `main_grad` where there is one, as in `fastmp.ops.wgrad.linear`, which serves a group of one.
     """
     if group_size(group) == 1:
         return linear(x, weight, bias)
-    device = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        # Autocast does not reach into the backward of a Function: cast outside it.
-        dtype = torch.get_autocast_dtype(device)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    return _ColumnLinear.apply(x, weight, bias, group, sequence_parallel, deferral(weight))
+    main_grad, defer = main_grad_of(weight), deferral(weight)
+    checks.fits("column_linear", weight.shape, to=("weight", weight), main_grad=main_grad)
+    # Autocast does not reach into the backward of a Function: cast outside it.
+    x, narrow, bias = autocast(x, weight, bias)
+    if main_grad is None and narrow is not weight:  # the rest of the backward pass needs the gradient
+        defer = None
+    return _ColumnLinear.apply(x, narrow, bias, group, sequence_parallel, main_grad, defer)
 
 
 class _ColumnLinear(Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, sequence_parallel, defer):
-        ctx.group, ctx.sequence_parallel, ctx.defer = group, sequence_parallel, defer
+    def forward(ctx, x, weight, bias, group, sequence_parallel, main_grad, defer):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.main_grad, ctx.defer = main_grad, defer
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(all_gather(x, group)[0] if sequence_parallel else x, weight, bias)
 
@@ -85,17 +89,21 @@ class _ColumnLinear(Function):
         if x_work is not None:
             x_work.wait()
         if need_now:
-            grad_weight = grad_TO.t() @ x.reshape(-1, x.shape[-1])
+            grad_weight = weight_grad(grad_TO, x.reshape(-1, x.shape[-1]), ctx.main_grad)
         elif need_weight:
-            ctx.defer(functools.partial(_weight_grad, grad_TO, x, group, sequence_parallel))
+            ctx.defer(functools.partial(_deferred, grad_TO, x, group, sequence_parallel, ctx.main_grad))
         if grad_work is not None:
             grad_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _weight_grad(
-    grad_TO: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
-) -> torch.Tensor:
-    """The weight gradient that `_ColumnLinear` deferred."""
+def _deferred(
+    grad_TO: torch.Tensor,
+    x: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    main_grad: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """`weight_grad` where `_ColumnLinear` has left it for later."""
     x = all_gather(x, group)[0] if sequence_parallel else x
-    return grad_TO.t() @ x.reshape(-1, x.shape[-1])
+    return weight_grad(grad_TO, x.reshape(-1, x.shape[-1]), main_grad)

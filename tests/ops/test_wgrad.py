@@ -1,12 +1,14 @@
-"""Deferred weight gradients are made when the queue runs and are the same; nothing else changes."""
+"""Weight gradients go to `main_grad`, and to it or to `grad` when the queue runs; nothing else changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fastmp.ops import grouped_mlp_in, grouped_mm
+from fastmp.ops import OPS, grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
 
 
@@ -71,3 +73,87 @@ def test_a_bias_gets_its_gradient_in_backward():
     torch.testing.assert_close((x.grad, b.grad), (expected[0], expected[2]))
     queue.run(queue.take())
     torch.testing.assert_close(w.grad, expected[1])
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_gradient_is_added_to_main_grad(recomputed):
+    x, w, b = parameter(2, 3, 4, seed=1), parameter(5, 4), parameter(5)
+    expected = torch.autograd.grad(linear(x, w, b).sin().sum(), (x, w, b))
+    w.main_grad = torch.ones_like(w.detach())
+    for time in (1, 2):
+        y = checkpoint(linear, x, w, b, use_reentrant=False) if recomputed else linear(x, w, b)
+        y.sin().sum().backward()
+        torch.testing.assert_close((x.grad, b.grad), (time * expected[0], time * expected[2]))
+        torch.testing.assert_close(w.main_grad - 1, time * expected[1])
+    assert w.grad is None
+
+
+def test_a_weight_that_lies_transposed():
+    x, w = parameter(7, 4, seed=1), torch.nn.Parameter(parameter(4, 5).detach().t())
+    w.main_grad = torch.zeros_like(w)
+    assert w.main_grad.stride() == (1, 5)
+    expected = torch.autograd.grad(torch.nn.functional.linear(x, w).sin().sum(), w)[0]
+    linear(x, w).sin().sum().backward()
+    torch.testing.assert_close(w.main_grad, expected)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_under_autocast_products_are_narrow_and_the_sum_is_wide(deferred):
+    x, w, queue = parameter(300, 4, seed=1), parameter(5, 4), WgradQueue()
+    x, w = (torch.nn.Parameter(t.detach().float()) for t in (x, w))
+    w.main_grad = torch.zeros(5, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16), defer_wgrad(queue if deferred else None):
+        y = linear(x, w)
+    back = torch.randn(300, 5).bfloat16()
+    y.backward(back)
+    tasks = queue.take()
+    assert len(tasks) == deferred
+    queue.run(tasks)
+    expected = back.double().t() @ x.detach().bfloat16().double()
+    torch.testing.assert_close(w.main_grad.double(), expected, rtol=0, atol=1e-4)
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == torch.float32 and w.grad is None
+
+
+def test_what_compilers_and_functional_transforms_see_has_a_gradient():
+    x, w = parameter(8, 4, seed=1), parameter(5, 4)
+    expected = torch.autograd.grad(linear(x, w).sin().sum(), w)[0]
+    w.main_grad = torch.zeros_like(w.detach())
+    torch.compile(linear, fullgraph=True, backend="aot_eager")(x, w).sin().sum().backward()
+    torch.testing.assert_close(w.grad, expected)
+    torch.testing.assert_close(torch.func.grad(lambda w: linear(x, w).sin().sum())(w), expected)
+    torch.func.grad(lambda x: linear(x, w).sin().sum())(x)
+    assert not w.main_grad.any()
+
+
+def test_errors():
+    x, w = parameter(8, 4, seed=1), parameter(5, 4)
+    w.main_grad = torch.zeros(4, 5, dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=r"linear: main_grad of shape \(4, 5\) does not fit weight of shape \(5, 4\)"
+    ):
+        linear(x, w)
+    w.main_grad = torch.zeros(5, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="linear: its backward is not differentiable"):
+        torch.autograd.grad(linear(x, w).sum(), x, create_graph=True)
+
+
+def test_on_a_gpu_one_product_of_torch_adds_in_float32():
+    """Seen by who records ops: tensors that are said to be on a GPU, and no GPU."""
+    calls = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.namespace == "prim" or op.is_view:
+                return op(*args, **kwargs)
+            calls.append((op, args, kwargs))
+            return kwargs["out"]
+
+    with FakeTensorMode():
+        total = torch.empty(6, 5, device="cuda")
+        grad, x = (torch.empty(4, size, device="cuda", dtype=torch.bfloat16) for size in (6, 5))
+        with Recorder():
+            OPS["accumulate_weight_grad_"].implementations["reference"](total, grad, x)
+    [(op, (added, left, right, dtype), options)] = calls
+    assert op is torch.ops.aten.addmm.dtype_out and dtype == torch.float32
+    assert added is total and options == {"out": total} and right is x
+    assert left.dtype == right.dtype == torch.bfloat16 and left.shape == (6, 4)

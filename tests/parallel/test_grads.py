@@ -11,6 +11,7 @@ from torch import nn
 
 from fastmp.parallel import grads as grads_module
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.ranks import run_ranks
 
 
@@ -78,6 +79,33 @@ def test_accumulates_microbatches_in_the_main_dtype(dtype, main):
         assert torch.equal(param.main_grad, expected[name]), name
     buffer.zero()
     assert all(not p.main_grad.any() for p in model.parameters())
+
+
+def test_products_of_microbatches_are_not_rounded_to_bfloat16():
+    """Errors against the float64 products of what the layers of a bfloat16 model took and got."""
+    torch.manual_seed(0)
+    options = {"group": None, "bias": False, "dtype": torch.bfloat16}
+    model = nn.Sequential(
+        ColumnParallelLinear(48, 96, **options), nn.GELU(), RowParallelLinear(96, 48, **options)
+    )
+    GradBuffer(model.named_parameters())
+    exact, rounded = {}, {}
+
+    def note(layer, given, y):
+        def product(grad):
+            product = grad.flatten(0, -2).double().t() @ given[0].detach().flatten(0, -2).double()
+            exact[layer] = exact.get(layer, 0) + product
+            rounded[layer] = rounded.get(layer, 0) + product.bfloat16().double()
+
+        y.register_hook(product)
+
+    for layer in (model[0], model[2]):
+        layer.register_forward_hook(note)
+    for x in torch.randn(8, 64, 2, 48).bfloat16():
+        model(x).square().sum().backward()
+    for layer, grad in exact.items():
+        error, of_rounding = ((sum_ - grad).norm() for sum_ in (layer.weight.main_grad, rounded[layer]))
+        assert error < of_rounding / 100 and layer.weight.grad is None
 
 
 def test_mixed_dtypes_have_a_buffer_each():

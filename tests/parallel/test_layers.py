@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from marks import full
 from torch import nn
 
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel import layers
 from fastmp.parallel.collectives import gather_from_group
+from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -675,3 +677,39 @@ def check_autocast(rank, tp, sp):
 @sequence
 def test_autocast(sp):
     run_ranks(check_autocast, 2, sp)
+
+
+def check_main_gradients(rank, tp, sp):
+    """Two microbatches through a column and a row, the second with deferred gradients of the weights."""
+    group, dtype = dist.group.WORLD, torch.float64
+
+    def make(which):
+        torch.manual_seed(0)
+        options = {"group": which, "sequence_parallel": sp, "dtype": dtype}
+        return nn.Sequential(
+            ColumnParallelLinear(H, V, gather_output=False, **options),
+            RowParallelLinear(V, H, input_is_parallel=True, **options),
+        )
+
+    sharded, whole, queue = make(group), make(None), WgradQueue()
+    buffer = GradBuffer(sharded.named_parameters(), tp_group=group)
+    for queued in (None, queue):
+        x, dy = torch.randn(2, S, B, H, dtype=dtype)
+        x_part, x_full = mine(x, rank, tp, sp), mine(x, rank, tp, False)
+        with defer_wgrad(queued):
+            y = sharded(x_part)
+        with count_collectives() as backward:
+            y.backward(mine(dy, rank, tp, sp))
+            queue.run(queue.take())
+        whole(x_full).backward(dy)
+        close(x_part.grad, mine(x_full.grad, rank, tp, sp))
+        assert backward.counts == ({AG: 2, RS: 1} if sp else {AR: 1})
+        assert all(param.grad is None for param in sharded.parameters())
+    buffer.all_reduce()
+    for param, reference in zip(sharded.parameters(), whole.parameters(), strict=True):
+        close(full_tensor(param.main_grad, param, group), reference.grad)
+
+
+@sequence
+def test_main_gradients(sp):
+    run_ranks(check_main_gradients, 2, sp)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastmp.config import ACTIVATIONS, GPTConfig
@@ -24,6 +23,7 @@ from fastmp.nn.mlp import MLP
 from fastmp.nn.moe.router import moe_config
 from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
+from fastmp.ops.wgrad import linear
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule, shard_of
 from fastmp.parallel.rng import seeded
@@ -157,4 +157,4 @@ class SharedExperts(ParallelModule):
             output_SBH = output_SBH + bias_H
         if self.gate is None:
             return output_SBH
-        return output_SBH * torch.sigmoid(F.linear(hidden_SBH, self.gate))
+        return output_SBH * torch.sigmoid(linear(hidden_SBH, self.gate))

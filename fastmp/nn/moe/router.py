@@ -46,6 +46,7 @@ from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
 from fastmp.ops import RouterOutput, topk_router
 from fastmp.ops.registry import without_autocast
+from fastmp.ops.wgrad import main_grad_of, weight_grad
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.layers import ParallelAttributes, ParallelModule
 
@@ -189,26 +190,30 @@ def _shares(counts: torch.Tensor, group: ProcessGroup | None, dtype: torch.dtype
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The logits (..., E) of x (..., H) and weight (E, H), in float32 (float64), under autocast too.
 
-    The wide copy of `x` is not kept: backward makes it again.
+    The wide copy of `x` is not kept: backward makes it again. The gradient of the weight goes to its
+    `main_grad` where there is one.
     """
-    return _RouterLogits.apply(x, weight)
+    return _RouterLogits.apply(x, weight, main_grad_of(weight))
 
 
 class _RouterLogits(Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, main_grad: torch.Tensor | None
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.main_grad = main_grad
         with without_autocast(x.device.type):
             return F.linear(x.to(_wide(x.dtype)), weight.to(_wide(x.dtype)))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         grad_TE = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[0]:
             grad_x = (grad_TE @ weight.to(grad.dtype)).view(x.shape).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = (grad_TE.t() @ x.reshape(-1, x.shape[-1]).to(grad.dtype)).to(weight.dtype)
-        return grad_x, grad_weight
+            grad_weight = weight_grad(grad_TE, x.reshape(-1, x.shape[-1]).to(grad.dtype), ctx.main_grad)
+        return grad_x, None if grad_weight is None else grad_weight.to(weight.dtype), None

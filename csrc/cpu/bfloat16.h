@@ -1,7 +1,8 @@
-// The matrix unit (AMX) of x86 processors: products of bfloat16 in tiles of 16 x 16, summed in fp32.
+// What x86 processors multiply bfloat16 with as it is, summed in fp32: the matrix unit (AMX), in tiles of 16 x 16, and
+// dot products of pairs (AVX512_BF16). Both take numbers below 2^-126 for zero.
 //
-// Inline assembly, so no compiler flag is needed and nothing runs where `has_amx` says no. FASTMP_AMX is defined where
-// the unit can exist.
+// Inline assembly, so no compiler flag is needed and nothing runs where `has_amx` and `has_dot_products` say no.
+// FASTMP_AMX is defined where they can exist.
 #pragma once
 
 #include "simd.h"
@@ -12,6 +13,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 namespace fastmp::FASTMP_ISA {
 
@@ -25,13 +28,18 @@ static_assert(sizeof(TileConfig) == 64);
 // Whether this process may use the matrix unit: asks the system once.
 inline bool has_amx() {
   static const bool there = [] {
-    if (permitted() < Isa::kAmx) return false;
+    if (permitted() < Isa::kBFloat16) return false;
     uint32_t a = 7, b = 0, c = 0, d = 0;
     __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     constexpr uint32_t kBf16AndTiles = (1u << 22) | (1u << 24);
     constexpr int kRequestPermission = 0x1023, kTileData = 18;
     return (d & kBf16AndTiles) == kBf16AndTiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
   }();
+  return there;
+}
+
+inline bool has_dot_products() {
+  static const bool there = permitted() >= Isa::kBFloat16 && __builtin_cpu_supports("avx512bf16");
   return there;
 }
 
@@ -74,9 +82,10 @@ FASTMP_INLINE void transpose(__m512i (&r)[16]) {
 }
 
 // 16 outer indices and 32 terms as one tile: [outer][term] for the left operand, [pair of terms][outer][2] for the right
-// one (`pairs_first`). Element (o, t) of `from` is at o * outer + t * term; zeros beyond `outers` and `terms`.
+// one (`pairs_first`). Element (o, t) of `from` is at o * outer + t * term; zeros beyond `outers` and `terms`. The first
+// `lines` vectors of the tile are stored, `pitch` elements apart.
 FASTMP_INLINE void pack_tile(const BFloat16* from, int64_t outer, int64_t term, int64_t outers, int64_t terms,
-                             bool pairs_first, BFloat16* out) {
+                             bool pairs_first, BFloat16* out, int64_t lines = 16, int64_t pitch = 32) {
   __m512i r[16];
   if (term == 1) {
     const __mmask32 mask = terms >= 32 ? ~0u : (1u << terms) - 1;
@@ -97,7 +106,9 @@ FASTMP_INLINE void pack_tile(const BFloat16* from, int64_t outer, int64_t term, 
   }
   if ((term == 1) == pairs_first) transpose(r);
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_store_si512(out + 32 * i, r[i]);
+  for (int i = 0; i < 16; ++i) {
+    if (i < lines) _mm512_store_si512(out + pitch * i, r[i]);
+  }
 }
 
 // 32 x 32 blocks of a product of bfloat16 operands: four tiles of sums, over 16 steps of 32 terms at the most, which
@@ -182,6 +193,90 @@ class MatrixUnit {
   }
 
   alignas(64) TileConfig before_;
+};
+
+// Dot products of pairs of terms, in lanes: 12 x 32 blocks, whose sums fill the registers.
+struct PairUnit {
+  using Stored = BFloat16;
+  using Packed = BFloat16;
+  static constexpr int64_t kRows = 12, kCols = 32, kStrips = 8, kTermUnit = 2, kTermBlock = 512;
+
+  // Columns as panels [panel][pair of terms][column][2].
+  static void pack_columns(const BFloat16* b, int64_t outer, int64_t term, int64_t count, int64_t terms,
+                           BFloat16* out) {
+    for (int64_t first = 0; first < count; first += kCols) {
+      for (int64_t t = 0; t < terms; t += 32) {
+        const int64_t lines = std::min<int64_t>(16, (terms - t + 1) / 2);
+        for (int64_t j = 0; j < kCols; j += 16) {
+          const int64_t left = std::max<int64_t>(0, count - first - j);
+          pack_tile(b + (first + j) * outer + t * term, outer, term, left, terms - t, true, out + 2 * j, lines,
+                    2 * kCols);
+        }
+        out += 2 * kCols * lines;
+      }
+    }
+  }
+
+  // kStrips strips, each [row][term], or [pair of terms][row][2] where rows are neighbours in memory.
+  static void pack_strips(const BFloat16* a, int64_t outer, int64_t term, int64_t rows, int64_t terms, BFloat16* out) {
+    constexpr int64_t kAll = kStrips * kRows;
+    const int64_t width = (terms + 1) / 2 * 2;
+    if (term == 1) {
+      for (int64_t i = 0; i < rows; ++i, out += width) {
+        std::memcpy(out, a + i * outer, terms * sizeof(BFloat16));
+        std::fill(out + terms, out + width, BFloat16(0));
+      }
+      std::fill(out, out + (kAll - rows) * width, BFloat16(0));
+      return;
+    }
+    const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
+                                           23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    for (int64_t t = 0; t < terms; t += 2, out += 2 * kRows) {
+      for (int64_t strip = 0; strip < kStrips; ++strip) {
+        const int64_t left = std::clamp<int64_t>(rows - strip * kRows, 0, kRows);
+        const auto mask = static_cast<__mmask16>((1u << left) - 1);
+        const BFloat16* from = a + t * term + strip * kRows;
+        const __m256i even = _mm256_maskz_loadu_epi16(mask, from);
+        const __m256i odd = t + 1 < terms ? _mm256_maskz_loadu_epi16(mask, from + term) : _mm256_setzero_si256();
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+        _mm512_mask_storeu_epi32(out + strip * kRows * width, 0xfff, _mm512_maskz_permutexvar_epi16(~0u, pairs, both));
+      }
+    }
+  }
+
+  static void multiply(const BFloat16* strip, int64_t strip_pitch, const BFloat16* panel, int64_t begin, int64_t terms,
+                       float* sums, int64_t pitch) {
+    constexpr std::make_integer_sequence<int, kRows> rows{};
+    const BFloat16* b = panel + begin * kCols;
+    if (strip_pitch > 0) {
+      multiply_rows<true>(strip + begin, strip_pitch, b, terms, sums, pitch, begin == 0, rows);
+    } else {
+      multiply_rows<false>(strip + begin * kRows, 0, b, terms, sums, pitch, begin == 0, rows);
+    }
+  }
+
+ private:
+  template <bool kRowsApart, int... kRow>
+  static void multiply_rows(const BFloat16* a, int64_t a_pitch, const BFloat16* b, int64_t terms, float* sums,
+                            int64_t pitch, bool first, std::integer_sequence<int, kRow...>) {
+    floats left[kRows] = {}, right[kRows] = {};
+    for (int64_t t = 0; t < terms; t += 2, b += 2 * kCols) {
+      const __m512i b_left = _mm512_load_si512(b), b_right = _mm512_load_si512(b + kCols);
+      const auto row = [&](floats& l, floats& r, const BFloat16* pair) FASTMP_LAMBDA {
+        int32_t both;
+        std::memcpy(&both, pair, sizeof both);
+        const __m512i x = _mm512_set1_epi32(both);
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(l) : "v"(b_left), "v"(x));
+        __asm__("vdpbf16ps %2, %1, %0" : "+v"(r) : "v"(b_right), "v"(x));
+      };
+      (row(left[kRow], right[kRow], kRowsApart ? a + kRow * a_pitch + t : a + t * kRows + 2 * kRow), ...);
+    }
+    const auto add = [&](float* sum, floats l, floats r) FASTMP_LAMBDA {
+      store(sum, first ? l : load(sum) + l);
+      store(sum + kFloats, first ? r : load(sum + kFloats) + r);
+    };
+    (add(sums + kRow * pitch, left[kRow], right[kRow]), ...);
+  }
 };
 
 }  // namespace fastmp::FASTMP_ISA

@@ -1,0 +1,318 @@
+// Products of matrices on the CPU.
+//
+// A job is a block of rows and columns of one product. It packs the columns of the right operand once, in
+// the order in which they are used, and then strips of a few rows of the left one; a strip's sums are kept in fp32
+// (fp64 for fp64) and go through the epilogue while they are in the caches. Each job writes its own block, and an
+// element is summed in the same order in whatever block it lies: results do not depend on the number of threads. 16-bit
+// types are widened when packed, except that bfloat16 stays as it is where a unit of bfloat16.h can multiply it; that
+// sums in fp32, too.
+#include "product.h"
+
+#include "bfloat16.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <utility>
+
+namespace fastmp {
+
+// Memory that a thread packs into; it grows, and lives as long as one call of an op.
+struct Scratch {
+  void* get(int64_t bytes) {
+    if (bytes > size) {
+      size = (bytes + 4095) / 4096 * 4096;
+      memory.reset(std::aligned_alloc(4096, size));
+      if (!memory) throw std::bad_alloc();
+    }
+    return memory.get();
+  }
+  struct Free {
+    void operator()(void* p) const { std::free(p); }
+  };
+  std::unique_ptr<void, Free> memory;
+  int64_t size = 0;
+};
+
+FASTMP_DECLARE(void product_job(const ProductJob&, Scratch&);)
+
+namespace FASTMP_ISA {
+
+// A unit multiplies a strip of kRows rows and a panel of kCols columns, both packed, over up to kTermBlock terms; their
+// sums are added to those of the terms before. kStrips strips are packed at a time, and kTermUnit terms together, zeros
+// where rows, columns or terms are none. VectorUnit does that in lanes; of bfloat16, MatrixUnit in tiles and PairUnit by
+// pairs of terms (bfloat16.h).
+// Operands come unpacked as a pointer and (outer, term), see Operand.
+template <class T>
+struct VectorUnit {
+  using Stored = T;
+  using Packed = scalar_of<T>;
+  using V = lanes_of<T>;
+  static constexpr int64_t kLanes = num_lanes<V>;
+  // sums of a strip and a panel fill the registers
+  static constexpr int64_t kRows = kVectorBytes == 64 ? 12 : kVectorBytes == 32 ? 6 : 4, kCols = 2 * kLanes;
+  static constexpr int64_t kStrips = 4;  // where rows are neighbours, that uses whole cache lines
+  static constexpr int64_t kTermUnit = 1;
+  static constexpr int64_t kTermBlock = 128;  // more accurate than one long sum
+
+  // `count` columns from `b` on as panels [panel][term][column].
+  static void pack_columns(const T* b, int64_t outer, int64_t term, int64_t count, int64_t terms, Packed* out) {
+    for (int64_t first = 0; first < count; first += kCols, out += kCols * terms) {
+      const int64_t here = std::min(kCols, count - first);
+      const T* from = b + first * outer;
+      if (outer == 1) {
+        for (int64_t t = 0; t < terms; ++t) {
+          for (int64_t j = 0; j < kCols; j += kLanes) {
+            V v{};
+            if (here > j) v = load(from + t * term + j, here - j, 0);
+            store(out + t * kCols + j, v);
+          }
+        }
+        continue;
+      }
+      if (here < kCols) std::fill(out, out + kCols * terms, Packed(0));
+      for (int64_t begin = 0; begin < terms; begin += kLanes) {
+        const int64_t some = std::min(kLanes, terms - begin);
+        for (int64_t j = 0; j < here; ++j) {
+          const V v = load(from + j * outer + begin, some, 0);
+          for (int64_t t = 0; t < some; ++t) out[(begin + t) * kCols + j] = v[t];
+        }
+      }
+    }
+  }
+
+  // kStrips strips of rows from `a` on, each [row][term], or [term][row] where rows are neighbours in memory.
+  static void pack_strips(const T* a, int64_t outer, int64_t term, int64_t rows, int64_t terms, Packed* out) {
+    constexpr int64_t kAll = kStrips * kRows;
+    if (term == 1) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for_vectors<kLanes>(terms, [&](int64_t t, auto count) FASTMP_LAMBDA {
+          store(out + i * terms + t, load(a + i * outer + t, count, 0), count);
+        });
+      }
+      std::fill(out + rows * terms, out + kAll * terms, Packed(0));
+      return;
+    }
+    Packed line[kAll + kLanes];
+    for (int64_t t = 0; t < terms; ++t) {
+      std::fill(line + rows, line + kAll, Packed(0));
+      for_vectors<kLanes>(rows, [&](int64_t i, auto count) FASTMP_LAMBDA {
+        store(line + i, load(a + t * term + i, count, 0), count);
+      });
+      for (int64_t strip = 0; strip < kStrips; ++strip) {
+        std::memcpy(out + (strip * terms + t) * kRows, line + strip * kRows, kRows * sizeof(Packed));
+      }
+    }
+  }
+
+  // sums (kRows, kCols), `pitch` apart, over `terms` terms from `begin` on. Rows of the strip are `strip_pitch` apart,
+  // or neighbours if that is 0.
+  static void multiply(const Packed* strip, int64_t strip_pitch, const Packed* panel, int64_t begin, int64_t terms,
+                       Packed* sums, int64_t pitch) {
+    constexpr std::make_integer_sequence<int, kRows> rows{};
+    const Packed* b = panel + begin * kCols;
+    if (strip_pitch > 0) {
+      multiply_rows<true>(strip + begin, strip_pitch, b, terms, sums, pitch, begin == 0, rows);
+    } else {
+      multiply_rows<false>(strip + begin * kRows, 0, b, terms, sums, pitch, begin == 0, rows);
+    }
+  }
+
+ private:
+  // Rows are unrolled by their numbers, a pack: as a loop, GCC keeps the sums in memory.
+  template <bool kRowsApart, int... kRow>
+  static void multiply_rows(const Packed* a, int64_t a_pitch, const Packed* b, int64_t terms, Packed* sums,
+                            int64_t pitch, bool first, std::integer_sequence<int, kRow...>) {
+    V left[sizeof...(kRow)] = {}, right[sizeof...(kRow)] = {};
+    for (int64_t t = 0; t < terms; ++t) {
+      const V b_left = load(b + t * kCols), b_right = load(b + t * kCols + kLanes);
+      const auto row = [&](V& l, V& r, Packed x) FASTMP_LAMBDA {
+        l += x * b_left;
+        r += x * b_right;
+      };
+      (row(left[kRow], right[kRow], kRowsApart ? a[kRow * a_pitch + t] : a[t * kRows + kRow]), ...);
+    }
+    const auto add = [&](Packed* sum, V l, V r) FASTMP_LAMBDA {
+      store(sum, first ? l : load(sum) + l);
+      store(sum + kLanes, first ? r : load(sum + kLanes) + r);
+    };
+    (add(sums + kRow * pitch, left[kRow], right[kRow]), ...);
+  }
+};
+
+// One row of the epilogue: `sums`, and for kGate `up`, hold job.cols columns.
+template <class T, class Out, Epilogue epilogue, Form form>
+FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_of<T>* sums, const scalar_of<T>* up) {
+  using V = lanes_of<T>;
+  Out* out = static_cast<Out*>(job.out) + row * job.out_pitch;
+  T* kept = job.kept ? static_cast<T*>(job.kept) + row * job.kept_pitch : nullptr;
+  const T* bias = static_cast<const T*>(job.bias);
+  for_vectors<num_lanes<V>>(job.cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
+    V v = load(sums + col, count, 0);
+    if constexpr (epilogue == Epilogue::kAdd) v += load(out + col, count, 0);
+    if constexpr (epilogue == Epilogue::kActivate || epilogue == Epilogue::kGate) {
+      if (bias) v += load(bias + col, count, 0);
+      if (kept) store(kept + col, v, count);
+      v = activation<form>(v);
+      if constexpr (epilogue == Epilogue::kGate) {
+        V u = load(up + col, count, 0);
+        if (bias) u += load(bias + job.up_offset + col, count, 0);
+        if (kept) store(kept + job.up_offset + col, u, count);
+        v = v * u;
+      }
+    }
+    store(out + col, v, count);
+  });
+}
+
+// The epilogue of `rows` rows from `first` on, whose sums are `pitch` apart; those of up lie `up_offset` further.
+template <class T>
+void finish(const ProductJob& job, int64_t first, int64_t rows, const scalar_of<T>* sums, int64_t pitch,
+            int64_t up_offset) {
+  const auto all = [&](auto out, auto epilogue, auto form) {
+    using Out = typename decltype(out)::type;
+    for (int64_t i = 0; i < rows; ++i) {
+      finish_row<T, Out, epilogue.value, form.value>(job, first + i, sums + i * pitch, sums + i * pitch + up_offset);
+    }
+  };
+  using Wide = TypeTag<scalar_of<T>>;
+  using Same = TypeTag<T>;
+  constexpr std::integral_constant<Form, Form::kSilu> silu{};
+  const auto activated = [&](auto epilogue) {
+    switch (job.form) {
+      case Form::kSilu: return all(Same{}, epilogue, silu);
+      case Form::kGeluTanh: return all(Same{}, epilogue, std::integral_constant<Form, Form::kGeluTanh>{});
+      case Form::kGelu: return all(Same{}, epilogue, std::integral_constant<Form, Form::kGelu>{});
+    }
+  };
+  switch (job.epilogue) {
+    case Epilogue::kStore: return all(Same{}, std::integral_constant<Epilogue, Epilogue::kStore>{}, silu);
+    case Epilogue::kActivate: return activated(std::integral_constant<Epilogue, Epilogue::kActivate>{});
+    case Epilogue::kGate: return activated(std::integral_constant<Epilogue, Epilogue::kGate>{});
+    case Epilogue::kAdd: {
+      constexpr std::integral_constant<Epilogue, Epilogue::kAdd> add{};
+      return job.out_dtype == job.dtype ? all(Same{}, add, silu) : all(Wide{}, add, silu);
+    }
+  }
+}
+
+template <class Unit>
+void multiply_job(const ProductJob& job, Scratch& scratch) {
+  using T = typename Unit::Stored;
+  using P = typename Unit::Packed;
+  using S = scalar_of<T>;
+  constexpr int64_t kRows = Unit::kRows, kCols = Unit::kCols;
+  const auto round_up = [](int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; };
+  const bool pair = job.epilogue == Epilogue::kGate;
+  const int64_t width = round_up(job.cols, kCols), pitch = pair ? 2 * width : width;
+  const int64_t terms = round_up(job.terms, Unit::kTermUnit), strip_pitch = job.a.term == 1 ? terms : 0;
+  const int64_t packed = (pitch + Unit::kStrips * kRows) * terms;
+  P* columns = static_cast<P*>(scratch.get(packed * sizeof(P) + kRows * pitch * sizeof(S)));
+  P* strips = columns + pitch * terms;
+  S* sums = reinterpret_cast<S*>(columns + packed);
+  const Unit unit{};
+  const auto pack = [&](const void* b, P* out) {
+    unit.pack_columns(static_cast<const T*>(b), job.b.outer, job.b.term, job.cols, job.terms, out);
+  };
+  pack(job.b.data, columns);
+  if (pair) pack(job.up, columns + width * terms);
+  for (int64_t row = 0; row < job.rows; row += kRows) {
+    const int64_t left = job.rows - row, number = row / kRows % Unit::kStrips;
+    if (number == 0) {
+      const T* a = static_cast<const T*>(job.a.data) + row * job.a.outer;
+      unit.pack_strips(a, job.a.outer, job.a.term, std::min(left, Unit::kStrips * kRows), job.terms, strips);
+    }
+    if (terms == 0) std::fill(sums, sums + kRows * pitch, S(0));
+    for (int64_t begin = 0; begin < terms; begin += Unit::kTermBlock) {
+      const int64_t some = std::min(Unit::kTermBlock, terms - begin);
+      for (int64_t col = 0; col < pitch; col += kCols) {
+        unit.multiply(strips + number * kRows * terms, strip_pitch, columns + col * terms, begin, some, sums + col,
+                      pitch);
+      }
+    }
+    finish<T>(job, row, std::min(kRows, left), sums, pitch, width);
+  }
+}
+
+void product_job(const ProductJob& job, Scratch& scratch) {
+#ifdef FASTMP_AMX
+  if (job.dtype == ScalarType::BFloat16 && has_amx()) return multiply_job<MatrixUnit>(job, scratch);
+  if (job.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_job<PairUnit>(job, scratch);
+#endif
+  dispatch_float(job.dtype, "grouped_mm",
+                 [&](auto tag) { multiply_job<VectorUnit<typename decltype(tag)::type>>(job, scratch); });
+}
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
+
+// A sum that goes on in the dtype of the products takes them a block of terms at a time: what a job packs stays small.
+int64_t terms_at_a_time(const ProductJob& job) {
+  constexpr int64_t kTerms = 512;
+  return job.epilogue == Epilogue::kAdd && job.out_dtype == compute_dtype(job.dtype) ? kTerms : std::max<int64_t>(1, job.terms);
+}
+
+}  // namespace
+
+// Splits whole products into blocks of at most 1024 rows, and so many columns that those of the right operand stay
+// in the second-level cache; runs them over all threads. Where that makes few jobs, blocks have fewer rows.
+void run_products(const std::vector<ProductJob>& products, const Tensor& x, const Tensor& out) {
+  const auto itemsize = static_cast<int64_t>(x.element_size()), out_size = static_cast<int64_t>(out.element_size());
+  constexpr int64_t kRows = 1024, kUnit = 32, kRowUnit = 48, kBytes = 1 << 20;
+  const auto move = [](auto& p, int64_t bytes) {
+    if (p) p = const_cast<char*>(static_cast<const char*>(p)) + bytes;
+  };
+  const auto columns = [&](const ProductJob& whole) {
+    const int64_t terms = std::clamp<int64_t>(whole.terms, 1, terms_at_a_time(whole));
+    const int64_t fit = kBytes / (terms * itemsize);
+    return std::clamp<int64_t>(fit / kUnit * kUnit, 4 * kUnit, 16 * kUnit);
+  };
+  int64_t count = 0;
+  for (const ProductJob& whole : products) count += divide_up(whole.cols, columns(whole));
+  const int64_t wanted = divide_up(2 * num_threads(), std::max<int64_t>(1, count));
+  std::vector<ProductJob> jobs;
+  for (const ProductJob& whole : products) {
+    const int64_t cols = columns(whole), blocks = std::max(wanted, divide_up(whole.rows, kRows));
+    const int64_t rows = divide_up(divide_up(whole.rows, blocks), kRowUnit) * kRowUnit;
+    for (int64_t col = 0; col < whole.cols; col += cols) {
+      for (int64_t row = 0; row < whole.rows; row += rows) {
+        ProductJob job = whole;
+        job.rows = std::min(rows, whole.rows - row);
+        job.cols = std::min(cols, whole.cols - col);
+        move(job.a.data, row * whole.a.outer * itemsize);
+        move(job.b.data, col * whole.b.outer * itemsize);
+        move(job.up, col * whole.b.outer * itemsize);
+        move(job.bias, col * itemsize);
+        move(job.out, (row * whole.out_pitch + col) * out_size);
+        move(job.kept, (row * whole.kept_pitch + col) * itemsize);
+        jobs.push_back(job);
+      }
+    }
+  }
+  parallel_for(0, static_cast<int64_t>(jobs.size()), 1, [&](int64_t begin, int64_t end) {
+    Scratch scratch;
+    for (int64_t index = begin; index < end; ++index) {
+      const ProductJob& job = jobs[index];
+      const int64_t some = terms_at_a_time(job);
+      for (int64_t first = 0; first == 0 || first < job.terms; first += some) {
+        ProductJob part = job;
+        part.terms = std::min(some, job.terms - first);
+        move(part.a.data, first * job.a.term * itemsize);
+        move(part.b.data, first * job.b.term * itemsize);
+        FASTMP_BEST(product_job)(part, scratch);
+      }
+    }
+  });
+}
+
+}  // namespace fastmp
+
+#endif  // FASTMP_ISA_BASE

@@ -1,0 +1,77 @@
+// Products of matrices that grouped products and weight gradients share, with an epilogue.
+#pragma once
+
+#include "activations.h"
+#include "op.h"
+#include "rows.h"
+
+#include <vector>
+
+namespace fastmp {
+
+// Element (outer, term) lies at outer * `outer` + term * `term`; one of the two is 1. Outer are rows of the left
+// operand, columns of the right one.
+struct Operand {
+  const void* data;
+  int64_t outer, term;
+};
+
+enum class Epilogue { kStore, kAdd, kActivate, kGate };
+
+// `cols` columns of the product, beginning where `b` does; kGate has as many again that begin at `up`. `out` is
+// where the block's first element goes, `kept` (or null) the same of the pre-activation, `bias` of the first column;
+// up's are `up_offset` elements further in `kept` and `bias`.
+struct ProductJob {
+  Operand a, b;
+  const void* up;
+  const void* bias;
+  void* out;
+  void* kept;
+  int64_t rows, cols, terms, out_pitch, kept_pitch, up_offset;
+  ScalarType dtype, out_dtype;
+  Epilogue epilogue;
+  Form form;  // of the activation, for kActivate and kGate
+};
+
+#ifdef FASTMP_ISA_BASE
+
+// Runs the products over all threads. `x` and `out` have the dtypes of operands and results.
+void run_products(const std::vector<ProductJob>& products, const Tensor& x, const Tensor& out);
+
+// With unit last stride; copied only where it has another.
+inline Tensor along_rows(const Tensor& t) {
+  return t.stride(t.dim() - 1) == 1 || t.numel() == 0 ? t : torch::stable::contiguous(t);
+}
+
+inline void check_operands(const char* op, const Tensor& a, const Tensor& b, int64_t a_dim, int64_t b_dim) {
+  FASTMP_CHECK(a.dim() == a_dim && b.dim() == b_dim, op, ": operands have ", a.dim(), " and ", b.dim(), " dimensions");
+  FASTMP_CHECK(a.scalar_type() == b.scalar_type(), op, ": operands are ", dtype_name(a.scalar_type()), " and ",
+               dtype_name(b.scalar_type()));
+  dispatch_float(a.scalar_type(), op, [](auto) {});
+}
+
+inline void* place(const Tensor& t, int64_t element) {
+  return const_cast<char*>(at(t.const_data_ptr(), element, static_cast<int64_t>(t.element_size())));
+}
+
+inline void check_sum(const char* op, const Tensor& sum, const Tensor& x) {
+  const ScalarType dtype = x.scalar_type();
+  FASTMP_CHECK(sum.scalar_type() == compute_dtype(dtype) || sum.scalar_type() == dtype, op, ": x is ",
+               dtype_name(dtype), " but the sum is ", dtype_name(sum.scalar_type()));
+}
+
+// out (N, K) = or += grad^T x, for `rows` rows of each from `first` on.
+inline ProductJob weight_gradient_of(const Tensor& grad, const Tensor& x, int64_t first, int64_t rows, void* out,
+                              int64_t out_pitch, ScalarType out_dtype, Epilogue epilogue) {
+  ProductJob job{};
+  job.a = {place(grad, first * grad.stride(0)), 1, grad.stride(0)};
+  job.b = {place(x, first * x.stride(0)), 1, x.stride(0)};
+  job.rows = grad.size(1), job.cols = x.size(1), job.terms = rows;
+  job.out = out, job.out_pitch = out_pitch;
+  job.dtype = x.scalar_type(), job.out_dtype = out_dtype, job.epilogue = epilogue;
+  return job;
+}
+
+#endif  // FASTMP_ISA_BASE
+
+}  // namespace fastmp
