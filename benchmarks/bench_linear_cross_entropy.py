@@ -147,19 +147,6 @@ GOALS = (
     CpuGoal("linear_cross_entropy", "float32", "both", OURS, 1.05, 1.05, extra_bytes=0.1, shape=1),
     CpuGoal("linear_cross_entropy", "float32", "both", MAIN_GRAD, 1.05, 1.05, extra_bytes=0.1, shape=1),
 )
-SHAPES = {"accumulate_weight_grad_": ((4096, 4096, 128256), (8192, 8192, 16032))}
-
-
-def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
-    """Random arguments of `torch.ops.fastmp.accumulate_weight_grad_`, whose sum is float32 or wider."""
-    tokens, hidden, vocab = shape
-    generator = torch.Generator(device).manual_seed(seed)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    grad, x = (
-        torch.randn(tokens, columns, device=device, generator=generator).to(dtype)
-        for columns in (vocab, hidden)
-    )
-    return torch.zeros(vocab, hidden, dtype=wide, device=device), grad, x
 
 
 @pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))

@@ -44,7 +44,6 @@ from fastmp.ops.registry import (
     autocast,
     compute_dtype,
     refuse_create_graph,
-    register,
     without_autocast,
 )
 from fastmp.profiling import traced
@@ -55,25 +54,6 @@ _WORKSPACE_CPU = 64 << 20
 _WORKSPACE = 1 << 30
 _FEW_LOGITS = 1 << 20  # to take two ops for: 4 MiB in fp32
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
-
-
-def _accumulate_reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), x)
-    elif total.is_cuda:  # the product goes on from the total in fp32: nothing is rounded in between
-        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
-    else:
-        x, step = x.to(total.dtype), max(1, _WIDENED // max(1, len(grad)))
-        for rows, columns in zip(total.split(step), grad.split(step, 1), strict=True):
-            rows.addmm_(columns.t().to(total.dtype), x)
-
-
-register(
-    "accumulate_weight_grad_(Tensor(a!) total, Tensor grad, Tensor x) -> ()",
-    reference=_accumulate_reference,
-    fake=lambda total, grad, x: None,
-    flops=lambda total, grad, x: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
-)
 
 
 # What compilers see in place of `make_loss`, `make_gradients` and `make_both`: absent gradients are empty.

@@ -21,13 +21,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import checks
-from fastmp.ops.registry import Differentiable, autocast, refuse_create_graph
+from fastmp.ops.registry import Differentiable, autocast, refuse_create_graph, register
 
 __all__ = [
     "WgradQueue", "current_queue", "deferral", "defer_wgrad", "linear", "main_grad_of", "weight_grad",
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
+_WIDENED = 1 << 22  # elements of a gradient that plain torch on a CPU converts to fp32 at a time
+
+
+def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """total (O, I) += grad^T x, for grad (T, O) and x (T, I): the total is of their dtype or float32."""
+    if total.dtype == grad.dtype:
+        total.addmm_(grad.t(), x)
+    elif total.is_cuda:  # the product goes on from the total in fp32: nothing is rounded in between
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        x, step = x.to(total.dtype), max(1, _WIDENED // max(1, len(grad)))
+        for rows, columns in zip(total.split(step), grad.split(step, 1), strict=True):
+            rows.addmm_(columns.t().to(total.dtype), x)
+
+
+register(
+    "accumulate_weight_grad_(Tensor(a!) total, Tensor grad, Tensor x) -> ()",
+    reference=reference,
+    fake=lambda total, grad, x: None,
+    flops=lambda total, grad, x: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
+)
 
 
 class WgradQueue:

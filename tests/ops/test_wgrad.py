@@ -157,3 +157,10 @@ def test_on_a_gpu_one_product_of_torch_adds_in_float32():
     assert op is torch.ops.aten.addmm.dtype_out and dtype == torch.float32
     assert added is total and options == {"out": total} and right is x
     assert left.dtype == right.dtype == torch.bfloat16 and left.shape == (6, 4)
+
+
+def test_costs():
+    op = OPS["accumulate_weight_grad_"]
+    arguments = torch.zeros(6, 5), torch.zeros(4, 6).bfloat16(), torch.zeros(4, 5).bfloat16()
+    assert op.flops(*arguments) == 2 * 4 * 6 * 5
+    assert op.traffic(*arguments) == 2 * 6 * 5 * 4 + (4 * 6 + 4 * 5) * 2

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import linear_cross_entropy
 from fastmp.testing.functions import Draw, Function
-
-
-def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Arguments of accumulate_weight_grad_: a sum in fp32 that goes on, and one of the operands' dtype."""
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for tokens, columns, hidden, gap in ((64, 384, 128, 0), (37, 129, 65, 3), (0, 16, 8, 0), (5, 1, 1, 0)):
-        grad, x = (
-            torch.randn(tokens, size + gap, generator=generator, dtype=torch.float64).to(dtype)[:, :size]
-            for size in (columns, hidden)
-        )
-        yield torch.randn(columns, hidden, generator=generator, dtype=torch.float64).to(wide), grad, x
 
 
 def _eager(

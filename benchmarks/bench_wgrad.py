@@ -1,0 +1,76 @@
+"""The gradient of a linear layer's weight, added to a sum in float32; torch eager: a product, an addition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cases import EAGER, OURS, Case, Workload, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+
+def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.accumulate_weight_grad_`: tokens, inputs, outputs."""
+    tokens, inputs, outputs = shape
+    generator = torch.Generator(device).manual_seed(seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    grad, x = (
+        torch.randn(tokens, columns, device=device, generator=generator).to(dtype)
+        for columns in (outputs, inputs)
+    )
+    return torch.zeros(outputs, inputs, dtype=wide, device=device), grad, x
+
+
+def wgrad_case(
+    tokens: int, inputs: int, outputs: int, dtype: torch.dtype, device: str, seed: int = 0
+) -> Case:
+    op = OPS["accumulate_weight_grad_"]
+    total, grad, x = arguments(op.name, (tokens, inputs, outputs), dtype, device, seed)
+
+    def rival(add: Callable[[Tensor], object]) -> Callable[[], Tensor]:
+        own = total.clone()
+
+        def call() -> Tensor:
+            add(own)
+            return own
+
+        return call
+
+    return Case(
+        title("wgrad", (tokens, inputs, outputs), dtype),
+        (total,),
+        grad,
+        {
+            OURS: rival(lambda own: op(own, grad, x)),
+            EAGER: rival(lambda own: own.add_(grad.t() @ x)),
+        },
+        op.traffic(total, grad, x),
+        0,
+        flops=(op.flops(total, grad, x), 0),
+    )
+
+
+# tokens, inputs, outputs: of Llama-3 8B the second product of the MLP, and queries, keys and values.
+WORKLOADS = (
+    Workload(
+        "wgrad",
+        wgrad_case,
+        cpu=((1024, 1024, 1024), (4096, 1024, 4096)),
+        cuda=((8192, 14336, 4096), (8192, 4096, 6144)),
+        rivals=(OURS, EAGER),
+        directions=("forward",),
+        tiny=(24, 16, 65),
+    ),
+)
+SHAPES = {"accumulate_weight_grad_": ((8192, 14336, 4096), (4096, 4096, 128256), (8192, 8192, 16032))}
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_wgrad(compare, case, rival, direction):
+    compare(case(), rival, direction)
