@@ -104,6 +104,8 @@ def _store_sums(
         mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
         if ACCUMULATE:
             sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
+            if BLOCK_N * BLOCK_K < 512:  # several threads may have read what one of them overwrites
+                tl.debug_barrier()
         tl.store(places, sums, mask=mask)
     else:
         HALF: tl.constexpr = BLOCK_K // 2

@@ -161,6 +161,8 @@ def norm_backward_wide_kernel(
     """The same for rows of any length: grad and total are read twice, the second time from a cache, and the
     partial sums live in memory, where a block of rows passes them once."""
     num_cols = num_vectors * VECTOR
+    # Partial sums that are not aligned to 16 bytes are not stored by the threads that read them.
+    STORED_BY_OTHERS: tl.constexpr = VECTOR * COMPUTE.primitive_bitwidth < 128
     pid = tl.program_id(0)
     partials += pid.to(tl.int64) * num_cols * (2 if HAS_BIAS else 1)
     for block in range(pid, tl.cdiv(num_rows, BLOCK_M), tl.num_programs(0)):
@@ -194,11 +196,16 @@ def norm_backward_wide_kernel(
             g = _load_rows(grad, rows, cols, grad_pitch, mask, VECTOR, COMPUTE)
             h = (_load_rows(total, rows, cols, total_pitch, mask, VECTOR, COMPUTE) - mean) * rstd
             later = here & (block != pid)  # the first block finds nothing to add to
+            if STORED_BY_OTHERS:
+                tl.debug_barrier()
             sums = tl.sum(g * h, 0) + tl.load(partials + cols, mask=later, other=0.0)
+            if HAS_BIAS:
+                more = tl.sum(g, 0) + tl.load(partials + num_cols + cols, mask=later, other=0.0)
+            if STORED_BY_OTHERS:
+                tl.debug_barrier()
             tl.store(partials + cols, sums, mask=here)
             if HAS_BIAS:
-                sums = tl.sum(g, 0) + tl.load(partials + num_cols + cols, mask=later, other=0.0)
-                tl.store(partials + num_cols + cols, sums, mask=here)
+                tl.store(partials + num_cols + cols, more, mask=here)
             g *= tl.load(weight + cols, mask=here, other=0.0).to(COMPUTE)[None, :]
             d = (g - h * along_row - level_row) * rstd
             if HAS_GRAD_TOTAL:

@@ -94,6 +94,9 @@ def _rotate(
     else:
         a = tl.load(x_rows + cols, mask=mask, other=0.0).to(COMPUTE)
         b = tl.load(x_rows + HALF + cols, mask=mask, other=0.0).to(COMPUTE)
+        if IN_PLACE and HALF % VECTOR != 0:
+            # Halves that are not aligned alike are not stored by the threads that have read them.
+            tl.debug_barrier()
         tl.store(y_rows + cols, a * c - b * s, mask=mask)
         tl.store(y_rows + HALF + cols, b * c + a * s, mask=mask)
     if not IN_PLACE:

@@ -40,17 +40,25 @@ def cuobjdump(option: str, code: bytes) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: the values of its constants and what the compiler made of it."""
+    """One launch of a kernel: the values of its constants and what the compiler made of it.
+
+    storages: by the name of each argument that is a tensor, what tells its memory.
+    """
 
     kernel: str
     constants: dict[str, Any]
     compiled: Any
     arch: int
     itemsize: int
+    storages: dict[str, int]
 
     @property
     def ptx(self) -> str:
         return self.compiled.asm["ptx"]
+
+    @property
+    def ttgir(self) -> str:
+        return self.compiled.asm["ttgir"]
 
     @property
     def sass(self) -> str:
@@ -121,7 +129,9 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
 
     def compile_only(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> None:
         compiled = kernel.warmup(*arguments, grid=(1,), **constants)
-        found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize))
+        named = zip(kernel.arg_names, arguments, strict=False)
+        storages = {name: a.untyped_storage()._cdata for name, a in named if isinstance(a, torch.Tensor)}
+        found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize, storages))
 
     with launcher.instead(compile_only, arch), mock.patch.object(driver, "_active", AbsentGPU(arch)):
         OPS[op].implementations["triton"](*arguments)

@@ -1,6 +1,7 @@
 """One table of facts about the code of every Triton kernel, compiled as its launcher would launch it.
 
-Always: nothing is spilled, no stack, shared memory within the limit. The rest is a column each; see `Facts`.
+Always: nothing is spilled, no stack, shared memory within the limit, and a barrier wherever threads meet in
+memory. The rest is a column each; see `Facts`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 from cubin_tools import REGISTERS, SHARED_LIMIT, Launch, launches, meta
+from layout_tools import unordered
 
 from fastmp.ops import OPS, _triton, adamw, cross_entropy_triton, grouped_mm_triton
 from fastmp.ops.registry import compute_dtype
@@ -58,6 +60,7 @@ def check(launch: Launch, facts: Facts, wide: bool) -> None:
     assert launch.usage["LOCAL"] == 0, "registers are spilled"
     assert launch.usage["STACK"] <= facts.stack + STACK or wide  # functions of float64 may keep a table there
     assert launch.shared <= SHARED_LIMIT[launch.arch]
+    assert not list(unordered(launch.ttgir, launch.storages))
     assert launch.usage["REG"] * launch.threads <= REGISTERS
     assert launch.wide_loads >= facts.loads * launch.vectors, (launch.wide_loads, launch.vectors)
     assert launch.wide_stores >= facts.stores * launch.vectors, (launch.wide_stores, launch.vectors)
@@ -511,6 +514,7 @@ def test_samples(op):
     for arguments in samples(op, device="meta", dtype=torch.bfloat16):
         for launch in launches(op, arguments, 90):
             assert launch.usage["LOCAL"] == 0, f"{launch.kernel} spills registers"
+            assert not list(unordered(launch.ttgir, launch.storages))
 
 
 @pytest.mark.parametrize("name", ["router deepseek-v3", "router backward deepseek-v3"])
