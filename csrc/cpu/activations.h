@@ -2,26 +2,8 @@
 // u = sqrt(2/pi) (h + 0.044715 h^3), or the normal distribution's cdf(h).
 #pragma once
 
+#include "form.h"
 #include "simd.h"
-#include "stable.h"
-
-#include <string>
-
-namespace fastmp {
-
-enum class Form { kSilu, kGeluTanh, kGelu };
-
-#ifdef FASTMP_ISA_BASE
-// The form that Python calls `name`.
-inline Form form_of(const char* op, const std::string& name) {
-  if (name == "silu") return Form::kSilu;
-  if (name == "gelu_tanh") return Form::kGeluTanh;
-  FASTMP_CHECK(name == "gelu", op, ": activation must be silu, gelu_tanh or gelu, got ", name);
-  return Form::kGelu;
-}
-#endif
-
-}  // namespace fastmp
 
 namespace fastmp::FASTMP_ISA {
 

@@ -6,18 +6,10 @@
 #ifdef __NVCC__  // tests/cuda_on_cpu has its own
 #include "product_sm90a.cuh"
 #endif
-#include "op.h"
 #include "problems.cuh"
-#include "rows.h"
-
-#include <algorithm>
 
 namespace fastmp {
 namespace {
-
-constexpr int kThreads = 256;
-constexpr int64_t kBlocks = 132;  // that fill with zeros
-using Element = __nv_bfloat16;
 
 // d = a b, or d += a b, of every problem, one thread an element.
 template <class T, class Out>
@@ -41,19 +33,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rows of y (num_rows, row_units) that belong to nobody.
-template <class Unit>
-__global__ void __launch_bounds__(kThreads)
-    zero_rest_kernel(Unit* y, int64_t row_units, const int* offsets, int64_t num_experts, int64_t num_rows) {
-  __shared__ int64_t end;
-  if (threadIdx.x == 0) end = span_of(offsets, num_experts - 1, num_rows).end;
-  __syncthreads();
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = end * row_units + blockIdx.x * blockDim.x + threadIdx.x; i < num_rows * row_units; i += step) {
-    y[i] = Unit{};
-  }
-}
-
 // Sums of experts without rows; `num_blocks` blocks for each expert.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads)
@@ -66,72 +45,14 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls body(TypeTag<Unit>{}, number of units) for pieces of `bytes` bytes: 16 at a time, or two.
-template <class Body>
-void in_units(int64_t bytes, const Body& body) {
-  bytes % kVectorBytes == 0 ? body(TypeTag<uint4>{}, bytes / kVectorBytes)
-                            : body(TypeTag<unsigned short>{}, bytes / static_cast<int64_t>(sizeof(short)));
-}
-
-int64_t itemsize(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
-
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kVectorBytes == 0;
-}
-
-// Rows as TMA reads them: a view where it can, else a copy.
-Rows aligned_rows(const Tensor& tensor) {
-  const Rows rows(tensor);
-  if (is_aligned(rows.tensor) && rows.pitch * itemsize(tensor) % kVectorBytes == 0) return rows;
-  Tensor copy = fastmp::empty(tensor.sizes(), tensor.scalar_type(), tensor);
-  torch::stable::copy_(copy, tensor);
-  return Rows(copy);
-}
-
-// Whether CUTLASS can do it.
-bool suits_tma(const Tensor& x, int64_t n, int64_t k) {
-  return x.scalar_type() == ScalarType::BFloat16 && n % kLanes<Element> == 0 && k % kLanes<Element> == 0;
-}
-
-void check_offsets(const char* op, const Tensor& offsets, int64_t num_experts) {
-  FASTMP_CHECK(offsets.scalar_type() == ScalarType::Int && offsets.dim() == 1 && offsets.size(0) == num_experts, op,
-               ": offsets must be int32, one for each of ", num_experts, " experts, got ", described(offsets));
-}
-
-// The arrays of `count` problems in one piece of memory, which lives as long as they are used.
-struct ProblemMemory {
-  Tensor memory;
-  Problems problems;
-
-  ProblemMemory(int64_t count, const Tensor& like)
-      : memory(fastmp::empty({7 * size(count)}, ScalarType::Byte, like)) {
-    char* next = mutable_data<char>(memory);
-    const auto take = [&] { return std::exchange(next, next + size(count)); };
-    problems.count = static_cast<int>(count);
-    problems.shapes = reinterpret_cast<Problems::Shape*>(take());
-    problems.a = reinterpret_cast<const void**>(take());
-    problems.b = reinterpret_cast<const void**>(take());
-    problems.d = reinterpret_cast<void**>(take());
-    problems.stride_a = reinterpret_cast<int64_t*>(take());
-    problems.stride_b = reinterpret_cast<int64_t*>(take());
-    problems.stride_d = reinterpret_cast<int64_t*>(take());
-  }
-  // Bytes of an array, a multiple of what TMA asks of addresses.
-  static int64_t size(int64_t count) { return ceil_div(count * 16, 128) * 128; }
-};
-
 // d = a b for each expert; or d += a b, where d is in the type that is computed in.
 template <bool kColumnsA, bool kColumnsB, bool kAccumulate>
 void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& offsets, int64_t num_rows,
                       const Operand& a, const Operand& b, const Operand& d, int64_t n, int64_t k, bool sum_rows) {
-  FASTMP_CHECK(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9, op, ": this kernel is for devices of sm_90");
-  const int64_t num_experts = offsets.numel();
-  const ProblemMemory made(num_experts, offsets);
+  const ProblemMemory made(op, offsets, num_rows, a, b, d, n, k, sum_rows);
   const cudaStream_t stream = current_stream(offsets);
-  launch({ceil_div(num_experts, kThreads), kThreads}, stream, make_problems_kernel, made.problems, data<int>(offsets),
-         num_rows, a, b, d, static_cast<int>(n), static_cast<int>(k), sum_rows);
   if (tma) {
-    using Out = std::conditional_t<kAccumulate, float, Element>;
+    using Out = std::conditional_t<kAccumulate, float, __nv_bfloat16>;
     return multiply<kColumnsA, kColumnsB, Out, kAccumulate>(op, made.problems, offsets, stream);
   }
   dispatch_device(dtype, op, [&](auto tag) {
@@ -139,13 +60,6 @@ void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& 
     using Out = std::conditional_t<kAccumulate, Compute<T>, T>;
     launch({kBlocks, kThreads}, stream, product_kernel<T, Out>, made.problems, kColumnsA, kColumnsB, kAccumulate);
   });
-}
-
-Operand operand(const Rows& rows) {
-  return {const_cast<char*>(data<char>(rows.tensor)), rows.pitch * itemsize(rows.tensor), 0, rows.pitch};
-}
-Operand operand_of_experts(const Tensor& each) {
-  return {const_cast<char*>(data<char>(each)), 0, each.size(1) * each.size(2) * itemsize(each), each.size(2)};
 }
 
 Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets_any, bool transposed) {
@@ -168,11 +82,7 @@ Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets_any, b
                                             operand_of_experts(weights), operand(out), n, k, false);
   };
   transposed ? multiply_by(std::false_type{}) : multiply_by(std::true_type{});
-  in_units(n * itemsize(y), [&](auto tag, int64_t units) {
-    using Unit = typename decltype(tag)::type;
-    launch({kBlocks, kThreads}, current_stream(x), zero_rest_kernel<Unit>, mutable_data<Unit>(y), units,
-           data<int>(offsets), w.size(0), rows.num_rows);
-  });
+  zero_rest(y, offsets);
   return y;
 }
 

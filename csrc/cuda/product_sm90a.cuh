@@ -15,71 +15,77 @@
 
 namespace fastmp {
 
-template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
-struct GroupedProduct {
-  template <bool kColumns>
-  using Layout = std::conditional_t<kColumns, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>*;
-  using In = cutlass::bfloat16_t;
-  using Stored = std::conditional_t<std::is_same_v<Out, __nv_bfloat16>, In, Out>;
-  using Added = std::conditional_t<kAccumulate, Stored, void>;
-  using Tile = cute::Shape<cute::_128, cute::_256, cute::_64>;
-  using Cluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
-  static constexpr int kAlignment = kVectorBytes / sizeof(In), kOutAlignment = kVectorBytes / sizeof(Out);
+using GroupedTile = cute::Shape<cute::_128, cute::_256, cute::_64>;
+using GroupedCluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
+using GroupedElement = cutlass::bfloat16_t;
+template <bool kColumns>
+using GroupedLayout = std::conditional_t<kColumns, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>*;
 
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Tile, Cluster,
-      cutlass::epilogue::collective::EpilogueTileAuto, float, float, Added, Layout<false>, kOutAlignment, Stored,
-      Layout<false>, kOutAlignment, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
-      cutlass::epilogue::fusion::LinearCombination<Stored, float, Added, float>>::CollectiveOp;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, In, Layout<kColumnsA>, kAlignment, In, Layout<kColumnsB>,
-      kAlignment, float, Tile, Cluster,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<
-      cutlass::gemm::GroupProblemShape<cute::Shape<int, int, int>>, Mainloop, Epilogue>;
+// Columns: of the operand lie next to each other in memory, else rows do.
+template <bool kColumnsA, bool kColumnsB, int kEpilogueBytes>
+using GroupedMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedElement, GroupedLayout<kColumnsA>,
+    kLanes<GroupedElement>, GroupedElement, GroupedLayout<kColumnsB>, kLanes<GroupedElement>, float, GroupedTile,
+    GroupedCluster, cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>,
+    cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>::CollectiveOp;
+
+// A stride of CUTLASS is the one number that is not constant.
+template <class Stride>
+Stride* grouped_strides(int64_t* numbers) {
+  static_assert(sizeof(Stride) == sizeof(int64_t));
+  return reinterpret_cast<Stride*>(numbers);
+}
+
+// The products of all problems, each through the epilogue with these arguments.
+template <class Mainloop, class Epilogue>
+void run_grouped(const char* op, const Problems& problems, const typename Epilogue::Arguments& epilogue,
+                 const Tensor& like, cudaStream_t stream) {
+  using Shape = cute::Shape<int, int, int>;
+  using Kernel = cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<Shape>, Mainloop, Epilogue>;
   using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
-
-  // A stride of CUTLASS is the one number that is not constant.
-  template <class Stride>
-  static Stride* strides(int64_t* numbers) {
-    static_assert(sizeof(Stride) == sizeof(int64_t));
-    return reinterpret_cast<Stride*>(numbers);
-  }
-};
-
-// d = a b, or d += a b, of every problem. Columns: of the operand lie next to each other in memory, else rows do.
-template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
-void multiply(const char* op, const Problems& problems, const Tensor& like, cudaStream_t stream) {
-  using Product = GroupedProduct<kColumnsA, kColumnsB, Out, kAccumulate>;
-  using Kernel = typename Product::Kernel;
-  static_assert(sizeof(cute::Shape<int, int, int>) == sizeof(Problems::Shape));
+  static_assert(sizeof(Shape) == sizeof(Problems::Shape));
   cutlass::KernelHardwareInfo device;
   FASTMP_CUDA_CHECK(cudaGetDevice(&device.device_id));
   device.sm_count = device_attribute(cudaDevAttrMultiProcessorCount);
 
-  typename Product::Gemm::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGrouped};
-  arguments.problem_shape = {problems.count, reinterpret_cast<cute::Shape<int, int, int>*>(problems.shapes), nullptr};
-  arguments.mainloop.ptr_A = reinterpret_cast<const typename Product::In**>(problems.a);
-  arguments.mainloop.ptr_B = reinterpret_cast<const typename Product::In**>(problems.b);
-  arguments.mainloop.dA = Product::template strides<typename Kernel::InternalStrideA>(problems.stride_a);
-  arguments.mainloop.dB = Product::template strides<typename Kernel::InternalStrideB>(problems.stride_b);
-  arguments.epilogue.thread.alpha = 1;
-  arguments.epilogue.thread.beta = kAccumulate;
-  if constexpr (kAccumulate) {
-    arguments.epilogue.ptr_C = reinterpret_cast<const typename Product::Added**>(const_cast<const void**>(problems.d));
-  }
-  arguments.epilogue.dC = Product::template strides<typename Kernel::InternalStrideC>(problems.stride_d);
-  arguments.epilogue.ptr_D = reinterpret_cast<typename Product::Stored**>(problems.d);
-  arguments.epilogue.dD = Product::template strides<typename Kernel::InternalStrideD>(problems.stride_d);
+  typename Gemm::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGrouped};
+  arguments.problem_shape = {problems.count, reinterpret_cast<Shape*>(problems.shapes), nullptr};
+  arguments.mainloop.ptr_A = reinterpret_cast<const GroupedElement**>(problems.a);
+  arguments.mainloop.ptr_B = reinterpret_cast<const GroupedElement**>(problems.b);
+  arguments.mainloop.dA = grouped_strides<typename Kernel::InternalStrideA>(problems.stride_a);
+  arguments.mainloop.dB = grouped_strides<typename Kernel::InternalStrideB>(problems.stride_b);
+  arguments.epilogue = epilogue;
   arguments.hw_info = device;
 
-  typename Product::Gemm gemm;
-  const auto bytes = static_cast<int64_t>(Product::Gemm::get_workspace_size(arguments));
+  Gemm gemm;
+  const auto bytes = static_cast<int64_t>(Gemm::get_workspace_size(arguments));
   const Tensor workspace = fastmp::empty({bytes}, ScalarType::Byte, like);
   cutlass::Status status = gemm.can_implement(arguments);
   if (status == cutlass::Status::kSuccess) status = gemm.run(arguments, workspace.mutable_data_ptr(), stream);
   FASTMP_CHECK(status == cutlass::Status::kSuccess, op, ": CUTLASS: ", cutlassGetStatusString(status));
+}
+
+// d = a b, or d += a b, of every problem.
+template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
+void multiply(const char* op, const Problems& problems, const Tensor& like, cudaStream_t stream) {
+  using Stored = std::conditional_t<std::is_same_v<Out, __nv_bfloat16>, GroupedElement, Out>;
+  using Added = std::conditional_t<kAccumulate, Stored, void>;
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedTile, GroupedCluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, Added, GroupedLayout<false>, kLanes<Out>, Stored,
+      GroupedLayout<false>, kLanes<Out>, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
+      cutlass::epilogue::fusion::LinearCombination<Stored, float, Added, float>>::CollectiveOp;
+  using Mainloop = GroupedMainloop<kColumnsA, kColumnsB, sizeof(typename Epilogue::SharedStorage)>;
+  typename Epilogue::Arguments epilogue{};
+  epilogue.thread.alpha = 1;
+  epilogue.thread.beta = kAccumulate;
+  if constexpr (kAccumulate) {
+    epilogue.ptr_C = reinterpret_cast<const Added**>(const_cast<const void**>(problems.d));
+  }
+  epilogue.dC = grouped_strides<typename Epilogue::InternalStrideC>(problems.stride_d);
+  epilogue.ptr_D = reinterpret_cast<Stored**>(problems.d);
+  epilogue.dD = grouped_strides<typename Epilogue::InternalStrideD>(problems.stride_d);
+  run_grouped<Mainloop, Epilogue>(op, problems, epilogue, like, stream);
 }
 
 }  // namespace fastmp

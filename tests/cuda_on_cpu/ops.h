@@ -24,6 +24,10 @@ inline float fast_exp2(float x) {
   const float y = std::exp2(x);
   return y < FLT_MIN ? 0 : y;
 }
+inline float fast_reciprocal(float x) { return 1 / x; }
+inline void store_words(void* to, const unsigned (&words)[4]) {
+  *static_cast<uint4*>(to) = {words[0], words[1], words[2], words[3]};
+}
 using cuda_on_cpu::dynamic_shared;
 
 }  // namespace fastmp

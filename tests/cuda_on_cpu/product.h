@@ -1,10 +1,19 @@
-// What product_sm90a.cuh leaves to CUTLASS, in loops. To be compiled with -include.
+// What product_sm90a.cuh and mlp_in_sm90a.cuh leave to CUTLASS, in loops. To be compiled with -include.
 #pragma once
 
 #include "ops.h"
+#include "epilogue.cuh"
 #include "problems.cuh"
 
+#include <limits>
+
 namespace fastmp {
+
+inline void check_for_tma(const char* op, std::initializer_list<const void*> pointers) {
+  for (const void* pointer : pointers) {
+    FASTMP_CHECK(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, op, ": TMA needs addresses of 16 bytes");
+  }
+}
 
 template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
 void multiply(const char* op, const Problems& problems, const Tensor&, cudaStream_t) {
@@ -14,9 +23,7 @@ void multiply(const char* op, const Problems& problems, const Tensor&, cudaStrea
     const auto* a = static_cast<const __nv_bfloat16*>(problems.a[i]);
     const auto* b = static_cast<const __nv_bfloat16*>(problems.b[i]);
     auto* d = static_cast<Out*>(problems.d[i]);
-    for (const auto pointer : {problems.a[i], problems.b[i], static_cast<const void*>(problems.d[i])}) {
-      FASTMP_CHECK(reinterpret_cast<uintptr_t>(pointer) % 16 == 0, op, ": TMA needs addresses of 16 bytes");
-    }
+    check_for_tma(op, {a, b, d});
     for (int64_t row = 0; row < m; ++row) {
       for (int64_t column = 0; column < n; ++column) {
         float sum = kAccumulate ? static_cast<float>(d[row * problems.stride_d[i] + column]) : 0;
@@ -26,6 +33,47 @@ void multiply(const char* op, const Problems& problems, const Tensor&, cudaStrea
         }
         d[row * problems.stride_d[i] + column] = sum;
       }
+    }
+  }
+}
+
+// One block for each tile of an expert: sums that belong to nobody are NaN.
+template <bool kGated>
+void tile_kernel(const Problems problems, int expert, const MlpIn<__nv_bfloat16> mlp) {
+  const auto [m, n, k] = problems.shapes[expert];
+  const auto* a = static_cast<const __nv_bfloat16*>(problems.a[expert]);
+  const auto* b = static_cast<const __nv_bfloat16*>(problems.b[expert]);
+  const int thread = static_cast<int>(threadIdx.x);
+  const int64_t first_row = int64_t{blockIdx.x} * SumsTile::kRows, first_column = blockIdx.y * kTileWidth<kGated>;
+  float sums[SumsTile::kElements];
+  for (int i = 0; i < SumsTile::kElements; ++i) {
+    const int64_t row = first_row + SumsTile::row(thread, i), in_tile = SumsTile::column(thread, i);
+    const bool up = in_tile >= kTileWidth<kGated>;
+    const int64_t column = first_column + in_tile % kTileWidth<kGated>;
+    const bool inside = row < m && column < mlp.width;
+    sums[i] = inside ? 0 : std::numeric_limits<float>::quiet_NaN();
+    for (int64_t j = 0; inside && j < k; ++j) {
+      sums[i] += __bfloat162float(a[row * problems.stride_a[expert] + j]) *
+                 __bfloat162float(b[(column + up * mlp.width) * problems.stride_b[expert] + j]);
+    }
+  }
+  store_tile<kGated>(sums, thread, mlp, expert, problems.starts[expert], m, first_row, first_column);
+}
+
+template <bool kGated>
+void multiply_activated(const char* op, const Problems& problems, const MlpIn<__nv_bfloat16>& mlp, const Tensor&,
+                        cudaStream_t stream) {
+  check_for_tma(op, {mlp.y, mlp.h});
+  for (int i = 0; i < problems.count; ++i) {
+    check_for_tma(op, {problems.a[i], problems.b[i]});
+    cudaLaunchConfig_t config{};
+    config.gridDim.x = static_cast<unsigned>(ceil_div(problems.shapes[i].m, SumsTile::kRows));
+    config.gridDim.y = static_cast<unsigned>(ceil_div(problems.shapes[i].n, SumsTile::kColumns));
+    config.blockDim.x = SumsTile::kThreads;
+    config.stream = stream;
+    if (config.gridDim.x > 0) {
+      FASTMP_CUDA_CHECK(cudaLaunchKernelEx(&config, tile_kernel<kGated>, Problems{problems}, int{i},
+                                           MlpIn<__nv_bfloat16>{mlp}));
     }
   }
 }

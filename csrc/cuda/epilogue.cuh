@@ -1,0 +1,118 @@
+// The epilogue of an expert's first product: y = form(h), times `up` where h is [gate | up], of h = product + bias.
+#pragma once
+
+#include "common.cuh"
+#include "form.h"
+
+namespace fastmp {
+
+// y (rows, width); h (rows, num_columns) or null; bias (experts, num_columns) or null.
+template <class T>
+struct MlpIn {
+  const T* bias;
+  T* y;
+  T* h;
+  int64_t width, num_columns;
+  Form form;
+};
+
+template <class C>
+__device__ inline C activated(C h, Form form) {
+  if (form == Form::kSilu) return h * fast_reciprocal(1 + fast_exp(-h));
+  if (form == Form::kGelu) return h * (C(0.5) + C(0.5) * std::erf(h * C(0.7071067811865476)));
+  return h * fast_reciprocal(1 + fast_exp(h * (C(-1.5957691216057308) - C(0.071354816272600265) * h * h)));
+}
+
+constexpr int kQuad = 4;        // threads that share the rows of a tile
+constexpr int kQuadColumns = 32;  // that a quad stores at once, 16 bytes a thread
+
+// Word j of thread i becomes word i of thread j, in each quad of a warp.
+__device__ inline void transpose_in_quad(unsigned (&words)[kQuad]) {
+#pragma unroll
+  for (int distance = 1; distance < kQuad; distance *= 2) {
+    const bool upper = threadIdx.x & distance;
+#pragma unroll
+    for (int low = 0; low < kQuad; ++low) {
+      if (low & distance) continue;
+      const int high = low | distance;
+      const unsigned other = __shfl_xor_sync(0xffffffff, upper ? words[low] : words[high], distance);
+      (upper ? words[low] : words[high]) = other;
+    }
+  }
+}
+
+// Of 32 columns that a quad has in one row, values 2 j and 2 j + 1 are columns 8 j + 2 i and the next one, in thread i.
+// Each thread stores eight neighbours at `to`, unless they are `outside`. All threads of a warp must come.
+template <class T>
+__device__ inline void store_in_quad(T* to, const float (&values)[2 * kQuad], bool outside) {
+  static_assert(sizeof(T) == 2);
+  unsigned words[kQuad];
+#pragma unroll
+  for (int j = 0; j < kQuad; ++j) {
+    store_vector(reinterpret_cast<T*>(&words[j]), {values[2 * j], values[2 * j + 1]});
+  }
+  transpose_in_quad(words);
+  if (!outside) store_words(to, words);
+}
+
+// A tile of 128 x 256 sums, as wgmma leaves it in the registers of 256 threads: element 4 j + 2 r + c of a thread lies in
+// row 64 (thread / 128) + 16 (thread / 32 % 4) + 8 r + thread / 4 % 8 and column 8 j + 2 (thread % 4) + c.
+struct SumsTile {
+  static constexpr int kRows = 128, kColumns = 256, kThreads = 256;
+  static constexpr int kElements = kRows * kColumns / kThreads;
+
+  static constexpr int row(int thread, int element) {
+    return thread / 128 * 64 + thread / 32 % 4 * 16 + element / 2 % 2 * 8 + thread / 4 % 8;
+  }
+  static constexpr int column(int thread, int element) { return element / 4 * 8 + thread % 4 * 2 + element % 2; }
+};
+
+// Columns of y that come from a tile of sums. If kGated, gates are in the tile's left half and ups in its right half: a
+// thread has both of a column.
+template <bool kGated>
+constexpr int kTileWidth = SumsTile::kColumns / (1 + kGated);
+
+// Stores what a thread has of the tile whose first row is `first_row` of the expert's `num_rows`, which begin with row
+// `start` of y, and whose first column in y is `first_column`.
+template <bool kGated, class T>
+__device__ void store_tile(const float (&sums)[SumsTile::kElements], int thread, const MlpIn<T>& mlp, int64_t expert,
+                           int64_t start, int64_t num_rows, int64_t first_row, int64_t first_column) {
+  const int place = thread % kQuad;
+#pragma unroll
+  for (int block = 0; block < kTileWidth<kGated> / kQuadColumns; ++block) {
+    const int64_t column = first_column + block * kQuadColumns, stored = column + place * 2 * kQuad;
+    float shift[1 + kGated][2 * kQuad] = {};
+    if (mlp.bias) {
+      const T* bias = mlp.bias + expert * mlp.num_columns;
+#pragma unroll
+      for (int i = 0; i < 2 * kQuad; ++i) {
+        const int64_t at = column + SumsTile::column(thread, 4 * (i / 2) + i % 2);
+        if (at >= mlp.width) continue;
+        shift[0][i] = widen(bias[at]);
+        if constexpr (kGated) shift[1][i] = widen(bias[mlp.width + at]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = first_row + SumsTile::row(thread, 2 * half);
+      const bool outside = row >= num_rows || stored >= mlp.width;
+      float h[1 + kGated][2 * kQuad], y[2 * kQuad];
+#pragma unroll
+      for (int i = 0; i < 2 * kQuad; ++i) {
+        const int element = block * 4 * kQuad + 4 * (i / 2) + 2 * half + i % 2;
+#pragma unroll
+        for (int part = 0; part <= kGated; ++part) {
+          h[part][i] = sums[element + part * SumsTile::kElements / 2] + shift[part][i];
+        }
+        y[i] = activated(h[0][i], mlp.form) * (kGated ? h[kGated][i] : 1);
+      }
+      store_in_quad(mlp.y + (start + row) * mlp.width + stored, y, outside);
+      if (!mlp.h) continue;
+      T* const kept = mlp.h + (start + row) * mlp.num_columns + stored;
+      store_in_quad(kept, h[0], outside);
+      if constexpr (kGated) store_in_quad(kept + mlp.width, h[1], outside);
+    }
+  }
+}
+
+}  // namespace fastmp

@@ -1,0 +1,20 @@
+// The activations of a gated or plain MLP.
+#pragma once
+
+#include "stable.h"
+
+#include <string>
+
+namespace fastmp {
+
+enum class Form { kSilu, kGeluTanh, kGelu };
+
+// The form that Python calls `name`.
+inline Form form_of(const char* op, const std::string& name) {
+  if (name == "silu") return Form::kSilu;
+  if (name == "gelu_tanh") return Form::kGeluTanh;
+  FASTMP_CHECK(name == "gelu", op, ": activation must be silu, gelu_tanh or gelu, got ", name);
+  return Form::kGelu;
+}
+
+}  // namespace fastmp
