@@ -2,7 +2,9 @@
 
 permutation takes three launches: counts of each expert in blocks of pairs, their sums over the blocks before,
 and the rank of each pair among those of its block. Tensors are tiled in rows of 16-byte accesses: permute and
-the backward of unpermute walk pairs and scatter, unpermute walks tokens and gathers.
+the backward of unpermute walk pairs and scatter, unpermute walks tokens and gathers. Who scatters must know
+the rows without a pair, which are zeros: a launch before writes each pair's number to its row, over memory
+that nothing has cleared, and a number there counts if its pair has this row (Briggs and Torczon 1993).
 """
 
 from __future__ import annotations
@@ -117,29 +119,34 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 
 
 @jit
-def mark_kernel(row_of, used, pair_vectors, num_rows, PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr):
-    """Set used[row] = 1 for every row that has a pair."""
+def mark_kernel(row_of, pair_of, pair_vectors, num_rows, PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the number of each pair to its row of `pair_of`; rows without a pair keep what was there."""
     num_pairs = pair_vectors * PAIR_VECTOR
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
-    tl.store(used + rows, 1, mask=(rows >= 0) & (rows < num_rows))
+    tl.store(pair_of + rows, pairs, mask=(rows >= 0) & (rows < num_rows))
+
+
+@jit
+def _unused(rows, row_of, pair_of, num_pairs, num_rows):
+    """Return which of `rows` have no pair: no pair that has this row is numbered there, but maybe another."""
+    there = rows < num_rows
+    pairs = tl.load(pair_of + rows, mask=there, other=-1)
+    back = tl.load(row_of + pairs, mask=(pairs >= 0) & (pairs < num_pairs), other=-1)
+    return there & (back != rows)
 
 
 @jit
 def zero_unused(
-    used, out, start, num_rows, num_cols, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Write zeros to the unused ones of ROWS rows from `start` on; mostly there are none.
-
-    `used` goes on to a multiple of ROWS: the search needs no mask; rows beyond the last are left out later.
-    """
-    end = tl.minimum(start + ROWS, num_rows)
-    flags = tl.load(used + start + tl.arange(0, ROWS))
-    if tl.min(flags, 0) == 0:
+    row_of, pair_of, out, start, num_pairs, num_rows, num_cols,
+    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write zeros to those of ROWS rows from `start` on that have no pair; mostly there are none."""
+    if tl.max(_unused(start + tl.arange(0, ROWS), row_of, pair_of, num_pairs, num_rows).to(tl.int32), 0) > 0:
         zeros = tl.zeros([BLOCK_M, BLOCK_N], out.dtype.element_ty)
         for step in range(0, ROWS, BLOCK_M):
             rows = start + step + tl.arange(0, BLOCK_M)
-            unused = tl.load(used + rows, mask=rows < end, other=1) == 0
+            unused = _unused(rows, row_of, pair_of, num_pairs, tl.minimum(start + ROWS, num_rows))
             for first in range(0, num_cols, BLOCK_N):
                 cols = first + tl.arange(0, BLOCK_N)
                 mask = unused[:, None] & (cols < num_cols)[None, :]
@@ -148,7 +155,8 @@ def zero_unused(
 
 @jit
 def scatter_kernel(
-    x, y, row_of, probs, used, out, dprobs, pair_vectors, num_slots, num_rows, num_vectors, x_pitch, y_pitch,
+    x, y, row_of, probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, num_vectors, x_pitch,
+    y_pitch,
     WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, PAIR_VECTOR: tl.constexpr, VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ZERO_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -163,7 +171,9 @@ def scatter_kernel(
     # The last programs write zeros to rows without a pair.
     if block >= num_blocks:
         first_row = (block - num_blocks).to(tl.int64) * ZERO_ROWS
-        zero_unused(used, out, first_row, num_rows, num_cols, ZERO_ROWS, BLOCK_M, BLOCK_N)
+        zero_unused(
+            row_of, pair_of, out, first_row, num_pairs, num_rows, num_cols, ZERO_ROWS, BLOCK_M, BLOCK_N
+        )
     else:
         # The row each pair of this block goes to, and the token it comes from.
         pairs = block.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -243,16 +253,17 @@ def _scatter(
     x, pitch = as_rows(x)
     y, y_pitch = (None, pitch) if y is None else as_rows(y)
     zero_blocks, vector_of_pairs = cdiv(num_rows, ZERO_ROWS), pair_vector(row_of)
-    used = torch.zeros(zero_blocks * ZERO_ROWS, dtype=torch.uint8, device=out.device)
+    number = torch.int32 if num_pairs < 1 << 31 else torch.int64
+    pair_of = torch.empty(num_rows, dtype=number, device=out.device)
     block_m, block_n = block_shape(num_cols, itemsize, 4)
     vector = vector_width(itemsize, num_cols, pitch, y_pitch)
     launcher.launch(
-        mark_kernel, cdiv(num_pairs, 1024), row_of, used, num_pairs // vector_of_pairs, num_rows,
+        mark_kernel, cdiv(num_pairs, 1024), row_of, pair_of, num_pairs // vector_of_pairs, num_rows,
         PAIR_VECTOR=vector_of_pairs, BLOCK=1024,
     )  # fmt: skip
     launcher.launch(
         scatter_kernel, cdiv(num_pairs, block_m) + zero_blocks, x, y, row_of,
-        None if probs is None else probs.contiguous(), used, out, dprobs, num_pairs // vector_of_pairs,
+        None if probs is None else probs.contiguous(), pair_of, out, dprobs, num_pairs // vector_of_pairs,
         num_pairs // num_tokens, num_rows, num_cols // vector, pitch // vector, y_pitch // vector,
         WEIGHTED=y is not None, COMPUTE=arithmetic(x), PAIR_VECTOR=vector_of_pairs, VECTOR=vector,
         BLOCK_M=block_m, BLOCK_N=block_n, ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,

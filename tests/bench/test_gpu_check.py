@@ -368,6 +368,8 @@ def test_the_sanitizer_is_run_and_understood(monkeypatch, tmp_path):
     line = sanitizer.command("racecheck", families=["norm"])
     assert line[:3] == ["compute-sanitizer", "--tool", "racecheck"] and "--touch" in line
     assert line[-1] == "norm"
+    assert "kernel_substring=scatter_kernel" not in line
+    assert "kernel_substring=scatter_kernel" in sanitizer.command("initcheck")
 
 
 @pytest.mark.gpu

@@ -99,6 +99,23 @@ def test_many_unused_rows():
     check("permute", random(70, 9, dtype=torch.float32), row_of, 300, rtol=0, atol=0)
 
 
+def test_rows_without_a_pair_are_found_whatever_the_memory_held(monkeypatch):
+    """Numbers of pairs that exist, and go elsewhere or nowhere."""
+    generator = torch.Generator().manual_seed(0)
+    row_of = torch.randperm(150, generator=generator)[:80].view(40, 2).int()
+    row_of[::5] = -1
+    x, y = random(40, 9, dtype=torch.float32), random(150, 9, dtype=torch.float32)
+    probs = random(40, 2, dtype=torch.float32)
+
+    def held(*shape: int, **options) -> torch.Tensor:
+        return torch.randint(-3, 90, shape, generator=generator, **options)
+
+    monkeypatch.setattr(torch, "empty", held)
+    for _ in range(3):
+        check("permute", x, row_of, 150, rtol=0, atol=0)
+        check("unpermute_backward", x, y, row_of, probs, **TOLERANCE[torch.float32])
+
+
 def test_offsets_beyond_two_to_the_35():
     """Tokens and rows of more than 2^35 elements: the first and last pairs, and rows at either end."""
     columns = 1 << 16
