@@ -11,9 +11,7 @@ and `tcgen05` follow from the sizes of the blocks. Else they come through pointe
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -23,7 +21,15 @@ from torch import Tensor
 from fastmp.ops import launcher
 from fastmp.ops._triton import TensorDescriptor, cdiv, jit, next_power_of_2, tl
 from fastmp.ops.gated import activate
-from fastmp.ops.rows import arithmetic, vector_width
+from fastmp.ops.grouped_mm_tiles import (
+    ROWS_EACH,
+    WGRAD_ROWS_EACH,
+    Blocks,
+    product_blocks,
+    row_class,
+    wgrad_blocks,
+)
+from fastmp.ops.rows import vector_width
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
 _MOST_ROWS = 1 << 30  # of a matrix that `_ragged` describes
@@ -272,91 +278,6 @@ def grouped_wgrad_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """Sizes of a tile: `rows` and `columns` of the result, `terms` at a time; and how a program runs."""
-
-    rows: int
-    columns: int
-    terms: int
-    num_warps: int
-    num_stages: int
-
-    def fitting(self, num_columns: int, num_terms: int) -> Blocks:
-        """No wider than the matrices."""
-        columns = min(self.columns, max(32, next_power_of_2(num_columns)))
-        return replace(self, columns=columns, terms=min(self.terms, max(16, next_power_of_2(num_terms))))
-
-    def programs_each(self, itemsize: int, arch: int, pair: bool = False) -> int:
-        """Programs that a multiprocessor can hold at a time: by shared memory, and 255 registers a thread.
-
-        Triton holds a block of the operands for each stage; for `mma.sync`, which has its operands in
-        registers, for one stage less. A program takes 1 KB more.
-        """
-        columns = 2 * self.columns if pair else self.columns
-        held = self.num_stages - (self.rows < 64 or not _large(arch))
-        shared = held * (self.rows + columns) * self.terms * itemsize + (1 << 10)
-        return max(1, min(8 // self.num_warps, _shared_memory(arch) // shared))
-
-
-def _large(arch: int) -> bool:
-    """Whether a multiprocessor has as much shared memory as Hopper and the Blackwell of data centres."""
-    return 90 <= arch < 120
-
-
-def _shared_memory(arch: int) -> int:
-    """Bytes of shared memory of a multiprocessor."""
-    return (228 if _large(arch) else 164 if arch == 80 else 100) << 10
-
-
-# The most rows an expert, on average, of each class that has a tile of its own in product_blocks.
-ROWS_EACH = (16, 32, 64, 127, math.inf)
-
-
-@cache
-def product_blocks(
-    rows_each: float, num_columns: int, num_terms: int, itemsize: int, arch: int, pair: bool = False
-) -> Blocks:
-    """Tile of a product with `rows_each` rows an expert; `pair`: it has two blocks of so many columns.
-
-    Half a tile's rows are wasted for each expert, so few rows get low tiles. The widest that 255 registers a
-    thread hold, 128 x 256, reads 0.6 times as much as 64 x 256 does for a product of 128 rows and more; one
-    to sixteen rows are bound by reading the weights, of which much must be under way.
-    """
-    if itemsize != 2:  # products without tensor cores, in fp32 or fp64
-        rows, num_warps = (16, 4) if rows_each <= 32 else (64, 8)
-        blocks = Blocks(rows, 64, 128 // itemsize, num_warps, 2)
-    elif rows_each <= 16:
-        blocks = Blocks(16, 128, 128, 4, 4) if _large(arch) else Blocks(16, 128, 64, 4, 4)
-    elif not _large(arch):
-        blocks = Blocks(64, 128, 64, 4, 3) if rows_each <= 64 else Blocks(128, 128, 64, 8, 3)
-    elif rows_each <= 64:
-        blocks = Blocks(64, 128, 64, 4, 4)
-    else:
-        blocks = Blocks(64, 256, 64, 4, 4) if rows_each <= 127 else Blocks(128, 256, 64, 8, 4)
-    return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
-
-
-# As ROWS_EACH, of wgrad_blocks.
-WGRAD_ROWS_EACH = (1024, math.inf)
-
-
-@cache
-def wgrad_blocks(rows_each: float, num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
-    """Tile of the gradient of a weight: its rows, its columns, and rows of the operands at a time.
-
-    Few rows an expert are bound by adding to the gradient: there one of two programs on a multiprocessor adds
-    while the other multiplies. Many are bound by multiplying, for which the widest tile reads the least.
-    """
-    if itemsize != 2:
-        blocks = Blocks(64, 64, 128 // itemsize, 4, 2)
-    elif not _large(arch):
-        blocks = Blocks(128, 128, 32, 8, 3)
-    else:
-        blocks = Blocks(128, 128, 64, 8, 3) if rows_each <= 1024 else Blocks(128, 256, 64, 8, 3)
-    return replace(blocks, rows=min(blocks.rows, max(16, next_power_of_2(num_n)))).fitting(num_k, 1 << 30)
-
-
 @cache
 def _gpu(index: int) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(index)
@@ -368,9 +289,9 @@ def architecture(tensor: Tensor) -> int:
     return _gpu(tensor.device.index)[0] if tensor.is_cuda else launcher.architecture_elsewhere
 
 
-def tile_architecture(tensor: Tensor, tma: bool) -> int:
+def _tile_architecture(arch: int, tma: bool) -> int:
     """The architecture that tiles are chosen for: addresses take registers that the widest have not left."""
-    return architecture(tensor) if tma else 80
+    return arch if tma else 80
 
 
 def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
@@ -387,15 +308,16 @@ def describable(tensor: Tensor) -> bool:
     """Addresses and strides are multiples of 16 bytes, and there is something."""
     if tensor.element_size() != 2 or tensor.data_ptr() % 16 or tensor.numel() == 0:
         return False
-    strides = tensor.stride()[:-1]
-    return min(strides) > 0 and math.gcd(8, *strides) == 8
+    for stride in tensor.stride()[:-1]:  # a generator takes three times as long
+        if stride <= 0 or stride % 8:
+            return False
+    return True
 
 
-def _descriptor(tensor: Tensor, *block: int) -> Any:
+def _descriptor(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *block: int) -> Any:
     """Make a TensorDescriptor without its checks: `describable` has made those that can fail."""
     described = object.__new__(TensorDescriptor)
-    described.base, described.block_shape, described.padding = tensor, list(block), "zero"
-    described.shape, described.strides = list(tensor.shape), list(tensor.stride())
+    described.base, described.shape, described.strides, described.block_shape = tensor, shape, strides, block
     return described
 
 
@@ -405,10 +327,9 @@ def _ragged(tensor: Tensor, *block: int) -> Any:
     Two more dimensions move the rows by any number, forward or (for addresses are 64 bits that wrap around)
     backward, against the limit of the third. As in triton.tools.ragged_tma.
     """
-    described, pitch = _descriptor(tensor, 1, 1, *block), tensor.stride(0)
-    described.shape = [0x7FFF0000, 0x7FFF0000, _MOST_ROWS, tensor.shape[1]]
-    described.strides = [(1 << 34) - pitch, pitch, pitch, 1]
-    return described
+    pitch, columns = tensor.stride(0), tensor.shape[1]
+    shape = (0x7FFF0000, 0x7FFF0000, _MOST_ROWS, columns)
+    return _descriptor(tensor, shape, ((1 << 34) - pitch, pitch, pitch, 1), 1, 1, *block)
 
 
 def _along_rows(tensor: Tensor) -> Tensor:
@@ -416,14 +337,48 @@ def _along_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
-def _class(classes: tuple[float, ...], num_rows: int, num_experts: int) -> float:
-    """The class of so many rows of so many experts."""
-    return classes[bisect_left(classes, num_rows / max(num_experts, 1))]
-
-
 def _block_e(num_experts: int) -> int:
     """Experts, and nobody, in one vector."""
     return max(16, next_power_of_2(num_experts + 1))
+
+
+# What a launch has that no count changes is worked out once, by the next three functions.
+
+
+def _constants(itemsize: int, tma: bool, num_experts: int, blocks: Blocks) -> dict[str, Any]:
+    """Make the constants that both kernels have."""
+    compute = tl.float64 if itemsize == 8 else tl.float32
+    return {
+        "TMA": tma, "COMPUTE": compute, "BLOCK_E": _block_e(num_experts), "GROUP": _GROUP,
+        "num_warps": blocks.num_warps, "num_stages": blocks.num_stages,
+    }  # fmt: skip
+
+
+@cache
+def _plan_product(
+    rows_each: float, num_experts: int, num_n: int, num_k: int, itemsize: int, x_pitch: int, w_jump: int,
+    w_pitch: int, arch: int, tma: bool, transposed: bool, form: str, gated: bool, keep: bool, has_bias: bool,
+) -> tuple[Blocks, int, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
+    """(blocks, tiles side by side, programs on a multiprocessor, arguments behind num_rows, constants)."""
+    if transposed:
+        num_n, num_k = num_k, num_n
+    width = num_n // 2 if gated else num_n
+    blocks = product_blocks(rows_each, width, num_k, itemsize, _tile_architecture(arch, tma), gated)
+    w_vector = vector_width(itemsize, num_n if transposed else num_k, w_jump, w_pitch)
+    k_vector = vector_width(itemsize, num_k, x_pitch, *(() if transposed else (w_jump, w_pitch)))
+    n_vector = vector_width(itemsize, width, *((w_jump, w_pitch) if transposed else ()))
+    sizes = (
+        num_experts, width // n_vector, num_k // k_vector, x_pitch // k_vector, w_jump // w_vector,
+        w_pitch // w_vector,
+    )  # fmt: skip
+    constants = {
+        "FORM": form, "GATED": gated, "KEEP": keep, "HAS_BIAS": has_bias, "TRANSPOSED": transposed,
+        "N_VECTOR": n_vector, "K_VECTOR": k_vector, "W_VECTOR": w_vector, "BLOCK_M": blocks.rows,
+        "BLOCK_N": blocks.columns, "BLOCK_K": blocks.terms,
+    }  # fmt: skip
+    constants |= _constants(itemsize, tma, num_experts, blocks)
+    programs = blocks.programs_each(itemsize, arch, gated)
+    return blocks, cdiv(width, blocks.columns), programs, sizes, constants
 
 
 def _product(
@@ -432,35 +387,24 @@ def _product(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, h): y = form(h), or form(gate) * up; h = x times the weights + bias is None unless `keep`."""
     num_rows, (num_experts, num_n, num_k) = x.shape[0], w.shape
-    if transposed:
-        num_n, num_k = num_k, num_n
-    width = num_n // 2 if gated else num_n
-    y = x.new_empty(num_rows, width)
-    h = x.new_empty(num_rows, num_n) if keep else None
+    columns = num_k if transposed else num_n
+    y = x.new_empty(num_rows, columns // 2 if gated else columns)
+    h = x.new_empty(num_rows, columns) if keep else None
     if y.numel() == 0:
         return y, h
     x, w, offsets = _along_rows(x), _along_rows(w), offsets.contiguous()
     bias = None if bias is None else bias.contiguous()
-    itemsize, x_pitch, (w_jump, w_pitch, _) = x.element_size(), x.stride(0), w.stride()
-    tma = use_tma(x, w)
-    rows_each = _class(ROWS_EACH, num_rows, num_experts)
-    blocks = product_blocks(rows_each, width, num_k, itemsize, tile_architecture(x, tma), gated)
-    w_vector = vector_width(itemsize, num_n if transposed else num_k, w_jump, w_pitch)
-    k_vector = vector_width(itemsize, num_k, x_pitch, *(() if transposed else (w_jump, w_pitch)))
-    n_vector = vector_width(itemsize, width, *((w_jump, w_pitch) if transposed else ()))
-    x_block = (blocks.rows, blocks.terms)
-    w_block = (1, blocks.terms, blocks.columns) if transposed else (1, blocks.columns, blocks.terms)
-    tiles = (cdiv(num_rows, blocks.rows) + num_experts) * cdiv(width, blocks.columns)
-    programs = num_programs(x, tiles, blocks.programs_each(itemsize, architecture(x), gated))
-    launcher.launch(
-        grouped_mm_kernel, programs, _descriptor(x, *x_block) if tma else x,
-        _descriptor(w, *w_block) if tma else w, bias, offsets, y, h, num_rows, num_experts,
-        width // n_vector, num_k // k_vector, x_pitch // k_vector, w_jump // w_vector, w_pitch // w_vector,
-        FORM=form, GATED=gated, KEEP=keep, HAS_BIAS=bias is not None, TRANSPOSED=transposed, TMA=tma,
-        COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector, W_VECTOR=w_vector,
-        BLOCK_E=_block_e(num_experts), BLOCK_M=blocks.rows, BLOCK_N=blocks.columns, BLOCK_K=blocks.terms,
-        GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    tma, (w_jump, w_pitch, _) = use_tma(x, w), w.stride()
+    blocks, tiles, programs, sizes, constants = _plan_product(
+        row_class(ROWS_EACH, num_rows, num_experts), num_experts, num_n, num_k, x.element_size(), x.stride(0),
+        w_jump, w_pitch, architecture(x), tma, transposed, form, gated, keep, bias is not None,
     )  # fmt: skip
+    programs = num_programs(x, (cdiv(num_rows, blocks.rows) + num_experts) * tiles, programs)
+    if tma:
+        x = _descriptor(x, x.shape, x.stride(), blocks.rows, blocks.terms)
+        w_block = (blocks.terms, blocks.columns) if transposed else (blocks.columns, blocks.terms)
+        w = _descriptor(w, w.shape, w.stride(), 1, *w_block)
+    launcher.launch(grouped_mm_kernel, programs, x, w, bias, offsets, y, h, num_rows, *sizes, **constants)
     return y, h
 
 
@@ -475,27 +419,42 @@ def launch_mlp_in(
     return y, x.new_empty(0) if h is None else h
 
 
+@cache
+def _plan_wgrad(
+    rows_each: float, num_experts: int, num_n: int, num_k: int, itemsize: int, grad_pitch: int, x_pitch: int,
+    out_jump: int, out_pitch: int, arch: int, tma: bool, accumulate: bool,
+) -> tuple[Blocks, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
+    """(blocks, tiles in all, arguments behind num_rows, constants)."""
+    blocks = wgrad_blocks(rows_each, num_n, num_k, itemsize, _tile_architecture(arch, tma))
+    n_vector = vector_width(itemsize, num_n, grad_pitch)
+    k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
+    sizes = (
+        num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
+        out_jump // k_vector, out_pitch // k_vector,
+    )  # fmt: skip
+    constants = {
+        "ACCUMULATE": accumulate, "N_VECTOR": n_vector, "K_VECTOR": k_vector, "BLOCK_N": blocks.rows,
+        "BLOCK_K": blocks.columns, "BLOCK_R": blocks.terms,
+    }  # fmt: skip
+    constants |= _constants(itemsize, tma, num_experts, blocks)
+    tiles = num_experts * cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
+    return blocks, tiles, sizes, constants
+
+
 def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bool) -> None:
-    num_experts, num_n, num_k = out.shape
     if out.numel() == 0:
         return
     grad, x, offsets = _along_rows(grad), _along_rows(x), offsets.contiguous()
-    itemsize, tma = x.element_size(), use_tma(grad, x) and len(x) <= _MOST_ROWS
-    rows_each = _class(WGRAD_ROWS_EACH, x.shape[0], num_experts)
-    blocks = wgrad_blocks(rows_each, num_n, num_k, itemsize, tile_architecture(x, tma))
-    grad_pitch, x_pitch, (out_jump, out_pitch, _) = grad.stride(0), x.stride(0), out.stride()
-    n_vector = vector_width(itemsize, num_n, grad_pitch)
-    k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
-    tiles = cdiv(num_n, blocks.rows) * cdiv(num_k, blocks.columns)
-    launcher.launch(
-        grouped_wgrad_kernel, num_experts * tiles, _ragged(grad, blocks.terms, blocks.rows) if tma else grad,
-        _ragged(x, blocks.terms, blocks.columns) if tma else x, offsets, out, x.shape[0],
-        num_n // n_vector, num_k // k_vector, grad_pitch // n_vector, x_pitch // k_vector,
-        out_jump // k_vector, out_pitch // k_vector,
-        ACCUMULATE=accumulate, TMA=tma, COMPUTE=arithmetic(x), N_VECTOR=n_vector, K_VECTOR=k_vector,
-        BLOCK_E=_block_e(num_experts), BLOCK_N=blocks.rows, BLOCK_K=blocks.columns, BLOCK_R=blocks.terms,
-        GROUP=_GROUP, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+    num_rows, (num_experts, num_n, num_k), (out_jump, out_pitch, _) = x.shape[0], out.shape, out.stride()
+    tma = use_tma(grad, x) and num_rows <= _MOST_ROWS
+    blocks, tiles, sizes, constants = _plan_wgrad(
+        row_class(WGRAD_ROWS_EACH, num_rows, num_experts), num_experts, num_n, num_k, x.element_size(),
+        grad.stride(0), x.stride(0), out_jump, out_pitch, architecture(x), tma, accumulate,
     )  # fmt: skip
+    if tma:
+        grad = _ragged(grad, blocks.terms, blocks.rows)
+        x = _ragged(x, blocks.terms, blocks.columns)
+    launcher.launch(grouped_wgrad_kernel, tiles, grad, x, offsets, out, num_rows, *sizes, **constants)
 
 
 def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

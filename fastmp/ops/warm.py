@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastmp.ops import _triton, grouped_mm_triton, launcher, router_triton
+from fastmp.ops import _triton, grouped_mm_tiles, launcher, router_triton
 from fastmp.ops.registry import OPS
 
 _WIDE = 1 << 32  # stands for all numbers that need 64 bits
@@ -109,14 +109,14 @@ def _rows_of(classes: tuple[float, ...], num_experts: int) -> list[int]:
 
 def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
     """Numbers of rows that a product of experts has all its tiles for."""
-    for rows in _rows_of(grouped_mm_triton.ROWS_EACH, w.shape[0]):
+    for rows in _rows_of(grouped_mm_tiles.ROWS_EACH, w.shape[0]):
         yield x.new_empty(rows, x.shape[1]), w, *others
 
 
 def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
     """Numbers of rows that the gradient of experts' weights has all its tiles for."""
     *total, grad, x, offsets = arguments
-    for rows in _rows_of(grouped_mm_triton.WGRAD_ROWS_EACH, offsets.shape[0]):
+    for rows in _rows_of(grouped_mm_tiles.WGRAD_ROWS_EACH, offsets.shape[0]):
         yield *total, grad.new_empty(rows, grad.shape[1]), x.new_empty(rows, x.shape[1]), offsets
 
 

@@ -18,7 +18,7 @@ import torch
 from cubin_tools import REGISTERS, SHARED_LIMIT, Launch, launches, meta
 from layout_tools import unordered
 
-from fastmp.ops import OPS, _triton, adamw, cross_entropy_triton, grouped_mm_triton
+from fastmp.ops import OPS, _triton, adamw, cross_entropy_triton, grouped_mm_tiles
 from fastmp.ops.registry import compute_dtype
 from fastmp.testing.ops import samples
 
@@ -487,7 +487,7 @@ def check_product(launch: Launch, narrow: bool, apart: bool) -> None:
     assert tma or apart or not launch.count(r"cp\.async\.ca")
     if launch.kernel == "grouped_mm_kernel":  # as many programs are launched as run at a time
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
-        blocks = grouped_mm_triton.Blocks(*(launch.constants[name] for name in names))
+        blocks = grouped_mm_tiles.Blocks(*(launch.constants[name] for name in names))
         each = blocks.programs_each(launch.itemsize, launch.arch, launch.constants["GATED"])
         assert each == min(launch.resident, 8 // blocks.num_warps)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, grouped_mm_choice
-from fastmp.ops import grouped_mm_triton as kernels
+from fastmp.ops import grouped_mm_tiles as tiles
 from fastmp.parallel import GradBuffer
 from fastmp.testing.ops import poisoned_memory
 
@@ -277,7 +277,7 @@ def test_choice():
 
 def test_blocks_follow_the_tokens_of_an_expert():
     def rows(each, arch=90, itemsize=2):
-        return kernels.product_blocks(each, 4096, 7168, itemsize, arch).rows
+        return tiles.product_blocks(each, 4096, 7168, itemsize, arch).rows
 
     assert [rows(each) for each in (0, 1, 16, 64, 127, 128, 8192)] == [16, 16, 16, 64, 64, 128, 128]
     for arch in (80, 90, 100, 103, 120):
@@ -285,14 +285,14 @@ def test_blocks_follow_the_tokens_of_an_expert():
         for itemsize in (2, 4, 8):
             for each in (1, 16, 17, 64, 65, 200, 1000, 1e6):
                 for pair in (False, True):
-                    blocks = kernels.product_blocks(each, 4096, 7168, itemsize, arch, pair)
+                    blocks = tiles.product_blocks(each, 4096, 7168, itemsize, arch, pair)
                     columns = blocks.columns * (2 if pair else 1)
                     assert blocks.num_stages * (blocks.rows + columns) * blocks.terms * itemsize <= limit
                     assert blocks.rows * columns <= 128 * blocks.num_warps * 32
-            for each in kernels.WGRAD_ROWS_EACH:
-                blocks = kernels.wgrad_blocks(each, 4096, 7168, itemsize, arch)
+            for each in tiles.WGRAD_ROWS_EACH:
+                blocks = tiles.wgrad_blocks(each, 4096, 7168, itemsize, arch)
                 assert blocks.num_stages * (blocks.rows + blocks.columns) * blocks.terms * itemsize <= limit
-    small = kernels.product_blocks(1000, 40, 24, 2, 90)
+    small = tiles.product_blocks(1000, 40, 24, 2, 90)
     assert (small.columns, small.terms) == (64, 32)
 
 
