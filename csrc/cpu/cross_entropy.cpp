@@ -308,7 +308,7 @@ void merge_tokens(const A* stats, int64_t shards, int64_t tokens, bool with_sum,
     A sum = 0, target_logit = 0, plain = 0;
     for (int64_t p = 0; p < shards; ++p) {
       const A* shard = stats + (p * tokens + i) * width;
-      sum += shard[1] * std::exp(shard[0] - top);
+      sum += shard[0] == top ? shard[1] : shard[1] * std::exp(shard[0] - top);
       target_logit += shard[2];
       if (with_sum) plain += shard[3];
     }

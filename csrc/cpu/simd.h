@@ -277,13 +277,25 @@ FASTMP_INLINE void copy_part(T* to, const T* from, int64_t count) {
   }
 }
 
+#if FASTMP_VECTOR_BYTES == 64
+template <typename T>
+FASTMP_INLINE __mmask64 first_bytes(int64_t count) {
+  return ~uint64_t{0} >> (64 - count * static_cast<int64_t>(sizeof(T)));
+}
+#endif
+
 // The first `count` lanes only (0 < count <= lanes); a load fills the rest with `fill`, which must be exact in T.
 template <typename T>
 FASTMP_INLINE lanes_of<T> load(const T* p, int64_t count, scalar_of<T> fill) {
   using V = lanes_of<T>;
   if (count >= num_lanes<V>) return load(p);
   T buffer[num_lanes<V>] = {};
+#if FASTMP_VECTOR_BYTES == 64
+  const __m512i masked = _mm512_maskz_loadu_epi8(first_bytes<T>(count), p);
+  std::memcpy(buffer, &masked, sizeof(buffer));
+#else
   copy_part(buffer, p, count);
+#endif
   using Lane = decltype(V{} < V{});
   Lane lane{};
   for (int i = 0; i < num_lanes<V>; ++i) lane[i] = i;
@@ -294,7 +306,13 @@ FASTMP_INLINE void store(T* p, lanes_of<T> v, int64_t count) {
   if (count >= num_lanes<lanes_of<T>>) return store(p, v);
   T buffer[num_lanes<lanes_of<T>>];
   store(buffer, v);
+#if FASTMP_VECTOR_BYTES == 64
+  __m512i whole{};
+  std::memcpy(&whole, buffer, sizeof(buffer));
+  _mm512_mask_storeu_epi8(p, first_bytes<T>(count), whole);
+#else
   copy_part(p, buffer, count);
+#endif
 }
 
 // Calls step(col, count) for the vectors of a row; `count` is all lanes, a constant, but for the last. Write the

@@ -20,9 +20,18 @@ int64_t first_outside(uintptr_t address, int64_t count, int64_t size, int64_t ig
     if (is_outside(ids[i])) return i;
 }
 
+int64_t count_of(uintptr_t address, int64_t count, int64_t value) {
+  const auto* ids = reinterpret_cast<const int64_t*>(address);
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; ++i) found += ids[i] == value;
+  return found;
+}
+
 }  // namespace
 
 void add_targets(py::module_& m) {
   m.def("first_outside", &first_outside, py::arg("address"), py::arg("count"), py::arg("size"), py::arg("ignored"),
         "Where the first of `count` int64 at `address` lies that is neither in [0, size) nor `ignored`, or -1.");
+  m.def("count_of", &count_of, py::arg("address"), py::arg("count"), py::arg("value"),
+        "How many of `count` int64 at `address` are `value`.");
 }

@@ -325,10 +325,12 @@ def reduced(
     """The losses of tokens, or their sum or mean, a 0-dim tensor."""
     if reduction == "none":
         return loss
-    total = loss.sum()
     if reduction == "sum":
-        return total
-    return total / number_of_targets(target, token_weight, ignore_index, loss.dtype)
+        return loss.sum()
+    if token_weight is None and HOST is not None and can_read_values(target) and target.is_contiguous():
+        ignored = HOST.count_of(target.data_ptr(), target.numel(), ignore_index)
+        return loss.sum() / (target.numel() - ignored) if ignored else loss.mean()
+    return loss.sum() / number_of_targets(target, token_weight, ignore_index, loss.dtype)
 
 
 def _check_apart(name: str, rows: Tensor) -> None:
@@ -393,14 +395,14 @@ def cross_entropy_from_stats(
     if grad_in_place:
         _check_apart("grad_in_place", rows)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
-    loss = loss_of_rows(
+    loss = _loss_of_rows(
         rows, targets, stats.detach(), token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
         z_loss, grad_in_place,
     )  # fmt: skip
     return loss if target.dim() == 1 else loss.reshape(target.shape)
 
 
-def loss_of_rows(
+def _loss_of_rows(
     rows, targets, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
     in_place,
 ) -> Tensor:  # fmt: skip
@@ -478,7 +480,7 @@ def cross_entropy(
         per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
         _check(logits, target, 0, vocab_size, label_smoothing, z_loss, **per_token)
 
-    by_kernel = token_weight is loss_grad is None and logits.dim() == target.dim() + 1 == 2
+    by_kernel = token_weight is loss_grad is None and logits.dim() == 2 and logits.is_contiguous()
     by_kernel = by_kernel and _cross_entropy.checks(logits, target)
     if not by_kernel:
         check()
@@ -487,11 +489,20 @@ def cross_entropy(
         raise ValueError(f"cross_entropy: vocab_size {vocab_size} exceeds the {columns} columns")
     if loss_grad is not None or reduction != "none":
         check_reduction("cross_entropy", reduction, loss_grad)
+    if by_kernel:
+        if target.dtype == torch.int64:
+            _check_ids("cross_entropy", target, vocab_size, ignore_index)
+        try:
+            loss = _cross_entropy(
+                logits, target, None, None, 0, vocab_size, ignore_index, label_smoothing, z_loss,
+                grad_in_place,
+            )[0]  # fmt: skip
+        except RuntimeError:
+            check()
+            raise
+        return loss if reduction == "none" else reduced(loss, target, None, ignore_index, reduction)
     rows, targets = _rows(logits), _flat(target)
-    if not by_kernel:
-        check_range("cross_entropy", targets, vocab_size, ignore_index)
-    elif targets.dtype == torch.int64:
-        _check_ids("cross_entropy", targets, vocab_size, ignore_index)
+    check_range("cross_entropy", targets, vocab_size, ignore_index)
     if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():
         _check_apart("loss_grad", rows)
         dtype = compute_dtype(logits.dtype)
@@ -503,14 +514,9 @@ def cross_entropy(
         return loss.reshape(target.shape)
     if grad_in_place:
         _check_apart("grad_in_place", rows)
-    try:
-        loss = loss_of_rows(
-            rows, targets, None, token_weight, 0, vocab_size, ignore_index, label_smoothing, z_loss,
-            grad_in_place,
-        )  # fmt: skip
-    except RuntimeError:
-        if by_kernel:
-            check()
-        raise
+    loss = _loss_of_rows(
+        rows, targets, None, token_weight, 0, vocab_size, ignore_index, label_smoothing, z_loss,
+        grad_in_place,
+    )  # fmt: skip
     loss = loss if target.dim() == 1 else loss.reshape(target.shape)
     return reduced(loss, target, token_weight, ignore_index, reduction)

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from fastmp.ops import checks
 from fastmp.ops.cross_entropy import (
-    REDUCTIONS,
     check_options,
     check_range,
     check_reduction,
-    loss_of_rows,
     number_of_targets,
     reduced,
     require_promise,
@@ -40,6 +38,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
 )
 from fastmp.ops.registry import (
     LIBRARY,
+    OPS,
     Differentiable,
     autocast,
     compute_dtype,
@@ -52,6 +51,7 @@ from fastmp.profiling import traced
 # weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
 _WORKSPACE_CPU = 64 << 20
 _WORKSPACE = 1 << 30
+_PLAIN = (Tensor, torch.nn.Parameter)
 _FEW_LOGITS = 1 << 20  # to take two ops for: 4 MiB in fp32
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
 
@@ -264,20 +264,43 @@ def _check(
     check_range(name, target, size, options.ignore_index)
 
 
-def _is_small(hidden: Tensor, weight: Tensor, target: Tensor) -> bool:
-    """Whether the host takes longer than the device: few logits, and nothing about the tensors is special.
+def _of_few_logits(
+    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
+    reduction: str, loss_grad: Any,
+) -> Tensor | None:  # fmt: skip
+    """The loss where its host takes longer than the device, by two ops: a product and a loss.
 
-    Then two ops do, a product and a loss. What does not fit is left to those who say so.
+    None if the logits are many or if anything is special, which includes all that is a mistake.
     """
-    for tensor in (hidden, weight, target):
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.device != hidden.device:
-            return False
-    matrices = hidden.dim() == weight.dim() == target.dim() + 1 == 2
-    if not matrices or hidden.dtype != weight.dtype or torch.compiler.is_compiling():
-        return False
-    fits = hidden.shape[1] == weight.shape[1] and hidden.shape[0] == target.shape[0]
-    known = hidden.dtype in checks.FLOATING and target.dtype == torch.int64
-    return fits and known and 0 < target.shape[0] * weight.shape[0] <= _FEW_LOGITS
+    if not (type(hidden) in _PLAIN and type(weight) in _PLAIN and type(target) in _PLAIN):
+        return None
+    if not hidden.dim() == weight.dim() == target.dim() + 1 == 2 or torch.compiler.is_compiling():
+        return None
+    if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+        return None
+    recorded = torch.is_grad_enabled() and (weight.requires_grad or hidden.requires_grad)
+    known = isinstance(loss_grad, Tensor) or (recorded and loss_grad is not None)
+    (tokens, width), (columns, inner) = hidden.shape, weight.shape
+    usual = (
+        0 < tokens * columns <= _FEW_LOGITS
+        and width == inner
+        and target.shape[0] == tokens
+        and hidden.dtype == weight.dtype
+        and hidden.dtype in checks.FLOATING
+        and target.dtype == torch.int64
+        and hidden.device == weight.device == target.device
+        and 0 <= label_smoothing <= 1
+        and z_loss >= 0
+        and not (known or (recorded and hasattr(weight, "main_grad")))
+    )
+    if not usual:
+        return None
+    check_reduction("linear_cross_entropy", reduction, loss_grad)
+    check_range("linear_cross_entropy", target, columns, ignore_index)
+    loss = OPS["cross_entropy"](
+        F.linear(hidden, weight), target, None, None, 0, columns, ignore_index, label_smoothing, z_loss, True
+    )[0]
+    return loss if reduction == "none" else reduced(loss, target, None, ignore_index, reduction)
 
 
 def linear_cross_entropy_of(
@@ -304,17 +327,6 @@ def linear_cross_entropy_of(
     hidden, weight = autocast(hidden, weight)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     main_grad = main_grad if wanted[1] else None
-    free = main_grad is None and (loss_grad is None or not (any(wanted) or isinstance(loss_grad, Tensor)))
-    usual = shards is ALONE and free and token_weight is None and workspace is None and vocab_size is None
-    usual = usual and 0 <= label_smoothing <= 1 and z_loss >= 0 and reduction in REDUCTIONS
-    if usual and _is_small(hidden, weight, target):
-        check_reduction(name, reduction, loss_grad)
-        check_range(name, target, weight.shape[0], ignore_index)
-        loss = loss_of_rows(
-            F.linear(hidden, weight), target, None, None, 0, weight.shape[0], ignore_index, label_smoothing,
-            z_loss, True,
-        )  # fmt: skip
-        return reduced(loss, target, None, ignore_index, reduction)
     shard = weight.shape[0] if weight.dim() else 0
     vocab_size = shards.size * shard if vocab_size is None else vocab_size
     if workspace is None:
@@ -396,6 +408,10 @@ def linear_cross_entropy(
 
     Hsu et al., "Liger Kernel", 2024 (arXiv 2410.10989); Wijmans et al., "Cut Your Losses", 2024 (2411.09009).
     """
+    if token_weight is None and vocab_size is None and workspace is None:
+        options = (ignore_index, label_smoothing, z_loss, reduction, loss_grad)
+        if (loss := _of_few_logits(hidden, weight, target, *options)) is not None:
+            return loss
     return linear_cross_entropy_of(
         ALONE, "linear_cross_entropy", hidden, weight, target, label_smoothing=label_smoothing, z_loss=z_loss,
         ignore_index=ignore_index, token_weight=token_weight, vocab_size=vocab_size, reduction=reduction,

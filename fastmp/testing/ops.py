@@ -46,9 +46,14 @@ def poisoned_memory() -> Iterator[None]:
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    compiled = "c++" in {op.serving["cpu"] for op in OPS.values()}
+    if compiled:
+        torch.ops.fastmp_memory.outputs_by_dispatcher(True)
     try:
         yield
     finally:
+        if compiled:
+            torch.ops.fastmp_memory.outputs_by_dispatcher(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
 
