@@ -40,7 +40,7 @@ _TILES_OF_A_LOOP = 256
 
 
 def spans(offsets: Tensor, num_rows: int) -> list[tuple[int, int]]:
-    """(start, end) of each expert's rows. An end before its start, or beyond all rows, is moved there."""
+    """Return (start, end) of each expert's rows; an end before its start, or beyond all rows, is moved."""
     found, start = [], 0
     for end in offsets.tolist():
         end = max(start, min(end, num_rows))
@@ -50,12 +50,12 @@ def spans(offsets: Tensor, num_rows: int) -> list[tuple[int, int]]:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, computed and returned in `dtype`."""
+    """Multiply a by b in `dtype`."""
     return torch.mm(a.to(dtype), b.to(dtype))
 
 
 def reference(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """Each expert's rows times its weight, rounded once."""
+    """Multiply each expert's rows by its weight; rounded once."""
     y = x.new_empty(len(x), w.shape[2 if transposed else 1])
     dtype, end = compute_dtype(x.dtype), 0
     with without_autocast(x.device.type):
@@ -67,7 +67,7 @@ def reference(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor
 
 
 def reference_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """grad^T x over each expert's rows, rounded once."""
+    """Sum grad^T x over each expert's rows; rounded once."""
     dw = x.new_zeros(len(offsets), grad.shape[1], x.shape[1])
     dtype = compute_dtype(x.dtype)
     with without_autocast(x.device.type):
@@ -97,7 +97,7 @@ def _activated(h: Tensor, form: str, gated: bool) -> Tensor:
 
 
 def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Tensor:
-    """The gradient of h from that of activation(h)."""
+    """Make the gradient of h from that of activation(h)."""
     if gated:
         return torch.ops.fastmp.gated_activation_backward(grad, h, None, form)[0]
     if form == "silu":
@@ -108,7 +108,7 @@ def _activation_backward(grad: Tensor, h: Tensor, form: str, gated: bool) -> Ten
 def reference_mlp_in(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """(activation(h), h) of h = grouped_mm(x, w) + bias; each rounded once. Without `keep` h is empty."""
+    """Return activation(h) and h = grouped_mm(x, w) + bias; each rounded once. Without `keep` h is empty."""
     y = x.new_empty(len(x), w.shape[1] // (1 + gated))
     h = x.new_empty((len(x), w.shape[1]) if keep else (0,))
     dtype, end = compute_dtype(x.dtype), 0
@@ -178,7 +178,7 @@ register(
 
 
 def grouped_mm_choice(sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, arch: int) -> str:
-    """ "loop" where one product of torch after another is the better grouped_mm, else "grouped".
+    """Say "loop" where one product of torch after another is the better grouped_mm, else "grouped".
 
     A loop starts and ends a kernel for each expert, so every one must keep the whole GPU busy for a while: it
     is for few large experts. There, torch's own kernel has the edge on Hopper and before, where one launch
@@ -198,12 +198,12 @@ def grouped_mm_choice(sizes: Sequence[int], n: int, k: int, dtype: torch.dtype, 
 
 
 def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each expert's rows."""
+    """Return (start, end) of each expert's rows."""
     return pairwise(accumulate(sizes, initial=0))
 
 
 def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence[int] | None) -> Tensor:
-    """grouped_mm; in a loop where `sizes` are given."""
+    """Multiply by the op, or in a loop where `sizes` are given."""
     if sizes is None:
         return torch.ops.fastmp.grouped_mm(x, w, offsets, transposed)
     y = x.new_empty(len(x), w.shape[2 if transposed else 1])
@@ -218,7 +218,7 @@ def _mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, sizes: Sequence
 def _wgrad(
     grad: Tensor, x: Tensor, offsets: Tensor, main_grad: Tensor | None, sizes: Sequence[int] | None = None
 ) -> Tensor | None:
-    """The gradient of the weights; None where it went to `main_grad`."""
+    """Make the gradient of the weights; None where it went to `main_grad`."""
     if sizes is None:
         if main_grad is None:
             return torch.ops.fastmp.grouped_mm_wgrad(grad, x, offsets)
@@ -331,7 +331,7 @@ def _check(
 
 
 def _sizes_of_a_loop(sizes: Sequence[int] | None, x: Tensor, w: Tensor) -> tuple[int, ...] | None:
-    """`sizes` where a loop is the better grouped_mm."""
+    """Return `sizes` where a loop is the better grouped_mm, else None."""
     if sizes is None:
         return None
     arch = grouped_mm_triton.architecture(x) if x.is_cuda else 0
@@ -348,7 +348,7 @@ def grouped_mm(
     transposed: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows of x times the weight of their expert: y[r] = w[e] @ x[r]; differentiable once in x and w.
+    """Multiply rows of x by the weight of their expert: y[r] = w[e] @ x[r]; differentiable once in x and w.
 
     Under autocast, in its dtype. The gradient of w is summed in fp32 (fp64 for fp64); where the parameter has
     a `main_grad`, a tensor of its shape, it is added to that, and autograd gets none: any backward pass
@@ -381,7 +381,7 @@ def grouped_mm(
 
 
 def _apply(h: Tensor, form: str, gated: bool) -> Tensor:
-    """The activation as an op of its own."""
+    """Apply the activation as an op of its own."""
     if form == "silu":
         return gated_activation.swiglu(h) if gated else F.silu(h)
     return (gated_activation.geglu if gated else bias_gelu)(h, approximate=_APPROXIMATE[form])
@@ -398,7 +398,7 @@ def grouped_mlp_in(
     bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """The first product of an expert's MLP and its activation, in one: activation(grouped_mm(x, w) + bias).
+    """Compute the first product of an expert's MLP and its activation: activation(grouped_mm(x, w) + bias).
 
     Under autocast, in its dtype; differentiable once in x, w and bias. The backward pass keeps the
     pre-activation, which the same kernel writes; `main_grad` of w is treated as in `grouped_mm`.

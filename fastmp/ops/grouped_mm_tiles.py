@@ -24,12 +24,12 @@ class Blocks:
     num_stages: int
 
     def fitting(self, num_columns: int, num_terms: int) -> Blocks:
-        """No wider than the matrices."""
+        """Return the same, no wider than the matrices."""
         columns = min(self.columns, max(32, next_power_of_2(num_columns)))
         return replace(self, columns=columns, terms=min(self.terms, max(16, next_power_of_2(num_terms))))
 
     def programs_each(self, itemsize: int, arch: int, pair: bool = False) -> int:
-        """Programs that a multiprocessor can hold at a time: by shared memory, and 255 registers a thread.
+        """Count the programs that a multiprocessor can hold, by shared memory and 255 registers a thread.
 
         Triton holds a block of the operands for each stage; for `mma.sync`, which has its operands in
         registers, for one stage less. A program takes 1 KB more.
@@ -41,12 +41,12 @@ class Blocks:
 
 
 def _large(arch: int) -> bool:
-    """Whether a multiprocessor has as much shared memory as Hopper and the Blackwell of data centres."""
+    """Say whether it has the shared memory of Hopper and of the Blackwell of data centres."""
     return 90 <= arch < 120
 
 
 def _shared_memory(arch: int) -> int:
-    """Bytes of shared memory of a multiprocessor."""
+    """Return the bytes of shared memory of a multiprocessor."""
     return (228 if _large(arch) else 164 if arch == 80 else 100) << 10
 
 
@@ -58,7 +58,7 @@ ROWS_EACH = (16, 32, 64, 127, math.inf)
 def product_blocks(
     rows_each: float, num_columns: int, num_terms: int, itemsize: int, arch: int, pair: bool = False
 ) -> Blocks:
-    """Tile of a product with `rows_each` rows an expert; `pair`: it has two blocks of so many columns.
+    """Choose the tile of a product with `rows_each` rows an expert; a `pair` has two blocks of its columns.
 
     Half a tile's rows are wasted for each expert, so few rows get low tiles. The widest that 255 registers a
     thread hold, 128 x 256, reads 0.6 times as much as 64 x 256 does for a product of 128 rows and more; one
@@ -84,7 +84,7 @@ WGRAD_ROWS_EACH = (1024, math.inf)
 
 @cache
 def wgrad_blocks(rows_each: float, num_n: int, num_k: int, itemsize: int, arch: int) -> Blocks:
-    """Tile of the gradient of a weight: its rows, its columns, and rows of the operands at a time.
+    """Choose the tile of a weight's gradient: its rows, its columns, and rows of the operands at a time.
 
     Few rows an expert are bound by adding to the gradient: there one of two programs on a multiprocessor adds
     while the other multiplies. Many are bound by multiplying, for which the widest tile reads the least.
@@ -99,5 +99,5 @@ def wgrad_blocks(rows_each: float, num_n: int, num_k: int, itemsize: int, arch: 
 
 
 def row_class(classes: tuple[float, ...], num_rows: int, num_experts: int) -> float:
-    """The class, of ROWS_EACH or WGRAD_ROWS_EACH, of so many rows of so many experts."""
+    """Find the class, in ROWS_EACH or WGRAD_ROWS_EACH, of so many rows of so many experts."""
     return classes[bisect_left(classes, num_rows / max(num_experts, 1))]

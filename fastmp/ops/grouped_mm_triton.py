@@ -42,7 +42,7 @@ def _maximum(a, b):
 
 @jit
 def _expert_ends(offsets, experts, num_experts, num_rows):
-    """Where the rows of `experts` end; nobody's rows are those of number `num_experts`, and end last."""
+    """Find where the rows of `experts` end; nobody's rows are those of number `num_experts`, and end last."""
     ends = tl.load(offsets + experts, mask=(experts >= 0) & (experts < num_experts), other=0)
     ends = tl.where(experts < num_experts, ends, num_rows)
     return tl.associative_scan(tl.maximum(tl.minimum(ends, num_rows), 0), 0, _maximum)
@@ -50,7 +50,7 @@ def _expert_ends(offsets, experts, num_experts, num_rows):
 
 @jit
 def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row, column) of a tile: GROUP rows of tiles after another, column by column."""
+    """Return (row, column) of a tile: GROUP rows of tiles after another, column by column."""
     group = number // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
     within = number % (GROUP * tiles_n)
@@ -59,14 +59,14 @@ def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @jit
 def _load_block(data, rows, cols, num_rows, num_cols, pitch):
-    """The elements at `rows` and `cols`: one lies along the block's rows, the other along its columns."""
+    """Load what is at `rows` and `cols`; one lies along the block's rows, the other along its columns."""
     mask = (rows < num_rows) & (cols < num_cols)
     return tl.load(data + rows.to(tl.int64) * pitch + cols, mask=mask, other=0.0)
 
 
 @jit
 def _load_ragged(data, row, first, start, end, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """(BLOCK_R, BLOCK) from the `row`-th of the rows `start` to `end` on, and zeros behind: see `_ragged`."""
+    """Load BLOCK_R rows from the `row`-th of those from `start` to `end` on; zeros behind. See `_ragged`."""
     limit: tl.constexpr = 1 << 30
     return data.load([limit, end, limit - (end - start) + row, first]).reshape(BLOCK_R, BLOCK)
 
@@ -77,7 +77,7 @@ def _load_weight(
     TMA: tl.constexpr, TRANSPOSED: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(BLOCK_K, BLOCK_N) of the right operand of an expert's product: w[e]^T, or w[e] where TRANSPOSED."""
+    """Load (BLOCK_K, BLOCK_N) of the right operand of an expert's product: w[e]^T, or w[e] if TRANSPOSED."""
     ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
     if not TMA:
         matrix = w + expert.to(tl.int64) * w_jump * W_VECTOR
@@ -94,7 +94,7 @@ def _load_weight(
 
 @jit
 def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """The left and the right half of a block's columns."""
+    """Split a block into the left and the right half of its columns."""
     return block.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
 
 
@@ -155,7 +155,7 @@ def _store_parts(
     FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """`_store_activated` in PARTS turns, so that what an activation needs fits into registers."""
+    """Call `_store_activated` in PARTS turns, so that what an activation needs fits into registers."""
     if PARTS == 1:
         _store_activated(
             y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
@@ -184,7 +184,7 @@ def grouped_mm_kernel(
     K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """y = form(h), h = x times the weight of each row's expert, plus its bias. num_n columns, num_k terms.
+    """Store y = form(h), h = x times the weight of each row's expert, plus bias: num_n columns, num_k terms.
 
     GATED: the columns of h are [gate | up], a tile has a block of each, and y = form(gate) * up. Sizes
     and pitches count vectors of N_VECTOR (columns), K_VECTOR and W_VECTOR elements: that proves alignment.
@@ -285,27 +285,27 @@ def _gpu(index: int) -> tuple[int, int]:
 
 
 def architecture(tensor: Tensor) -> int:
-    """Compute capability of the tensor's GPU as one number (90 is 9.0)."""
+    """Return the compute capability of the tensor's GPU as one number (90 is 9.0)."""
     return _gpu(tensor.device.index)[0] if tensor.is_cuda else launcher.architecture_elsewhere
 
 
 def _tile_architecture(arch: int, tma: bool) -> int:
-    """The architecture that tiles are chosen for: addresses take registers that the widest have not left."""
+    """Return the architecture that tiles are for: addresses take registers that the widest have not left."""
     return arch if tma else 80
 
 
 def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
-    """The number of programs that walk over `tiles`: at most as many as run at a time; interpreted, a few."""
+    """Return how many programs walk over `tiles`: at most as many as run at a time; interpreted, a few."""
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
 
 
 def use_tma(a: Tensor, b: Tensor) -> bool:
-    """Whether both, 16 bits an element, can be described to the GPU's TMA unit."""
+    """Say whether both, 16 bits an element, can be described to the GPU's TMA unit."""
     return architecture(a) >= 90 and describable(a) and describable(b)
 
 
 def describable(tensor: Tensor) -> bool:
-    """Addresses and strides are multiples of 16 bytes, and there is something."""
+    """Say whether address and strides are multiples of 16 bytes, and there is something."""
     if tensor.element_size() != 2 or tensor.data_ptr() % 16 or tensor.numel() == 0:
         return False
     for stride in tensor.stride()[:-1]:  # a generator takes three times as long
@@ -333,12 +333,12 @@ def _ragged(tensor: Tensor, *block: int) -> Any:
 
 
 def _along_rows(tensor: Tensor) -> Tensor:
-    """The same with unit column stride; copied only where it has another."""
+    """Give the tensor unit column stride; it is copied only where it has another."""
     return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
 
 
 def _block_e(num_experts: int) -> int:
-    """Experts, and nobody, in one vector."""
+    """Return the length of a vector that holds all experts, and nobody."""
     return max(16, next_power_of_2(num_experts + 1))
 
 
@@ -359,7 +359,7 @@ def _plan_product(
     rows_each: float, num_experts: int, num_n: int, num_k: int, itemsize: int, x_pitch: int, w_jump: int,
     w_pitch: int, arch: int, tma: bool, transposed: bool, form: str, gated: bool, keep: bool, has_bias: bool,
 ) -> tuple[Blocks, int, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
-    """(blocks, tiles side by side, programs on a multiprocessor, arguments behind num_rows, constants)."""
+    """Return blocks, tiles side by side, programs a multiprocessor, arguments behind num_rows, constants."""
     if transposed:
         num_n, num_k = num_k, num_n
     width = num_n // 2 if gated else num_n
@@ -385,7 +385,7 @@ def _product(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool, form: str, gated: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(y, h): y = form(h), or form(gate) * up; h = x times the weights + bias is None unless `keep`."""
+    """Return y = form(h), or form(gate) * up, and h = x times the weights + bias: None unless `keep`."""
     num_rows, (num_experts, num_n, num_k) = x.shape[0], w.shape
     columns = num_k if transposed else num_n
     y = x.new_empty(num_rows, columns // 2 if gated else columns)
@@ -424,7 +424,7 @@ def _plan_wgrad(
     rows_each: float, num_experts: int, num_n: int, num_k: int, itemsize: int, grad_pitch: int, x_pitch: int,
     out_jump: int, out_pitch: int, arch: int, tma: bool, accumulate: bool,
 ) -> tuple[Blocks, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
-    """(blocks, tiles in all, arguments behind num_rows, constants)."""
+    """Return blocks, tiles in all, arguments behind num_rows, constants."""
     blocks = wgrad_blocks(rows_each, num_n, num_k, itemsize, _tile_architecture(arch, tma))
     n_vector = vector_width(itemsize, num_n, grad_pitch)
     k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
