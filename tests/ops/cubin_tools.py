@@ -99,11 +99,6 @@ class Launch:
         programs = min(REGISTERS // registers, 2048 // self.threads)
         return min(programs, (SHARED_LIMIT[self.arch] + SHARED_TAKEN) // (self.shared + SHARED_TAKEN))
 
-    def accessed(self, operation: str, dtype: str = r"\w+") -> list[str]:
-        """The layout of each block of pointers to `dtype` that "load" or "store" takes, in order."""
-        pattern = rf"tt\.{operation} .* : tensor<(\S+x)!tt\.ptr<{dtype}>, (#\w+)>"
-        return ["".join(found) for found in re.findall(pattern, self.compiled.asm["ttgir"])]
-
     def count(self, *patterns: str) -> int:
         """How often any of the patterns stands in the PTX code."""
         return sum(len(re.findall(pattern, self.ptx)) for pattern in patterns)
