@@ -102,22 +102,25 @@ class AbsentGPU:
         return _triton.GPUTarget("cuda", self.arch, 32)
 
 
-def _rows_of(classes: tuple[float, ...], num_experts: int) -> list[int]:
-    """A number of rows for each class of rows an expert."""
-    return [num_experts * int(each if each < math.inf else 1 << 12) for each in classes]
+def _each_class(x: Tensor, classes: tuple[float, ...], num_experts: int) -> Iterator[Tensor]:
+    """Yield x with other numbers of rows: one for each class of rows an expert."""
+    for each in classes:
+        rows = num_experts * int(each if each < math.inf else 1 << 12)
+        yield x.new_empty_strided((rows, x.shape[1]), x.stride())
 
 
 def _rows_of_experts(x: Tensor, w: Tensor, *others: Any) -> Iterator[tuple]:
-    """Numbers of rows that a product of experts has all its tiles for."""
-    for rows in _rows_of(grouped_mm_tiles.ROWS_EACH, w.shape[0]):
-        yield x.new_empty(rows, x.shape[1]), w, *others
+    """Yield arguments with numbers of rows that a product of experts has all its tiles for."""
+    for rows in _each_class(x, grouped_mm_tiles.ROWS_EACH, w.shape[0]):
+        yield rows, w, *others
 
 
 def _terms_of_experts(*arguments: Any) -> Iterator[tuple]:
-    """Numbers of rows that the gradient of experts' weights has all its tiles for."""
+    """Yield arguments with numbers of rows that the gradient of experts' weights has all its tiles for."""
     *total, grad, x, offsets = arguments
-    for rows in _rows_of(grouped_mm_tiles.WGRAD_ROWS_EACH, offsets.shape[0]):
-        yield *total, grad.new_empty(rows, grad.shape[1]), x.new_empty(rows, x.shape[1]), offsets
+    classes = grouped_mm_tiles.WGRAD_ROWS_EACH, offsets.shape[0]
+    for grads, terms in zip(_each_class(grad, *classes), _each_class(x, *classes), strict=True):
+        yield *total, grads, terms, offsets
 
 
 def _tokens_of_router(logits: Tensor, *others: Any) -> Iterator[tuple]:

@@ -49,7 +49,7 @@ def test_random_batches_compile_nothing_after_warm_up():
     config = GPTConfig(num_layers=1, hidden_size=256, num_heads=2, activation="swiglu", moe=moe)
     layer = MoELayer(config, Placement(**meta))
     offsets = torch.empty(8, dtype=torch.int32, device="meta")
-    weight = torch.empty(8, 64, 256, **meta)
+    weight = torch.empty(8, 64, 192, **meta)
     norm = torch.empty(256, **meta, requires_grad=True)
 
     def batch(tokens: int, rows: int) -> None:
@@ -58,7 +58,7 @@ def test_random_batches_compile_nothing_after_warm_up():
         torch.autograd.backward(hidden[0], torch.empty_like(hidden[0]))
         sent = torch.empty(rows, 256, **meta)
         received = ops.permute(sent, torch.empty(rows, 1, dtype=torch.int32, device="meta"), rows + tokens)
-        ops.grouped_mm(received, weight, offsets)
+        ops.grouped_mm(received[:, :192], weight, offsets)
 
     rng = random.Random(0)
     with warm.recording(90) as warmed:
