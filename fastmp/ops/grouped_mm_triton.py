@@ -7,6 +7,8 @@ The gradient of the weights is one program a tile. There the rows are the terms,
 with zeros in place of rows of the next expert, which may be NaN.
 On Hopper and later operands come by TMA (host descriptors) where addresses allow it; `wgmma`
 and `tcgen05` follow from the sizes of the blocks. Else they come through pointers.
+No warps only load (`warp_specialize`): with Triton 3.6 that fails to compile for Hopper where numbers reduced
+from a vector, as an expert's rows are, go to both sides; on Blackwell it starts anew with every tile.
 """
 
 from __future__ import annotations
