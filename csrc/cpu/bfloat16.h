@@ -238,7 +238,7 @@ struct PairUnit {
         const BFloat16* from = a + t * term + strip * kRows;
         const __m256i even = _mm256_maskz_loadu_epi16(mask, from);
         const __m256i odd = t + 1 < terms ? _mm256_maskz_loadu_epi16(mask, from + term) : _mm256_setzero_si256();
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1);
+        const __m512i both = _mm512_mask_broadcast_i64x4(_mm512_maskz_broadcast_i64x4(0xff, even), 0xf0, odd);
         _mm512_mask_storeu_epi32(out + strip * kRows * width, 0xfff, _mm512_maskz_permutexvar_epi16(~0u, pairs, both));
       }
     }
