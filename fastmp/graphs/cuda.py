@@ -10,9 +10,12 @@ Kernels know addresses only. A graph holds what its kernels read and no capture 
 another tensor could lie there later.
 
 Random numbers. A replay starts every random stream where the stream stands, and advances it. A recomputation
-must start where its forward started, and states cannot be read or set inside a capture. So each recomputed
-part gets generators of its own, which are set before its backward is replayed: to where the forward's replay
-started, advanced by what the forward draws before that part, which an eager run has shown.
+must start where its forward started, and states cannot be read or set inside a capture. Seeds, of which the
+masks of hidden states are a pure function, are tensors: the recomputation reads those of the forward, where
+that graph has drawn them, and nothing precedes its replay. For a stream from which an eager run of a part has
+drawn anything else, as attention does, the part gets a generator of its own. It is set before the backward is
+replayed, to where the forward's replay started, advanced by what the forward draws before that part; a graph
+then begins with two small copies for each of them.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ _NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory 
 class Watched(NamedTuple):
     """What an eager forward has drawn.
 
-    parts: for each part that will be recomputed, how far each stream had advanced when it began.
+    parts: for each part that will be recomputed, how far each stream had advanced when it began, of those
+        that it drew more from than seeds.
     moved: the names of the streams that the forward advanced.
     """
 
@@ -118,14 +122,25 @@ class CudaBackend:
             return
         first = {name: generator.get_offset() for name, generator in rng.generators().items()}
 
+        open_parts: list[tuple[int, Offsets]] = []  # each inside the one before
+
         def note() -> None:
-            watched.parts.append(advanced())
+            open_parts.append((len(watched.parts), advanced()))
+            watched.parts.append(open_parts[-1][1])
+
+        def ended(seeds: Any) -> None:
+            (number, start), now = open_parts.pop(), advanced()
+            watched.parts[number] = {
+                name: offset
+                for name, offset in start.items()
+                if now[name] - offset != seeds.advanced.get(name, 0)
+            }
 
         def advanced() -> Offsets:
             now = rng.generators()
             return {name: now[name].get_offset() - offset for name, offset in first.items()}
 
-        with rng.kept_by(note):
+        with rng.kept_by(note, ended):
             yield watched
         watched.moved.update(name for name, offset in advanced().items() if offset)
 
@@ -141,7 +156,7 @@ class CudaBackend:
         graph = CudaGraph(self, drawn, forward)
         graph.moved = moved
         graph.parts = [
-            (offsets, {name: torch.Generator(stream.device) for name, stream in streams.items()})
+            (offsets, {name: torch.Generator(streams[name].device) for name in offsets})
             for offsets in (watched.parts if watched is not None else [])
         ]
         self._graphs.add(graph)
@@ -239,7 +254,7 @@ class CudaGraph:
         return rng.kept_by(part)
 
     def replay(self) -> None:
-        if self.parts and self.backend.rng is not None:
+        if any(offsets for offsets, _ in self.parts) and self.backend.rng is not None:
             streams = self.backend.rng.generators()
             self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
         if self.forward is not None:

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from fastmp.nn.placement import Placement
 from fastmp.ops import bias_dropout_add
+from fastmp.ops.checks import is_dtensor
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import GroupModule
 from fastmp.parallel.rng import RngTracker
@@ -79,7 +80,11 @@ class Dropout(GroupModule):
         if out is not None and (out.shape, out.dtype, out.device) != (x.shape, residual.dtype, x.device):
             out = None
         with self._stream(x.device):
-            return bias_dropout_add(x, bias, residual, p=self.probability, training=self.training, out=out)
+            rng = self.rng if self.drops and not is_dtensor(x) else None
+            seed = None if rng is None else rng.seed(x.device)
+            return bias_dropout_add(
+                x, bias, residual, p=self.probability, training=self.training, seed=seed, out=out
+            )
 
     @property
     def drops(self) -> bool:

@@ -8,8 +8,8 @@ section 5, has the memory of both).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmp.nn.segment import Tensors
 from fastmp.parallel.collectives import all_gather, group_rank, group_size
-from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.rng import RngTracker, Seeds
 
 __all__ = ["recompute"]
 
@@ -75,18 +75,19 @@ class _Gathering:
 
 def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the forward, which starts now, and of its repetition."""
-    return nullcontext(), _Replay(rng, rng.states())
+    seeds = Seeds(rng.states())
+    return rng.noting(seeds), _Replay(rng, seeds)
 
 
 class _Replay:
-    """A context in which streams start from `states`; behind it they are as before. It is entered once."""
+    """`rng.again(seeds)`, which may be entered twice: a graph that is kept can run backward again."""
 
-    def __init__(self, rng: RngTracker, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
-        self.rng, self.states = rng, states
+    def __init__(self, rng: RngTracker, seeds: Seeds) -> None:
+        self.rng, self.seeds = rng, seeds
 
     def __enter__(self) -> None:
-        self.outside = self.rng.states()
-        self.rng.restore(self.states)
+        self.context = self.rng.again(self.seeds)
+        self.context.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        self.rng.restore(self.outside)
+    def __exit__(self, *error: Any) -> None:
+        self.context.__exit__(*error)

@@ -16,11 +16,29 @@ from typing import Any
 
 import torch
 
-__all__ = ["RngTracker", "seeded"]
+__all__ = ["RngTracker", "Seeds", "seeded"]
 
 _TENSOR_PARALLEL_OFFSET = 2718  # seeds of the streams: the ones Megatron-LM uses
 _STAGE_OFFSET = 100
 _CONTEXT_OFFSET = 1_000_000
+
+
+class Seeds:
+    """What `RngTracker.seed` draws in a part that will be recomputed, and that its repetition reads.
+
+    states: where the streams start in the repetition. Seeds of those that are not there are kept.
+    drawn: {stream: seeds in order}; advanced: {stream: by how much they moved it on, where that was watched}.
+    """
+
+    def __init__(self, states: Mapping[str, torch.Tensor | torch.Generator]) -> None:
+        self.states = states
+        self.drawn: dict[str, list[torch.Tensor]] = {}
+        self.advanced: dict[str, int] = {}
+
+    def add(self, stream: str, seed: torch.Tensor, advance: int) -> None:
+        if stream not in self.states:
+            self.drawn.setdefault(stream, []).append(seed)
+        self.advanced[stream] = self.advanced.get(stream, 0) + advance
 
 
 class RngTracker:
@@ -56,6 +74,9 @@ class RngTracker:
         }
         self.current = "default"
         self._keeper: Callable[[], Mapping[str, torch.Generator] | None] | None = None
+        self._ended: Callable[[Seeds], None] | None = None
+        self._noted: list[Seeds] = []  # of the parts that are at work, each inside the one before
+        self._repeated: dict[str, Iterator[torch.Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RngTracker:
         """A copy of a model draws from the same streams: there is one default generator."""
@@ -101,6 +122,59 @@ class RngTracker:
             state = self._default.get_state()
             self._default.set_state(own.get_state())
             own.set_state(state)
+
+    def seed(self, device: torch.device) -> torch.Tensor:
+        """Draw one int64 number () of the current stream, on `device`: of it a mask can be a pure function.
+
+        Where a captured recomputation says so (see `again`), return what the forward has drawn.
+        """
+        if self.current not in self._repeated:
+            number, advance = self._draw(device)
+        else:
+            kept, advance = next(self._repeated[self.current], None), 0
+            if kept is None:
+                raise RuntimeError(
+                    f"RngTracker.seed: a recomputation draws more seeds of stream {self.current!r} than the "
+                    "forward; a function that is recomputed must do the same both times"
+                )
+            number = kept
+        for seeds in self._noted:
+            seeds.add(self.current, number, advance)
+        return number
+
+    def _draw(self, device: torch.device) -> tuple[torch.Tensor, int]:
+        """A number of the current stream, and how far that was advanced if somebody wants to know."""
+        before = 0 if self._ended is None else self._default.get_offset()
+        number = torch.randint(-(1 << 63), (1 << 63) - 1, (), device=device)
+        return number, 0 if self._ended is None else self._default.get_offset() - before
+
+    @contextmanager
+    def noting(self, seeds: Seeds) -> Iterator[None]:
+        """Note in `seeds` what `seed` draws inside the block, which will be recomputed."""
+        self._noted.append(seeds)
+        try:
+            yield
+        finally:
+            self._noted.remove(seeds)
+        if self._ended is not None:
+            self._ended(seeds)
+
+    @contextmanager
+    def again(self, seeds: Seeds) -> Iterator[None]:
+        """Start the streams from `seeds.states` inside the block; behind it they are as before.
+
+        Of a stream that is not there the block draws seeds alone, and it gets those of `seeds`.
+        """
+        outside, repeated = self.states(), self._repeated
+        self.restore({**outside, **seeds.states})
+        self._repeated = {
+            name: iter(seeds.drawn.get(name, ())) for name in outside if name not in seeds.states
+        }
+        try:
+            yield
+        finally:
+            self._repeated = repeated
+            self.restore(outside)
 
     def states(self) -> Mapping[str, torch.Tensor | torch.Generator]:
         """The state of every stream, as uint8 tensors on the CPU, for a recomputation or a checkpoint.
@@ -149,13 +223,21 @@ class RngTracker:
         return streams
 
     @contextmanager
-    def kept_by(self, keeper: Callable[[], Mapping[str, torch.Generator] | None]) -> Iterator[None]:
-        """Let `states()` return what `keeper()` returns, unless that is None, inside the block."""
-        before, self._keeper = self._keeper, keeper
+    def kept_by(
+        self,
+        keeper: Callable[[], Mapping[str, torch.Generator] | None],
+        ended: Callable[[Seeds], None] | None = None,
+    ) -> Iterator[None]:
+        """Let `states()` return what `keeper()` returns, unless that is None, inside the block.
+
+        ended: called with the seeds of each part that will be recomputed, when its forward has ended.
+        """
+        before = self._keeper, self._ended
+        self._keeper, self._ended = keeper, ended
         try:
             yield
         finally:
-            self._keeper = before
+            self._keeper, self._ended = before
 
 
 @contextmanager

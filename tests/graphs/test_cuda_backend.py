@@ -17,7 +17,7 @@ from fastmp.graphs.capture import renew_accumulators
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.errors import CaptureError
 from fastmp.nn.recompute import recompute
-from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.rng import RngTracker, Seeds
 
 
 class FakeGenerator:
@@ -72,6 +72,7 @@ class FakeGraph:
     """A graph of CUDA as far as generators go."""
 
     started, drawn = None, None  # {id of a state: its offset}, and where numbers came from
+    copies = 0  # launches that precede replays: of seed and offset for each generator that is drawn from
 
     def __init__(self):
         self.states = {}
@@ -88,6 +89,7 @@ class FakeGraph:
 
     def replay(self):
         FakeGraph.started = {key: state[1] for key, state in self.states.items()}
+        FakeGraph.copies += sum(2 for increment in self.increments.values() if increment)
         FakeGraph.drawn += [kernel() for kernel in self.kernels]
         for key, state in self.states.items():
             state[1] += self.increments[key]
@@ -374,6 +376,92 @@ def test_an_eager_backward_of_a_replayed_forward_draws_what_that_drew(eager, for
             output.sum().backward()
     assert [*first, *(kernel() for kernel in layers.taken())] == eager[0]
     assert drawn(graphs) == eager[1][: len(first)]
+
+
+class Seed:
+    """A tensor that one kernel writes and another one reads."""
+
+    def __init__(self, source):
+        self.source = source
+
+    def write(self):
+        self.value = self.source()
+
+    def read(self):
+        return self.value
+
+
+class Seeded(Layers):
+    """Parts that draw seeds; `mixed`: from one of two streams also something else, as attention does."""
+
+    def __init__(self, rng, mixed):
+        super().__init__(rng)
+        self.mixed, rng._draw = mixed, self._draw_seed
+
+    def _draw_seed(self, device):
+        watched, default = self.rng._ended is not None, self.rng._default
+        before = default.get_offset() if watched else 0
+        seed = Seed(default.draw(4))
+        self.kernels.append(seed.write)
+        return seed, default.get_offset() - before if watched else 0
+
+    def part(self, x):
+        self.kernels.append(self.rng.seed(x.device).read)
+        with self.rng.fork("tensor-parallel"):
+            if self.mixed:
+                self._draw(8)
+            self.kernels.append(self.rng.seed(x.device).read)
+        return x * x
+
+
+@pytest.mark.parametrize("mixed", (False, True), ids=("seeds", "mixed"))
+def test_a_recomputation_reads_the_seeds_of_its_forward(calls, monkeypatch, mixed):
+    """Nothing precedes the replay of a backward; `mixed`: two copies for each generator that it uses."""
+    monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
+    calls.CUDAGraph = FakeGraph
+    rng, _, x = make()
+    layers, expected = Seeded(rng, mixed), []
+    for _ in range(2):
+        outputs = [layers.forward(x) for _ in MICROBATCHES]
+        for output in outputs:
+            output.sum().backward()
+        expected.append([source for kernel in layers.taken() if (source := kernel())])
+
+    rng, _, x = make()
+    layers, backend, before = Seeded(rng, mixed), CudaBackend(rng), rng.states()
+    with backend.watch() as watched:
+        layers.forward(x)
+    assert [list(part) for part in watched.parts] == [["tensor-parallel"] if mixed else []] * 2
+    rng.restore(before)
+    layers.taken()
+    forwards, outputs = [backend.graph(watched=watched) for _ in MICROBATCHES], []
+    for graph in forwards:
+        with graph.capture():
+            outputs.append(layers.forward(x))
+        graph.graph.kernels = layers.taken()
+    backwards = [backend.graph(forward) for forward in forwards]
+    for graph, output in zip(backwards, outputs):
+        with graph.capture():
+            output.sum().backward()
+        graph.graph.kernels = layers.taken()
+    for sources in expected:
+        seen = []
+        for graphs, copies in ((forwards, 2 * 2), (backwards, 2 * 2 if mixed else 0)):
+            monkeypatch.setattr(FakeGraph, "copies", 0)
+            seen += drawn(graphs)
+            assert FakeGraph.copies == copies * len(MICROBATCHES)
+        assert [source for source in seen if source] == sources
+
+
+def test_a_recomputation_that_draws_another_seed_is_refused():
+    rng = RngTracker(1)
+    seeds = Seeds({})
+    with rng.noting(seeds):
+        first = rng.seed(torch.device("cpu"))
+    with rng.again(seeds):
+        assert rng.seed(torch.device("cpu")) is first
+        with pytest.raises(RuntimeError, match="draws more seeds of stream 'default' than the forward"):
+            rng.seed(torch.device("cpu"))
 
 
 def test_more_recomputed_parts_than_watched(calls, monkeypatch):
