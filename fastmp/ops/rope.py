@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import arithmetic, empty_like
+from fastmp.ops.rows import empty_like
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
@@ -31,7 +32,7 @@ _LEVELS = 3
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """The rotated elements of x, rounded once: (..., R)."""
+    """Return the rotated elements of x, rounded once: (..., R)."""
     half = cos.shape[-1]
     shape = (*cos.shape[:-1], *[1] * (x.dim() - cos.dim()), half)
     cos, sin = cos.reshape(shape), (-sin if inverse else sin).reshape(shape)
@@ -49,7 +50,7 @@ def _reference_of_one(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in
 def reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """q and k rotated; the second is empty without k."""
+    """Rotate q and k; the second result is empty without k."""
     options = (cos, sin, interleaved, inverse)
     return _reference_of_one(q, *options), q.new_empty(0) if k is None else _reference_of_one(k, *options)
 
@@ -69,7 +70,10 @@ def _rotate(
     DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows. Strides of x count vectors, those of cos and sin theirs, which proves their alignment."""
+    """Rotate BLOCK_M rows.
+
+    Strides of x count vectors, those of cos and sin theirs, which proves their alignment.
+    """
     rows = pid.to(INDEX) * BLOCK_M + tl.arange(0, BLOCK_M)
     outer = rows // size_2
     i2, i1, i0 = rows % size_2, outer % size_1, (outer // size_1).to(tl.int64)
@@ -113,7 +117,7 @@ def rope_kernel(
     HALF: tl.constexpr, DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows: the programs of q come first, then those of k."""
+    """Rotate a block of rows: the programs of q come first, then those of k."""
     # Queries and keys share the launch; their sizes and strides differ, cos and sin do not.
     pid = tl.program_id(0)
     q_blocks = tl.cdiv(q_rows, BLOCK_M)
@@ -132,7 +136,7 @@ def rope_kernel(
 
 
 def block_shape(half: int, itemsize: int) -> tuple[int, int]:
-    """(BLOCK_M, BLOCK_HALF): each thread has two 16-byte loads of each half in flight."""
+    """Choose (BLOCK_M, BLOCK_HALF): each thread has two 16-byte loads of each half in flight."""
     block_half = max(16 // itemsize, next_power_of_2(half))
     return max(1, 2 * 32 * NUM_WARPS * 16 // itemsize // block_half), block_half
 
@@ -148,7 +152,7 @@ def levels(
     cos_shape: tuple[int, ...],
     cos_strides: tuple[int, ...],
 ) -> list[Level]:
-    """Leading dimensions of tensors of one rank, folded where a single stride steps through two of them."""
+    """Fold leading dimensions of tensors of one rank where a single stride steps through two of them."""
     found: list[Level] = []
     for dim in range(len(shapes[0]) - 1):
         sizes, steps = tuple(shape[dim] for shape in shapes), tuple(each[dim] for each in strides)
@@ -174,14 +178,13 @@ def levels(
 class _Walk:
     """How a kernel walks over tensors of some layout.
 
-    rows: of each tensor. numbers: of the first and the last tensor their rows, sizes and strides, then the
-    strides of cos and sin. vector, turn_vector: what strides of x, and of cos and sin, are counted in.
+    programs: how many there are. numbers: rows, sizes and strides of the first and of the last tensor, then
+    the strides of cos and sin. constants: of the kernel.
     """
 
-    rows: tuple[int, ...]
+    programs: int
     numbers: tuple[int, ...]
-    vector: int
-    turn_vector: int
+    constants: dict[str, Any]
 
 
 @lru_cache(maxsize=1024)
@@ -190,8 +193,11 @@ def _walk(
     strides: tuple[tuple[int, ...], ...],
     cos_shape: tuple[int, ...],
     cos_strides: tuple[int, ...],
-    itemsize: int,
+    dtype: torch.dtype,
     cos_itemsize: int,
+    interleaved: bool,
+    inverse: bool,
+    in_place: bool,
 ) -> _Walk | None:
     """Plan the walk; None where a tensor has more levels than the kernel."""
     found = levels(shapes, strides, cos_shape, cos_strides)
@@ -199,15 +205,32 @@ def _walk(
         return None
     padding = [((1,) * len(shapes), (0,) * len(shapes), 0)] * (_LEVELS - len(found))
     sizes, steps, turns = zip(*padding, *found, strict=True)
-    vector = math.gcd(16 // itemsize, *(step for level in steps for step in level))
+    vector = math.gcd(16 // dtype.itemsize, *(step for level in steps for step in level))
     turn_vector = math.gcd(16 // cos_itemsize, *turns)
-    rows = tuple(math.prod(shape[:-1]) for shape in shapes)
+    rows = [math.prod(shape[:-1]) for shape in shapes]
     described = [
         (num_rows, sizes[1][i], sizes[2][i], *(level[i] // vector for level in steps))
         for i, num_rows in enumerate(rows)
     ]
+    half = cos_shape[-1]
+    block_m, block_half = block_shape(half, dtype.itemsize)
+    constants = {
+        "HAS_K": len(shapes) == 2,
+        "INTERLEAVED": interleaved,
+        "INVERSE": inverse,
+        "IN_PLACE": in_place,
+        "HALF": half,
+        "DIM": shapes[0][-1],
+        "VECTOR": vector,
+        "TURN_VECTOR": turn_vector,
+        "BLOCK_M": block_m,
+        "BLOCK_HALF": block_half,
+        "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "INDEX": tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64,
+        "num_warps": NUM_WARPS,
+    }
     numbers = *described[0], *described[-1], *(turn // turn_vector for turn in turns)
-    return _Walk(rows, numbers, vector, turn_vector)
+    return _Walk(sum(cdiv(n, block_m) for n in rows), numbers, constants)
 
 
 def _launch_into(
@@ -220,10 +243,9 @@ def _launch_into(
 ) -> None:
     """Rotate one or two tensors of one rank into contiguous `outs`, or where they lie if that is None."""
     first = tensors[0]
-    itemsize = first.element_size()
     walk = _walk(
         tuple([t.shape for t in tensors]), tuple([t.stride() for t in tensors]), cos.shape, cos.stride(),
-        itemsize, cos.element_size(),
+        first.dtype, cos.element_size(), interleaved, inverse, outs is None,
     )  # fmt: skip
     if walk is None:
         for i in range(first.shape[0]):
@@ -231,26 +253,19 @@ def _launch_into(
             inner = outs and [t[i] for t in outs], [t[i] for t in tensors]
             _launch_into(*inner, cos_i, sin_i, interleaved, inverse)
         return
-    half = cos.shape[-1]
-    block_m, block_half = block_shape(half, itemsize)
     q_out, *k_out = outs or tensors
     k = (tensors[1], *k_out) if k_out else (None, None)
-    programs = sum([cdiv(n, block_m) for n in walk.rows])
     launcher.launch(
-        rope_kernel, programs, first, q_out, *k, cos, sin, *walk.numbers,
-        HAS_K=len(tensors) == 2, INTERLEAVED=interleaved, INVERSE=inverse, IN_PLACE=outs is None,
-        HALF=half, DIM=first.shape[-1], VECTOR=walk.vector, TURN_VECTOR=walk.turn_vector, BLOCK_M=block_m,
-        BLOCK_HALF=block_half, COMPUTE=arithmetic(first),
-        INDEX=tl.int32 if max(walk.rows) + block_m < 1 << 31 else tl.int64, num_warps=NUM_WARPS,
+        rope_kernel, walk.programs, first, q_out, *k, cos, sin, *walk.numbers, **walk.constants
     )  # fmt: skip
 
 
 def _of_one_rank(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of one rank: dimensions of size 1 before the last."""
-    ranks = {t.dim() for t in tensors}
-    if len(ranks) == 1:
+    """Return views of one rank of one or two tensors: dimensions of size 1 before the last."""
+    if tensors[0].dim() == tensors[-1].dim():
         return tensors
-    return [t.view(*t.shape[:-1], *[1] * (max(ranks) - t.dim()), t.shape[-1]) for t in tensors]
+    rank = max(t.dim() for t in tensors)
+    return [t.view(*t.shape[:-1], *[1] * (rank - t.dim()), t.shape[-1]) for t in tensors]
 
 
 def launch(
@@ -258,9 +273,10 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     given = _dense(q, k)
     outs = [empty_like(x) for x in given]
-    there = [i for i, x in enumerate(given) if x.numel()]
-    if there:
-        tensors, targets = (_of_one_rank([some[i] for i in there]) for some in (given, outs))
+    tensors = [x for x in given if x.numel()]
+    if tensors:
+        targets = [x for x in outs if x.numel()]
+        targets, tensors = _of_one_rank(targets), _of_one_rank(tensors)
         _launch_into(targets, tensors, cos.contiguous(), sin.contiguous(), interleaved, inverse)
     return outs[0], outs[1] if k is not None else q.new_empty(0)
 
@@ -276,7 +292,7 @@ def launch_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: 
 
 
 def _dense(*tensors: Tensor | None) -> list[Tensor]:
-    """The tensors, copied where the elements of a row do not lie next to each other."""
+    """Return the tensors, copied where the elements of a row do not lie next to each other."""
     return [x if x.stride()[-1] == 1 else x.contiguous() for x in tensors if x is not None]
 
 
