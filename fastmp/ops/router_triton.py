@@ -149,8 +149,17 @@ def _sum_partials(partials, sums, num_rows, num_cols, ROWS: tl.constexpr, COLS: 
 
 
 @jit
+def _copy(tally, counts, num_cols, COLS: tl.constexpr):
+    """Copy integers that programs have just added up."""
+    for start in range(0, num_cols, COLS):
+        cols = start + tl.arange(0, COLS)
+        here = cols < num_cols
+        tl.store(counts + cols, tl.load(tally + cols, mask=here, other=0, cache_modifier=".cg"), mask=here)
+
+
+@jit
 def router_kernel(
-    logits, bias, indices, probs, counts, score_sums, z_sum, balance_counts, partials, z_partials,
+    logits, bias, indices, probs, counts, score_sums, z_sum, balance_counts, tally, partials,
     num_steps, num_sequences, strip_steps, pitch, scale: tl.float64,
     K: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OPEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -159,8 +168,9 @@ def router_kernel(
 ):  # fmt: skip
     """Route a strip of one sequence. Logits are (num_steps, num_sequences) rows; their pitch counts vectors.
 
-    `counts` and `balance_counts`, if there are any, are 0, and so is the number behind `counts`, in which
-    programs count themselves. Two keys are below that of -inf: LOWEST cannot be chosen, LOWEST + 1 has been.
+    `tally` is 0: programs count themselves in its first number, then tokens for `counts`, then those for
+    `balance_counts` if it is there. `partials` ends with sums of squares, one a program. Two keys are below
+    that of -inf: LOWEST cannot be chosen, LOWEST + 1 has been.
     """
     COMPUTE: tl.constexpr = probs.dtype.element_ty
     WIDTH: tl.constexpr = ALL * EACH
@@ -243,18 +253,23 @@ def router_kernel(
         tl.store(probs + tokens * K + slots, value * factor, mask=out)
     # Loads are integers, whose sum has no order; sums of scores go to this strip's row of partials.
     num_sums = num_sequences * EXPERTS
-    tl.atomic_add(counts + sequence * EXPERTS + cols, tl.sum(loads, 0), mask=here, sem="relaxed")
+    num_strips = tl.num_programs(0) // num_sequences
+    tl.atomic_add(tally + 1 + sequence * EXPERTS + cols, tl.sum(loads, 0), mask=here, sem="relaxed")
     if balance_counts is not None:
-        wished = balance_counts + sequence * EXPERTS + cols
+        wished = tally + 1 + num_sums + sequence * EXPERTS + cols
         tl.atomic_add(wished, tl.sum(wishes, 0), mask=here, sem="relaxed")
     tl.store(partials + strip * num_sums + sequence * EXPERTS + cols, tl.sum(sums, 0), mask=here)
+    z_partials = partials + num_strips.to(tl.int64) * num_sums
     tl.store(z_partials + tl.program_id(0), tl.sum(squares, 0))
     tl.debug_barrier()  # what all threads of the program wrote is released by the one that counts
     # The program that comes last adds the partial sums in order.
-    before = tl.atomic_add(counts + num_sums, 1, sem="acq_rel")
+    before = tl.atomic_add(tally, 1, sem="acq_rel")
     if before == tl.num_programs(0) - 1:
-        _sum_partials(partials, score_sums, tl.num_programs(0) // num_sequences, num_sums, ROWS, COLS)
+        _sum_partials(partials, score_sums, num_strips, num_sums, ROWS, COLS)
         _sum_partials(z_partials, z_sum, tl.num_programs(0), 1, 256, 1)
+        _copy(tally + 1, counts, num_sums, COLS)
+        if balance_counts is not None:
+            _copy(tally + 1 + num_sums, balance_counts, num_sums, COLS)
 
 
 @jit
@@ -349,31 +364,42 @@ def _sizes(logits: Tensor) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def constants(
-    num_tokens: int, experts: int, k: int, score: str, num_groups: int, group_topk: int, wide: torch.dtype
-) -> dict[str, Any]:
-    """Return the constants of the forward kernel that follow from shapes and options."""
+def plan(
+    num_steps: int, num_sequences: int, experts: int, pitch: int, dtype: torch.dtype, k: int, score: str,
+    num_groups: int, group_topk: int, normalize: bool, has_bias: bool,
+) -> tuple[int, int, int, dict[str, Any]]:  # fmt: skip
+    """Return strips, steps a strip, vectors from token to token, and constants of the forward kernel."""
+    wide = compute_dtype(dtype)
     groups = num_groups if group_topk < num_groups else 1
     size = experts // groups
     all_groups, each = next_power_of_2(groups), max(next_power_of_2(size), 16 if groups == 1 else 1)
-    block_m, num_warps = block_shape(num_tokens, all_groups * each, wide.itemsize)
+    width = all_groups * each
+    block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
+    # a quarter of the usual number of strips, for one program adds them all
+    num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, block_m, 1)
+    vector = vector_width(dtype.itemsize, experts, pitch)
     cols = min(next_power_of_2(experts), 256)
-    return {
+    constants = {
         "K": k,
         "K_BLOCK": next_power_of_2(k),
         "GROUPS": groups,
         "SIZE": size,
         "OPEN": min(group_topk, groups),
+        "HAS_BIAS": has_bias,
         "SIGMOID": score == "sigmoid",
         "AFTER": score == "logits",
+        "NORMALIZE": normalize,
         "LOWEST": -(1 << 63) if wide == torch.float64 else -(1 << 31),
+        "VECTOR": vector,
         "BLOCK_M": block_m,
+        "PARTS": parts(width, dtype.itemsize, vector, size),
         "ALL": all_groups,
         "EACH": each,
         "ROWS": min(_SUM_TILE // cols, 64),
         "COLS": cols,
         "num_warps": num_warps,
     }
+    return num_strips, strip_steps, pitch // vector, constants
 
 
 def launch(
@@ -387,33 +413,29 @@ def launch(
     scale: float,
     balance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    wide = compute_dtype(logits.dtype)
-    experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
-    num_sums, device = num_sequences * experts, logits.device
-    indices = torch.empty(*logits.shape[:-1], k, dtype=torch.int32, device=device)
-    probs = torch.empty(*logits.shape[:-1], k, dtype=wide, device=device)
-    counts = torch.zeros(num_sums + 1, dtype=torch.int32, device=device)  # the last one is the kernel's own
-    loads = counts[:num_sums] if logits.dim() == 2 else counts[:num_sums].view(num_sequences, experts)
-    score_sums, z_sum = probs.new_empty(*loads.shape), probs.new_empty(())
-    balance_counts = torch.zeros_like(loads) if balance else indices.new_empty(0)
+    *tokens, experts = logits.shape
+    num_steps, num_sequences = _sizes(logits)
+    num_sums, sums = num_sequences * experts, logits.shape[1:]
+    indices = logits.new_empty(*tokens, k, dtype=torch.int32)
+    probs = logits.new_empty(*tokens, k, dtype=compute_dtype(logits.dtype))
+    counts, score_sums, z_sum = indices.new_empty(sums), probs.new_empty(sums), probs.new_empty(())
+    balance_counts = indices.new_empty(sums if balance else 0)
     if logits.numel() == 0:
-        return indices, probs, loads, score_sums.zero_(), z_sum.zero_(), balance_counts
-    fixed = constants(num_steps * num_sequences, experts, k, score, num_groups, group_topk, wide)
-    # a quarter of the usual number of strips, for one program adds them all
-    num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, fixed["BLOCK_M"], 1)
-    partials = probs.new_empty(num_strips, num_sums)
-    z_partials = probs.new_empty(num_strips * num_sequences)
+        return indices, probs, counts.zero_(), score_sums.zero_(), z_sum.zero_(), balance_counts.zero_()
     rows, pitch = as_rows(logits)
-    vector = vector_width(logits.element_size(), experts, pitch)
+    num_strips, strip_steps, pitch, constants = plan(
+        num_steps, num_sequences, experts, pitch, logits.dtype, k, score, num_groups, group_topk, normalize,
+        expert_bias is not None,
+    )  # fmt: skip
+    tally = indices.new_zeros(1 + (2 * num_sums if balance else num_sums))
+    partials = probs.new_empty(num_strips * (num_sums + num_sequences))
     launcher.launch(
         router_kernel, num_strips * num_sequences,
         rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
-        score_sums, z_sum, balance_counts if balance else None, partials, z_partials, num_steps,
-        num_sequences, strip_steps, pitch // vector, float(scale),
-        HAS_BIAS=expert_bias is not None, NORMALIZE=normalize, VECTOR=vector,
-        PARTS=parts(fixed["ALL"] * fixed["EACH"], logits.element_size(), vector, fixed["SIZE"]), **fixed,
+        score_sums, z_sum, balance_counts if balance else None, tally, partials, num_steps, num_sequences,
+        strip_steps, pitch, float(scale), **constants,
     )  # fmt: skip
-    return indices, probs, loads, score_sums, z_sum, balance_counts
+    return indices, probs, counts, score_sums, z_sum, balance_counts
 
 
 def launch_backward(
