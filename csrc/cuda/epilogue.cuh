@@ -23,8 +23,8 @@ __device__ inline C activated(C h, Form form) {
   return h * fast_reciprocal(1 + fast_exp(h * (C(-1.5957691216057308) - C(0.071354816272600265) * h * h)));
 }
 
-constexpr int kQuad = 4;        // threads that share the rows of a tile
-constexpr int kQuadColumns = 32;  // that a quad stores at once, 16 bytes a thread
+constexpr int kQuad = 4;                        // threads that share rows of a tile
+constexpr int kQuadColumns = 2 * kQuad * kQuad;  // columns that a quad stores at once, 16 bytes a thread
 
 // Word j of thread i becomes word i of thread j, in each quad of a warp.
 __device__ inline void transpose_in_quad(unsigned (&words)[kQuad]) {
@@ -55,11 +55,11 @@ __device__ inline void store_in_quad(T* to, const float (&values)[2 * kQuad], bo
   if (!outside) store_words(to, words);
 }
 
-// A tile of 128 x 256 sums, as wgmma leaves it in the registers of 256 threads: element 4 j + 2 r + c of a thread lies in
-// row 64 (thread / 128) + 16 (thread / 32 % 4) + 8 r + thread / 4 % 8 and column 8 j + 2 (thread % 4) + c.
+// A tile of sums, as wgmma leaves it in the registers of two warp groups: each has 64 rows, and a thread has two
+// neighbouring columns of every eight, in two rows.
 struct SumsTile {
   static constexpr int kRows = 128, kColumns = 256, kThreads = 256;
-  static constexpr int kElements = kRows * kColumns / kThreads;
+  static constexpr int kElements = kRows * kColumns / kThreads;  // of a thread
 
   static constexpr int row(int thread, int element) {
     return thread / 128 * 64 + thread / 32 % 4 * 16 + element / 2 % 2 * 8 + thread / 4 % 8;

@@ -1,7 +1,7 @@
 // grouped_mlp_in in CUDA C++, for sm_90a: grouped_mm with the activation in the epilogue of CUTLASS's product.
 //
-// It takes bf16 with sizes, and a width of y, that are multiples of 8. For everything else there is a kernel that is as
-// right, and slow. The semantics are those of the reference in fastmp/ops/grouped_mm.py.
+// It takes bf16 or fp16 with sizes, and a width of y, that are multiples of 8. For everything else there is a kernel
+// that is as right, and slow. The semantics are those of the reference in fastmp/ops/grouped_mm.py.
 #ifdef __NVCC__  // tests/cuda_on_cpu has its own
 #include "mlp_in_sm90a.cuh"
 #endif
@@ -38,17 +38,16 @@ __global__ void __launch_bounds__(kThreads) mlp_in_kernel(const Problems problem
 template <bool kGated>
 void multiply_experts(const char* op, bool tma, ScalarType dtype, const Problems& problems, const Tensor* bias,
                       const Tensor& y, const Tensor* h, Form form) {
-  const auto mlp_of = [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const int64_t width = y.size(1);
-    return MlpIn<T>{bias ? data<T>(*bias) : nullptr, mutable_data<T>(y), h ? mutable_data<T>(*h) : nullptr, width,
-                    (1 + kGated) * width, form};
-  };
-  const cudaStream_t stream = current_stream(y);
-  if (tma) return multiply_activated<kGated>(op, problems, mlp_of(TypeTag<__nv_bfloat16>{}), y, stream);
   dispatch_device(dtype, op, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch({kBlocks, kThreads}, stream, mlp_in_kernel<T, kGated>, problems, mlp_of(tag));
+    const int64_t width = y.size(1);
+    const MlpIn<T> mlp{bias ? data<T>(*bias) : nullptr, mutable_data<T>(y), h ? mutable_data<T>(*h) : nullptr,
+                       width, (1 + kGated) * width, form};
+    const cudaStream_t stream = current_stream(y);
+    if constexpr (sizeof(T) == 2) {
+      if (tma) return multiply_activated<kGated>(op, problems, mlp, y, stream);
+    }
+    launch({kBlocks, kThreads}, stream, mlp_in_kernel<T, kGated>, problems, mlp);
   });
 }
 

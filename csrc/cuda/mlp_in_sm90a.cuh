@@ -20,8 +20,8 @@ struct PairedMainloop : Mainloop {
     return cute::make_tuple(a, cute::make_tensor(b.data(), paired(b.layout(), cute::get<1>(problem) / 2)));
   }
 
-  // The layout (columns, terms, column tiles, term tiles, 1) of coordinates in the weights. Coordinates beyond `width` of
-  // gates, or of ups, are those of numbers that nobody stores.
+  // The layout (columns, terms, column tiles, term tiles, 1) of coordinates in the weights. Those of gates, or of ups,
+  // beyond `width` lead to numbers that nobody stores.
   template <class Layout, class Width>
   CUTE_HOST_DEVICE static constexpr auto paired(const Layout& tiled, Width width) {
     using Half = cute::Int<SumsTile::kColumns / 2>;
@@ -33,15 +33,15 @@ struct PairedMainloop : Mainloop {
   }
 };
 
-// Where the block numbered `kBlock` of a cluster begins to fetch the second tile of columns and the third tile of terms.
+// Where block `kBlock` of a cluster begins to fetch the second tile of columns and the third tile of terms.
 template <class Mainloop, int kBlock, int kWidth>
 constexpr auto fetched_from() {
   using namespace cute;
   using Weights = Layout<Shape<Int<2 * kWidth>, _1024, _1>, Stride<E<1>, E<0>, E<2>>>;
   using Tiled = decltype(local_tile(make_coord_tensor(Weights{}), typename Mainloop::TileShape{}, make_coord(_, _, _),
                                     Step<Underscore, _1, _1>{}));
-  using Paired = decltype(make_tensor(std::declval<Tiled>().data(), PairedMainloop<Mainloop>::paired(
-                                                                        std::declval<Tiled>().layout(), Int<kWidth>{})));
+  using Tiles = decltype(PairedMainloop<Mainloop>::paired(std::declval<Tiled>().layout(), Int<kWidth>{}));
+  using Paired = decltype(make_tensor(std::declval<Tiled>().data(), Tiles{}));
   using Tile = decltype(std::declval<Paired>()(_, _, _1{}, _2{}, _0{}));
   using Slice = decltype(typename Mainloop::TMA_B{}.get_slice(Int<kBlock>{}));
   return decltype(std::declval<Slice>().partition_S(std::declval<Tile>())(_0{}, _0{}, _0{})){};
@@ -65,12 +65,12 @@ constexpr bool lies_as_sums_tile() {
   return all;
 }
 
-template <bool kGated>
+template <class T, bool kGated>
 struct MlpInEpilogue {
   using DispatchPolicy = cutlass::epilogue::PtrArrayNoSmemWarpSpecialized;
   using ThreadEpilogueOp = MlpInEpilogue;
-  using ElementC = cutlass::bfloat16_t;
-  using ElementD = cutlass::bfloat16_t;
+  using ElementC = GroupedElement<T>;
+  using ElementD = ElementC;
   using ElementAccumulator = float;
   using StrideC = cutlass::gemm::TagToStrideC_t<cutlass::layout::RowMajor*>;
   using StrideD = StrideC;
@@ -78,7 +78,7 @@ struct MlpInEpilogue {
   using InternalStrideD = InternalStrideC;
   struct SharedStorage {};
   struct Arguments {
-    MlpIn<__nv_bfloat16> mlp;
+    MlpIn<T> mlp;
     const int64_t* starts;
   };
   using Params = Arguments;
@@ -119,11 +119,11 @@ struct MlpInEpilogue {
 };
 
 // y, and h where it is kept, of every expert's rows; problems are those of h.
-template <bool kGated>
-void multiply_activated(const char* op, const Problems& problems, const MlpIn<__nv_bfloat16>& mlp, const Tensor& like,
+template <bool kGated, class T>
+void multiply_activated(const char* op, const Problems& problems, const MlpIn<T>& mlp, const Tensor& like,
                         cudaStream_t stream) {
-  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<MlpInEpilogue<kGated>>;
-  using Plain = GroupedMainloop<false, true, sizeof(typename Epilogue::SharedStorage)>;
+  using Epilogue = cutlass::epilogue::collective::detail::Sm90TmaWarpSpecializedAdapter<MlpInEpilogue<T, kGated>>;
+  using Plain = GroupedMainloop<T, false, true, sizeof(typename Epilogue::SharedStorage)>;
   using Mainloop = std::conditional_t<kGated, PairedMainloop<Plain>, Plain>;
   static_assert(fetches_from<Plain, 0, 128, 128> && fetches_from<Plain, 1, 128, 1128>);
   run_grouped<Mainloop, Epilogue>(op, problems, {mlp, problems.starts}, like, stream);

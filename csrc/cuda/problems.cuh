@@ -108,7 +108,8 @@ inline Rows aligned_rows(const Tensor& tensor) {
 
 // Whether CUTLASS can do it.
 inline bool suits_tma(const Tensor& x, int64_t n, int64_t k) {
-  return x.scalar_type() == ScalarType::BFloat16 && n % kLanes<__nv_bfloat16> == 0 && k % kLanes<__nv_bfloat16> == 0;
+  const bool half = x.scalar_type() == ScalarType::BFloat16 || x.scalar_type() == ScalarType::Half;
+  return half && n % kLanes<__half> == 0 && k % kLanes<__half> == 0;
 }
 
 inline void check_offsets(const char* op, const Tensor& offsets, int64_t num_experts) {

@@ -1,4 +1,4 @@
-// Products of bf16 matrices whose pointers and sizes are on the device, by CUTLASS, for sm_90a.
+// Products of bf16 or fp16 matrices whose pointers and sizes are on the device, by CUTLASS, for sm_90a.
 //
 // One persistent launch for all of them: a warp group fetches tiles with TMA, multicast to the two blocks of a cluster,
 // two others multiply 128 x 256 tiles and write them with TMA.
@@ -17,16 +17,18 @@ namespace fastmp {
 
 using GroupedTile = cute::Shape<cute::_128, cute::_256, cute::_64>;
 using GroupedCluster = cute::Shape<cute::_2, cute::_1, cute::_1>;
-using GroupedElement = cutlass::bfloat16_t;
+template <class T>  // what CUTLASS calls it
+using GroupedElement = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, cutlass::bfloat16_t,
+                                          std::conditional_t<std::is_same_v<T, __half>, cutlass::half_t, T>>;
 template <bool kColumns>
 using GroupedLayout = std::conditional_t<kColumns, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>*;
 
 // Columns: of the operand lie next to each other in memory, else rows do.
-template <bool kColumnsA, bool kColumnsB, int kEpilogueBytes>
+template <class T, bool kColumnsA, bool kColumnsB, int kEpilogueBytes>
 using GroupedMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedElement, GroupedLayout<kColumnsA>,
-    kLanes<GroupedElement>, GroupedElement, GroupedLayout<kColumnsB>, kLanes<GroupedElement>, float, GroupedTile,
-    GroupedCluster, cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>,
+    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedElement<T>, GroupedLayout<kColumnsA>, kLanes<T>,
+    GroupedElement<T>, GroupedLayout<kColumnsB>, kLanes<T>, float, GroupedTile, GroupedCluster,
+    cutlass::gemm::collective::StageCountAutoCarveout<kEpilogueBytes>,
     cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperative>::CollectiveOp;
 
 // A stride of CUTLASS is the one number that is not constant.
@@ -50,8 +52,8 @@ void run_grouped(const char* op, const Problems& problems, const typename Epilog
 
   typename Gemm::Arguments arguments{cutlass::gemm::GemmUniversalMode::kGrouped};
   arguments.problem_shape = {problems.count, reinterpret_cast<Shape*>(problems.shapes), nullptr};
-  arguments.mainloop.ptr_A = reinterpret_cast<const GroupedElement**>(problems.a);
-  arguments.mainloop.ptr_B = reinterpret_cast<const GroupedElement**>(problems.b);
+  arguments.mainloop.ptr_A = reinterpret_cast<const typename Mainloop::ElementA**>(problems.a);
+  arguments.mainloop.ptr_B = reinterpret_cast<const typename Mainloop::ElementB**>(problems.b);
   arguments.mainloop.dA = grouped_strides<typename Kernel::InternalStrideA>(problems.stride_a);
   arguments.mainloop.dB = grouped_strides<typename Kernel::InternalStrideB>(problems.stride_b);
   arguments.epilogue = epilogue;
@@ -66,16 +68,16 @@ void run_grouped(const char* op, const Problems& problems, const typename Epilog
 }
 
 // d = a b, or d += a b, of every problem.
-template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
+template <class T, bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
 void multiply(const char* op, const Problems& problems, const Tensor& like, cudaStream_t stream) {
-  using Stored = std::conditional_t<std::is_same_v<Out, __nv_bfloat16>, GroupedElement, Out>;
+  using Stored = GroupedElement<Out>;
   using Added = std::conditional_t<kAccumulate, Stored, void>;
   using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
       cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedTile, GroupedCluster,
       cutlass::epilogue::collective::EpilogueTileAuto, float, float, Added, GroupedLayout<false>, kLanes<Out>, Stored,
       GroupedLayout<false>, kLanes<Out>, cutlass::epilogue::PtrArrayTmaWarpSpecializedCooperative,
       cutlass::epilogue::fusion::LinearCombination<Stored, float, Added, float>>::CollectiveOp;
-  using Mainloop = GroupedMainloop<kColumnsA, kColumnsB, sizeof(typename Epilogue::SharedStorage)>;
+  using Mainloop = GroupedMainloop<T, kColumnsA, kColumnsB, sizeof(typename Epilogue::SharedStorage)>;
   typename Epilogue::Arguments epilogue{};
   epilogue.thread.alpha = 1;
   epilogue.thread.beta = kAccumulate;

@@ -15,21 +15,21 @@ inline void check_for_tma(const char* op, std::initializer_list<const void*> poi
   }
 }
 
-template <bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
+template <class T, bool kColumnsA, bool kColumnsB, class Out, bool kAccumulate>
 void multiply(const char* op, const Problems& problems, const Tensor&, cudaStream_t) {
   for (int i = 0; i < problems.count; ++i) {
     const auto [m, n, k] = problems.shapes[i];
     const int64_t a_stride = problems.stride_a[i], b_stride = problems.stride_b[i];
-    const auto* a = static_cast<const __nv_bfloat16*>(problems.a[i]);
-    const auto* b = static_cast<const __nv_bfloat16*>(problems.b[i]);
+    const auto* a = static_cast<const T*>(problems.a[i]);
+    const auto* b = static_cast<const T*>(problems.b[i]);
     auto* d = static_cast<Out*>(problems.d[i]);
     check_for_tma(op, {a, b, d});
     for (int64_t row = 0; row < m; ++row) {
       for (int64_t column = 0; column < n; ++column) {
         float sum = kAccumulate ? static_cast<float>(d[row * problems.stride_d[i] + column]) : 0;
         for (int64_t j = 0; j < k; ++j) {
-          sum += __bfloat162float(a[kColumnsA ? j * a_stride + row : row * a_stride + j]) *
-                 __bfloat162float(b[kColumnsB ? column * b_stride + j : j * b_stride + column]);
+          sum += widen(a[kColumnsA ? j * a_stride + row : row * a_stride + j]) *
+                 widen(b[kColumnsB ? column * b_stride + j : j * b_stride + column]);
         }
         d[row * problems.stride_d[i] + column] = sum;
       }
@@ -38,11 +38,11 @@ void multiply(const char* op, const Problems& problems, const Tensor&, cudaStrea
 }
 
 // One block for each tile of an expert: sums that belong to nobody are NaN.
-template <bool kGated>
-void tile_kernel(const Problems problems, int expert, const MlpIn<__nv_bfloat16> mlp) {
+template <bool kGated, class T>
+void tile_kernel(const Problems problems, int expert, const MlpIn<T> mlp) {
   const auto [m, n, k] = problems.shapes[expert];
-  const auto* a = static_cast<const __nv_bfloat16*>(problems.a[expert]);
-  const auto* b = static_cast<const __nv_bfloat16*>(problems.b[expert]);
+  const auto* a = static_cast<const T*>(problems.a[expert]);
+  const auto* b = static_cast<const T*>(problems.b[expert]);
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t first_row = int64_t{blockIdx.x} * SumsTile::kRows, first_column = blockIdx.y * kTileWidth<kGated>;
   float sums[SumsTile::kElements];
@@ -53,15 +53,15 @@ void tile_kernel(const Problems problems, int expert, const MlpIn<__nv_bfloat16>
     const bool inside = row < m && column < mlp.width;
     sums[i] = inside ? 0 : std::numeric_limits<float>::quiet_NaN();
     for (int64_t j = 0; inside && j < k; ++j) {
-      sums[i] += __bfloat162float(a[row * problems.stride_a[expert] + j]) *
-                 __bfloat162float(b[(column + up * mlp.width) * problems.stride_b[expert] + j]);
+      sums[i] += widen(a[row * problems.stride_a[expert] + j]) *
+                 widen(b[(column + up * mlp.width) * problems.stride_b[expert] + j]);
     }
   }
   store_tile<kGated>(sums, thread, mlp, expert, problems.starts[expert], m, first_row, first_column);
 }
 
-template <bool kGated>
-void multiply_activated(const char* op, const Problems& problems, const MlpIn<__nv_bfloat16>& mlp, const Tensor&,
+template <bool kGated, class T>
+void multiply_activated(const char* op, const Problems& problems, const MlpIn<T>& mlp, const Tensor&,
                         cudaStream_t stream) {
   check_for_tma(op, {mlp.y, mlp.h});
   for (int i = 0; i < problems.count; ++i) {
@@ -72,8 +72,8 @@ void multiply_activated(const char* op, const Problems& problems, const MlpIn<__
     config.blockDim.x = SumsTile::kThreads;
     config.stream = stream;
     if (config.gridDim.x > 0) {
-      FASTMP_CUDA_CHECK(cudaLaunchKernelEx(&config, tile_kernel<kGated>, Problems{problems}, int{i},
-                                           MlpIn<__nv_bfloat16>{mlp}));
+      FASTMP_CUDA_CHECK(cudaLaunchKernelEx(&config, tile_kernel<kGated, T>, Problems{problems}, int{i},
+                                           MlpIn<T>{mlp}));
     }
   }
 }

@@ -40,10 +40,8 @@ CUTLASS = ("-include", str(HERE / "product.h"))
 SOURCES = {
     "cross_entropy": Source(("cross_entropy_loss_grad_",), small=16 << 10),
     "norm": Source(("rms_norm_backward", "layer_norm_backward"), small=128 << 10),
-    "grouped_mm_sm90a": Source(
-        ("grouped_mm", "grouped_mm_wgrad", "grouped_mm_wgrad_"),
-        options=CUTLASS,
-    ),
+    "grouped_mm_sm90a": Source(("grouped_mm",), options=CUTLASS),
+    "grouped_wgrad_sm90a": Source(("grouped_mm_wgrad", "grouped_mm_wgrad_"), options=CUTLASS),
     "grouped_mlp_in_sm90a": Source(("grouped_mlp_in",), options=CUTLASS),
 }
 FILES = pytest.mark.parametrize("name", SOURCES)
@@ -76,6 +74,7 @@ def errors(
 
 def test_every_file_is_run():
     assert {path.stem for path in CUDA.glob("*.cu")} == set(SOURCES)
+    assert {path.name for path in CUDA.iterdir() if BARRIER.search(path.read_text())} == set(NEEDS_BARRIERS)
 
 
 @pytest.mark.parametrize(
@@ -126,20 +125,21 @@ def test_every_line_is_run(name, tmp_path, monkeypatch):
         if Path(file["file"]).parent == CUDA
         for line in file["lines"]
     ]
-    assert len({line["line_number"] for file, line in lines if file == f"{name}.cu"}) > 40
+    assert len({line["line_number"] for file, line in lines if file == f"{name}.cu"}) > 20
     missed = [(f, line["line_number"], line["function_name"]) for f, line in lines if line["count"] == 0]
     assert not missed, missed
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("terms", [8, 0])
 @pytest.mark.parametrize("gated", [True, False])
-def test_activated_products_of_many_tiles(gated, terms, built):
+def test_activated_products_of_many_tiles(gated, terms, dtype, built):
     """Tiles of two experts that end beyond rows and columns; or products without terms."""
     built["grouped_mlp_in_sm90a"].set(0)
     generator = torch.Generator().manual_seed(0)
     x, w, bias = (
-        torch.randn(*shape, generator=generator).bfloat16()
+        torch.randn(*shape, generator=generator).to(dtype)
         for shape in ((150, terms), (3, 528, terms), (3, 528))
     )
     offsets = torch.tensor((130, 130, 141), dtype=torch.int32)
@@ -148,7 +148,7 @@ def test_activated_products_of_many_tiles(gated, terms, built):
         expected = reference_mlp_in(*wide, offsets, form, gated, True)
         results = built["grouped_mlp_in_sm90a"].op("grouped_mlp_in")(x, w, bias, offsets, form, gated, True)
         for result, right in zip(results, expected, strict=True):
-            torch.testing.assert_close(result.double(), right, rtol=2**-8, atol=1e-4)
+            torch.testing.assert_close(result.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-4)
 
 
 @pytest.mark.full
@@ -159,19 +159,17 @@ def test_norms_refuse_rows_that_do_not_fit_into_shared_memory(built):
         built["norm"].op("rms_norm_backward")(grad, None, grad, weight, stats)
 
 
-def without_barrier(name: str, folder: Path) -> list[Path]:
-    """Copies of a file and its headers with one of their barriers left out, each in a folder of its own."""
-    text = (CUDA / f"{name}.cu").read_text()
-    files = {f"{name}.cu": text}
-    files |= {header: (CUDA / header).read_text() for header in re.findall(r'#include "(\w+\.cuh)"', text)}
-    twins = []
-    for changed, source in files.items():
-        for place in re.finditer(r"(__syncthreads\(\)|cluster\.sync\(\));", source):
-            twins.append(folder / f"{name}_{len(twins)}")
-            twins[-1].mkdir()
-            broken = source[: place.start()] + ";" + source[place.end() :]
-            for file, unchanged in files.items():
-                (twins[-1] / file).write_text(broken if file == changed else unchanged)
+# Files with barriers, and a source that needs them.
+BARRIER = re.compile(r"(__syncthreads\(\)|cluster\.sync\(\));")
+NEEDS_BARRIERS = {"cross_entropy.cu": "cross_entropy", "norm.cu": "norm", "problems.cuh": "grouped_mm_sm90a"}
+
+
+def without_barrier(file: str, folder: Path) -> list[Path]:
+    """Copies of csrc/cuda; in each, the file lacks one of its barriers."""
+    source, twins = (CUDA / file).read_text(), []
+    for number, place in enumerate(BARRIER.finditer(source)):
+        twins.append(shutil.copytree(CUDA, folder / f"without_{number}"))
+        (twins[-1] / file).write_text(source[: place.start()] + ";" + source[place.end() :])
     return twins
 
 
@@ -195,13 +193,13 @@ def is_wrong(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> b
 
 
 @pytest.mark.full
-@FILES
-def test_no_barrier_can_be_left_out(name, built, tmp_path, monkeypatch):
-    twins = without_barrier(name, tmp_path)
-    assert twins and not is_wrong(built[name], name, monkeypatch)
-    for twin in twins:
+@pytest.mark.parametrize("file", NEEDS_BARRIERS)
+def test_no_barrier_can_be_left_out(file, built, tmp_path, monkeypatch):
+    name = NEEDS_BARRIERS[file]
+    assert not is_wrong(built[name], name, monkeypatch)
+    for twin in without_barrier(file, tmp_path):
         compiled = kernels(twin / f"{name}.cu", tmp_path, "-iquote", str(twin), *SOURCES[name].options)
-        assert is_wrong(compiled, name, monkeypatch), f"the barrier that {twin.name} lacks is not missed"
+        assert is_wrong(compiled, name, monkeypatch), f"{file} {twin.name}: it is not missed"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,50 @@
+// The product of every expert: by CUTLASS, which takes bf16 or fp16 with sizes that are multiples of 8, or for
+// everything else by a kernel that is as right, and slow.
+#pragma once
+
+#ifdef __NVCC__  // tests/cuda_on_cpu has its own
+#include "product_sm90a.cuh"
+#endif
+#include "problems.cuh"
+
+namespace fastmp {
+
+// d = a b, or d += a b, of every problem, one thread an element.
+template <class T, class Out>
+__global__ void __launch_bounds__(kThreads)
+    product_kernel(const Problems problems, bool columns_a, bool columns_b, bool accumulate) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int expert = 0; expert < problems.count; ++expert) {
+    const Problems::Shape shape = problems.shapes[expert];
+    const int64_t stride_a = problems.stride_a[expert], stride_b = problems.stride_b[expert];
+    for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < static_cast<int64_t>(shape.m) * shape.n; i += step) {
+      const int64_t row = i / shape.n, column = i % shape.n;
+      const T* a = static_cast<const T*>(problems.a[expert]) + row * (columns_a ? 1 : stride_a);
+      const T* b = static_cast<const T*>(problems.b[expert]) + column * (columns_b ? stride_b : 1);
+      Compute<T> sum = 0;
+      for (int64_t k = 0; k < shape.k; ++k) {
+        sum += widen(a[k * (columns_a ? stride_a : 1)]) * widen(b[k * (columns_b ? 1 : stride_b)]);
+      }
+      Out* d = static_cast<Out*>(problems.d[expert]) + row * problems.stride_d[expert] + column;
+      *d = narrow<Out>(accumulate ? widen(*d) + sum : sum);
+    }
+  }
+}
+
+// d = a b for each expert; or d += a b, where d is in the type that is computed in.
+template <bool kColumnsA, bool kColumnsB, bool kAccumulate>
+void multiply_experts(const char* op, bool tma, ScalarType dtype, const Tensor& offsets, int64_t num_rows,
+                      const Operand& a, const Operand& b, const Operand& d, int64_t n, int64_t k, bool sum_rows) {
+  const ProblemMemory made(op, offsets, num_rows, a, b, d, n, k, sum_rows);
+  const cudaStream_t stream = current_stream(offsets);
+  dispatch_device(dtype, op, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using Out = std::conditional_t<kAccumulate, Compute<T>, T>;
+    if constexpr (sizeof(T) == 2) {
+      if (tma) return multiply<T, kColumnsA, kColumnsB, Out, kAccumulate>(op, made.problems, offsets, stream);
+    }
+    launch({kBlocks, kThreads}, stream, product_kernel<T, Out>, made.problems, kColumnsA, kColumnsB, kAccumulate);
+  });
+}
+
+}  // namespace fastmp
