@@ -16,11 +16,21 @@ struct MlpIn {
   Form form;
 };
 
-template <class C>
-__device__ inline C activated(C h, Form form) {
-  if (form == Form::kSilu) return h * fast_reciprocal(1 + fast_exp(-h));
-  if (form == Form::kGelu) return h * (C(0.5) + C(0.5) * std::erf(h * C(0.7071067811865476)));
-  return h * fast_reciprocal(1 + fast_exp(h * (C(-1.5957691216057308) - C(0.071354816272600265) * h * h)));
+// h = form(h), of several at once: one after another they would wait for each other's exponentials.
+template <int kCount, class C>
+__device__ inline void activate(C (&h)[kCount], Form form) {
+  if (form == Form::kSilu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) h[i] *= fast_reciprocal(1 + fast_exp(-h[i]));
+  } else if (form == Form::kGelu) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) h[i] *= C(0.5) + C(0.5) * std::erf(h[i] * C(0.7071067811865476));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      h[i] *= fast_reciprocal(1 + fast_exp(h[i] * (C(-1.5957691216057308) - C(0.071354816272600265) * h[i] * h[i])));
+    }
+  }
 }
 
 constexpr int kQuad = 4;                        // threads that share rows of a tile
@@ -104,8 +114,11 @@ __device__ void store_tile(const float (&sums)[SumsTile::kElements], int thread,
         for (int part = 0; part <= kGated; ++part) {
           h[part][i] = sums[element + part * SumsTile::kElements / 2] + shift[part][i];
         }
-        y[i] = activated(h[0][i], mlp.form) * (kGated ? h[kGated][i] : 1);
+        y[i] = h[0][i];
       }
+      activate(y, mlp.form);
+#pragma unroll
+      for (int i = 0; kGated && i < 2 * kQuad; ++i) y[i] *= h[kGated][i];
       store_in_quad(mlp.y + (start + row) * mlp.width + stored, y, outside);
       if (!mlp.h) continue;
       T* const kept = mlp.h + (start + row) * mlp.num_columns + stored;

@@ -30,7 +30,9 @@ __global__ void __launch_bounds__(kThreads) mlp_in_kernel(const Problems problem
         if (mlp.bias) h[part] += widen(mlp.bias[expert * mlp.num_columns + at]);
         if (mlp.h) mlp.h[to * mlp.num_columns + at] = narrow<T>(h[part]);
       }
-      mlp.y[to * mlp.width + column] = narrow<T>(activated(h[0], mlp.form) * (kGated ? h[kGated] : 1));
+      Compute<T> y[] = {h[0]};
+      activate(y, mlp.form);
+      mlp.y[to * mlp.width + column] = narrow<T>(kGated ? y[0] * h[kGated] : y[0]);
     }
   }
 }

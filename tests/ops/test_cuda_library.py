@@ -78,7 +78,7 @@ KERNELS = {
 PRODUCTS = {
     "GemmUniversal": (12, 1, 384),
     "make_problems_kernel": (3, 1, 256),
-    "zero_rest_kernel": (4, 1, 256),
+    "zero_rest_kernel": (6, 1, 256),
     "zero_empty_kernel": (2, 1, 256),
     "14product_kernel": (10, 1, 256),
     "13mlp_in_kernel": (8, 1, 256),
@@ -145,6 +145,9 @@ def test_products_use_what_only_hopper_has(library):
         stores = 0 if "MlpInEpilogue" not in name else 24 if "PairedMainloop" in name else 32
         assert re.findall(r"\bSTG[.\w]*", body) == ["STG.E.128"] * stores
         assert bool(re.search(r"UTMASTG\.2D", body)) == (stores == 0)
+        # exponentials of eight activations at once, without a branch between them
+        exponentials = "".join(op[0] for op in re.findall(r"\b(?:MUFU\.EX2|BRA)\b", body))
+        assert all(len(at_once) == 8 for at_once in re.findall("M+", exponentials))
 
 
 STUB = """
