@@ -1,4 +1,5 @@
-// The epilogue of an expert's first product: y = form(h), times `up` where h is [gate | up], of h = product + bias.
+// The epilogue of an expert's first product: h = product + bias and y = form(h), or form(gate) * up where h is
+// [gate | up].
 #pragma once
 
 #include "common.cuh"
@@ -33,7 +34,7 @@ __device__ inline void activate(C (&h)[kCount], Form form) {
   }
 }
 
-constexpr int kQuad = 4;                        // threads that share rows of a tile
+constexpr int kQuad = 4;                         // threads that share rows of a tile
 constexpr int kQuadColumns = 2 * kQuad * kQuad;  // columns that a quad stores at once, 16 bytes a thread
 
 // Word j of thread i becomes word i of thread j, in each quad of a warp.
@@ -51,8 +52,9 @@ __device__ inline void transpose_in_quad(unsigned (&words)[kQuad]) {
   }
 }
 
-// Of 32 columns that a quad has in one row, values 2 j and 2 j + 1 are columns 8 j + 2 i and the next one, in thread i.
-// Each thread stores eight neighbours at `to`, unless they are `outside`. All threads of a warp must come.
+// Stores the 32 columns that a quad has in one row: values 2 j and 2 j + 1 of thread i are columns 8 j + 2 i and
+// 8 j + 2 i + 1. Each thread stores eight neighbours at `to`, unless they are `outside`. All threads of a warp must
+// come.
 template <class T>
 __device__ inline void store_in_quad(T* to, const float (&values)[2 * kQuad], bool outside) {
   static_assert(sizeof(T) == 2);

@@ -23,7 +23,7 @@ using GroupedElement = std::conditional_t<std::is_same_v<T, __nv_bfloat16>, cutl
 template <bool kColumns>
 using GroupedLayout = std::conditional_t<kColumns, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>*;
 
-// Columns: of the operand lie next to each other in memory, else rows do.
+// kColumns: an operand's columns lie next to each other in memory, else its rows do.
 template <class T, bool kColumnsA, bool kColumnsB, int kEpilogueBytes>
 using GroupedMainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, GroupedElement<T>, GroupedLayout<kColumnsA>, kLanes<T>,
