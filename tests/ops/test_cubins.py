@@ -15,8 +15,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
+from access_tools import accesses, unordered
 from cubin_tools import REGISTERS, SHARED_LIMIT, Launch, launches, meta
-from layout_tools import accesses, unordered
 
 from fastmp.ops import OPS, _triton, adamw, cross_entropy_triton, grouped_mm_tiles
 from fastmp.ops.registry import compute_dtype

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
+from access_tools import unordered
 from cubin_tools import launches
-from layout_tools import unordered
 from triton.runtime import driver
 
 from fastmp.ops import OPS
