@@ -248,10 +248,11 @@ class _LossAndGrad(torch.autograd.Function):
 def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise for ids outside the vocabulary where they may be looked at: eager CPU tensors."""
     if can_read_values(target):
-        _check_ids(op, target, vocab_size, ignore_index)
+        check_ids(op, target, vocab_size, ignore_index)
 
 
-def _check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
+def check_ids(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise for ids outside the vocabulary; reads them."""
     at = first_outside(target, vocab_size, ignore_index)
     if at >= 0:
         wrong = target.reshape(-1)[at].item()
@@ -491,7 +492,7 @@ def cross_entropy(
         check_reduction("cross_entropy", reduction, loss_grad)
     if by_kernel:
         if target.dtype == torch.int64:
-            _check_ids("cross_entropy", target, vocab_size, ignore_index)
+            check_ids("cross_entropy", target, vocab_size, ignore_index)
         try:
             loss = _cross_entropy(
                 logits, target, None, None, 0, vocab_size, ignore_index, label_smoothing, z_loss,

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fastmp.ops import checks
 from fastmp.ops.cross_entropy import (
+    check_ids,
     check_options,
     check_range,
     check_reduction,
@@ -295,8 +296,10 @@ def _of_few_logits(
     )
     if not usual:
         return None
-    check_reduction("linear_cross_entropy", reduction, loss_grad)
-    check_range("linear_cross_entropy", target, columns, ignore_index)
+    if reduction != "none":
+        check_reduction("linear_cross_entropy", reduction, loss_grad)
+    if target.is_cpu and torch._C._len_torch_dispatch_stack() == 0:
+        check_ids("linear_cross_entropy", target, columns, ignore_index)
     loss = OPS["cross_entropy"](
         F.linear(hidden, weight), target, None, None, 0, columns, ignore_index, label_smoothing, z_loss, True
     )[0]
