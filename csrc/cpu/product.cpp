@@ -257,7 +257,8 @@ int64_t divide_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 // A sum that goes on in the dtype of the products takes them a block of terms at a time: what a job packs stays small.
 int64_t terms_at_a_time(const ProductJob& job) {
   constexpr int64_t kTerms = 512;
-  return job.epilogue == Epilogue::kAdd && job.out_dtype == compute_dtype(job.dtype) ? kTerms : std::max<int64_t>(1, job.terms);
+  const bool goes_on = job.epilogue == Epilogue::kAdd && job.out_dtype == compute_dtype(job.dtype);
+  return goes_on ? kTerms : std::max<int64_t>(1, job.terms);
 }
 
 }  // namespace
@@ -266,7 +267,7 @@ int64_t terms_at_a_time(const ProductJob& job) {
 // in the second-level cache; runs them over all threads. Where that makes few jobs, blocks have fewer rows.
 void run_products(const std::vector<ProductJob>& products, const Tensor& x, const Tensor& out) {
   const auto itemsize = static_cast<int64_t>(x.element_size()), out_size = static_cast<int64_t>(out.element_size());
-  constexpr int64_t kRows = 1024, kUnit = 32, kRowUnit = 48, kBytes = 1 << 20;
+  constexpr int64_t kRows = 1024, kRowUnit = 48, kUnit = 32, kBytes = 1 << 20;  // whole strips, or nearly so
   const auto move = [](auto& p, int64_t bytes) {
     if (p) p = const_cast<char*>(static_cast<const char*>(p)) + bytes;
   };

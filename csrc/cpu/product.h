@@ -62,7 +62,7 @@ inline void check_sum(const char* op, const Tensor& sum, const Tensor& x) {
 
 // out (N, K) = or += grad^T x, for `rows` rows of each from `first` on.
 inline ProductJob weight_gradient_of(const Tensor& grad, const Tensor& x, int64_t first, int64_t rows, void* out,
-                              int64_t out_pitch, ScalarType out_dtype, Epilogue epilogue) {
+                                     int64_t out_pitch, ScalarType out_dtype, Epilogue epilogue) {
   ProductJob job{};
   job.a = {place(grad, first * grad.stride(0)), 1, grad.stride(0)};
   job.b = {place(x, first * x.stride(0)), 1, x.stride(0)};

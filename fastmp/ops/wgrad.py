@@ -32,7 +32,7 @@ _WIDENED = 1 << 22  # elements of a gradient that plain torch on a CPU converts 
 
 
 def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """total (O, I) += grad^T x, for grad (T, O) and x (T, I): the total is of their dtype or float32."""
+    """Add grad^T x to the total (O, I), for grad (T, O) and x (T, I); it has their dtype or float32."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)
     elif total.is_cuda:  # the product goes on from the total in fp32: nothing is rounded in between
