@@ -275,9 +275,8 @@ def launch(
     outs = [empty_like(x) for x in given]
     tensors = [x for x in given if x.numel()]
     if tensors:
-        targets = [x for x in outs if x.numel()]
-        targets, tensors = _of_one_rank(targets), _of_one_rank(tensors)
-        _launch_into(targets, tensors, cos.contiguous(), sin.contiguous(), interleaved, inverse)
+        targets = _of_one_rank([x for x in outs if x.numel()])
+        _launch_into(targets, _of_one_rank(tensors), cos.contiguous(), sin.contiguous(), interleaved, inverse)
     return outs[0], outs[1] if k is not None else q.new_empty(0)
 
 
