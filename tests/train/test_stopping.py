@@ -25,7 +25,7 @@ from fastmp.train.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def poison(trainer, *, rank, first, last, name="layers.1.mlp.up.weight"):
+def poison(trainer, *, rank, first, last, name="layers.1.mlp.up.bias"):
     """From step `first` to `last` (counted from 0) the gradient of one parameter of one rank is NaN."""
     param = trainer.grads.parameters[name]
     param.register_hook(
@@ -51,7 +51,7 @@ def test_a_run_whose_steps_are_all_skipped_stops_and_names_the_parameter_and_the
     for message in says:
         assert "stopped after step 9: the gradient was not finite in the last 5 steps" in message
         assert (
-            f"first parameter with such a gradient is layers.1.mlp.up.weight on rank {world_size - 1}"
+            f"first parameter with such a gradient is layers.1.mlp.up.bias on rank {world_size - 1}"
             in message
         )
 
