@@ -108,7 +108,7 @@ def test_batches_of_any_length_launch_what_is_listed():
 def test_training_compiles_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Every kernel that is listed lies in the cache, once."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "architecture", lambda: 90)
+    monkeypatch.setattr(kernels, "current_architecture", lambda: 90)
     recipe = replace(Recipe(), model=replace(MODEL, num_layers=1), data=DataConfig(seq_len=64))
     kernels.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
     assert not dist.is_initialized()
@@ -117,7 +117,7 @@ def test_training_compiles_in_a_process_of_its_own(tmp_path, monkeypatch):
 
 @pytest.mark.full
 def test_training_goes_on_without_what_cannot_be_listed(monkeypatch, capfd):
-    monkeypatch.setattr(kernels, "architecture", lambda: 90)
+    monkeypatch.setattr(kernels, "current_architecture", lambda: 90)
     recipe = replace(Recipe(), model=replace(MODEL, max_seq_len=8), data=DataConfig(seq_len=64))
     kernels.warm_up_ranks(recipe, Runtime(0, 1, 0, torch.device("cuda")))
     assert "kernels were not compiled beforehand, for the reason above" in capfd.readouterr().err
