@@ -156,7 +156,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     checks.fits("linear", weight.shape, to=("weight", weight), main_grad=main_grad)
     checks.same_device("linear", weight=weight, main_grad=main_grad)
-    return _linear(*narrow, main_grad, defer)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if hooks is None or traced or not narrow[0].requires_grad:
+        return _linear(*narrow, main_grad, defer)
+    kept = _Kept.apply(*narrow[:2])
+    return _AfterKept.apply(kept, *narrow[1:], kept.grad_fn, main_grad, defer)
 
 
 def _forward(x, weight, bias, main_grad, defer):
@@ -169,13 +174,46 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, grad):
+    return *_gradients(ctx, grad, *ctx.saved_tensors), None, None
+
+
+def _gradients(ctx, grad, x, weight):
     refuse_create_graph("linear")
-    x, weight = ctx.saved_tensors
     grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     grad_x = (grad_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
     grad_bias = grad_TO.sum(0) if ctx.needs_input_grad[2] else None
     make = functools.partial(weight_grad, grad_TO, x_TI, ctx.main_grad)
-    return grad_x, make() if ctx.defer is None else ctx.defer(make), grad_bias, None, None
+    return grad_x, make() if ctx.defer is None else ctx.defer(make), grad_bias
 
 
 _linear = Differentiable("linear", _forward, _setup, _backward)
+
+
+class _Kept(torch.autograd.Function):
+    """x, where the operands of the product that follows are saved.
+
+    A recomputation ends with the last tensor that is saved, so it leaves out a last product whose operands
+    are saved beforehand. Autograd saves those of a Function after its forward.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _AfterKept(torch.autograd.Function):
+    """The product; `kept` is the node that has saved its operands."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, kept, main_grad, defer):
+        ctx.kept, ctx.main_grad, ctx.defer = kept, main_grad, defer
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return *_gradients(ctx, grad, *ctx.kept.saved_tensors), None, None, None

@@ -8,7 +8,6 @@ the vocabulary. Attention counts the keys that a token sees. All experts get equ
 from __future__ import annotations
 
 from fastmp.config import Recipe
-from fastmp.parallel.schedule import SPLIT_SCHEDULES
 from fastmp.plan.memory import stage_layers
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_flops_per_token
@@ -38,10 +37,9 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
 def _not_repeated(recipe: Recipe) -> float:
     """Return the FLOPs of a token in the last product of an MLP, where recomputation leaves it out.
 
-    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product. A
-    product whose weight gradient is deferred saves its input after it has run, so there it is repeated.
+    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product.
     """
     model = recipe.model
-    if model.moe is not None or model.dropout or recipe.parallel.schedule in SPLIT_SCHEDULES:
+    if model.moe is not None or model.dropout:
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_size
