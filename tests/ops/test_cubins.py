@@ -40,7 +40,7 @@ class Facts:
     threads: at least so many fit on a multiprocessor (16-bit data).
     bytes: at least so many are in flight on one, which is what Hopper's latency asks for (an A100: half).
     barriers: at most so many barriers of a program stand in the code.
-    has, lacks: regular expressions that are found, or not found, in the PTX.
+    has, lacks: regular expressions that are found, or not found, in the PTX; not for float64.
     """
 
     loads: float = 0
@@ -65,12 +65,12 @@ def check(launch: Launch, facts: Facts, wide: bool) -> None:
     assert launch.wide_loads >= facts.loads * launch.vectors, (launch.wide_loads, launch.vectors)
     assert launch.wide_stores >= facts.stores * launch.vectors, (launch.wide_stores, launch.vectors)
     assert launch.count(r"cp\.async\.c[ag]\.shared\.global.*, 0x10") >= facts.copies * launch.vectors
+    if wide:
+        return
     for pattern in facts.has:
         assert re.search(pattern, launch.ptx), pattern
     for pattern in facts.lacks:
         assert not re.search(pattern, launch.ptx), pattern
-    if wide:
-        return
     assert launch.usage["REG"] <= facts.registers
     assert launch.count(r"bar\.sync") <= facts.barriers
     if facts.exps is not None:
@@ -100,10 +100,10 @@ ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 ADAMW = Facts(
     3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
 )
-# whole blocks and those that stick out of the row are loaded by different code; a rescaling for each vector
-STATS = Facts(2, exps=(1, 1.25), bytes=LATENCY)
+# whole blocks and those that stick out of the row are loaded by different code; four exponentials rescale
+STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
 # the second read of a row asks the cache for it
-LOSS_GRAD = Facts(4, 2, exps=(2, 2.25), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
+LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
 TWO = Facts(threads=512)  # programs of eight warps
 ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
 
@@ -468,11 +468,11 @@ def parameters():
 
 def check_product(launch: Launch, narrow: bool, apart: bool) -> None:
     """The tensor cores of the architecture, but not for tiles of 16 rows; TMA, or asynchronous copies."""
-    assert launch.wide_stores, "stores narrower than 16 bytes"
     loaded = {access.argument for access in accesses(launch.ttgir) if access.op == "tt.load"}
     assert not loaded & {"x", "w", "grad"}, "operands that no program loads ahead"
     if launch.itemsize != 2:
         return
+    assert launch.wide_stores, "stores narrower than 16 bytes"
     arch = 80 if narrow else min(launch.arch, 100)
     assert launch.count(TENSOR_CORES[arch])
     tma = launch.arch >= 90 and not apart
