@@ -6,12 +6,11 @@
 //
 // This library uses the C++ interface of autograd, which has no stable ABI: it serves the torch that it was
 // compiled for.
+#include "autograd/node.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
-#include <torch/headeronly/version.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -25,6 +24,8 @@ namespace {
 
 using c10::IValue;
 using c10::OperatorHandle;
+using fastmp::Handle;
+using fastmp::make_node;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
@@ -79,18 +80,6 @@ struct Derivative {
   std::vector<int64_t> differentiable;  // outputs
   std::string refusal;                  // of an op that has no derivative
 };
-
-// Nodes are held by std::shared_ptr before torch 2.13 and by c10::intrusive_ptr since.
-using Handle = decltype(torch::autograd::Edge::function);
-
-template <typename T, typename... Arguments>
-Handle make_node(Arguments&&... arguments) {
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-  return Handle(new T(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode);
-#else
-  return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
-#endif
-}
 
 // Fails in backward: for ops without a derivative, among them those that compute gradients.
 struct Refusal : Node {
@@ -270,8 +259,7 @@ class Recorder final : public c10::OperatorKernel {
     for (const IValue& input : inputs) {
       if (!input.isTensor() || !input.toTensor().defined()) continue;
       any |= input.toTensor().requires_grad();
-      TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(input.toTensor()),
-                                  "fastmp ops have no forward-mode derivatives");
+      fastmp::refuse_forward_mode(input.toTensor());
     }
     return any;
   }

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastmp.ops import checks
 from fastmp.ops.registry import Differentiable, autocast, refuse_create_graph, register
+from fastmp.profiling import traced
 
 __all__ = [
     "WgradQueue", "current_queue", "deferral", "defer_wgrad", "linear", "main_grad_of", "weight_grad",
@@ -111,9 +112,9 @@ def deferral(weight: Tensor) -> Callable[[Make], None] | None:
 
     Call it in forward with the parameter itself: the saved tensor that backward gets may be another tensor
     with the same values. The gradient of a weight that is computed from others, as by autocast, cannot be
-    deferred, because the rest of the backward pass needs it.
+    deferred, because the rest of the backward pass needs it. Compilers and torch.func get every gradient.
     """
-    if _queue is None or torch.compiler.is_compiling() or not (weight.is_leaf and weight.requires_grad):
+    if _queue is None or not (weight.is_leaf and weight.requires_grad) or _needs_every_gradient():
         return None
     return functools.partial(_queue.put, weight)
 
@@ -127,8 +128,12 @@ def main_grad_of(weight: Tensor) -> Tensor | None:
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None or not weight.requires_grad:
         return None
-    seen = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return None if seen else main_grad
+    return None if _needs_every_gradient() else main_grad
+
+
+def _needs_every_gradient() -> bool:
+    """Whether a compiler or torch.func looks on: gradients are part of what they return."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def weight_grad(grad_TO: Tensor, x_TI: Tensor, main_grad: Tensor | None) -> Tensor | None:
@@ -152,41 +157,24 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not torch.is_grad_enabled() or (main_grad is None and defer is None):
         return F.linear(x, weight, bias)
     narrow = autocast(x, weight, bias)
+    if defer is None and _in_cpp is not None:
+        try:  # costs nothing while nothing is raised
+            return _in_cpp(*narrow, main_grad)
+        except ValueError:
+            _check(weight, main_grad)
+            raise
     if main_grad is None and narrow[1] is not weight:  # the rest of the backward pass needs the gradient
         return F.linear(x, weight, bias)
+    _check(weight, main_grad)
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not narrow[0].requires_grad:
+        return _linear(*narrow, None, main_grad, defer)
+    kept = _Kept.apply(*narrow[:2])
+    return _linear(kept, *narrow[1:], kept.grad_fn, main_grad, defer)
+
+
+def _check(weight: Tensor, main_grad: Tensor | None) -> None:
     checks.fits("linear", weight.shape, to=("weight", weight), main_grad=main_grad)
     checks.same_device("linear", weight=weight, main_grad=main_grad)
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if hooks is None or traced or not narrow[0].requires_grad:
-        return _linear(*narrow, main_grad, defer)
-    kept = _Kept.apply(*narrow[:2])
-    return _AfterKept.apply(kept, *narrow[1:], kept.grad_fn, main_grad, defer)
-
-
-def _forward(x, weight, bias, main_grad, defer):
-    return F.linear(x, weight, bias)
-
-
-def _setup(ctx, inputs, output):
-    x, weight, _, ctx.main_grad, ctx.defer = inputs
-    ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-
-
-def _backward(ctx, grad):
-    return *_gradients(ctx, grad, *ctx.saved_tensors), None, None
-
-
-def _gradients(ctx, grad, x, weight):
-    refuse_create_graph("linear")
-    grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    grad_x = (grad_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
-    grad_bias = grad_TO.sum(0) if ctx.needs_input_grad[2] else None
-    make = functools.partial(weight_grad, grad_TO, x_TI, ctx.main_grad)
-    return grad_x, make() if ctx.defer is None else ctx.defer(make), grad_bias
-
-
-_linear = Differentiable("linear", _forward, _setup, _backward)
 
 
 class _Kept(torch.autograd.Function):
@@ -206,14 +194,27 @@ class _Kept(torch.autograd.Function):
         return grad, None
 
 
-class _AfterKept(torch.autograd.Function):
-    """The product; `kept` is the node that has saved its operands."""
+def _forward(x, weight, bias, kept, main_grad, defer):
+    return F.linear(x, weight, bias)
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, kept, main_grad, defer):
-        ctx.kept, ctx.main_grad, ctx.defer = kept, main_grad, defer
-        return F.linear(x, weight, bias)
 
-    @staticmethod
-    def backward(ctx, grad):
-        return *_gradients(ctx, grad, *ctx.kept.saved_tensors), None, None, None
+def _setup(ctx, inputs, output):
+    x, weight, _, ctx.kept, ctx.main_grad, ctx.defer = inputs
+    if ctx.kept is None:
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+
+
+@traced("fastmp.linear_backward")
+def _backward(ctx, grad):
+    refuse_create_graph("linear")
+    x, weight = (ctx.kept or ctx).saved_tensors
+    grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    grad_x = (grad_TO @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    grad_bias = grad_TO.sum(0) if ctx.needs_input_grad[2] else None
+    make = functools.partial(weight_grad, grad_TO, x_TI, ctx.main_grad)
+    return grad_x, make() if ctx.defer is None else ctx.defer(make), grad_bias, None, None, None
+
+
+_linear = Differentiable("linear", _forward, _setup, _backward)
+# The same node in C++, csrc/autograd/linear.cpp, for what is not deferred; None where that is not built.
+_in_cpp = getattr(torch.ops.fastmp_autograd, "linear", None) and torch.ops.fastmp_autograd.linear.default._op

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.ops import OPS, grouped_mlp_in, grouped_mm
+from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, registry, wgrad
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
 
 
@@ -25,6 +27,13 @@ PRODUCTS = {
     "grouped, transposed": (lambda x, w: grouped_mm(x, w, OFFSETS, transposed=True), (3, 4, 5)),
     "mlp": (lambda x, w: grouped_mlp_in(x, w, OFFSETS, form="silu", gated=True), (3, 6, 4)),
 }
+
+
+@pytest.fixture(params=["c++", "python"])
+def way(request, monkeypatch):
+    """Whose node a product with a `main_grad` gets; without `_C_autograd` it is Python's twice."""
+    if request.param == "python":
+        monkeypatch.setattr(wgrad, "_in_cpp", None)
 
 
 @pytest.mark.parametrize("main", [False, True])
@@ -75,6 +84,7 @@ def test_a_bias_gets_its_gradient_in_backward():
     torch.testing.assert_close(w.grad, expected[1])
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_the_gradient_is_added_to_main_grad(recomputed):
     x, w, b = parameter(2, 3, 4, seed=1), parameter(5, 4), parameter(5)
@@ -88,6 +98,101 @@ def test_the_gradient_is_added_to_main_grad(recomputed):
     assert w.grad is None
 
 
+def test_the_node_is_in_cpp_where_that_is_built():
+    x, w = parameter(8, 4, seed=1), parameter(5, 4)
+    w.main_grad = torch.zeros_like(w.detach())
+    assert linear(x, w).grad_fn.name() == (
+        "linearBackward" if registry._AUTOGRAD_ABSENT else "LinearBackward"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_python_and_cpp_give_the_same_bits(dims, dtype, monkeypatch):
+    x, w, b = (parameter(*shape).to(dtype) for shape in ((12, 4, 3)[-dims:], (5, 3), (5,)))
+    x = x.detach().swapaxes(0, -1).contiguous().swapaxes(0, -1)
+    grad = torch.randn(*x.shape[:-1], 5, generator=torch.Generator().manual_seed(2)).to(dtype)
+    found = []
+    for in_cpp in (wgrad._in_cpp, None):
+        monkeypatch.setattr(wgrad, "_in_cpp", in_cpp)
+        leaves = [torch.nn.Parameter(t.detach()) for t in (x, w, b)]
+        leaves[1].main_grad = torch.ones(5, 3)
+        y = linear(*leaves)
+        y.backward(grad)
+        assert leaves[1].grad is None
+        found.append([y.detach(), leaves[0].grad, leaves[2].grad, leaves[1].main_grad])
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_recomputation_leaves_out_the_last_product(deferred):
+    """Its operands are saved before it runs, so that backward makes the two gradients alone."""
+    x, w, queue = parameter(8, 4, seed=1), parameter(5, 4), WgradQueue()
+    w.main_grad = torch.zeros_like(w.detach())
+    with defer_wgrad(queue if deferred else None), FlopCounterMode(display=False) as counter:
+        y = checkpoint(linear, x, w, use_reentrant=False).sum()
+        assert counter.get_total_flops() == 2 * 8 * 5 * 4
+        y.backward()
+        queue.run(queue.take())
+    assert counter.get_total_flops() == 3 * 2 * 8 * 5 * 4
+
+
+@pytest.mark.usefixtures("way")
+def test_autograd_keeps_the_operands_that_backward_wants():
+    x, w, packed = parameter(8, 4, seed=1), parameter(5, 4), []
+    w.main_grad = torch.zeros_like(w.detach())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t.shape) or t, lambda t: t):
+        linear(x, w)
+        assert packed == [x.shape, w.shape]
+        linear(x.detach(), w).sum().backward()
+    assert packed[2:] == [x.shape]
+    torch.testing.assert_close(w.main_grad, x.detach().sum(0).expand(5, 4))
+    y = linear(x, w).sum()
+    w.main_grad.zero_()  # as every other microbatch does, too
+    y.backward(retain_graph=True)
+    y.backward()
+    torch.testing.assert_close(w.main_grad, 2 * x.detach().sum(0).expand(5, 4))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+    y = linear(x, w).sum()
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@pytest.mark.usefixtures("way")
+def test_hooks_of_the_weight_see_that_it_has_no_gradient():
+    """A captured graph and a `GradBuffer` have hooks there, which run for every weight in backward."""
+    x, w, seen = parameter(8, 4, seed=1), parameter(5, 4), []
+    w.main_grad = torch.zeros_like(w.detach())
+    w.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad))
+    torch.autograd.backward(linear(x, w).sum(), inputs=[x])  # x alone: the product is added all the same
+    assert seen == [] and x.grad is not None and w.main_grad.any()
+    linear(x, w).sum().backward()
+    assert seen == [None]
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.usefixtures("way")
+def test_an_output_without_a_gradient_adds_nothing():
+    x, w = parameter(8, 4, seed=1), parameter(5, 4)
+    w.main_grad = torch.zeros_like(w.detach())
+    NoGradient.apply(linear(x, w)).sum().backward()
+    assert not w.main_grad.any() and (x.grad is None or not x.grad.any())
+
+
+@pytest.mark.usefixtures("way")
 def test_a_weight_that_lies_transposed():
     x, w = parameter(7, 4, seed=1), torch.nn.Parameter(parameter(4, 5).detach().t())
     w.main_grad = torch.zeros_like(w)
@@ -97,6 +202,7 @@ def test_a_weight_that_lies_transposed():
     torch.testing.assert_close(w.main_grad, expected)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_under_autocast_products_are_narrow_and_the_sum_is_wide(deferred):
     x, w, queue = parameter(300, 4, seed=1), parameter(5, 4), WgradQueue()
@@ -122,9 +228,13 @@ def test_what_compilers_and_functional_transforms_see_has_a_gradient():
     torch.testing.assert_close(w.grad, expected)
     torch.testing.assert_close(torch.func.grad(lambda w: linear(x, w).sin().sum())(w), expected)
     torch.func.grad(lambda x: linear(x, w).sin().sum())(x)
-    assert not w.main_grad.any()
+    queue = WgradQueue()
+    with defer_wgrad(queue):
+        torch.testing.assert_close(torch.func.grad(lambda w: linear(x, w).sin().sum())(w), expected)
+    assert not w.main_grad.any() and not queue.take()
 
 
+@pytest.mark.usefixtures("way")
 def test_errors():
     x, w = parameter(8, 4, seed=1), parameter(5, 4)
     w.main_grad = torch.zeros(4, 5, dtype=torch.float64)
@@ -135,6 +245,11 @@ def test_errors():
     w.main_grad = torch.zeros(5, 4, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="linear: its backward is not differentiable"):
         torch.autograd.grad(linear(x, w).sum(), x, create_graph=True)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"forward.mode"):
+        linear(forward_ad.make_dual(x, x.detach()), w)
+    w.main_grad = torch.zeros(5, 4, dtype=torch.float64, device="meta")
+    with pytest.raises(ValueError, match="linear: weight is on cpu but main_grad is on meta"):
+        linear(x, w)
 
 
 def test_on_a_gpu_one_product_of_torch_adds_in_float32():

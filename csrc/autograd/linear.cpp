@@ -1,0 +1,93 @@
+// The linear layer whose weight's gradient is added to `main_grad`, as a node of autograd: no Python runs in
+// either direction. fastmp/ops/wgrad.py says what it does, and does the same where this library is not there.
+#include "autograd/node.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/linear_compositeimplicitautograd_dispatch.h>
+#include <ATen/ops/mm.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+at::Tensor in_rows(const at::Tensor& x) { return x.dim() == 2 ? x : x.reshape_symint({-1, x.sym_size(-1)}); }
+
+void accumulate(const at::Tensor& total, const at::Tensor& grad, const at::Tensor& x) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fastmp::accumulate_weight_grad_", "")
+                             .typed<void(const at::Tensor&, const at::Tensor&, const at::Tensor&)>();
+  op.call(total, grad, x);
+}
+
+struct LinearBackward : torch::autograd::Node {
+  LinearBackward(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                 at::Tensor main_grad)
+      : main_grad(std::move(main_grad)) {
+    using torch::autograd::impl::gradient_edge;
+    set_next_edges({gradient_edge(x), gradient_edge(weight), bias ? gradient_edge(*bias) : torch::autograd::Edge()});
+    this->x = SavedVariable(x, false);
+    if (x.requires_grad()) this->weight = SavedVariable(weight, false);
+  }
+
+  std::string name() const override { return "LinearBackward"; }
+
+  variable_list apply(variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    variable_list result(3);  // none for the weight
+    if (!grads[0].defined()) return result;
+    // nothing would lead from what is added to main_grad to a second derivative
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                "linear: its backward is not differentiable (create_graph=True is not supported)");
+    RECORD_FUNCTION("fastmp.linear_backward", c10::ArrayRef<const c10::IValue>{});
+    const at::Tensor input = x.unpack(), grad = in_rows(grads[0]);
+    if (task_should_compute_output(0)) result[0] = at::mm(grad, weight.unpack()).view_symint(input.sym_sizes());
+    if (task_should_compute_output(2)) result[2] = grad.sum(0);
+    accumulate(main_grad, grad, in_rows(input));
+    return result;
+  }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    x.reset_data();
+    weight.reset_data();
+  }
+
+ private:
+  const at::Tensor main_grad;  // changes with every microbatch: not a variable that autograd would check
+  SavedVariable x, weight;
+};
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  const at::Tensor& main_grad) {
+  if (!at::GradMode::is_enabled() || !weight.requires_grad()) return at::linear(x, weight, bias);
+  TORCH_CHECK_VALUE(main_grad.sym_sizes() == weight.sym_sizes() && main_grad.device() == weight.device(),
+                    "linear: main_grad differs from weight in shape or device");
+  fastmp::refuse_forward_mode(x);
+  fastmp::refuse_forward_mode(weight);
+  if (bias) fastmp::refuse_forward_mode(*bias);
+  // A recomputation ends with the last tensor that is saved: as that is before the product, it leaves that out.
+  const fastmp::Handle node = fastmp::make_node<LinearBackward>(x, weight, bias, main_grad);
+  at::Tensor output;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    // in its steps, as autograd would have it run: who records ops sees the same ones
+    output = at::compositeimplicitautograd::linear(x, weight, bias);
+  }
+  torch::autograd::set_history(output, node);
+  return output;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(fastmp_autograd, library) {
+  library.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor main_grad) -> Tensor", TORCH_FN(linear));
+}

@@ -1,0 +1,28 @@
+// What the nodes of autograd here share: how they are made, and what they refuse.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/headeronly/version.h>
+
+#include <utility>
+
+namespace fastmp {
+
+// Nodes are held by std::shared_ptr before torch 2.13 and by c10::intrusive_ptr since.
+using Handle = decltype(torch::autograd::Edge::function);
+
+template <typename T, typename... Arguments>
+Handle make_node(Arguments&&... arguments) {
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+  return Handle(new T(std::forward<Arguments>(arguments)...), torch::autograd::deleteNode);
+#else
+  return c10::make_intrusive<T>(std::forward<Arguments>(arguments)...);
+#endif
+}
+
+inline void refuse_forward_mode(const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), "fastmp ops have no forward-mode derivatives");
+}
+
+}  // namespace fastmp
