@@ -21,7 +21,7 @@ from torch import Tensor
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import arithmetic, as_rows, empty_like, strip_shape, vector_width
+from fastmp.ops.rows import as_rows, empty_like, strip_shape, vector_width
 
 _SUM_TILE = 8192  # partial sums in registers
 
@@ -159,22 +159,25 @@ def _copy(tally, counts, num_cols, COLS: tl.constexpr):
 
 @jit
 def router_kernel(
-    logits, bias, indices, probs, counts, score_sums, z_sum, balance_counts, tally, partials,
-    num_steps, num_sequences, strip_steps, pitch, scale: tl.float64,
+    logits, bias, indices, probs, counts, score_sums, z_sum, balance_counts, partials, num_steps,
+    num_sequences, strip_steps, pitch, scale: tl.float64,
     K: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, OPEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr,
-    LOWEST: tl.constexpr, VECTOR: tl.constexpr, BLOCK_M: tl.constexpr, PARTS: tl.constexpr,
-    ALL: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORMALIZE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, ALL: tl.constexpr, EACH: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """Route a strip of one sequence. Logits are (num_steps, num_sequences) rows; their pitch counts vectors.
 
-    `tally` is 0: programs count themselves in its first number, then tokens for `counts`, then those for
-    `balance_counts` if it is there. `partials` ends with sums of squares, one a program. Two keys are below
-    that of -inf: LOWEST cannot be chosen, LOWEST + 1 has been.
+    `partials` is 0: sums of scores, a row for each strip, sums of squares, one a program, and behind them
+    integers, the tally. There programs count themselves in the first number, then tokens for `counts`, then
+    those for `balance_counts` if it is there. Two keys are below that of -inf: LOWEST cannot be chosen,
+    LOWEST + 1 has been.
     """
     COMPUTE: tl.constexpr = probs.dtype.element_ty
     WIDTH: tl.constexpr = ALL * EACH
     EXPERTS: tl.constexpr = GROUPS * SIZE
+    LOWEST: tl.constexpr = -(1 << 63) if COMPUTE == tl.float64 else -(1 << 31)
+    HAS_BIAS: tl.constexpr = bias is not None
     # Keys of logits of 16 bits have room for their places; a bias makes them numbers of more bits.
     ROOM: tl.constexpr = (logits.dtype.element_ty.primitive_bitwidth == 16) & (WIDTH <= 8192)
     NUMBERED: tl.constexpr = ROOM and not HAS_BIAS
@@ -254,12 +257,13 @@ def router_kernel(
     # Loads are integers, whose sum has no order; sums of scores go to this strip's row of partials.
     num_sums = num_sequences * EXPERTS
     num_strips = tl.num_programs(0) // num_sequences
+    z_partials = partials + num_strips.to(tl.int64) * num_sums
+    tally = (z_partials + tl.num_programs(0)).to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_add(tally + 1 + sequence * EXPERTS + cols, tl.sum(loads, 0), mask=here, sem="relaxed")
     if balance_counts is not None:
         wished = tally + 1 + num_sums + sequence * EXPERTS + cols
         tl.atomic_add(wished, tl.sum(wishes, 0), mask=here, sem="relaxed")
     tl.store(partials + strip * num_sums + sequence * EXPERTS + cols, tl.sum(sums, 0), mask=here)
-    z_partials = partials + num_strips.to(tl.int64) * num_sums
     tl.store(z_partials + tl.program_id(0), tl.sum(squares, 0))
     tl.debug_barrier()  # what all threads of the program wrote is released by the one that counts
     # The program that comes last adds the partial sums in order.
@@ -358,17 +362,18 @@ def parts(width: int, itemsize: int, vector: int, size: int) -> int:
     return max(1, width // (32 * math.gcd(16 // itemsize, vector, size)))
 
 
-def _sizes(logits: Tensor) -> tuple[int, int]:
-    """Return (steps, sequences); logits (T, E) are one sequence."""
-    return logits.shape[0], logits.shape[1] if logits.dim() == 3 else 1
+def _sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return (steps, sequences, experts); logits (T, E) are one sequence."""
+    return shape[0], shape[1] if len(shape) == 3 else 1, shape[-1]
 
 
 @lru_cache(maxsize=1024)
 def plan(
-    num_steps: int, num_sequences: int, experts: int, pitch: int, dtype: torch.dtype, k: int, score: str,
-    num_groups: int, group_topk: int, normalize: bool, has_bias: bool,
-) -> tuple[int, int, int, dict[str, Any]]:  # fmt: skip
-    """Return strips, steps a strip, vectors from token to token, and constants of the forward kernel."""
+    shape: tuple[int, ...], pitch: int, dtype: torch.dtype, k: int, score: str, num_groups: int,
+    group_topk: int, normalize: bool,
+) -> tuple[int, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
+    """Return programs, length of partials with tally, numbers and constants of the forward kernel."""
+    num_steps, num_sequences, experts = _sizes(shape)
     wide = compute_dtype(dtype)
     groups = num_groups if group_topk < num_groups else 1
     size = experts // groups
@@ -385,11 +390,9 @@ def plan(
         "GROUPS": groups,
         "SIZE": size,
         "OPEN": min(group_topk, groups),
-        "HAS_BIAS": has_bias,
         "SIGMOID": score == "sigmoid",
         "AFTER": score == "logits",
         "NORMALIZE": normalize,
-        "LOWEST": -(1 << 63) if wide == torch.float64 else -(1 << 31),
         "VECTOR": vector,
         "BLOCK_M": block_m,
         "PARTS": parts(width, dtype.itemsize, vector, size),
@@ -399,7 +402,9 @@ def plan(
         "COLS": cols,
         "num_warps": num_warps,
     }
-    return num_strips, strip_steps, pitch // vector, constants
+    length = num_strips * num_sequences * (experts + 1) + 1 + 2 * num_sequences * experts
+    numbers = num_steps, num_sequences, strip_steps, pitch // vector
+    return num_strips * num_sequences, length, numbers, constants
 
 
 def launch(
@@ -413,29 +418,50 @@ def launch(
     scale: float,
     balance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *tokens, experts = logits.shape
-    num_steps, num_sequences = _sizes(logits)
-    num_sums, sums = num_sequences * experts, logits.shape[1:]
+    shape, dtype = logits.shape, logits.dtype
+    *tokens, _ = shape
+    _, *sums = shape
     indices = logits.new_empty(*tokens, k, dtype=torch.int32)
-    probs = logits.new_empty(*tokens, k, dtype=compute_dtype(logits.dtype))
-    counts, score_sums, z_sum = indices.new_empty(sums), probs.new_empty(sums), probs.new_empty(())
-    balance_counts = indices.new_empty(sums if balance else 0)
+    probs = logits.new_empty(*tokens, k, dtype=compute_dtype(dtype))
+    counts, score_sums, z_sum = indices.new_empty(*sums), probs.new_empty(*sums), probs.new_empty(size=())
+    balance_counts = indices.new_empty(*sums) if balance else indices.new_empty(0)
     if logits.numel() == 0:
         return indices, probs, counts.zero_(), score_sums.zero_(), z_sum.zero_(), balance_counts.zero_()
     rows, pitch = as_rows(logits)
-    num_strips, strip_steps, pitch, constants = plan(
-        num_steps, num_sequences, experts, pitch, logits.dtype, k, score, num_groups, group_topk, normalize,
-        expert_bias is not None,
-    )  # fmt: skip
-    tally = indices.new_zeros(1 + (2 * num_sums if balance else num_sums))
-    partials = probs.new_empty(num_strips * (num_sums + num_sequences))
+    programs, length, numbers, constants = plan(
+        shape, pitch, dtype, k, score, num_groups, group_topk, normalize
+    )
     launcher.launch(
-        router_kernel, num_strips * num_sequences,
-        rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
-        score_sums, z_sum, balance_counts if balance else None, tally, partials, num_steps, num_sequences,
-        strip_steps, pitch, float(scale), **constants,
+        router_kernel, programs, rows, None if expert_bias is None else expert_bias.contiguous(), indices,
+        probs, counts, score_sums, z_sum, balance_counts if balance else None, probs.new_zeros(length),
+        *numbers, scale, **constants,
     )  # fmt: skip
     return indices, probs, counts, score_sums, z_sum, balance_counts
+
+
+@lru_cache(maxsize=1024)
+def _plan_backward(
+    shape: tuple[int, ...], pitch: int, dtype: torch.dtype, k: int, score: str, normalize: bool
+) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """Return programs, numbers and constants of the backward kernel."""
+    num_steps, num_sequences, experts = _sizes(shape)
+    wide = compute_dtype(dtype)
+    width = max(16, next_power_of_2(experts))
+    block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
+    vector = vector_width(dtype.itemsize, experts, pitch)
+    constants = {
+        "K": k,
+        "EXPERTS": experts,
+        "SIGMOID": score == "sigmoid",
+        "NORMALIZE": normalize,
+        "COMPUTE": tl.float64 if wide == torch.float64 else tl.float32,
+        "VECTOR": vector,
+        "BLOCK_M": block_m,
+        "WIDTH": width,
+        "PARTS": parts(width, dtype.itemsize, vector, experts),
+        "num_warps": num_warps,
+    }
+    return cdiv(num_steps, block_m) * num_sequences, (num_steps, num_sequences, pitch // vector), constants
 
 
 def launch_backward(
@@ -451,20 +477,13 @@ def launch_backward(
     dx = empty_like(logits)
     if logits.numel() == 0:
         return dx
-    wide = compute_dtype(logits.dtype)
-    experts, (num_steps, num_sequences) = logits.shape[-1], _sizes(logits)
-    width = max(16, next_power_of_2(experts))
-    block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
     rows, pitch = as_rows(logits)
-    vector = vector_width(logits.element_size(), experts, pitch)
+    programs, numbers, constants = _plan_backward(
+        logits.shape, pitch, logits.dtype, indices.shape[-1], score, normalize and grad_probs is not None
+    )
     launcher.launch(
-        router_backward_kernel, cdiv(num_steps, block_m) * num_sequences,
-        None if grad_probs is None else grad_probs.contiguous(),
+        router_backward_kernel, programs, None if grad_probs is None else grad_probs.contiguous(),
         None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
-        num_steps, num_sequences, pitch // vector, float(scale),
-        K=indices.shape[-1], EXPERTS=experts, SIGMOID=score == "sigmoid",
-        NORMALIZE=normalize and grad_probs is not None, COMPUTE=arithmetic(logits), VECTOR=vector,
-        BLOCK_M=block_m, WIDTH=width, PARTS=parts(width, logits.element_size(), vector, experts),
-        num_warps=num_warps,
+        *numbers, scale, **constants,
     )  # fmt: skip
     return dx
