@@ -10,18 +10,20 @@ that nothing has cleared, and a number there counts if its pair has this row (Br
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
+from fastmp.ops.rows import NUM_WARPS, as_rows, empty_like, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
 STEP = 32  # of them are compared at once with all others
 BLOCK_BLOCKS, BLOCK_EXPERTS = 256, 8  # of the sums over blocks
+MARKED = 1024  # pairs of one program that writes their numbers to their rows
 ZERO_ROWS = 64  # rows that one program looks through for those that nothing maps to
 SLOTS = 8  # of a token are in flight at once
 
@@ -43,8 +45,8 @@ def count_kernel(
 
 
 @jit
-def sum_blocks_kernel(counts, totals, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Turn each count into the sum over the blocks before it; totals (experts,) are sums over all blocks."""
+def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
+    """Add to each count those of the blocks before it."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, num_blocks, BLOCK_B):
@@ -52,27 +54,27 @@ def sum_blocks_kernel(counts, totals, num_blocks, num_experts, BLOCK_B: tl.const
         mask = (blocks < num_blocks)[:, None] & (experts < num_experts)[None, :]
         places = counts + blocks[:, None].to(tl.int64) * num_experts + experts[None, :]
         found = tl.load(places, mask=mask, other=0)
-        tl.store(places, before[None, :] + tl.cumsum(found, 0) - found, mask=mask)
+        tl.store(places, before[None, :] + tl.cumsum(found, 0), mask=mask)
         before += tl.sum(found, 0)
-    tl.store(totals + experts, before, mask=experts < num_experts)
 
 
 @jit
 def rank_kernel(
-    indices, counts, totals, row_of, offsets, pair_vectors, num_experts,
+    indices, counts, row_of, offsets, pair_vectors, num_experts,
     PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Number the row of each pair: after earlier experts, earlier blocks and earlier pairs of its block."""
     num_pairs = pair_vectors * PAIR_VECTOR
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
+    here = bins < num_experts
     # Where each expert's rows begin: after those of the experts before (offsets: where they end),
-    total = tl.load(totals + bins, mask=bins < num_experts, other=0)
+    total = tl.load(counts + (tl.num_programs(0) - 1).to(tl.int64) * num_experts + bins, mask=here, other=0)
     ends = tl.cumsum(total, 0)
     if block == 0:
-        tl.store(offsets + bins, ends, mask=bins < num_experts)
+        tl.store(offsets + bins, ends, mask=here)
     # and, for this block, after those that blocks before have of that expert.
-    before = tl.load(counts + block * num_experts + bins, mask=bins < num_experts, other=0)
+    before = tl.load(counts + (block - 1) * num_experts + bins, mask=here & (block > 0), other=0)
     first = ends - total + before
     local = tl.arange(0, BLOCK)
     pairs = block * BLOCK + local
@@ -89,9 +91,9 @@ def rank_kernel(
     tl.store(row_of + pairs, tl.where(valid, row, -1), mask=pairs < num_pairs)
 
 
-def pair_vector(pairs: Tensor) -> int:
+def pair_vector(num_slots: int) -> int:
     """Neighbouring pairs (T, k) that are read at once, up to 16 bytes, whatever the number of tokens is."""
-    return math.gcd(4, pairs.shape[-1])
+    return math.gcd(4, num_slots)
 
 
 def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -101,18 +103,18 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         return row_of, offsets.zero_()
     indices = indices.contiguous()
     num_blocks = cdiv(num_pairs, BLOCK_PAIRS)
-    counts, totals = indices.new_empty(num_blocks, num_experts), indices.new_empty(num_experts)
-    bins, vector = max(32, next_power_of_2(num_experts)), pair_vector(indices)
+    counts = indices.new_empty(num_blocks, num_experts)
+    bins, vector = max(32, next_power_of_2(num_experts)), pair_vector(indices.shape[-1])
     launcher.launch(
         count_kernel, num_blocks, indices, counts, num_pairs // vector, num_experts,
         PAIR_VECTOR=vector, BLOCK=BLOCK_PAIRS, BINS=bins, num_warps=NUM_WARPS,
     )  # fmt: skip
     launcher.launch(
-        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS), counts, totals, num_blocks, num_experts,
+        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS), counts, num_blocks, num_experts,
         BLOCK_B=BLOCK_BLOCKS, BLOCK_E=BLOCK_EXPERTS, num_warps=NUM_WARPS,
     )  # fmt: skip
     launcher.launch(
-        rank_kernel, num_blocks, indices, counts, totals, row_of, offsets, num_pairs // vector, num_experts,
+        rank_kernel, num_blocks, indices, counts, row_of, offsets, num_pairs // vector, num_experts,
         PAIR_VECTOR=vector, BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
     )  # fmt: skip
     return row_of, offsets
@@ -239,6 +241,26 @@ def block_shape(num_cols: int, itemsize: int, accesses: int) -> tuple[int, int]:
     return accesses * per_row // block_n, block_n
 
 
+@lru_cache(maxsize=1024)
+def _plan_scatter(
+    num_cols: int, dtype: torch.dtype, pitch: int, y_pitch: int, num_slots: int, weighted: bool
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the numbers behind num_rows and the constants of `scatter_kernel`."""
+    block_m, block_n = block_shape(num_cols, dtype.itemsize, 4)
+    vector = vector_width(dtype.itemsize, num_cols, pitch, y_pitch)
+    constants = {
+        "WEIGHTED": weighted,
+        "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "PAIR_VECTOR": pair_vector(num_slots),
+        "VECTOR": vector,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "ZERO_ROWS": ZERO_ROWS,
+        "num_warps": NUM_WARPS,
+    }
+    return (num_cols // vector, pitch // vector, y_pitch // vector), constants
+
+
 def _scatter(
     x: Tensor,
     row_of: Tensor,
@@ -248,25 +270,22 @@ def _scatter(
     dprobs: Tensor | None = None,
 ) -> None:
     """Launch the kernels that write all rows of out, which has at least one."""
-    (num_rows, num_cols), num_tokens, itemsize = out.shape, x.shape[0], x.element_size()
-    num_pairs, row_of = row_of.numel(), row_of.contiguous()
+    (num_rows, num_cols), num_slots, num_pairs = out.shape, row_of.shape[1], row_of.numel()
     x, pitch = as_rows(x)
     y, y_pitch = (None, pitch) if y is None else as_rows(y)
-    zero_blocks, vector_of_pairs = cdiv(num_rows, ZERO_ROWS), pair_vector(row_of)
-    number = torch.int32 if num_pairs < 1 << 31 else torch.int64
-    pair_of = torch.empty(num_rows, dtype=number, device=out.device)
-    block_m, block_n = block_shape(num_cols, itemsize, 4)
-    vector = vector_width(itemsize, num_cols, pitch, y_pitch)
+    row_of, probs = row_of.contiguous(), None if probs is None else probs.contiguous()
+    numbers, constants = _plan_scatter(num_cols, x.dtype, pitch, y_pitch, num_slots, y is not None)
+    vector = constants["PAIR_VECTOR"]
+    pair_vectors = num_pairs // vector
+    few = num_pairs < 1 << 31
+    pair_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
     launcher.launch(
-        mark_kernel, cdiv(num_pairs, 1024), row_of, pair_of, num_pairs // vector_of_pairs, num_rows,
-        PAIR_VECTOR=vector_of_pairs, BLOCK=1024,
+        mark_kernel, cdiv(num_pairs, MARKED), row_of, pair_of, pair_vectors, num_rows,
+        PAIR_VECTOR=vector, BLOCK=MARKED,
     )  # fmt: skip
     launcher.launch(
-        scatter_kernel, cdiv(num_pairs, block_m) + zero_blocks, x, y, row_of,
-        None if probs is None else probs.contiguous(), pair_of, out, dprobs, num_pairs // vector_of_pairs,
-        num_pairs // num_tokens, num_rows, num_cols // vector, pitch // vector, y_pitch // vector,
-        WEIGHTED=y is not None, COMPUTE=arithmetic(x), PAIR_VECTOR=vector_of_pairs, VECTOR=vector,
-        BLOCK_M=block_m, BLOCK_N=block_n, ZERO_ROWS=ZERO_ROWS, num_warps=NUM_WARPS,
+        scatter_kernel, cdiv(num_pairs, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS), x, y, row_of,
+        probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, *numbers, **constants,
     )  # fmt: skip
 
 
@@ -278,20 +297,36 @@ def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     return out
 
 
+@lru_cache(maxsize=1024)
+def _plan_gather(
+    num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, weighted: bool
+) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """Return blocks of columns, the numbers behind num_rows and the constants of `gather_kernel`."""
+    block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
+    vector = vector_width(dtype.itemsize, num_cols, pitch)
+    constants = {
+        "WEIGHTED": weighted,
+        "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "VECTOR": vector,
+        "SLOTS": min(num_slots, SLOTS),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }
+    return cdiv(num_cols, block_n), (num_cols // vector, pitch // vector), constants
+
+
 def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
-    (num_tokens, num_slots), num_cols = row_of.shape, y.shape[1]
-    out, num_rows, itemsize = y.new_empty(num_tokens, num_cols), y.shape[0], y.element_size()
+    (num_tokens, num_slots), (num_rows, num_cols) = row_of.shape, y.shape
+    out = y.new_empty(num_tokens, num_cols)
     if out.numel() == 0 or num_slots == 0 or num_rows == 0:
         return out.zero_()
     y, pitch = as_rows(y)
-    block_m, block_n = block_shape(num_cols, itemsize, 2)
-    vector = vector_width(itemsize, num_cols, pitch)
+    column_blocks, numbers, constants = _plan_gather(num_cols, y.dtype, pitch, num_slots, probs is not None)
     launcher.launch(
-        gather_kernel, cdiv(num_tokens, block_m) * cdiv(num_cols, block_n), y, row_of.contiguous(),
-        None if probs is None else probs.contiguous(), out, num_tokens, num_slots, num_rows,
-        num_cols // vector, pitch // vector,
-        WEIGHTED=probs is not None, COMPUTE=arithmetic(y), VECTOR=vector, SLOTS=min(num_slots, SLOTS),
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=NUM_WARPS,
+        gather_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks, y, row_of.contiguous(),
+        None if probs is None else probs.contiguous(), out, num_tokens, num_slots, num_rows, *numbers,
+        **constants,
     )  # fmt: skip
     return out
 

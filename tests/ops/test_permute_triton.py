@@ -107,10 +107,12 @@ def test_rows_without_a_pair_are_found_whatever_the_memory_held(monkeypatch):
     x, y = random(40, 9, dtype=torch.float32), random(150, 9, dtype=torch.float32)
     probs = random(40, 2, dtype=torch.float32)
 
-    def held(*shape: int, **options) -> torch.Tensor:
-        return torch.randint(-3, 90, shape, generator=generator, **options)
+    new_empty = torch.Tensor.new_empty
 
-    monkeypatch.setattr(torch, "empty", held)
+    def held(like: torch.Tensor, *shape: int, **options) -> torch.Tensor:
+        return new_empty(like, *shape, **options).random_(-3, 90, generator=generator)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", held)
     for _ in range(3):
         check("permute", x, row_of, 150, rtol=0, atol=0)
         check("unpermute_backward", x, y, row_of, probs, **TOLERANCE[torch.float32])
