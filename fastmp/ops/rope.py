@@ -113,11 +113,11 @@ def _rotate(
 def rope_kernel(
     q, q_out, k, k_out, cos, sin, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1, q_stride_2, k_rows,
     k_size_1, k_size_2, k_stride_0, k_stride_1, k_stride_2, turn_0, turn_1, turn_2,
-    HAS_K: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, IN_PLACE: tl.constexpr,
-    HALF: tl.constexpr, DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
+    INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, IN_PLACE: tl.constexpr, HALF: tl.constexpr,
+    DIM: tl.constexpr, VECTOR: tl.constexpr, TURN_VECTOR: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, COMPUTE: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of rows: the programs of q come first, then those of k."""
+    """Rotate a block of rows: the programs of q come first, then those of k if it is there."""
     # Queries and keys share the launch; their sizes and strides differ, cos and sin do not.
     pid = tl.program_id(0)
     q_blocks = tl.cdiv(q_rows, BLOCK_M)
@@ -127,7 +127,7 @@ def rope_kernel(
             q_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, VECTOR,
             TURN_VECTOR, BLOCK_M, BLOCK_HALF, COMPUTE, INDEX,
         )  # fmt: skip
-    elif HAS_K:
+    elif k is not None:
         _rotate(
             k, k_out, cos, sin, pid - q_blocks, k_rows, k_size_1, k_size_2, k_stride_0, k_stride_1,
             k_stride_2, turn_0, turn_1, turn_2, INTERLEAVED, INVERSE, IN_PLACE, HALF, DIM, VECTOR,
@@ -176,10 +176,10 @@ def levels(
 
 @dataclass(frozen=True)
 class _Walk:
-    """How a kernel walks over tensors of some layout.
+    """How a kernel walks over q, and k if it is there, of some layout.
 
-    programs: how many there are. numbers: rows, sizes and strides of the first and of the last tensor, then
-    the strides of cos and sin. constants: of the kernel.
+    programs: how many there are. numbers: rows, sizes and strides of q, those of k (without it of q again),
+    then the strides of cos and sin. constants: of the kernel.
     """
 
     programs: int
@@ -187,21 +187,30 @@ class _Walk:
     constants: dict[str, Any]
 
 
+def _of_rank(rank: int, lengths: tuple[int, ...], filling: int) -> tuple[int, ...]:
+    """Return sizes, or strides, of `rank` dimensions: those added before the last one have size 1."""
+    return *lengths[:-1], *[filling] * (rank - len(lengths)), lengths[-1]
+
+
 @lru_cache(maxsize=1024)
 def _walk(
-    shapes: tuple[tuple[int, ...], ...],
-    strides: tuple[tuple[int, ...], ...],
-    cos_shape: tuple[int, ...],
-    cos_strides: tuple[int, ...],
-    dtype: torch.dtype,
-    cos_itemsize: int,
-    interleaved: bool,
-    inverse: bool,
-    in_place: bool,
-) -> _Walk | None:
-    """Plan the walk; None where a tensor has more levels than the kernel."""
+    q_shape: tuple[int, ...], q_strides: tuple[int, ...], k_shape: tuple[int, ...] | None,
+    k_strides: tuple[int, ...] | None, cos_shape: tuple[int, ...], dtype: torch.dtype, cos_itemsize: int,
+    interleaved: bool, inverse: bool, in_place: bool,
+) -> _Walk | None:  # fmt: skip
+    """Plan the walk; None if a tensor is empty, has row elements apart, or more levels than the kernel.
+
+    cos and sin are contiguous.
+    """
+    shapes, strides = [q_shape], [q_strides]
+    if k_shape is not None and k_strides is not None:
+        rank = max(len(q_shape), len(k_shape))
+        shapes = [_of_rank(rank, shape, 1) for shape in (q_shape, k_shape)]
+        strides = [_of_rank(rank, each, 0) for each in (q_strides, k_strides)]
+    cos_strides = [math.prod(cos_shape[dim + 1 :]) for dim in range(len(cos_shape))]
     found = levels(shapes, strides, cos_shape, cos_strides)
-    if len(found) > _LEVELS:
+    apart = any(each[-1] != 1 for each in strides)
+    if apart or len(found) > _LEVELS or any(0 in shape for shape in shapes):
         return None
     padding = [((1,) * len(shapes), (0,) * len(shapes), 0)] * (_LEVELS - len(found))
     sizes, steps, turns = zip(*padding, *found, strict=True)
@@ -215,12 +224,11 @@ def _walk(
     half = cos_shape[-1]
     block_m, block_half = block_shape(half, dtype.itemsize)
     constants = {
-        "HAS_K": len(shapes) == 2,
         "INTERLEAVED": interleaved,
         "INVERSE": inverse,
         "IN_PLACE": in_place,
         "HALF": half,
-        "DIM": shapes[0][-1],
+        "DIM": q_shape[-1],
         "VECTOR": vector,
         "TURN_VECTOR": turn_vector,
         "BLOCK_M": block_m,
@@ -234,65 +242,52 @@ def _walk(
 
 
 def _launch_into(
-    outs: Sequence[Tensor] | None,
-    tensors: Sequence[Tensor],
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    inverse: bool,
-) -> None:
-    """Rotate one or two tensors of one rank into contiguous `outs`, or where they lie if that is None."""
-    first = tensors[0]
+    q_out: Tensor, k_out: Tensor | None, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    interleaved: bool, inverse: bool,
+) -> None:  # fmt: skip
+    """Rotate q, and k, into tensors that are contiguous, or q and k themselves."""
     walk = _walk(
-        tuple([t.shape for t in tensors]), tuple([t.stride() for t in tensors]), cos.shape, cos.stride(),
-        first.dtype, cos.element_size(), interleaved, inverse, outs is None,
+        q.shape, q.stride(), None if k is None else k.shape, None if k is None else k.stride(), cos.shape,
+        q.dtype, cos.element_size(), interleaved, inverse, q_out is q,
     )  # fmt: skip
     if walk is None:
-        for i in range(first.shape[0]):
-            cos_i, sin_i = (t if t.dim() == 1 else t[min(i, t.shape[0] - 1)] for t in (cos, sin))
-            inner = outs and [t[i] for t in outs], [t[i] for t in tensors]
-            _launch_into(*inner, cos_i, sin_i, interleaved, inverse)
+        _launch_apart(q_out, k_out, q, k, cos, sin, interleaved, inverse)
         return
-    q_out, *k_out = outs or tensors
-    k = (tensors[1], *k_out) if k_out else (None, None)
     launcher.launch(
-        rope_kernel, walk.programs, first, q_out, *k, cos, sin, *walk.numbers, **walk.constants
+        rope_kernel, walk.programs, q, q_out, k, k_out, cos, sin, *walk.numbers, **walk.constants
     )  # fmt: skip
 
 
-def _of_one_rank(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return views of one rank of one or two tensors: dimensions of size 1 before the last."""
-    if tensors[0].dim() == tensors[-1].dim():
-        return tensors
-    rank = max(t.dim() for t in tensors)
-    return [t.view(*t.shape[:-1], *[1] * (rank - t.dim()), t.shape[-1]) for t in tensors]
+def _launch_apart(
+    q_out: Tensor, k_out: Tensor | None, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *form: bool
+) -> None:
+    """Rotate what one launch does not: one tensor after the other, by a copy, or slice by slice."""
+    if k is not None and k_out is not None:
+        _launch_into(q_out, None, q, None, cos, sin, *form)
+        _launch_into(k_out, None, k, None, cos, sin, *form)
+    elif q.numel() == 0:
+        pass
+    elif q.stride()[-1] != 1:
+        dense = q.contiguous()
+        _launch_into(dense if q_out is q else q_out, None, dense, None, cos, sin, *form)
+        if q_out is q:
+            q.copy_(dense)
+    else:
+        for i in range(q.shape[0]):
+            inner, (cos_i, sin_i) = q[i], (t if t.dim() == 1 else t[min(i, len(t) - 1)] for t in (cos, sin))
+            _launch_into(inner if q_out is q else q_out[i], None, inner, None, cos_i, sin_i, *form)
 
 
 def launch(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    given = _dense(q, k)
-    outs = [empty_like(x) for x in given]
-    tensors = [x for x in given if x.numel()]
-    if tensors:
-        targets = _of_one_rank([x for x in outs if x.numel()])
-        _launch_into(targets, _of_one_rank(tensors), cos.contiguous(), sin.contiguous(), interleaved, inverse)
-    return outs[0], outs[1] if k is not None else q.new_empty(0)
+    q_out, k_out = empty_like(q), None if k is None else empty_like(k)
+    _launch_into(q_out, k_out, q, k, cos.contiguous(), sin.contiguous(), interleaved, inverse)
+    return q_out, q.new_empty(0) if k_out is None else k_out
 
 
 def launch_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
-    given = [x for x in (q, k) if x is not None and x.numel()]
-    dense = _dense(*given)
-    if dense:
-        _launch_into(None, _of_one_rank(dense), cos.contiguous(), sin.contiguous(), interleaved, inverse)
-    for x, turned in zip(given, dense, strict=True):
-        if turned is not x:
-            x.copy_(turned)
-
-
-def _dense(*tensors: Tensor | None) -> list[Tensor]:
-    """Return the tensors, copied where the elements of a row do not lie next to each other."""
-    return [x if x.stride()[-1] == 1 else x.contiguous() for x in tensors if x is not None]
+    _launch_into(q, k, q, k, cos.contiguous(), sin.contiguous(), interleaved, inverse)
 
 
 def _given(q: Tensor, k: Tensor | None) -> list[Tensor]:
