@@ -207,7 +207,7 @@ def _walk(
         rank = max(len(q_shape), len(k_shape))
         shapes = [_of_rank(rank, shape, 1) for shape in (q_shape, k_shape)]
         strides = [_of_rank(rank, each, 0) for each in (q_strides, k_strides)]
-    cos_strides = [math.prod(cos_shape[dim + 1 :]) for dim in range(len(cos_shape))]
+    cos_strides = tuple(math.prod(cos_shape[dim + 1 :]) for dim in range(len(cos_shape)))
     found = levels(shapes, strides, cos_shape, cos_strides)
     apart = any(each[-1] != 1 for each in strides)
     if apart or len(found) > _LEVELS or any(0 in shape for shape in shapes):
