@@ -4,11 +4,13 @@
 
 namespace py = pybind11;
 
+void add_launches(py::module_& m);
 void add_samples(py::module_& m);
 void add_targets(py::module_& m);
 
 PYBIND11_MODULE(_host, m) {
-  m.doc() = "Host-side C++ of fastmp: the order of training samples, and a look at targets.";
+  m.doc() = "Host-side C++ of fastmp: samples in their order, a look at targets, launches of Triton's kernels.";
+  add_launches(m);
   add_samples(m);
   add_targets(m);
 }

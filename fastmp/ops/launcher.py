@@ -2,7 +2,8 @@
 
 Triton's own path works out at every launch what to compile for, and may take longer than the kernel runs.
 Here the first launch of its kind goes that way and keeps the compiled kernel. Later ones find it by one
-look-up and call its launcher with the values alone.
+look-up and hand the values to the CUDA driver (csrc/host/launch.cpp). Where fastmp's compiled module is not
+built, or a kernel needs more than that module knows, they go through the launcher that Triton compiled.
 """
 
 from __future__ import annotations
@@ -14,36 +15,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastmp.host import HOST
 from fastmp.ops import _triton
 
 _INT32 = (1 << 31) - 1
 _MOST = 4096  # plans; more come from sizes that do not repeat, and are planned again
-_KNOWN = _triton.VERSION is not None and _triton.VERSION.startswith("3.6.")  # whose launchers are called here
+KNOWN = _triton.VERSION is not None and _triton.VERSION.startswith("3.6.")  # whose compiled kernels are kept
+# Triton's types of arguments, as `HOST.planned` names them
+_KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 
 
 class _Plan:
-    """A compiled kernel on one device, ready to be called with a grid and values."""
+    """A compiled kernel on one device; `launch` takes the number of programs, and the arguments."""
 
-    __slots__ = ("constants", "current_device", "device", "function", "metadata", "run", "stream")
+    __slots__ = ("current_device", "device", "kept", "launch")
 
     def __init__(self, kernel: Any, compiled: Any, constants: dict[str, Any]) -> None:
         active, names = _triton.driver.active, kernel.arg_names
-        self.run: Callable[..., None] = compiled.run
-        self.function, self.metadata = compiled.function, compiled.packed_metadata
-        self.stream: Callable[[int], int] = active.get_current_stream
+        self.kept = kernel, constants  # a key has their addresses
         self.current_device: Callable[[], int] = active.get_current_device
         self.device = active.get_current_device()
-        self.constants = tuple(constants[name] for name in names if name in constants)
-        assert set(names[len(names) - len(self.constants) :]) <= set(constants), "constants come last"
-
-    def __call__(self, programs: int, arguments: tuple) -> None:
-        self.run(
-            programs, 1, 1, self.stream(self.device), self.function, self.metadata, None, None, None,
-            *arguments, *self.constants,
-        )  # fmt: skip
+        values = tuple(constants[name] for name in names if name in constants)
+        num_arguments = len(names) - len(values)
+        assert set(names[num_arguments:]) <= set(constants), "constants come last"
+        given = compiled, active.get_current_stream, self.device
+        self.launch = _by_the_driver(*given, num_arguments) or _by_triton(*given, values)
 
 
-_plans: dict[tuple, _Plan] = {}
+def _by_triton(
+    compiled: Any, stream: Callable[[int], int], device: int, constants: tuple
+) -> Callable[[int, tuple], None]:
+    """Return a function that calls the launcher that Triton compiled for the kernel."""
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launch(programs: int, arguments: tuple) -> None:
+        run(programs, 1, 1, stream(device), function, metadata, None, None, None, *arguments, *constants)
+
+    return launch
+
+
+def _by_the_driver(
+    compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int
+) -> Callable[[int, tuple], None] | None:
+    """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
+
+    It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types.
+    """
+    metadata = compiled.metadata
+    if HOST is None or metadata.target.backend != "cuda":
+        return None
+    num_warps, num_blocks, shared = compiled.packed_metadata
+    scratch = metadata.global_scratch_size, metadata.profile_scratch_size
+    if num_blocks != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl or any(scratch):
+        return None
+    types, maps = list(compiled.src.signature.values())[:num_arguments], metadata.tensordesc_meta or ()
+    kinds = ["P" if t[0] == "*" else "T" if t.startswith("tensordesc") else _KINDS.get(t, "") for t in types]
+    if not all(kinds) or kinds.count("T") != len(maps) or any(each["fp4_padded"] for each in maps):
+        return None
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as DTYPES
+
+    descriptors = [(m["swizzle"], m["elem_size"], DTYPES[m["elem_type"]], m["block_size"]) for m in maps]
+    return HOST.planned(
+        metadata.name, compiled.function, device, num_warps, shared, "".join(kinds), descriptors, stream
+    )
+
+
+_plans: dict[tuple | bytes, _Plan] = {}
 _instead: Callable[[Any, tuple, dict[str, Any]], object] | None = None
 architecture_elsewhere = 80  # what tiles are chosen for where tensors are on no GPU: the oldest
 
@@ -63,7 +100,7 @@ def instead(record: Callable[[Any, tuple, dict[str, Any]], object], arch: int) -
         _instead, architecture_elsewhere = before
 
 
-def _key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
+def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
     """Name the code that Triton would launch, and the device: at least as finely as Triton does.
 
     Sizes count as they are, for there are few; counts (`_triton.COUNTS`) by their width alone. A constant has
@@ -87,13 +124,18 @@ def _key(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> tuple:
     return tuple(key)
 
 
+key_of = key_in_python if HOST is None else HOST.launch_keys(_triton.TensorDescriptor)
+
+
 def _watched() -> bool:
     """Whether a profiler asks Triton for more about a launch than a plan keeps."""
     hooks = _triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
-def _plan(key: tuple, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
+def _plan(
+    key: tuple | bytes, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]
+) -> None:
     """Launch by Triton's own path and keep the compiled kernel."""
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
@@ -106,7 +148,7 @@ def _plan(key: tuple, kernel: Any, programs: int, arguments: tuple, constants: d
         raise ValueError(f"{kernel.fn.__name__}: all tensors must be on one device, got {devices}")
     with torch.cuda.device_of(tensors[0]):
         compiled = kernel[(programs,)](*arguments, **constants)
-        if compiled is not None and _KNOWN:
+        if compiled is not None and KNOWN:
             if len(_plans) >= _MOST:
                 _plans.clear()
             _plans[key] = _Plan(kernel, compiled, constants)
@@ -126,12 +168,12 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
     if _triton.INTERPRETED:
         kernel[(programs,)](*arguments, **constants)
         return
-    key = _key(kernel, arguments, constants)
+    key = key_of(kernel, arguments, constants)
     plan = _plans.get(key)
     if plan is None or _watched():
         _plan(key, kernel, programs, arguments, constants)
     elif plan.current_device() == plan.device:
-        plan(programs, arguments)
+        plan.launch(programs, arguments)
     else:
         with torch.cuda.device(plan.device):
-            plan(programs, arguments)
+            plan.launch(programs, arguments)

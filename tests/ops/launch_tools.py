@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -46,6 +48,7 @@ class _Recorded:
     def __init__(self, calls: list[Called], code: tuple) -> None:
         self.calls, self.code = calls, code
         self.function, self.packed_metadata = f"function of {code[0]}", (4, 1, len(code))
+        self.metadata = SimpleNamespace(target=GPUTarget("none", 90, 32))  # which no driver is called for
 
     def launch_metadata(self, grid: tuple, stream: int, *values: Any) -> None:
         return None

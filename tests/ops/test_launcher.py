@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -15,6 +22,7 @@ from hypothesis import strategies as st
 from launch_tools import recording
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from fastmp.host import HOST
 from fastmp.ops import OPS, _triton, launcher
 from fastmp.testing.ops import run, samples
 
@@ -48,11 +56,16 @@ CONSTANTS = st.fixed_dictionaries(
 )
 
 
+# how launches are told apart: with the compiled module, and without
+KEYS = [launcher.key_in_python, *[launcher.key_of] * (HOST is not None)]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["python", "compiled"][: len(KEYS)])
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 9), ARGUMENTS, CONSTANTS), min_size=8, max_size=24))
-def test_calls_of_all_kinds_launch_what_triton_would(calls):
+@given(calls=st.lists(st.tuples(st.integers(1, 9), ARGUMENTS, CONSTANTS), min_size=8, max_size=24))
+def test_calls_of_all_kinds_launch_what_triton_would(key, calls):
     """One after another, with plans kept: dtypes, alignment, ones, multiples of 16, 64 bits, None."""
-    with recording() as found:
+    with recording() as found, mock.patch.object(launcher, "key_of", key):
         for programs, arguments, constants in calls:
             _kernel[(programs,)](*arguments, **constants)
             launcher.launch(_kernel, programs, *arguments, **constants)
@@ -73,6 +86,20 @@ def test_only_the_first_launch_of_a_kind_asks_triton():
         assert found.asked == 1
         launcher.launch(_kernel, 1, x.half(), None, None, 7, 64, 0.5, 0.5, **call)
         assert (found.asked, found.compiled) == (2, 2)
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["python", "compiled"][: len(KEYS)])
+def test_equal_constants_are_one_kind(key, monkeypatch):
+    """The dispatcher hands an op new floats and strings at each call."""
+    monkeypatch.setattr(launcher, "key_of", key)
+    x = torch.empty(16, 64)
+    found = {
+        key(_kernel, (x, None, None, 7, 64, 0.5, 0.5), {"COMPUTE": tl.float32, "BLOCK": block, "P": value})
+        for block in (64, 128)
+        for text in ("", "tanh", "tanh of x")
+        for value in ("".join(text), float("0.25"), float("0.5"), True, False, None)
+    }
+    assert len(found) == 2 * (3 + 5)
 
 
 def test_a_profiler_gets_its_hooks_called(monkeypatch):
@@ -133,3 +160,30 @@ def test_launches_what_triton_would(op, backend, dtype, monkeypatch):
             run(op, OPS[op].implementations[backend], arguments)
     assert launches
     assert found.asked < 3 * launches
+
+
+@pytest.fixture(scope="module")
+def fake_driver(tmp_path_factory) -> Path:
+    """fake_driver.c as a library that the loader takes for the CUDA driver's."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("Triton needs gcc or clang")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    options = ["-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}", "-o", library]
+    subprocess.run([compiler, *options, Path(__file__).with_name("fake_driver.c")], check=True)
+    return library
+
+
+@pytest.mark.skipif(HOST is None, reason="fastmp._host is not built")
+@pytest.mark.skipif(not launcher.KNOWN, reason="launches by the driver are for Triton 3.6")
+def test_the_driver_gets_what_triton_would_give_it(fake_driver, request):
+    """In a process of its own, which must not find another driver."""
+    more = ["--full"] if request.config.getoption("--full") else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, "by_driver.py"]
+    variables = {"LD_PRELOAD": str(fake_driver), "TRITON_LIBCUDA_PATH": str(fake_driver.parent)}
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, env={**os.environ, **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

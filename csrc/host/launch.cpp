@@ -1,0 +1,356 @@
+// Launches of kernels that Triton has compiled (fastmp/ops/launcher.py), over the CUDA driver's own functions.
+//
+// The driver is found when the first kernel has been launched by Triton, so the module needs no CUDA to be built or
+// imported. Both functions below run at every launch and are plain functions of Python's C interface: pybind11 would
+// look for an overload and convert the arguments, which takes as long as all that is done here.
+
+#include <dlfcn.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+// What cuda.h says of the few functions that are called; a CUresult is an int.
+struct Config {
+  unsigned grid[3], block[3], shared;
+  void* stream;
+  void* attributes;
+  unsigned num_attributes;
+};
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+constexpr int kMaxRank = 5;
+
+struct Driver {
+  int (*launch)(const Config*, void* function, void** parameters, void** extra);
+  int (*encode)(TensorMap*, int dtype, uint32_t rank, void* address, const uint64_t* sizes, const uint64_t* pitches,
+                const uint32_t* box, const uint32_t* steps, int interleave, int swizzle, int promotion, int fill);
+  int (*current_context)(void**);
+  int (*set_context)(void*);
+  int (*retain_context)(void**, int device);
+  int (*error_name)(int, const char**);
+  int (*error_text)(int, const char**);
+
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_LAZY);
+    if (!library) throw std::runtime_error(std::string("launcher: no CUDA driver: ") + dlerror());
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      if (!function) throw std::runtime_error(std::string("launcher: the CUDA driver has no ") + name);
+    };
+    find(launch, "cuLaunchKernelEx");
+    find(encode, "cuTensorMapEncodeTiled");
+    find(current_context, "cuCtxGetCurrent");
+    find(set_context, "cuCtxSetCurrent");
+    find(retain_context, "cuDevicePrimaryCtxRetain");
+    find(error_name, "cuGetErrorName");
+    find(error_text, "cuGetErrorString");
+  }
+
+  void check(int code, const std::string& kernel) const {
+    if (!code) return;
+    const char *name = "an unknown error", *text = "";
+    error_name(code, &name);
+    error_text(code, &text);
+    throw std::runtime_error(kernel + ": the CUDA driver refuses the launch: " + name + " (" + std::to_string(code) +
+                             "): " + text);
+  }
+};
+
+const Driver& driver() {
+  static const Driver found;
+  return found;
+}
+
+PyObject* interned(const char* name) { return PyUnicode_InternFromString(name); }
+PyObject *const kBase = interned("base"), *const kBlockShape = interned("block_shape"),
+                *const kCounts = interned("counts"), *const kDataPtr = interned("data_ptr"),
+                *const kDtype = interned("dtype"), *const kGetDevice = interned("get_device"),
+                *const kPadding = interned("padding"), *const kShape = interned("shape"),
+                *const kStrides = interned("strides");
+
+py::object taken(PyObject* object) {
+  if (!object) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(object);
+}
+
+py::object attribute(PyObject* of, PyObject* name) { return taken(PyObject_GetAttr(of, name)); }
+
+int64_t integer(PyObject* object) {
+  const int64_t value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+int32_t narrow(int64_t value) {
+  if (value != static_cast<int32_t>(value)) throw std::overflow_error("launcher: a number needs more than 32 bits");
+  return static_cast<int32_t>(value);
+}
+
+uint64_t address_of(PyObject* tensor) {
+  const py::object address = taken(PyObject_CallMethodNoArgs(tensor, kDataPtr));
+  const uint64_t value = PyLong_AsUnsignedLongLong(address.ptr());
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
+int64_t device_of(PyObject* tensor) { return integer(taken(PyObject_CallMethodNoArgs(tensor, kGetDevice)).ptr()); }
+
+// The items of a list or tuple.
+class Items {
+ public:
+  explicit Items(PyObject* sequence) : items_(taken(PySequence_Fast(sequence, "launcher: no list or tuple"))) {}
+  Py_ssize_t size() const { return PySequence_Fast_GET_SIZE(items_.ptr()); }
+  PyObject* operator[](Py_ssize_t i) const { return PySequence_Fast_GET_ITEM(items_.ptr(), i); }
+
+ private:
+  py::object items_;
+};
+
+// Calls `body`, whose exceptions become Python's.
+template <class Body>
+PyObject* guarded(const Body& body) {
+  try {
+    return body();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::overflow_error& error) {
+    PyErr_SetString(PyExc_OverflowError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// The lowest byte of the first word that a key has of a value tells its kind, and so how many words follow.
+enum Kind : uint64_t { kNone, kFloat, kCount, kInteger, kTensor, kDescriptor, kText, kObject };
+
+uint64_t identity(PyObject* object) { return reinterpret_cast<uintptr_t>(object); }
+
+void add_argument(std::vector<uint64_t>& key, PyObject* argument, bool counts, PyTypeObject* descriptor) {
+  if (argument == Py_None) {
+    key.push_back(kNone);
+  } else if (PyLong_CheckExact(argument)) {
+    const int64_t value = integer(argument);
+    if (counts) {
+      key.push_back(kCount | (value != static_cast<int32_t>(value)) << 8);
+    } else {
+      key.insert(key.end(), {kInteger, static_cast<uint64_t>(value)});
+    }
+  } else if (PyFloat_CheckExact(argument)) {
+    key.push_back(kFloat);
+  } else if (Py_TYPE(argument) == descriptor) {
+    const py::object base = attribute(argument, kBase), block = attribute(argument, kBlockShape);
+    const Items sizes(block.ptr());
+    key.push_back(kDescriptor | sizes.size() << 8 | device_of(base.ptr()) << 16);
+    key.push_back(identity(attribute(base.ptr(), kDtype).ptr()));
+    for (Py_ssize_t i = 0; i < sizes.size(); ++i) key.push_back(integer(sizes[i]));
+  } else {
+    key.push_back(kTensor | (address_of(argument) & 15) << 8 | device_of(argument) << 16);
+    key.push_back(identity(attribute(argument, kDtype).ptr()));
+  }
+}
+
+void add_constant(std::vector<uint64_t>& key, PyObject* value) {
+  if (PyLong_CheckExact(value)) {
+    key.insert(key.end(), {kInteger, static_cast<uint64_t>(integer(value))});
+  } else if (PyFloat_CheckExact(value)) {
+    key.insert(key.end(), {kFloat, std::bit_cast<uint64_t>(PyFloat_AS_DOUBLE(value))});
+  } else if (PyUnicode_CheckExact(value)) {  // the dispatcher makes a new one at each call
+    Py_ssize_t size;
+    const char* text = PyUnicode_AsUTF8AndSize(value, &size);
+    if (!text) throw py::error_already_set();
+    key.push_back(kText | size << 8);
+    const size_t at = key.size();
+    key.resize(at + (size + 7) / 8);
+    std::memcpy(key.data() + at, text, size);
+  } else {
+    key.insert(key.end(), {kObject, identity(value)});
+  }
+}
+
+void expect(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given != wanted) throw std::runtime_error("launcher: called with " + std::to_string(given) + " arguments");
+}
+
+// key(kernel, arguments, constants). Objects count by identity: who keeps a key must keep them.
+PyObject* make_key(PyObject* descriptor, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&] {
+    expect(count, 3);
+    std::vector<uint64_t> key;
+    key.reserve(96);
+    key.push_back(identity(given[0]));
+    const py::object counts = attribute(given[0], kCounts);
+    const Items arguments(given[1]), counted(counts.ptr());
+    for (Py_ssize_t i = 0; i < std::min(arguments.size(), counted.size()); ++i)
+      add_argument(key, arguments[i], counted[i] == Py_True, reinterpret_cast<PyTypeObject*>(descriptor));
+    PyObject* value;
+    for (Py_ssize_t i = 0; PyDict_Next(given[2], &i, nullptr, &value);) add_constant(key, value);
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char*>(key.data()), key.size() * sizeof key[0]);
+  });
+}
+
+// How the tensor map of an argument is encoded.
+struct Descriptor {
+  int swizzle, item_size, dtype;
+  std::vector<uint32_t> block;  // from the last dimension to the first, as the driver has it
+};
+
+struct Plan {
+  std::string name;
+  void* function;
+  int device;
+  unsigned num_threads, shared;
+  std::string kinds;
+  std::vector<Descriptor> descriptors;
+  py::object stream, device_number;
+};
+
+constexpr size_t kMostParameters = 96, kMostDescriptors = 8;
+
+// The memory of a launch's parameters, and where each of them lies.
+struct Parameters {
+  std::array<TensorMap, kMostDescriptors> maps;
+  std::array<uint64_t, kMostParameters> values;
+  std::array<void*, kMostParameters + kMostDescriptors> all;
+  size_t num_maps = 0, num_values = 0, size = 0;
+
+  template <class T>
+  void add(T value) {
+    std::memcpy(&values[num_values], &value, sizeof value);
+    all[size++] = &values[num_values++];
+  }
+
+  void add_descriptor(const Plan& plan, PyObject* argument) {
+    const Descriptor& how = plan.descriptors[num_maps];
+    const py::object base = attribute(argument, kBase), padding = attribute(argument, kPadding);
+    const Items shape(attribute(argument, kShape).ptr()), strides(attribute(argument, kStrides).ptr());
+    const uint32_t rank = how.block.size(), steps[kMaxRank] = {1, 1, 1, 1, 1};
+    if (shape.size() != rank || strides.size() != rank)
+      throw std::runtime_error(plan.name + ": a descriptor has not the rank that the kernel was compiled for");
+    uint64_t sizes[kMaxRank], pitches[kMaxRank];
+    for (uint32_t i = 0; i < rank; ++i) {
+      sizes[rank - 1 - i] = integer(shape[i]);
+      pitches[rank - 1 - i] = integer(strides[i]);
+    }
+    for (uint32_t i = 1; i < rank; ++i) pitches[i] *= how.item_size;
+    TensorMap& map = maps[num_maps++];
+    void* address = reinterpret_cast<void*>(address_of(base.ptr()));
+    const int fill_with_nan = PyUnicode_CompareWithASCIIString(padding.ptr(), "nan") == 0;
+    constexpr int kNoInterleave = 0, kPromotionTo128Bytes = 2;
+    driver().check(driver().encode(&map, how.dtype, rank, address, sizes, pitches + 1, how.block.data(), steps,
+                                   kNoInterleave, how.swizzle, kPromotionTo128Bytes, fill_with_nan),
+                   plan.name);
+    all[size++] = &map;
+    for (uint32_t i = 0; i < rank; ++i) add(narrow(integer(shape[i])));
+    for (uint32_t i = 0; i < rank; ++i) add(integer(strides[i]));
+  }
+
+  void add_argument(const Plan& plan, char kind, PyObject* argument) {
+    switch (kind) {
+      case 'P':
+        return add(argument == Py_None ? 0 : address_of(argument));
+      case 'i':
+        return add(narrow(integer(argument)));
+      case 'q':
+        return add(integer(argument));
+      case 'f':
+        return add(static_cast<float>(PyFloat_AsDouble(argument)));
+      case 'd':
+        return add(PyFloat_AsDouble(argument));
+      case 'T':
+        return add_descriptor(plan, argument);
+    }
+  }
+};
+
+void enter_context(const Plan& plan) {  // a new thread has none
+  void* context = nullptr;
+  driver().check(driver().current_context(&context), plan.name);
+  if (context) return;
+  driver().check(driver().retain_context(&context, plan.device), plan.name);
+  driver().check(driver().set_context(context), plan.name);
+}
+
+// launch(programs, arguments) of a plan.
+PyObject* launch(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    expect(count, 2);
+    const Plan& plan = *static_cast<const Plan*>(PyCapsule_GetPointer(self, nullptr));
+    const int32_t programs = narrow(integer(given[0]));
+    const Items arguments(given[1]);
+    if (static_cast<size_t>(arguments.size()) != plan.kinds.size())
+      throw std::runtime_error(plan.name + ": the kernel was compiled for another number of arguments");
+    enter_context(plan);
+    Parameters parameters;
+    for (Py_ssize_t i = 0; i < arguments.size(); ++i) parameters.add_argument(plan, plan.kinds[i], arguments[i]);
+    for (int i = 0; i < 2; ++i) parameters.add(uint64_t{0});  // Triton's scratch memory for a kernel, and a profiler
+    if (programs > 0) {
+      const py::object stream = taken(PyObject_CallOneArg(plan.stream.ptr(), plan.device_number.ptr()));
+      Config config{{static_cast<unsigned>(programs), 1, 1}, {plan.num_threads, 1, 1}, plan.shared,
+                    reinterpret_cast<void*>(integer(stream.ptr())), nullptr, 0};
+      int code;
+      Py_BEGIN_ALLOW_THREADS;  // a full queue makes the launch wait
+      code = driver().launch(&config, plan.function, parameters.all.data(), nullptr);
+      Py_END_ALLOW_THREADS;
+      driver().check(code, plan.name);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef definition(const char* name, PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+PyMethodDef key_definition = definition("key", make_key), launch_definition = definition("launch", launch);
+
+py::object launch_keys(const py::object& descriptor) {
+  return taken(PyCFunction_New(&key_definition, descriptor.ptr()));
+}
+
+py::object planned(std::string name, uintptr_t function, int device, int num_warps, int shared, std::string kinds,
+                   const std::vector<std::tuple<int, int, int, std::vector<uint32_t>>>& descriptors,
+                   py::object stream) {
+  driver();
+  auto plan = std::make_unique<Plan>(Plan{std::move(name), reinterpret_cast<void*>(function), device,
+                                          32u * num_warps, static_cast<unsigned>(shared), std::move(kinds), {},
+                                          std::move(stream), py::int_(device)});
+  size_t num_values = plan->kinds.size() + 2;
+  for (const auto& [swizzle, item_size, dtype, block] : descriptors) {
+    if (block.empty() || block.size() > kMaxRank)
+      throw std::invalid_argument(plan->name + ": a descriptor has 1 to 5 dimensions");
+    plan->descriptors.push_back({swizzle, item_size, dtype, {block.rbegin(), block.rend()}});
+    num_values += 2 * block.size();
+  }
+  if (num_values > kMostParameters || descriptors.size() > kMostDescriptors)
+    throw std::invalid_argument(plan->name + ": the kernel has more parameters than a plan holds");
+  const py::capsule owner(plan.release(), [](void* plan) { delete static_cast<Plan*>(plan); });
+  return taken(PyCFunction_New(&launch_definition, owner.ptr()));
+}
+
+}  // namespace
+
+void add_launches(py::module_& m) {
+  m.def("launch_keys", &launch_keys, py::arg("descriptor"),
+        "key(kernel, arguments, constants), for kernels that take TensorDescriptors of the class `descriptor`.");
+  m.def("planned", &planned, py::arg("name"), py::arg("function"), py::arg("device"), py::arg("num_warps"),
+        py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"),
+        "launch(programs, arguments) of a function that the driver has loaded.\n\n"
+        "kinds has a letter for each argument: as in the module struct, T for a descriptor, - for what is no\n"
+        "parameter. descriptors: swizzle, bytes of an element, the driver's dtype and block of each.\n"
+        "stream(device) is asked at each launch.");
+}
