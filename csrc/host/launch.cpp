@@ -63,11 +63,11 @@ struct Driver {
 
   void check(int code, const std::string& kernel) const {
     if (!code) return;
-    const char *name = "an unknown error", *text = "";
-    error_name(code, &name);
-    error_text(code, &text);
-    throw std::runtime_error(kernel + ": the CUDA driver refuses the launch: " + name + " (" + std::to_string(code) +
-                             "): " + text);
+    const char *name, *text;
+    if (error_name(code, &name)) name = "an error that it has no name for";
+    if (error_text(code, &text)) text = "no more is known";
+    throw std::runtime_error(kernel + ": the CUDA driver refuses the launch with " + name + " (" +
+                             std::to_string(code) + "): " + text);
   }
 };
 

@@ -23,6 +23,7 @@ _MOST = 4096  # plans; more come from sizes that do not repeat, and are planned 
 KNOWN = _triton.VERSION is not None and _triton.VERSION.startswith("3.6.")  # whose compiled kernels are kept
 # Triton's types of arguments, as `HOST.planned` names them
 _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+_DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # of tensor maps: from Triton's number to the driver's
 
 
 class _Plan:
@@ -72,9 +73,7 @@ def _by_the_driver(
     kinds = ["P" if t[0] == "*" else "T" if t.startswith("tensordesc") else _KINDS.get(t, "") for t in types]
     if not all(kinds) or kinds.count("T") != len(maps) or any(each["fp4_padded"] for each in maps):
         return None
-    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as DTYPES
-
-    descriptors = [(m["swizzle"], m["elem_size"], DTYPES[m["elem_type"]], m["block_size"]) for m in maps]
+    descriptors = [(m["swizzle"], m["elem_size"], _DTYPES[m["elem_type"]], m["block_size"]) for m in maps]
     return HOST.planned(
         metadata.name, compiled.function, device, num_warps, shared, "".join(kinds), descriptors, stream
     )

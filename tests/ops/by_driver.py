@@ -100,8 +100,8 @@ class _Standing:
         self.src = types.SimpleNamespace(fn=kernel, signature=signature, constants=constants)
         blocks = [block_of(kind) for kind in signature.values() if kind.startswith("tensordesc")]
         maps = [
-            {"swizzle": i % 4, "elem_size": 2, "elem_type": 6 + i, "block_size": block, "fp4_padded": False}
-            for i, block in enumerate(blocks)
+            {"swizzle": i % 4, "elem_size": 2, "elem_type": i % 16, "block_size": block, "fp4_padded": False}
+            for i, block in enumerate(blocks, start=len(_functions))
         ]
         self.metadata = types.SimpleNamespace(
             name=kernel.__name__, target=GPUTarget("cuda", 90, 32), tensordesc_meta=maps,
@@ -141,8 +141,8 @@ def _on_the_fake_driver(compiles: bool) -> Iterator[_Device]:
         mock.patch.object(launcher, "_plans", {}),
     ):
         launched()
-        yield device
         FAKE.fake_answer(0)
+        yield device
 
 
 def by_the_driver() -> bool:
@@ -213,8 +213,8 @@ def test_arguments_of_all_kinds(programs, arguments):
         assert by_the_driver()
 
 
-def _launch(x: Any, **more: Any) -> None:
-    launcher.launch(_kernel, 5, x, None, None, 7, 64, 0.5, 0.5, **CONSTANTS, **more)
+def _launch(x: Any) -> None:
+    launcher.launch(_kernel, 5, x, None, None, 7, 64, 0.5, 0.5, **CONSTANTS)
 
 
 def test_clusters_stay_with_triton():
@@ -265,10 +265,17 @@ def test_a_thread_without_a_context_gets_that_of_the_device():
         assert FAKE.fake_retained() == 1
 
 
-def test_an_error_of_the_driver_is_raised_with_its_name():
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (701, r"CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES \(701\): too many resources requested for launch$"),
+        (12345, r"an error that it has no name for \(12345\)"),
+    ],
+)
+def test_an_error_of_the_driver_is_raised_with_its_name(code, says):
     x = torch.empty(64)
     with _on_the_fake_driver(compiles=False):
         _launch(x)
-        FAKE.fake_answer(701)
-        with pytest.raises(RuntimeError, match=r"^_kernel: .*CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES \(701\)"):
+        FAKE.fake_answer(code)
+        with pytest.raises(RuntimeError, match=rf"^_kernel: the CUDA driver refuses the launch with {says}"):
             _launch(x)

@@ -84,12 +84,12 @@ CUresult cuModuleGetFunction(CUfunction *to, CUmodule module, const char *name) 
   return CUDA_SUCCESS;
 }
 CUresult cuGetErrorName(CUresult code, const char **to) {
-  *to = code == CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : "CUDA_ERROR_UNKNOWN";
-  return CUDA_SUCCESS;
+  *to = code == CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES ? "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES" : 0;
+  return *to ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuGetErrorString(CUresult code, const char **to) {
-  *to = "said by no driver";
-  return CUDA_SUCCESS;
+  *to = code == CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES ? "too many resources requested for launch" : 0;
+  return *to ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuDeviceGet(CUdevice *to, int number) { return *to = number, CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *to, CUdevice_attribute attribute, CUdevice device) { return *to = 1 << 20, CUDA_SUCCESS; }
