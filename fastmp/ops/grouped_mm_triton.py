@@ -301,42 +301,43 @@ def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
 
 
-def use_tma(a: Tensor, b: Tensor) -> bool:
-    """Say whether both, 16 bits an element, can be described to the GPU's TMA unit."""
-    return architecture(a) >= 90 and describable(a) and describable(b)
+def use_tma(arch: int, itemsize: int, aligned: bool, *strides: int) -> bool:
+    """Say whether tensors can be described to the GPU's TMA unit.
+
+    aligned: whether their addresses are multiples of 16 bytes, as the strides of all rows must be, too.
+    """
+    return aligned and arch >= 90 and itemsize == 2 and all(n > 0 and n % 8 == 0 for n in strides)
 
 
-def describable(tensor: Tensor) -> bool:
-    """Say whether address and strides are multiples of 16 bytes, and there is something."""
-    if tensor.element_size() != 2 or tensor.data_ptr() % 16 or tensor.numel() == 0:
-        return False
-    for stride in tensor.stride()[:-1]:  # a generator takes three times as long
-        if stride <= 0 or stride % 8:
-            return False
-    return True
+def _aligned(a: Tensor, b: Tensor) -> bool:
+    return not (a.data_ptr() | b.data_ptr()) & 15
 
 
 def _descriptor(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *block: int) -> Any:
-    """Make a TensorDescriptor without its checks: `describable` has made those that can fail."""
+    """Make a TensorDescriptor without its checks: `use_tma` has made those that can fail."""
     described = object.__new__(TensorDescriptor)
     described.base, described.shape, described.strides, described.block_shape = tensor, shape, strides, block
     return described
 
 
-def _ragged(tensor: Tensor, *block: int) -> Any:
+def _ragged(tensor: Tensor, pitch: int, columns: int, *block: int) -> Any:
     """Describe a matrix, for `_load_ragged`, so that the TMA unit puts zeros behind any of its rows.
 
-    Two more dimensions move the rows by any number, forward or (for addresses are 64 bits that wrap around)
-    backward, against the limit of the third. As in triton.tools.ragged_tma.
+    Its rows begin `pitch` elements apart. Two more dimensions move them by any number, forward or (for
+    addresses are 64 bits that wrap around) backward, against the limit of the third. As in
+    triton.tools.ragged_tma.
     """
-    pitch, columns = tensor.stride(0), tensor.shape[1]
     shape = (0x7FFF0000, 0x7FFF0000, _MOST_ROWS, columns)
     return _descriptor(tensor, shape, ((1 << 34) - pitch, pitch, pitch, 1), 1, 1, *block)
 
 
-def _along_rows(tensor: Tensor) -> Tensor:
-    """Give the tensor unit column stride; it is copied only where it has another."""
-    return tensor if tensor.stride()[-1] == 1 else tensor.contiguous()
+def _along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return the tensor with unit column stride, copied only where it has another, and its strides."""
+    strides = tensor.stride()
+    if strides[-1] != 1:
+        tensor = tensor.contiguous()
+        strides = tensor.stride()
+    return tensor, strides
 
 
 def _block_e(num_experts: int) -> int:
@@ -358,10 +359,13 @@ def _constants(itemsize: int, tma: bool, num_experts: int, blocks: Blocks) -> di
 
 @cache
 def _plan_product(
-    rows_each: float, num_experts: int, num_n: int, num_k: int, itemsize: int, x_pitch: int, w_jump: int,
-    w_pitch: int, arch: int, tma: bool, transposed: bool, form: str, gated: bool, keep: bool, has_bias: bool,
+    rows_each: float, w_shape: tuple[int, int, int], itemsize: int, x_pitch: int,
+    w_strides: tuple[int, int, int], arch: int, aligned: bool, transposed: bool, form: str, gated: bool,
+    keep: bool, has_bias: bool,
 ) -> tuple[Blocks, int, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
     """Return blocks, tiles side by side, programs a multiprocessor, arguments behind num_rows, constants."""
+    (num_experts, num_n, num_k), (w_jump, w_pitch, _) = w_shape, w_strides
+    tma = num_k > 0 and use_tma(arch, itemsize, aligned, x_pitch, w_jump, w_pitch)
     if transposed:
         num_n, num_k = num_k, num_n
     width = num_n // 2 if gated else num_n
@@ -388,25 +392,26 @@ def _product(
     keep: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return y = form(h), or form(gate) * up, and h = x times the weights + bias: None unless `keep`."""
-    num_rows, (num_experts, num_n, num_k) = x.shape[0], w.shape
-    columns = num_k if transposed else num_n
+    x_shape, w_shape = x.shape, w.shape
+    num_rows, num_experts, columns = x_shape[0], w_shape[0], w_shape[2 if transposed else 1]
     y = x.new_empty(num_rows, columns // 2 if gated else columns)
     h = x.new_empty(num_rows, columns) if keep else None
     if y.numel() == 0:
         return y, h
-    x, w, offsets = _along_rows(x), _along_rows(w), offsets.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    tma, (w_jump, w_pitch, _) = use_tma(x, w), w.stride()
+    (x, x_strides), (w, w_strides) = _along_rows(x), _along_rows(w)
     blocks, tiles, programs, sizes, constants = _plan_product(
-        row_class(ROWS_EACH, num_rows, num_experts), num_experts, num_n, num_k, x.element_size(), x.stride(0),
-        w_jump, w_pitch, architecture(x), tma, transposed, form, gated, keep, bias is not None,
+        row_class(ROWS_EACH, num_rows, num_experts), w_shape, x.element_size(), x_strides[0], w_strides,
+        architecture(x), _aligned(x, w), transposed, form, gated, keep, bias is not None,
     )  # fmt: skip
     programs = num_programs(x, (cdiv(num_rows, blocks.rows) + num_experts) * tiles, programs)
-    if tma:
-        x = _descriptor(x, x.shape, x.stride(), blocks.rows, blocks.terms)
+    if constants["TMA"]:
+        x = _descriptor(x, x_shape, x_strides, blocks.rows, blocks.terms)
         w_block = (blocks.terms, blocks.columns) if transposed else (blocks.columns, blocks.terms)
-        w = _descriptor(w, w.shape, w.stride(), 1, *w_block)
-    launcher.launch(grouped_mm_kernel, programs, x, w, bias, offsets, y, h, num_rows, *sizes, **constants)
+        w = _descriptor(w, w_shape, w_strides, 1, *w_block)
+    launcher.launch(
+        grouped_mm_kernel, programs, x, w, None if bias is None else bias.contiguous(), offsets.contiguous(),
+        y, h, num_rows, *sizes, **constants,
+    )  # fmt: skip
     return y, h
 
 
@@ -423,10 +428,12 @@ def launch_mlp_in(
 
 @cache
 def _plan_wgrad(
-    rows_each: float, num_experts: int, num_n: int, num_k: int, itemsize: int, grad_pitch: int, x_pitch: int,
-    out_jump: int, out_pitch: int, arch: int, tma: bool, accumulate: bool,
+    rows_each: float, shape: tuple[int, int, int], strides: tuple[int, int, int], itemsize: int,
+    grad_pitch: int, x_pitch: int, arch: int, aligned: bool, accumulate: bool,
 ) -> tuple[Blocks, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
-    """Return blocks, tiles in all, arguments behind num_rows, constants."""
+    """Return blocks, tiles in all, arguments behind num_rows, constants, for a gradient of such a shape."""
+    (num_experts, num_n, num_k), (out_jump, out_pitch, _) = shape, strides
+    tma = use_tma(arch, itemsize, aligned, grad_pitch, x_pitch)
     blocks = wgrad_blocks(rows_each, num_n, num_k, itemsize, _tile_architecture(arch, tma))
     n_vector = vector_width(itemsize, num_n, grad_pitch)
     k_vector = vector_width(itemsize, num_k, x_pitch, out_jump, out_pitch)
@@ -446,17 +453,18 @@ def _plan_wgrad(
 def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bool) -> None:
     if out.numel() == 0:
         return
-    grad, x, offsets = _along_rows(grad), _along_rows(x), offsets.contiguous()
-    num_rows, (num_experts, num_n, num_k), (out_jump, out_pitch, _) = x.shape[0], out.shape, out.stride()
-    tma = use_tma(grad, x) and num_rows <= _MOST_ROWS
+    (grad, (grad_pitch, _)), (x, (x_pitch, _)) = _along_rows(grad), _along_rows(x)
+    num_rows, shape = x.shape[0], out.shape
     blocks, tiles, sizes, constants = _plan_wgrad(
-        row_class(WGRAD_ROWS_EACH, num_rows, num_experts), num_experts, num_n, num_k, x.element_size(),
-        grad.stride(0), x.stride(0), out_jump, out_pitch, architecture(x), tma, accumulate,
+        row_class(WGRAD_ROWS_EACH, num_rows, shape[0]), shape, out.stride(), x.element_size(), grad_pitch,
+        x_pitch, architecture(x), 0 < num_rows <= _MOST_ROWS and _aligned(grad, x), accumulate,
     )  # fmt: skip
-    if tma:
-        grad = _ragged(grad, blocks.terms, blocks.rows)
-        x = _ragged(x, blocks.terms, blocks.columns)
-    launcher.launch(grouped_wgrad_kernel, tiles, grad, x, offsets, out, num_rows, *sizes, **constants)
+    if constants["TMA"]:
+        grad = _ragged(grad, grad_pitch, shape[1], blocks.terms, blocks.rows)
+        x = _ragged(x, x_pitch, shape[2], blocks.terms, blocks.columns)
+    launcher.launch(
+        grouped_wgrad_kernel, tiles, grad, x, offsets.contiguous(), out, num_rows, *sizes, **constants
+    )
 
 
 def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

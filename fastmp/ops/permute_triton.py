@@ -1,6 +1,6 @@
 """Triton kernels of permutation, permute and unpermute, and their launches.
 
-permutation takes three launches: counts of each expert in blocks of pairs, their sums over the blocks before,
+permutation takes three launches: counts of each expert in blocks of pairs, their sums over the blocks so far,
 and the rank of each pair among those of its block. Tensors are tiled in rows of 16-byte accesses: permute and
 the backward of unpermute walk pairs and scatter, unpermute walks tokens and gathers. Who scatters must know
 the rows without a pair, which are zeros: a launch before writes each pair's number to its row, over memory

@@ -169,12 +169,13 @@ class _Memory:
         result = load(pointers, mask, *rest, **k)
         if not self.late:
             return result
-        program.reads.append((pointers.data, np.broadcast_to(mask.data, pointers.data.shape).astype(bool)))
+        where = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
+        program.reads.append((pointers.data, where))
         for store in (store for store in self.stores if store.program is program):
             found, values = store.at(pointers.data)
             if not store.fenced:
                 found = found & store.by_same_threads(pointers.data, self.threads)
-            found = found & mask.data.astype(bool)
+            found = found & where
             if found.any():
                 result.data = np.where(found, values.view(result.data.dtype), result.data)
         return result

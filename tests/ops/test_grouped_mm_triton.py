@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fastmp.ops import grouped_mm_triton as kernels
+from fastmp.ops import launcher
 from fastmp.ops.registry import OPS
 from fastmp.testing.ops import poisoned_memory
 
@@ -99,15 +100,15 @@ def test_shapes(shape):
 
 @pytest.fixture
 def by_tma(monkeypatch):
-    """Descriptors as on a GPU that has a TMA unit, for all tensors that it could take; tells their shapes."""
-    seen = []
+    """Launches as on a GPU that has a TMA unit; tells the shapes of what is described to it."""
+    seen, describe = [], kernels._descriptor
 
-    def use(*tensors):
-        found = all(map(kernels.describable, tensors))
-        seen.extend(tuple(t.shape) for t in tensors if found)
-        return found
+    def described(tensor, *arguments):
+        seen.append(tuple(tensor.shape))
+        return describe(tensor, *arguments)
 
-    monkeypatch.setattr(kernels, "use_tma", use)
+    monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
+    monkeypatch.setattr(kernels, "_descriptor", described)
     return seen
 
 
