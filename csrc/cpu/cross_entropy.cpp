@@ -10,6 +10,8 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <vector>
 
 #include "op.h"
 
@@ -352,15 +354,42 @@ std::tuple<Tensor, Tensor> cross_entropy_merge(Tensor stats, Tensor target, std:
   return {loss, lse};
 }
 
+// The sum of the losses, over `divisor`, as a tensor of no dimensions. One thread adds them, in one order.
+template <typename A>
+Tensor divided(const Tensor& losses, double divisor) {
+  constexpr int64_t kWays = 8;
+  const int64_t count = losses.numel();
+  const A* loss = losses.const_data_ptr<A>();
+  double sums[kWays] = {};
+  int64_t i = 0;
+  for (; i + kWays <= count; i += kWays) {
+    for (int64_t way = 0; way < kWays; ++way) sums[way] += loss[i + way];
+  }
+  for (; i < count; ++i) sums[0] += loss[i];
+  Tensor out = empty({}, losses.scalar_type(), losses);
+  *out.mutable_data_ptr<A>() = std::accumulate(sums, sums + kWays, 0.0) / divisor;
+  return out;
+}
+
+Tensor divided(const Tensor& losses, std::optional<double> divisor) {
+  if (!divisor) return losses;
+  return losses.scalar_type() == ScalarType::Double ? divided<double>(losses, *divisor) : divided<float>(losses, *divisor);
+}
+
 // The loss and log-sum-exp of rows that hold a whole vocabulary, or of the statistics of all shards.
 std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, std::optional<Tensor> stats,
                                          std::optional<Tensor> token_weight, int64_t vocab_start, int64_t vocab_size,
-                                         int64_t ignore_index, double label_smoothing, double z_loss, bool) {
+                                         int64_t ignore_index, double label_smoothing, double z_loss, bool,
+                                         std::optional<double> divisor) {
   constexpr const char* op = "cross_entropy";
   FASTMP_CHECK(vocab_start >= 0 && vocab_size > 0 && label_smoothing >= 0 && label_smoothing <= 1 && z_loss >= 0, op,
                ": vocab_start ", vocab_start, ", vocab_size ", vocab_size, ", label_smoothing ", label_smoothing,
                " or z_loss ", z_loss, " is none");
-  if (stats) return cross_entropy_merge(*stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss);
+  if (stats) {
+    const auto [loss, lse] =
+        cross_entropy_merge(*stats, target, token_weight, vocab_size, ignore_index, label_smoothing, z_loss);
+    return {divided(loss, divisor), lse};
+  }
   const Shard shard = shard_of(op, logits, vocab_start, vocab_size);
   const GradOptions options{vocab_size, ignore_index, label_smoothing, z_loss};
   const bool with_sum = label_smoothing > 0;
@@ -388,17 +417,23 @@ std::tuple<Tensor, Tensor> cross_entropy(const Tensor& logits, Tensor target, st
       }
     });
   });
-  return {loss, lse};
+  return {divided(loss, divisor), lse};
 }
 
 void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor target, Tensor lse, Tensor grad_loss,
-                 std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options) {
+                 std::optional<Tensor> token_weight, int64_t vocab_start, const GradOptions& options,
+                 std::optional<double> divisor) {
   const Shard shard = shard_of(op, logits, vocab_start, options.vocab_size);
   const int64_t tokens = logits.size(0);
   const ScalarType dtype = compute_dtype(logits.scalar_type());
   target = per_token(op, "target", target, tokens, ScalarType::Long);
   lse = per_token(op, "lse", lse, tokens, dtype);
-  grad_loss = per_token(op, "grad_loss", grad_loss, tokens, dtype);
+  if (divisor) {
+    FASTMP_CHECK(grad_loss.dim() == 0 && grad_loss.scalar_type() == dtype, op, ": with a divisor grad_loss must be ",
+                 dtype_name(dtype), " without dimensions, got ", described(grad_loss));
+  } else {
+    grad_loss = per_token(op, "grad_loss", grad_loss, tokens, dtype);
+  }
   if (token_weight) token_weight = per_token(op, "token_weight", *token_weight, tokens, dtype);
   dispatch_float(logits.scalar_type(), op, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -409,6 +444,8 @@ void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor
     const int64_t* ids = target.const_data_ptr<int64_t>();
     const A* log_sum = lse.const_data_ptr<A>();
     const A* upstream = grad_loss.const_data_ptr<A>();
+    const std::vector<A> same(divisor ? tokens : 0, divisor ? static_cast<A>(*upstream / *divisor) : A(0));
+    if (divisor) upstream = same.data();
     const A* weight = token_weight ? token_weight->const_data_ptr<A>() : nullptr;
     const int64_t out_stride = out.stride(0);
     parallel_for(0, tokens, grain_of(shard.columns), [&](int64_t begin, int64_t end) {
@@ -419,19 +456,19 @@ void launch_grad(const char* op, const Tensor& logits, const Tensor& out, Tensor
 
 Tensor cross_entropy_grad(Tensor logits, Tensor target, Tensor lse, Tensor grad_loss, std::optional<Tensor> token_weight,
                           int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
-                          double z_loss) {
+                          double z_loss, std::optional<double> divisor) {
   FASTMP_CHECK(logits.dim() == 2, "cross_entropy_grad: logits must be (N, V), got ", logits.dim(), " dimensions");
   Tensor out = empty({logits.size(0), logits.size(1)}, logits.scalar_type(), logits);
   launch_grad("cross_entropy_grad", logits, out, target, lse, grad_loss, token_weight, vocab_start,
-              {vocab_size, ignore_index, label_smoothing, z_loss});
+              {vocab_size, ignore_index, label_smoothing, z_loss}, divisor);
   return out;
 }
 
 void cross_entropy_grad_(Tensor& logits, Tensor target, Tensor lse, Tensor grad_loss, std::optional<Tensor> token_weight,
                          int64_t vocab_start, int64_t vocab_size, int64_t ignore_index, double label_smoothing,
-                         double z_loss) {
+                         double z_loss, std::optional<double> divisor) {
   launch_grad("cross_entropy_grad_", logits, logits, target, lse, grad_loss, token_weight, vocab_start,
-              {vocab_size, ignore_index, label_smoothing, z_loss});
+              {vocab_size, ignore_index, label_smoothing, z_loss}, divisor);
 }
 
 // Rows go through statistics, merge and gradient in groups that stay in a core's cache, their exponentials with them.

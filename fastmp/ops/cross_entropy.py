@@ -30,11 +30,11 @@ from fastmp.ops.cross_entropy_triton import (
     launch_stats,
     real_columns,
 )
+from fastmp.ops.reduction import check_reduction, divided, divisor_of, grad_of_each, reduced
 from fastmp.ops.registry import can_read_values, compute_dtype, refuse_create_graph, register
 from fastmp.profiling import traced
 
 _NAN = float("nan")
-REDUCTIONS = ("none", "mean", "sum")
 
 
 def _stats_reference(logits, target, vocab_start, vocab_size, with_sum):
@@ -65,16 +65,23 @@ def _merge_reference(stats, target, token_weight, vocab_size, ignore_index, labe
     return loss.masked_fill(target == ignore_index, 0), lse
 
 
-def _reference(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
-    """Loss and lse; of a whole vocabulary where no stats are given."""
-    ignore_index, smoothing, z_loss, _ = options
+def _reference(
+    logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
+    grad_in_place, divisor=None,
+):  # fmt: skip
+    """Loss and lse, of a whole vocabulary where no stats are given; with a divisor the sum over it."""
     if stats is None:
-        stats = _stats_reference(logits, target, vocab_start, vocab_size, smoothing > 0)[None]
-    return _merge_reference(stats, target, token_weight, vocab_size, ignore_index, smoothing, z_loss)
+        stats = _stats_reference(logits, target, vocab_start, vocab_size, label_smoothing > 0)[None]
+    options = vocab_size, ignore_index, label_smoothing, z_loss
+    loss, lse = _merge_reference(stats, target, token_weight, *options)
+    return divided(loss, divisor), lse
 
 
-def _grad_reference(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
-    ignore_index, label_smoothing, z_loss = options
+def _grad_reference(
+    logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing,
+    z_loss, divisor=None,
+):  # fmt: skip
+    grad_loss = grad_of_each(grad_loss, target, divisor)
     real = real_columns(logits.shape[1], vocab_start, vocab_size)
     scale = grad_loss if token_weight is None else grad_loss * token_weight
     scale = scale.where((target >= 0) & (target < vocab_size), _NAN)[:, None]
@@ -98,6 +105,14 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
     return loss
 
 
+def _fake(
+    logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, label_smoothing, z_loss,
+    grad_in_place, divisor=None,
+):  # fmt: skip
+    lse = logits.new_empty(logits.shape[0], dtype=compute_dtype(logits.dtype))
+    return torch.empty_like(lse) if divisor is None else lse.new_empty(()), lse
+
+
 # Operations of each op: an exponential counts as one, and columns that are padding as none.
 
 
@@ -116,8 +131,8 @@ def _merge_flops(stats, *options) -> int:
 def _traffic(logits, target, stats, token_weight, *options) -> int:
     """With stats the logits are not read."""
     read = [logits if stats is None else stats, target, *([] if token_weight is None else [token_weight])]
-    written = 2 * logits.shape[0] * compute_dtype(logits.dtype).itemsize
-    return sum(tensor.numel() * tensor.element_size() for tensor in read) + written
+    moved = [*read, *_fake(logits, target, stats, token_weight, *options)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in moved)
 
 
 def _grad_flops(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options) -> int:
@@ -146,7 +161,7 @@ register(
 )
 _GRAD_OPTIONS = (
     "Tensor target, Tensor lse, Tensor grad_loss, Tensor? token_weight, int vocab_start, int vocab_size, "
-    "int ignore_index, float label_smoothing, float z_loss"
+    "int ignore_index, float label_smoothing, float z_loss, float? divisor=None"
 )
 register(
     f"cross_entropy_grad(Tensor logits, {_GRAD_OPTIONS}) -> Tensor",
@@ -176,20 +191,18 @@ register(
 
 _cross_entropy = register(
     "cross_entropy(Tensor logits, Tensor target, Tensor? stats, Tensor? token_weight, int vocab_start,"
-    " int vocab_size, int ignore_index, float label_smoothing, float z_loss, bool grad_in_place)"
-    " -> (Tensor loss, Tensor lse)",
+    " int vocab_size, int ignore_index, float label_smoothing, float z_loss, bool grad_in_place,"
+    " float? divisor=None) -> (Tensor loss, Tensor lse)",
     reference=_reference,
     triton=launch_loss,
-    fake=lambda logits, *others: tuple(
-        logits.new_empty(logits.shape[0], dtype=compute_dtype(logits.dtype)) for _ in range(2)
-    ),
+    fake=_fake,
     flops=_flops,
     traffic=_traffic,
     derivative={
         "grad_in_place": "cross_entropy_grad_(logits, target, lse, grad_loss, token_weight, vocab_start,"
-        " vocab_size, ignore_index, label_smoothing, z_loss) -> ; logits -> logits",
+        " vocab_size, ignore_index, label_smoothing, z_loss, divisor) -> ; logits -> logits",
         "": "cross_entropy_grad(logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size,"
-        " ignore_index, label_smoothing, z_loss) -> logits",
+        " ignore_index, label_smoothing, z_loss, divisor) -> logits",
     },
 )
 
@@ -301,37 +314,6 @@ def _check(logits, target, vocab_start, vocab_size, label_smoothing, z_loss, **p
     if vocab_start < 0:
         raise ValueError(f"{op}: vocab_start must not be negative, got {vocab_start}")
     check_options(op, target, label_smoothing, z_loss, **per_token)
-
-
-def check_reduction(op: str, reduction: str, loss_grad: Any = None) -> None:
-    """Check the option, and that a promised gradient comes with losses of tokens."""
-    checks.one_of(op, "reduction", reduction, REDUCTIONS)
-    promised = "{}: loss_grad is the gradient of each token's loss, which needs reduction='none', got {!r}"
-    checks.require(loss_grad is None or reduction == "none", promised, op, reduction)
-
-
-def number_of_targets(
-    target: Tensor, token_weight: Tensor | None, ignore_index: int, dtype: torch.dtype
-) -> Tensor:
-    """The divisor of a mean, 0-dim: how many targets are not ignored, or the sum of their weights."""
-    counted = target != ignore_index
-    if token_weight is None:
-        return counted.sum().to(dtype)
-    return token_weight.to(dtype).where(counted, 0).sum()
-
-
-def reduced(
-    loss: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int, reduction: str
-) -> Tensor:
-    """The losses of tokens, or their sum or mean, a 0-dim tensor."""
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    if token_weight is None and HOST is not None and can_read_values(target) and target.is_contiguous():
-        ignored = HOST.count_of(target.data_ptr(), target.numel(), ignore_index)
-        return loss.sum() / (target.numel() - ignored) if ignored else loss.mean()
-    return loss.sum() / number_of_targets(target, token_weight, ignore_index, loss.dtype)
 
 
 def _check_apart(name: str, rows: Tensor) -> None:
@@ -494,14 +476,13 @@ def cross_entropy(
         if target.dtype == torch.int64:
             check_ids("cross_entropy", target, vocab_size, ignore_index)
         try:
-            loss = _cross_entropy(
+            return _cross_entropy(
                 logits, target, None, None, 0, vocab_size, ignore_index, label_smoothing, z_loss,
-                grad_in_place,
+                grad_in_place, divisor_of(target, ignore_index, reduction),
             )[0]  # fmt: skip
         except RuntimeError:
             check()
             raise
-        return loss if reduction == "none" else reduced(loss, target, None, ignore_index, reduction)
     rows, targets = _rows(logits), _flat(target)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
     if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():

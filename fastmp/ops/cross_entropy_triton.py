@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.reduction import divided, grad_of_each
 from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import empty_like
 
@@ -328,7 +329,10 @@ def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_sm
 
 def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
     """(loss, lse), from the statistics of all shards or, without any, from the logits."""
-    ignore_index, smoothing, z_loss, _ = options
+    ignore_index, smoothing, z_loss, _, *divisor = options
+    if divisor and divisor[0] is not None:
+        loss, lse = launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *options[:4])
+        return divided(loss, divisor[0]), lse
     if stats is not None:
         return launch_merge(stats, target, token_weight, vocab_size, ignore_index, smoothing, z_loss)
     tokens, columns = _shape("cross_entropy", logits)
@@ -348,7 +352,8 @@ def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *o
 
 
 def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
-    ignore_index, smoothing, z_loss = options
+    ignore_index, smoothing, z_loss, *divisor = options
+    grad_loss = grad_of_each(grad_loss, target, *divisor or [None])
     tokens, columns = _shape("cross_entropy_grad", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:

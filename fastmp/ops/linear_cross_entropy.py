@@ -23,9 +23,6 @@ from fastmp.ops.cross_entropy import (
     check_ids,
     check_options,
     check_range,
-    check_reduction,
-    number_of_targets,
-    reduced,
     require_promise,
 )
 from fastmp.ops.linear_cross_entropy_chunks import (
@@ -37,6 +34,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     make_gradients,
     make_loss,
 )
+from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
 from fastmp.ops.registry import (
     LIBRARY,
     OPS,
@@ -46,6 +44,7 @@ from fastmp.ops.registry import (
     refuse_create_graph,
     without_autocast,
 )
+from fastmp.ops.wgrad import linear
 from fastmp.profiling import traced
 
 # Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
@@ -281,6 +280,7 @@ def _of_few_logits(
         return None
     recorded = torch.is_grad_enabled() and (weight.requires_grad or hidden.requires_grad)
     known = isinstance(loss_grad, Tensor) or (recorded and loss_grad is not None)
+    main_grad = getattr(weight, "main_grad", None) if recorded else None
     (tokens, width), (columns, inner) = hidden.shape, weight.shape
     usual = (
         0 < tokens * columns <= _FEW_LOGITS
@@ -292,18 +292,23 @@ def _of_few_logits(
         and hidden.device == weight.device == target.device
         and 0 <= label_smoothing <= 1
         and z_loss >= 0
-        and not (known or (recorded and hasattr(weight, "main_grad")))
+        and not known
+        and (main_grad is None or (main_grad.shape, main_grad.device) == (weight.shape, weight.device))
     )
     if not usual:
         return None
     if reduction != "none":
         check_reduction("linear_cross_entropy", reduction, loss_grad)
-    if target.is_cpu and torch._C._len_torch_dispatch_stack() == 0:
+    divisor, may_look = None, target.is_cpu and torch._C._len_torch_dispatch_stack() == 0
+    if may_look:
         check_ids("linear_cross_entropy", target, columns, ignore_index)
+        divisor = divisor_of(target, ignore_index, reduction)
+    logits = F.linear(hidden, weight) if main_grad is None else linear(hidden, weight)
     loss = OPS["cross_entropy"](
-        F.linear(hidden, weight), target, None, None, 0, columns, ignore_index, label_smoothing, z_loss, True
-    )[0]
-    return loss if reduction == "none" else reduced(loss, target, None, ignore_index, reduction)
+        logits, target, None, None, 0, columns, ignore_index, label_smoothing, z_loss, True,
+        divisor,
+    )[0]  # fmt: skip
+    return loss if may_look else reduced(loss, target, None, ignore_index, reduction)
 
 
 def linear_cross_entropy_of(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fastmp import ops
 from fastmp.ops import checks
-from fastmp.ops.cross_entropy import check_reduction, reduced
+from fastmp.ops.reduction import check_reduction, reduced
 from fastmp.parallel.collectives import all_gather, group_rank, group_size
 
 __all__ = ["vocab_parallel_cross_entropy"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,7 +43,22 @@ def in_chunks(hidden: Tensor, weight: Tensor, target: Tensor, **options) -> Tens
     return linear_cross_entropy(hidden, weight, target, workspace=workspace, **options)
 
 
-OURS = pytest.mark.parametrize("ours", (separate, linear_cross_entropy, in_chunks))
+def by_kernel(hidden: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
+    """The kernel of the loss sums where logits are a matrix whose targets may be read."""
+    return cross_entropy(F.linear(hidden, weight).flatten(0, -2), target.flatten(), **flat(options))
+
+
+def of_few_logits(hidden: Tensor, weight: Tensor, target: Tensor, **options) -> Tensor:
+    return linear_cross_entropy(hidden.flatten(0, -2), weight, target.flatten(), **flat(options))
+
+
+def flat(options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: option.flatten() if isinstance(option, Tensor) else option for name, option in options.items()
+    }
+
+
+OURS = pytest.mark.parametrize("ours", (separate, by_kernel, of_few_logits, linear_cross_entropy, in_chunks))
 
 
 def loss_and_gradients(function, inputs: tuple, scale: float = 1.0, **options) -> list[Tensor]:
@@ -110,7 +127,7 @@ def test_narrow_gradients_are_as_accurate_as_torchs(reduction, dtype):
     wide = tuple(t.detach().double().requires_grad_() if t.is_floating_point() else t for t in narrow)
     truth = loss_and_gradients(plain, wide, scale, reduction=reduction)
     theirs = loss_and_gradients(plain, narrow, scale, reduction=reduction)
-    for ours in (linear_cross_entropy, in_chunks):
+    for ours in (linear_cross_entropy, of_few_logits, in_chunks):
         values = loss_and_gradients(ours, narrow, scale, reduction=reduction)
         for value, peer, want in zip(values[1:], theirs[1:], truth[1:], strict=True):
             error, yardstick = ((t.double() - want).norm() for t in (value, peer))

@@ -63,6 +63,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             continue
         if op == "cross_entropy" and case["shard"][0] == 0:
             yield logits, target, None, case["weight"], 0, *options, False
+            yield logits, target, None, case["weight"], 0, *options, False, 2.5
         own = stats_of(logits, target, *case["shard"], with_sum)
         stats = torch.stack(
             [stats_of(logits.flip(1), target, options[0], options[0], with_sum), own, own + 1]
@@ -75,6 +76,8 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             continue
         lse = merge(stats, target, None, *options)[1]
         yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options
+        if len(target):
+            yield logits, target, lse, case["grad_loss"][0], case["weight"], case["shard"][0], *options, 2.5
 
 
 def _eager_cross_entropy(
