@@ -327,21 +327,23 @@ def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | No
         backward = traced(f"fastmp.{name}_backward")(derivative.backward(OPS, refusal))
     function = Differentiable(name, overload, setup, backward)
 
+    def record(how: Callable, arguments: tuple) -> Any:
+        return how(*arguments, *defaults[len(arguments) :])  # the dispatcher leaves out what is the default
+
     def kernel(keyset: Any, *arguments: Any) -> Any:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
         if writes:
             raise RuntimeError(f"{name} writes into its arguments and has no derivative: use torch.no_grad()")
         with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
-            # the dispatcher leaves out what is the default
-            return function.record(*arguments, *defaults[len(arguments) :])
+            return record(function.record, arguments)
 
     LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
     eager = _caller(overload)
 
     def call(*arguments: Any) -> Any:
         transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-        return (function if transformed else eager)(*arguments)
+        return record(function, arguments) if transformed else eager(*arguments)
 
     return call
 

@@ -86,7 +86,9 @@ def test_python_and_cpp_give_the_same_gradients(name):
     """Of every op with a formula, on all samples; where C++ is not built, Python's twice."""
     op = OPS[name]
     function = Differentiable(name, op.overload, op.derivative.setup, op.derivative.backward(OPS, "refused"))
+    defaults = [argument.default_value for argument in op.overload._schema.arguments]
     for arguments in samples(name, device="cpu", dtype=torch.float64):
+        arguments = (*arguments, *defaults[len(arguments) :])
         ours = gradients(op, arguments, op.derivative.differentiable)
         theirs = gradients(function, arguments, op.derivative.differentiable)
         assert any(grad is not None for grad in ours)
