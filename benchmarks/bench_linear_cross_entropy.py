@@ -1,8 +1,8 @@
 """Linear + cross-entropy, the mean over tokens, beside plain and fused torch, Liger, CCE and quack.
 
-fastmp knows the gradient of every token's loss beforehand, which all rivals with a mean do as well, or does
-not ("unpromised") and makes the logits twice; or adds the gradient of the weight to a float32 buffer, as in
-training ("into main_grad").
+fastmp knows the gradient of every token's loss beforehand; or knows it up to a factor and scales gradients
+afterwards, as rivals with a mean do ("mean"); or knows nothing ("unpromised") and makes the logits twice; or
+adds the gradient of the weight to a float32 buffer, as in training ("into main_grad").
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer
 from fastmp.ops import linear_cross_entropy
 
+MEAN = "fastmp mean"
 UNPROMISED = "fastmp unpromised"
 MAIN_GRAD = "fastmp into main_grad"
 CCE_EXACT = "CCE exact"
-RIVALS = (OURS, UNPROMISED, MAIN_GRAD, EAGER, COMPILE, TORCH, LIGER, CCE, CCE_EXACT, QUACK)
+RIVALS = (OURS, MEAN, UNPROMISED, MAIN_GRAD, EAGER, COMPILE, TORCH, LIGER, CCE, CCE_EXACT, QUACK)
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
@@ -82,9 +83,13 @@ def linear_cross_entropy_case(
     def eager(x: Tensor, weight: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(x, weight), target)
 
+    def per_token() -> Tensor:
+        return F.cross_entropy(F.linear(x, weight), target, reduction="none").mean()
+
     with_compile = compiled(eager)
     rivals = {
         OURS: lambda: linear_cross_entropy(x, weight, target, loss_grad=1 / tokens).mean(),
+        MEAN: lambda: linear_cross_entropy(x, weight, target, reduction="mean"),
         UNPROMISED: lambda: linear_cross_entropy(x, weight, target).mean(),
         MAIN_GRAD: into_main_grad,
         EAGER: lambda: eager(x, weight),
@@ -101,6 +106,7 @@ def linear_cross_entropy_case(
         inputs,
         (tokens + vocab) * hidden * x.element_size(),
         flops=(result, 2 * result),
+        counterparts=dict.fromkeys((OURS, UNPROMISED, MAIN_GRAD), per_token),
     )
     case.main_grad = lambda: trained.main_grad
     return case

@@ -49,6 +49,7 @@ class Case:
     case with other numbers, for calls that must not find their inputs in the cache. `own_leaves` has the
     leaves of rivals that do not share `leaves`. A case that is not `capturable` does work on the host that no
     CUDA graph can hold. Rivals of a `random` case draw numbers of their own, so their results differ.
+    `counterparts` has the steps of a form of ours in plain torch, where rivals take others; for host times.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     own_leaves: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     capturable: bool = True
     random: bool = False
+    counterparts: dict[str, Callable[[], Any]] = field(default_factory=dict)
 
     def forward(self, rival: str) -> Callable[[], Any]:
         function = self.rivals[rival]

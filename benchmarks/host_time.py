@@ -2,8 +2,8 @@
 
 Every workload runs at its smallest shape on one thread, where all of its time is that of the host: Python,
 checks, the dispatcher, autograd. Ours and torch eager's same function are called in turn; the least CPU time
-of each counts. Where torch needs several ops, they count together. A layer's time is the difference between
-models of three layers and of one.
+of each counts. Where torch needs several ops, they count together, as does a mean that both take of losses.
+A layer's time is the difference between models of three layers and of one.
 """
 
 from __future__ import annotations
@@ -84,14 +84,18 @@ def of_workload(work: Workload, number: int, rounds: int) -> Iterator[HostTime]:
     """Times of a workload's directions, of each form of ours."""
     assert work.tiny is not None
     case = work.case(work.tiny, torch.float32, "cpu")
-    theirs = EAGER if EAGER in case.rivals else TORCH
+    usual = EAGER if EAGER in case.rivals else TORCH
+    case.rivals |= {f"torch for {name}": call for name, call in case.counterparts.items()}
     for direction in work.directions:
         ours = [name for name in case.rivals if name.startswith(OURS)]
-        calls = {name: getattr(case, direction)(name) for name in [*ours, theirs]}
+        theirs = {name: f"torch for {name}" if name in case.counterparts else usual for name in ours}
+        calls = {name: getattr(case, direction)(name) for name in [*ours, *theirs.values()]}
         found = least_us(calls, number, rounds)
         for name in ours:
             label = case.name + name.removeprefix(OURS)
-            yield HostTime(label, direction, found[name], found[theirs], MOST.get(direction, MOST["both"]))
+            yield HostTime(
+                label, direction, found[name], found[theirs[name]], MOST.get(direction, MOST["both"])
+            )
 
 
 def of_layer(kind: str, number: int, rounds: int) -> HostTime:

@@ -74,6 +74,7 @@ struct Formula {
 };
 
 struct Derivative {
+  std::string op;
   std::string name;   // of the node
   std::string range;  // for profilers
   std::vector<Formula> formulas;
@@ -89,6 +90,32 @@ struct Refusal : Node {
   const std::string why;
 };
 
+// The arguments that an op writes, held while it runs.
+struct Written {
+  Written(const OperatorHandle& op, c10::ArrayRef<IValue> inputs) {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); i++)
+      if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite() && inputs[i].isTensor())
+        tensors.emplace_back(i, inputs[i].toTensor());
+  }
+
+  bool has(int64_t input) const {
+    return std::any_of(tensors.begin(), tensors.end(), [&](const auto& each) { return each.first == input; });
+  }
+
+  const at::Tensor& of(int64_t input) const {
+    return std::find_if(tensors.begin(), tensors.end(), [&](const auto& each) { return each.first == input; })->second;
+  }
+
+  // So that a tensor which autograd saved and the op overwrote is noticed. A kernel on the stable ABI does not do it.
+  void bump_versions() const {
+    for (const auto& [input, tensor] : tensors)
+      if (!tensor.is_inference()) torch::autograd::impl::bump_version(tensor);
+  }
+
+  std::vector<std::pair<int64_t, at::Tensor>> tensors;
+};
+
 struct Backward : Node {
   Backward(std::shared_ptr<const Derivative> derivative, const Formula& formula)
       : derivative(std::move(derivative)),
@@ -99,14 +126,16 @@ struct Backward : Node {
 
   std::string name() const override { return derivative->name; }
 
-  // Keeps what the formula takes of the inputs, before the op runs.
-  void keep_inputs(c10::ArrayRef<IValue> inputs) {
+  // Keeps what the formula takes of the inputs, before the op runs; not yet what it writes.
+  void keep_inputs(c10::ArrayRef<IValue> inputs, const Written& written) {
     for (const Value& value : formula.arguments) {
       kept.emplace_back();
       Kept& each = kept.back();
       switch (value.kind) {
         case INPUT:
-          if (inputs[value.a].isTensor()) {
+          if (written.has(value.a)) {
+            each.is_tensor = true;
+          } else if (inputs[value.a].isTensor()) {
             each.tensor = SavedVariable(inputs[value.a].toTensor(), false);
             each.is_tensor = true;
           } else {
@@ -124,10 +153,12 @@ struct Backward : Node {
     }
   }
 
-  void keep_outputs(c10::ArrayRef<IValue> outputs) {
+  void keep_outputs(c10::ArrayRef<IValue> outputs, const Written& written) {
     for (size_t i = 0; i < kept.size(); i++) {
       const Value& value = formula.arguments[i];
-      if (value.kind == OUTPUT) {
+      if (value.kind == INPUT && written.has(value.a)) {
+        kept[i].tensor = SavedVariable(written.of(value.a).detach(), false);  // it may get this node for a history
+      } else if (value.kind == OUTPUT) {
         const at::Tensor& output = outputs[value.a].toTensor();
         kept[i].tensor = SavedVariable(output, output.grad_fn() != nullptr);
         kept[i].is_tensor = true;
@@ -141,6 +172,8 @@ struct Backward : Node {
     bool any = false, wanted = false;
     for (const at::Tensor& grad : grads) any |= grad.defined();
     if (!any) return result;
+    for (size_t i = derivative->differentiable.size(); i < grads.size(); i++)
+      TORCH_CHECK(!grads[i].defined(), derivative->op, ": an argument is overwritten, but was used again afterwards");
     for (const Target& target : formula.targets) wanted |= target.source != GRADIENT && is_wanted(target.input);
     Stack stack;
     std::vector<at::Tensor> written;  // one for each target
@@ -229,9 +262,11 @@ class Recorder final : public c10::OperatorKernel {
     const size_t num_inputs = op.schema().arguments().size();
     const c10::ArrayRef<IValue> inputs(stack->data() + stack->size() - num_inputs, num_inputs);
     if (!at::GradMode::is_enabled() || !requires_grad(inputs)) return run(op, keys, stack);
-    TORCH_CHECK(!op.schema().is_mutable(), op.schema().name().substr(8),
-                " writes into its arguments and has no derivative: use torch.no_grad()");
-    if (derivative->formulas.empty()) return refuse(op, keys, stack, inputs);
+    if (derivative->formulas.empty()) {
+      TORCH_CHECK(!op.schema().is_mutable(), derivative->op,
+                  " writes into its arguments and has no derivative: use torch.no_grad()");
+      return refuse(op, keys, stack, inputs);
+    }
     const Formula* formula = nullptr;
     for (const Formula& each : derivative->formulas) {
       if (each.condition < 0 || is_there(inputs[each.condition])) {
@@ -244,13 +279,16 @@ class Recorder final : public c10::OperatorKernel {
     torch::autograd::edge_list edges;
     for (int64_t input : formula->inputs) edges.push_back(edge(inputs[input]));
     node.set_next_edges(std::move(edges));
-    node.keep_inputs(inputs);
+    const Written written(op, inputs);
+    node.keep_inputs(inputs, written);
     run(op, keys, stack);
+    written.bump_versions();
     const size_t num_outputs = op.schema().returns().size();
     const c10::ArrayRef<IValue> outputs(stack->data() + stack->size() - num_outputs, num_outputs);
     for (int64_t output : derivative->differentiable)
       torch::autograd::set_history(outputs[output].toTensor(), handle);
-    node.keep_outputs(outputs);
+    for (const auto& [input, tensor] : written.tensors) take_over(tensor, handle);
+    node.keep_outputs(outputs, written);
   }
 
  private:
@@ -269,6 +307,16 @@ class Recorder final : public c10::OperatorKernel {
   static torch::autograd::Edge edge(const IValue& input) {
     if (!input.isTensor()) return {};
     return torch::autograd::impl::gradient_edge(input.toTensor());
+  }
+
+  // Makes a tensor that the op has overwritten, or all that this is a view of, one more output of the node: whoever
+  // computes with it afterwards sends a gradient there, which is an error. Compilers see for themselves.
+  static void take_over(const at::Tensor& written, const Handle& node) {
+    const auto* view = torch::autograd::impl::get_view_autograd_meta(written);
+    const at::Tensor& whole = view && view->has_bw_view() ? view->get_backward_view().base_ : written;
+    const auto compiled = c10::DispatchKeySet({c10::DispatchKey::Functionalize, c10::DispatchKey::Python});
+    if (whole.numel() != written.numel() || whole.is_leaf() || whole.key_set().has_any(compiled)) return;
+    torch::autograd::impl::rebase_history(whole, {node, node->add_input_metadata(whole)});
   }
 
   static void run(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -314,24 +362,17 @@ Formula read_formula(const std::string& op, const c10::List<int64_t>& code, size
   return formula;
 }
 
-// Bumps the version of what an op writes, so that a tensor which autograd saved and the op overwrote is noticed. A
-// kernel on the stable ABI does not.
+// Runs an op that writes, where no gradient is recorded.
 class VersionBump final : public c10::OperatorKernel {
  public:
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    const auto& arguments = op.schema().arguments();
-    std::vector<at::Tensor> written;
-    for (size_t i = 0; i < arguments.size(); i++) {
-      const IValue& given = (*stack)[stack->size() - arguments.size() + i];
-      if (arguments[i].alias_info() && arguments[i].alias_info()->isWrite() && given.isTensor())
-        written.push_back(given.toTensor());
-    }
+    const size_t num_inputs = op.schema().arguments().size();
+    const Written written(op, c10::ArrayRef<IValue>(stack->data() + stack->size() - num_inputs, num_inputs));
     {
       at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
     }
-    for (const at::Tensor& each : written)
-      if (!each.is_inference()) torch::autograd::impl::bump_version(each);
+    written.bump_versions();
   }
 };
 
@@ -345,6 +386,7 @@ torch::Library& kernels() {
 void declare(std::string name, std::string node, std::string refusal, const c10::List<std::string>& ops,
              const c10::List<int64_t>& differentiable, const c10::List<int64_t>& code) {
   auto derivative = std::make_shared<Derivative>();
+  derivative->op = name;
   derivative->name = std::move(node);
   derivative->range = "fastmp." + name + "_backward";
   derivative->refusal = std::move(refusal);

@@ -31,7 +31,7 @@ from fastmp.ops.cross_entropy_triton import (
     real_columns,
 )
 from fastmp.ops.reduction import check_reduction, divided, divisor_of, grad_of_each, reduced
-from fastmp.ops.registry import can_read_values, compute_dtype, refuse_create_graph, register
+from fastmp.ops.registry import can_read_values, compute_dtype, register
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -103,6 +103,20 @@ def _loss_grad_reference_(logits, target, loss_grad, token_weight, vocab_size, *
     loss, lse = _merge_reference(stats[None], target, token_weight, vocab_size, *options)
     _grad_reference_(logits, target, lse, loss_grad, token_weight, 0, vocab_size, *options)
     return loss
+
+
+def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tensor) -> None:
+    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
+    kept = (grad_loss - promised).abs() <= 8 * torch.finfo(promised.dtype).eps * promised.abs()
+    torch._assert_async(
+        (kept | ignored).all(),
+        f"{op}: the loss received a gradient other than the loss_grad that was promised",
+    )
+
+
+def _promise_reference_(grad, grad_loss, loss_grad, target, ignore_index):
+    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
+    require_promise("cross_entropy", grad_loss, loss_grad, target == ignore_index)
 
 
 def _fake(
@@ -178,6 +192,15 @@ register(
     flops=_grad_flops,
 )
 register(
+    "cross_entropy_promise_(Tensor(a!) grad, Tensor grad_loss, Tensor loss_grad, Tensor target,"
+    " int ignore_index) -> ()",
+    reference=_promise_reference_,
+    fake=lambda *arguments: None,
+    traffic=lambda grad, *per_token, ignore_index=None: sum(
+        t.numel() * t.element_size() for t in per_token if isinstance(t, Tensor)
+    ),
+)
+_loss_and_grad = register(
     "cross_entropy_loss_grad_(Tensor(a!) logits, Tensor target, Tensor loss_grad, Tensor? token_weight,"
     " int vocab_size, int ignore_index, float label_smoothing, float z_loss) -> Tensor",
     reference=_loss_grad_reference_,
@@ -186,6 +209,7 @@ register(
     flops=lambda logits, target, loss_grad, token_weight, vocab_size, ignore_index, smoothing, z_loss: (
         logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if smoothing else 9)
     ),
+    derivative="cross_entropy_promise_(logits, grad, loss_grad, target, ignore_index) -> ; logits -> logits",
 )
 
 
@@ -205,57 +229,6 @@ _cross_entropy = register(
         " ignore_index, label_smoothing, z_loss, divisor) -> logits",
     },
 )
-
-
-def _can_be_dirty(logits: Tensor) -> bool:
-    return not (torch.compiler.is_compiling() or logits.is_leaf or logits._is_view())
-
-
-def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tensor) -> None:
-    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
-    kept = (grad_loss - promised).abs() <= 8 * torch.finfo(promised.dtype).eps * promised.abs()
-    torch._assert_async(
-        (kept | ignored).all(),
-        f"{op}: the loss received a gradient other than the loss_grad that was promised",
-    )
-
-
-class _LossAndGrad(torch.autograd.Function):
-    """Loss (N,) of logits (..., V), which are overwritten with their gradient for `loss_grad` (N,).
-
-    Logits that are neither a leaf nor a view become an output that must not receive a gradient: so whoever
-    computes with the overwritten logits is told. Autograd allows no more; who saved them before finds their
-    version changed.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, target, loss_grad, token_weight, options, dirty):
-        ctx.set_materialize_grads(False)
-        rows = _rows(logits.detach())
-        loss = torch.ops.fastmp.cross_entropy_loss_grad_(rows, target, loss_grad, token_weight, *options)
-        ctx.save_for_backward(rows, target, loss_grad)
-        ctx.ignore_index, ctx.shape, ctx.spent = options[1], logits.shape, False
-        if not dirty:
-            return (loss,)
-        ctx.mark_dirty(logits)
-        return loss, logits
-
-    @staticmethod
-    @traced("fastmp.cross_entropy_backward")
-    def backward(ctx, grad_loss, grad_logits=None):
-        refuse_create_graph("cross_entropy")
-        if ctx.spent:
-            raise RuntimeError(
-                "cross_entropy: with loss_grad the gradient exists once, so there is no second backward pass"
-            )
-        if grad_logits is not None:
-            raise RuntimeError(
-                "cross_entropy: with loss_grad the logits are overwritten, but were used again afterwards"
-            )
-        rows, target, promised = ctx.saved_tensors
-        require_promise("cross_entropy", grad_loss, promised, target == ctx.ignore_index)
-        ctx.spent = True
-        return rows.view(ctx.shape), None, None, None, None, None
 
 
 def check_range(op: str, target: Tensor, vocab_size: int, ignore_index: int) -> None:
@@ -441,9 +414,9 @@ def cross_entropy(
         loss_grad: (...) the gradient each token's loss will receive, where it is known beforehand: ones for a
             sum, 1 / N for a mean. Loss and gradient then come from one launch, and the gradient overwrites
             `logits` during the forward pass (so take gradients of what made them, not of the logits); where
-            none is recorded, as under torch.no_grad, nothing is overwritten. The backward pass hands that
-            memory out: once, and only if the losses of all tokens but ignored ones receive what was promised,
-            to eight units in the last place.
+            none is recorded, as under torch.no_grad, or by torch.func, nothing is overwritten. The backward
+            pass hands that memory out: once, and only if the losses of all tokens but ignored ones receive
+            what was promised, to eight units in the last place.
 
     Returns:
         (...), or 0-dim if reduced; float64 for float64 logits, else float32. Ignored tokens count zero.
@@ -454,7 +427,8 @@ def cross_entropy(
             wait: there such a token has loss and gradient NaN.
         RuntimeError: in the backward pass, with `loss_grad`: another gradient than the one promised (on a GPU
             an assertion of the device, reported when it is next waited for), a second backward pass, or
-            logits that something else needs, before or (unless they are a view) after they were overwritten.
+            logits that something else needs, before or (unless they are a part of it) after they were
+            overwritten.
     """
     columns = logits.shape[-1] if logits.dim() else 0
     vocab_size = columns if vocab_size is None else vocab_size
@@ -463,7 +437,13 @@ def cross_entropy(
         per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
         _check(logits, target, 0, vocab_size, label_smoothing, z_loss, **per_token)
 
-    by_kernel = token_weight is loss_grad is None and logits.dim() == 2 and logits.is_contiguous()
+    options = vocab_size, ignore_index, label_smoothing, z_loss
+    recorded = logits.requires_grad and torch.is_grad_enabled()
+    at_once = recorded and not torch._C._are_functorch_transforms_active()
+    by_kernel = token_weight is None and logits.dim() == 2 and logits.is_contiguous()
+    if loss_grad is not None:
+        by_kernel = by_kernel and loss_grad.dim() == 1 and not loss_grad.requires_grad
+        by_kernel = by_kernel and loss_grad.dtype == compute_dtype(logits.dtype)
     by_kernel = by_kernel and _cross_entropy.checks(logits, target)
     if not by_kernel:
         check()
@@ -476,29 +456,23 @@ def cross_entropy(
         if target.dtype == torch.int64:
             check_ids("cross_entropy", target, vocab_size, ignore_index)
         try:
-            return _cross_entropy(
-                logits, target, None, None, 0, vocab_size, ignore_index, label_smoothing, z_loss,
-                grad_in_place, divisor_of(target, ignore_index, reduction),
-            )[0]  # fmt: skip
+            if loss_grad is not None and at_once:
+                return _loss_and_grad(logits, target, loss_grad, None, *options)
+            divisor = divisor_of(target, ignore_index, reduction)
+            return _cross_entropy(logits, target, None, None, 0, *options, grad_in_place, divisor)[0]
         except RuntimeError:
             check()
             raise
     rows, targets = _rows(logits), _flat(target)
     check_range("cross_entropy", targets, vocab_size, ignore_index)
-    if loss_grad is not None and logits.requires_grad and torch.is_grad_enabled():
+    if loss_grad is not None and at_once:
         _check_apart("loss_grad", rows)
         dtype = compute_dtype(logits.dtype)
-        weight = None if token_weight is None else token_weight.reshape(-1).to(dtype)
-        loss = _LossAndGrad.apply(
-            logits, targets, loss_grad.reshape(-1).to(dtype), weight,
-            (vocab_size, ignore_index, label_smoothing, z_loss), _can_be_dirty(logits),
-        )[0]  # fmt: skip
+        weight = None if token_weight is None else _flat(token_weight).to(dtype)
+        loss = _loss_and_grad(rows, targets, _flat(loss_grad).to(dtype), weight, *options)
         return loss.reshape(target.shape)
     if grad_in_place:
         _check_apart("grad_in_place", rows)
-    loss = _loss_of_rows(
-        rows, targets, None, token_weight, 0, vocab_size, ignore_index, label_smoothing, z_loss,
-        grad_in_place,
-    )  # fmt: skip
+    loss = _loss_of_rows(rows, targets, None, token_weight, 0, *options, grad_in_place)
     loss = loss if target.dim() == 1 else loss.reshape(target.shape)
     return reduced(loss, target, token_weight, ignore_index, reduction)

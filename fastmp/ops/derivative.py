@@ -17,6 +17,9 @@ the input, and adds up dimensions in which that was broadcast. So may an argumen
 written a gradient: "cross_entropy_grad_(logits, ...) -> ; logits -> logits". The derivative may depend on the
 inputs: {"residual": "...", "": "..."} takes the first whose input is neither None nor False.
 
+An op that writes into an argument has that for a further output: a gradient which comes back through it is an
+error, for the values that it belongs to are gone. Autograd keeps what has been written there.
+
 Outputs whose gradient no formula names are not differentiable. csrc/autograd/derivatives.cpp does the same as
 `Derivative.setup` and `Derivative.backward` without Python.
 """
@@ -142,17 +145,31 @@ class Derivative:
     def __init__(self, schema: Any, text: str | Mapping[str, str]) -> None:
         names = _Names(schema)
         given = {"": text} if isinstance(text, str) else text
-        self.num_inputs = len(names.inputs)
+        self.op, self.num_inputs, self.num_outputs = names.op, len(names.inputs), len(names.outputs)
+        self.written = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
         self.formulas = [names.formula(condition, each) for condition, each in given.items()]
         wanted = {value.index for f in self.formulas for value in f.arguments if value.kind == "grad"}
         wanted |= {t.index for f in self.formulas for t in f.targets if t.source == "grad"}
         self.differentiable = sorted(wanted)
+
+    def forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The op `run`, which also returns what it has overwritten where autograd can make that an output."""
+        if not self.written:
+            return run
+        return lambda *inputs: (run(*inputs), *self._overwritten(inputs))
+
+    def _overwritten(self, inputs: Sequence[Any]) -> list[Tensor]:
+        written = [inputs[i] for i in self.written]
+        return [t for t in written if t.requires_grad and not (t.is_leaf or t._is_view())]
 
     def setup(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         """Keep what the formula takes, as `torch.autograd.Function` has it."""
         outputs = output if isinstance(output, tuple) else (output,)
         formula = next(f for f in self.formulas if f.condition < 0 or _is_there(inputs[f.condition]))
         ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*self._overwritten(inputs))
+        outputs = outputs[: self.num_outputs]
+        inputs = [each.detach() if i in self.written else each for i, each in enumerate(inputs)]
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in self.differentiable))
         kept = [_kept(value, inputs, outputs) for value in formula.arguments]
         ctx.formula, ctx.zeros = formula, [(t.shape, t.dtype) for t in outputs]
@@ -170,6 +187,8 @@ class Derivative:
             wanted = [target for target in formula.targets if ctx.needs_input_grad[target.input]]
             if all(grad is None for grad in grads):
                 return tuple(found)
+            if any(grad is not None for grad in grads[self.num_outputs :]):
+                raise RuntimeError(f"{self.op}: an argument is overwritten, but was used again afterwards")
             arguments = [
                 number if tensor is None else tensor for tensor, number in zip(ctx.saved_tensors, ctx.numbers)
             ]

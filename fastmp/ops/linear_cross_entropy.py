@@ -264,6 +264,16 @@ def _check(
     check_range(name, target, size, options.ignore_index)
 
 
+def _promised(loss_grad: Any, target: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The promised gradient of the loss of every target; None if there is none or it does not fit."""
+    if loss_grad is None:
+        return None
+    if not isinstance(loss_grad, Tensor):
+        return torch.full(target.shape, loss_grad, dtype=dtype, device=target.device)
+    fits = loss_grad.shape == target.shape and loss_grad.device == target.device
+    return loss_grad.to(dtype) if fits and not loss_grad.requires_grad else None
+
+
 def _of_few_logits(
     hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
     reduction: str, loss_grad: Any,
@@ -279,7 +289,7 @@ def _of_few_logits(
     if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
         return None
     recorded = torch.is_grad_enabled() and (weight.requires_grad or hidden.requires_grad)
-    known = isinstance(loss_grad, Tensor) or (recorded and loss_grad is not None)
+    promised = _promised(loss_grad, target, compute_dtype(hidden.dtype)) if recorded else None
     main_grad = getattr(weight, "main_grad", None) if recorded else None
     (tokens, width), (columns, inner) = hidden.shape, weight.shape
     usual = (
@@ -292,7 +302,7 @@ def _of_few_logits(
         and hidden.device == weight.device == target.device
         and 0 <= label_smoothing <= 1
         and z_loss >= 0
-        and not known
+        and (promised is not None or loss_grad is None or not (recorded or isinstance(loss_grad, Tensor)))
         and (main_grad is None or (main_grad.shape, main_grad.device) == (weight.shape, weight.device))
     )
     if not usual:
@@ -304,10 +314,10 @@ def _of_few_logits(
         check_ids("linear_cross_entropy", target, columns, ignore_index)
         divisor = divisor_of(target, ignore_index, reduction)
     logits = F.linear(hidden, weight) if main_grad is None else linear(hidden, weight)
-    loss = OPS["cross_entropy"](
-        logits, target, None, None, 0, columns, ignore_index, label_smoothing, z_loss, True,
-        divisor,
-    )[0]  # fmt: skip
+    options = columns, ignore_index, label_smoothing, z_loss
+    if promised is not None:
+        return OPS["cross_entropy_loss_grad_"](logits, target, promised, None, *options)
+    loss = OPS["cross_entropy"](logits, target, None, None, 0, *options, True, divisor)[0]
     return loss if may_look else reduced(loss, target, None, ignore_index, reduction)
 
 

@@ -321,19 +321,22 @@ def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | No
         return _caller(overload)
     writes = overload._schema.is_mutable
     defaults = [argument.default_value for argument in overload._schema.arguments]
+    forward: Callable = overload
     setup, backward = lambda ctx, inputs, output: None, _refuse(refusal)
     if derivative is not None:
-        setup = derivative.setup
+        forward, setup = derivative.forward(overload), derivative.setup
         backward = traced(f"fastmp.{name}_backward")(derivative.backward(OPS, refusal))
-    function = Differentiable(name, overload, setup, backward)
+    function = Differentiable(name, forward, setup, backward)
 
     def record(how: Callable, arguments: tuple) -> Any:
-        return how(*arguments, *defaults[len(arguments) :])  # the dispatcher leaves out what is the default
+        # the dispatcher leaves out what is the default
+        outputs = how(*arguments, *defaults[len(arguments) :])
+        return outputs[0] if writes else outputs
 
     def kernel(keyset: Any, *arguments: Any) -> Any:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
-        if writes:
+        if writes and derivative is None:
             raise RuntimeError(f"{name} writes into its arguments and has no derivative: use torch.no_grad()")
         with enable_single_level_autograd_function():  # torch.func comes here once for each of its levels
             return record(function.record, arguments)

@@ -12,7 +12,7 @@ from torch import Tensor
 import fastmp
 from fastmp.ops import OPS, bias_gelu
 from fastmp.ops.derivative import Derivative, Formula, Target, Value
-from fastmp.ops.registry import Differentiable
+from fastmp.ops.registry import Differentiable, Op
 from fastmp.testing.ops import samples
 
 BUILD = Path(fastmp.__file__).with_name("_build.json")
@@ -71,13 +71,21 @@ def leaves(arguments: tuple) -> tuple[list, list[Tensor]]:
     return copies, [c.requires_grad_() for c in found]
 
 
-def gradients(call, arguments: tuple, outputs: list[int]) -> list[Tensor | None]:
+def gradients(call, op: Op, arguments: tuple) -> list[Tensor | None]:
+    """Gradients of all floats, for random ones of the outputs, or for those that an argument promises."""
     copies, wanted = leaves(arguments)
+    if op.overload._schema.is_mutable:
+        copies[0] = copies[0] * 1  # no leaf: what is overwritten becomes an output
     results = call(*copies)
     results = results if isinstance(results, tuple) else (results,)
+    results = results[: len(op.overload._schema.returns)]
+    outputs = op.derivative.differentiable
     assert [i for i, result in enumerate(results) if result.requires_grad] == outputs
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(results[i].shape, generator=generator).to(results[i].dtype) for i in outputs]
+    names = [argument.name for argument in op.overload._schema.arguments]
+    if "loss_grad" in names:
+        grads = [arguments[names.index("loss_grad")]]
     return torch.autograd.grad([results[i] for i in outputs], wanted, grads, allow_unused=True)
 
 
@@ -85,12 +93,12 @@ def gradients(call, arguments: tuple, outputs: list[int]) -> list[Tensor | None]
 def test_python_and_cpp_give_the_same_gradients(name):
     """Of every op with a formula, on all samples; where C++ is not built, Python's twice."""
     op = OPS[name]
-    function = Differentiable(name, op.overload, op.derivative.setup, op.derivative.backward(OPS, "refused"))
+    forward, backward = op.derivative.forward(op.overload), op.derivative.backward(OPS, "refused")
+    function = Differentiable(name, forward, op.derivative.setup, backward)
     defaults = [argument.default_value for argument in op.overload._schema.arguments]
     for arguments in samples(name, device="cpu", dtype=torch.float64):
         arguments = (*arguments, *defaults[len(arguments) :])
-        ours = gradients(op, arguments, op.derivative.differentiable)
-        theirs = gradients(function, arguments, op.derivative.differentiable)
+        ours, theirs = (gradients(call, op, arguments) for call in (op, function))
         assert any(grad is not None for grad in ours)
         for one, other in zip(ours, theirs, strict=True):
             assert (one is None) == (other is None)
@@ -114,8 +122,15 @@ print(torch.func.grad(lambda x: bias_gelu(x).sum())(x.detach()).sum().item())
 logits = torch.randn(3, 4).requires_grad_()
 loss = cross_entropy(logits * 1, torch.tensor([0, 1, 3]), grad_in_place=True).sum()
 print(torch.autograd.grad(loss, logits, retain_graph=True)[0].abs().sum().item())
+def promised(factor=1, used=False):
+    overwritten = logits * 1
+    loss = cross_entropy(overwritten, torch.tensor([0, 1, 3]), loss_grad=torch.ones(3)).sum()
+    loss = factor * loss + (overwritten.sum() if used else 0)
+    return torch.autograd.grad(loss, logits)[0].abs().sum().item()
+print(promised())
 for again in (lambda: torch.autograd.grad(loss, logits), lambda: torch.autograd.grad(
-        bias_gelu(x).sum(), x, create_graph=True)[0].sum().backward()):
+        bias_gelu(x).sum(), x, create_graph=True)[0].sum().backward(), lambda: promised(2),
+        lambda: promised(1, True)):
     try:
         again()
     except RuntimeError as error:
@@ -132,5 +147,8 @@ for again in (lambda: torch.autograd.grad(loss, logits), lambda: torch.autograd.
     assert json.loads(lines[1]) == [grad.sum().item() for grad in here]
     assert float(lines[2]) == torch.autograd.grad(bias_gelu(x).sum(), x)[0].sum().item()
     assert float(lines[3]) > 0
-    assert lines[4].startswith("one of the variables needed for gradient")
-    assert lines[5].startswith("bias_gelu: its backward is not")
+    assert float(lines[4]) == pytest.approx(float(lines[3]), rel=1e-6)
+    assert lines[5].startswith("one of the variables needed for gradient")
+    assert lines[6].startswith("bias_gelu: its backward is not")
+    assert lines[7].startswith("cross_entropy: the loss received")
+    assert lines[8].startswith("cross_entropy_loss_grad_: an argument is")

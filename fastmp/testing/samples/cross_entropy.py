@@ -58,11 +58,14 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             if case["shard"][0] == 0:  # it knows whole vocabularies only
                 yield logits, target, case["grad_loss"], case["weight"], *options
             continue
+        if op == "cross_entropy_promise_":
+            yield logits, case["grad_loss"].clone(), case["grad_loss"], target, -100
+            continue
         if op == "cross_entropy_stats":
             yield logits, target, *case["shard"], with_sum
             continue
         if op == "cross_entropy" and case["shard"][0] == 0:
-            yield logits, target, None, case["weight"], 0, *options, False
+            yield logits, target, None, case["weight"], 0, *options, False, None
             yield logits, target, None, case["weight"], 0, *options, False, 2.5
         own = stats_of(logits, target, *case["shard"], with_sum)
         stats = torch.stack(
@@ -72,10 +75,10 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             yield stats, target, case["weight"], *options
             continue
         if op == "cross_entropy":
-            yield logits, target, stats, case["weight"], case["shard"][0], *options, False
+            yield logits, target, stats, case["weight"], case["shard"][0], *options, False, None
             continue
         lse = merge(stats, target, None, *options)[1]
-        yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options
+        yield logits, target, lse, case["grad_loss"], case["weight"], case["shard"][0], *options, None
         if len(target):
             yield logits, target, lse, case["grad_loss"][0], case["weight"], case["shard"][0], *options, 2.5
 
