@@ -212,6 +212,7 @@ def without_data() -> Iterator[None]:
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 1 << 20),
         mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
         mock.patch.object(_LINEAR_LOSS, "_WORKSPACE_CPU", _LINEAR_LOSS._WORKSPACE),
+        mock.patch.object(_LINEAR_LOSS, "_WIDENED", sys.maxsize),
     ):
         yield
 

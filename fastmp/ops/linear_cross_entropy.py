@@ -228,10 +228,11 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
     """grad * factor, 0-dim, whose product is rounded once; in the memory of `grad` where that is possible."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return (grad.to(factor.dtype) * factor).to(grad.dtype)
-    if grad.dtype == factor.dtype:
+    factor = factor.view(1)  # one without dimensions would be rounded to the dtype of `grad` first
+    if not grad.is_cpu or grad.dtype == factor.dtype:
         return grad.mul_(factor)
     for rows in grad.split(max(1, _WIDENED // max(1, grad.shape[-1]))):
-        rows.copy_(rows.to(factor.dtype) * factor)
+        rows.mul_(factor)
     return grad
 
 
