@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -195,6 +196,7 @@ def bias_dropout_add_backward_kernel(
         tl.store(partials + strip * num_cols + cols, tl.sum(total, 0), mask=cols < num_cols)
 
 
+@lru_cache(maxsize=64)
 def _mask_constants(p: float) -> tuple[int, int]:
     """Threshold and scale as the kernels take them: numbers that need int64 for every p, so that a kernel is
     compiled once. Bit 32 is added to the threshold; the scale is the bits of the float64 number, since the
@@ -241,7 +243,7 @@ def launch_into(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed
 def launch_backward(
     grad: Tensor, p: float, seed: Tensor, dtype: torch.dtype, with_bias: bool
 ) -> tuple[Tensor, Tensor]:
-    dx = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    dx = grad.new_empty(size=grad.shape, dtype=dtype)
     dbias = grad.new_empty(grad.shape[-1] if with_bias else 0, dtype=dtype)
     if grad.numel() == 0 or p == 1:
         return dx.zero_(), dbias.zero_()

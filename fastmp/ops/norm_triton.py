@@ -261,7 +261,7 @@ def launch(
         "EPS": eps,
         "CENTRED": centred,
         "HAS_BIAS": bias is not None,
-        "COMPUTE": arithmetic(x),
+        "COMPUTE": arithmetic(x.dtype),
         "VECTOR": vector,
     }
     parameters = weight.contiguous(), None if bias is None else bias.contiguous()
@@ -303,7 +303,7 @@ def launch_backward(
         kernel, programs, grad, grad_total, total, weight.contiguous(), stats, dx, partials, num_rows,
         num_cols // vector, grad_pitch // vector, grad_total_pitch // vector, pitch // vector,
         CENTRED=centred, HAS_GRAD_TOTAL=grad_total is not None, HAS_BIAS=with_bias,
-        COMPUTE=arithmetic(total), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
+        COMPUTE=arithmetic(total.dtype), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
         NUM_STAGES=num_stages(itemsize), num_warps=num_warps,
     )  # fmt: skip
     sum_strips(partials, dparams)

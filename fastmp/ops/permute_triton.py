@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
-from fastmp.ops.rows import NUM_WARPS, as_rows, empty_like, vector_width
+from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
 STEP = 32  # of them are compared at once with all others
@@ -250,7 +250,7 @@ def _plan_scatter(
     vector = vector_width(dtype.itemsize, num_cols, pitch, y_pitch)
     constants = {
         "WEIGHTED": weighted,
-        "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "COMPUTE": arithmetic(dtype),
         "PAIR_VECTOR": pair_vector(num_slots),
         "VECTOR": vector,
         "BLOCK_M": block_m,
@@ -306,7 +306,7 @@ def _plan_gather(
     vector = vector_width(dtype.itemsize, num_cols, pitch)
     constants = {
         "WEIGHTED": weighted,
-        "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "COMPUTE": arithmetic(dtype),
         "VECTOR": vector,
         "SLOTS": min(num_slots, SLOTS),
         "BLOCK_M": block_m,

@@ -24,7 +24,7 @@ from torch import Tensor
 from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
-from fastmp.ops.rows import empty_like
+from fastmp.ops.rows import arithmetic, empty_like
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
@@ -233,7 +233,7 @@ def _walk(
         "TURN_VECTOR": turn_vector,
         "BLOCK_M": block_m,
         "BLOCK_HALF": block_half,
-        "COMPUTE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "COMPUTE": arithmetic(dtype),
         "INDEX": tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64,
         "num_warps": NUM_WARPS,
     }

@@ -21,7 +21,7 @@ from torch import Tensor
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
-from fastmp.ops.rows import as_rows, empty_like, strip_shape, vector_width
+from fastmp.ops.rows import arithmetic, as_rows, empty_like, strip_shape, vector_width
 
 _SUM_TILE = 8192  # partial sums in registers
 
@@ -454,7 +454,7 @@ def _plan_backward(
         "EXPERTS": experts,
         "SIGMOID": score == "sigmoid",
         "NORMALIZE": normalize,
-        "COMPUTE": tl.float64 if wide == torch.float64 else tl.float32,
+        "COMPUTE": arithmetic(dtype),
         "VECTOR": vector,
         "BLOCK_M": block_m,
         "WIDTH": width,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -64,9 +64,9 @@ def empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def arithmetic(x: Tensor) -> Any:
-    """The type that kernels compute in: `compute_dtype` as they name it."""
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
+def arithmetic(dtype: torch.dtype) -> Any:
+    """Return the type that kernels compute in: `compute_dtype` as they name it."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def vector_width(itemsize: int, *distances: int) -> int:
@@ -118,27 +118,23 @@ def sum_strips(partials: Tensor, sums: Tensor) -> None:
     )  # fmt: skip
 
 
-def _tiles(
-    tensors: Sequence[Tensor], num_cols: int, blocks: Callable[[int, int], tuple[int, int]] | None
-) -> tuple[Sequence[Tensor], tuple[int, ...], dict[str, Any]]:
-    """Return the tensors as rows, the sizes and the constants of a kernel's tiles.
+@lru_cache(maxsize=1024)
+def _plan(
+    num_cols: int, dtype: torch.dtype, pitches: tuple[int, ...], block_m: int, block_n: int
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the sizes and the constants of a kernel's tiles.
 
     The sizes are vectors in a row, then from row to row of each tensor.
     """
-    first = tensors[0]
-    itemsize = first.element_size()
-    rows, pitches = zip(*map(as_rows, tensors), strict=True)
-    vector = vector_width(itemsize, num_cols, *pitches)
-    block_m, block_n = (blocks or block_shape)(num_cols, itemsize)
+    vector = vector_width(dtype.itemsize, num_cols, *pitches)
     constants = {
-        "COMPUTE": arithmetic(first),
+        "COMPUTE": arithmetic(dtype),
         "VECTOR": vector,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "num_warps": NUM_WARPS,
     }
-    sizes = num_cols // vector, *[pitch // vector for pitch in pitches]
-    return rows, sizes, constants
+    return (num_cols // vector, *[pitch // vector for pitch in pitches]), constants
 
 
 def launch(
@@ -165,9 +161,12 @@ def launch(
         constants: further `tl.constexpr` parameters.
     """
     first = tensors[0]
-    num_cols, num_rows = columns or first.shape[-1], first.numel() // first.shape[-1]
-    rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
-    programs = cdiv(num_rows, tiles["BLOCK_M"]) * cdiv(num_cols, tiles["BLOCK_N"])
+    width, dtype = first.shape[-1], first.dtype
+    num_cols, num_rows = columns or width, first.numel() // width
+    block_m, block_n = (blocks or block_shape)(num_cols, dtype.itemsize)
+    rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
+    sizes, tiles = _plan(num_cols, dtype, pitches, block_m, block_n)
+    programs = cdiv(num_rows, block_m) * cdiv(num_cols, block_n)
     launcher.launch(kernel, programs, *rows, *others, num_rows, *sizes, *numbers, **tiles, **constants)
 
 
@@ -186,10 +185,12 @@ def launch_with_sums(
     Its parameters are those of `launch`, with `partials` after the others and rows_per_strip after num_rows.
     `partials` has a row of sums in fp32 (fp64) for each strip; `sums` gets their sum. Both may be None.
     """
-    num_cols = tensors[0].shape[-1]
-    num_rows = tensors[0].numel() // num_cols
-    rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
-    block_m, block_n = tiles["BLOCK_M"], tiles["BLOCK_N"]
+    first = tensors[0]
+    num_cols, dtype = first.shape[-1], first.dtype
+    num_rows = first.numel() // num_cols
+    block_m, block_n = (blocks or block_shape)(num_cols, dtype.itemsize)
+    rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
+    sizes, tiles = _plan(num_cols, dtype, pitches, block_m, block_n)
     num_strips, rows_per_strip = strip_shape(num_rows, num_cols, block_m, block_n)
     partials = None
     if sums is not None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -195,14 +197,19 @@ def block_shape(num_queries: int, num_keys: int, itemsize: int) -> tuple[int, in
     return block_m, block_n, max(4, block_n // per_warp), True
 
 
-def _mask_strides(mask: Tensor, shape: Sequence[int]) -> tuple[Tensor, int, tuple[int, ...]]:
-    """The mask as bytes, and its strides over x seen as (outer, inner, queries, keys), with the inner size.
+@lru_cache(maxsize=1024)
+def _mask_strides(
+    mask_shape: tuple[int, ...], mask_strides: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the inner size and the strides of a mask over x seen as (outer, inner, queries, keys).
 
-    A mask broadcast over leading dimensions in more than two alternating groups is copied.
+    () for a mask that is broadcast over leading dimensions in more than two alternating groups.
     """
-    wide = mask.expand(shape)
+    sizes = (1,) * (len(shape) - len(mask_shape)) + mask_shape
+    strides = (0,) * (len(shape) - len(mask_shape)) + mask_strides
+    wide = [step if n > 1 else 0 for n, step in zip(sizes, strides, strict=True)]
     groups: list[tuple[int, int]] = []  # (size, stride) of leading dimensions, as few as can be
-    for size, stride in zip(shape[:-2], wide.stride()[:-2], strict=True):
+    for size, stride in zip(shape[:-2], wide, strict=False):
         if size == 1:
             continue
         if groups and groups[-1][1] == stride * size:
@@ -210,60 +217,69 @@ def _mask_strides(mask: Tensor, shape: Sequence[int]) -> tuple[Tensor, int, tupl
         else:
             groups.append((size, stride))
     if len(groups) > 2:
-        return _mask_strides(wide.contiguous(), shape)
+        return ()
     (_, outer), (size, inner) = [(1, 0), (1, 0), *groups][-2:]
-    return mask.view(torch.uint8), size, (outer, inner, *wide.stride()[-2:])
+    return size, outer, inner, *wide[-2:]
 
 
-def _constants(x: Tensor, causal: bool, num_queries: int) -> dict:
-    block_m, block_n, num_warps, whole = block_shape(num_queries, x.shape[-1], x.element_size())
-    return {
+@lru_cache(maxsize=1024)
+def _plan(
+    num_keys: int, most_queries: int, dtype: torch.dtype, causal: bool, *pitches: int
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return vectors in a row and from row to row, and constants; any number of queries up to the most."""
+    vector = vector_width(dtype.itemsize, num_keys, *pitches)
+    block_m, block_n, num_warps, whole = block_shape(most_queries, num_keys, dtype.itemsize)
+    constants = {
         "CAUSAL": causal,
-        "COMPUTE": arithmetic(x),
+        "COMPUTE": arithmetic(dtype),
+        "VECTOR": vector,
         "WHOLE": whole,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "num_warps": num_warps,
     }
+    return (num_keys // vector, *[pitch // vector for pitch in pitches]), constants
 
 
 def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
-    y = empty_like(x)
-    if x.numel() == 0:
+    y, num_elements = empty_like(x), x.numel()
+    if num_elements == 0:
         return y
-    (rows, pitch), num_keys = as_rows(x), x.shape[-1]
-    num_rows = x.numel() // num_keys
+    (rows, pitch), shape = as_rows(x), x.shape
+    num_keys = shape[-1]
+    num_rows = num_elements // num_keys
     plain = mask is None and not causal  # then all rows are alike
-    num_queries = num_rows if plain else x.shape[-2]
-    num_inner = 1
-    strides: tuple[int, ...] = (0, 0, 0, 0)
+    num_queries = num_rows if plain else shape[-2]
+    strides: tuple[int, ...] = (1, 0, 0, 0, 0)
     if mask is not None:
-        mask, num_inner, strides = _mask_strides(mask, x.shape)
-    constants = _constants(x, causal, num_queries)
-    vector = vector_width(x.element_size(), num_keys, pitch)
+        strides = _mask_strides(mask.shape, mask.stride(), shape)
+        if not strides:
+            mask = mask.expand(shape).contiguous()
+            strides = _mask_strides(shape, mask.stride(), shape)
+        mask = mask.view(torch.uint8)
+    numbers, constants = _plan(num_keys, next_power_of_2(num_queries), x.dtype, causal, pitch)
     programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])
     launcher.launch(
-        softmax_kernel, programs, rows, mask, y, num_queries, num_keys // vector, pitch // vector, num_inner,
-        *strides, float(scale), HAS_MASK=mask is not None, VECTOR=vector, **constants,
+        softmax_kernel, programs, rows, mask, y, num_queries, *numbers, *strides, scale,
+        HAS_MASK=mask is not None, **constants,
     )  # fmt: skip
     return y
 
 
 def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    dx = empty_like(y)
-    if y.numel() == 0:
+    dx, num_elements = empty_like(y), y.numel()
+    if num_elements == 0:
         return dx
-    num_keys = y.shape[-1]
-    num_rows = y.numel() // num_keys
-    num_queries = y.shape[-2] if causal else num_rows
-    constants = _constants(y, causal, num_queries)
+    shape = y.shape
+    num_keys = shape[-1]
+    num_rows = num_elements // num_keys
+    num_queries = shape[-2] if causal else num_rows
     (grad, grad_pitch), (rows, pitch) = as_rows(grad), as_rows(y)
-    vector = vector_width(y.element_size(), num_keys, pitch, grad_pitch)
+    numbers, constants = _plan(num_keys, next_power_of_2(num_queries), y.dtype, causal, grad_pitch, pitch)
     programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])
     launcher.launch(
-        softmax_backward_kernel, programs, grad, rows, dx, num_queries, num_keys // vector,
-        grad_pitch // vector, pitch // vector, float(scale), VECTOR=vector, **constants,
-    )  # fmt: skip
+        softmax_backward_kernel, programs, grad, rows, dx, num_queries, *numbers, scale, **constants
+    )
     return dx
 
 
