@@ -3,7 +3,8 @@
 Every workload runs at its smallest shape on one thread, where all of its time is that of the host: Python,
 checks, the dispatcher, autograd. Ours and torch eager's same function are called in turn; the least CPU time
 of each counts. Where torch needs several ops, they count together, as does a mean that both take of losses.
-A layer's time is the difference between models of three layers and of one.
+A layer's time is the difference between models of three layers and of one. Before a launch of a Triton kernel
+lies all that its op does below torch's dispatcher, until the CUDA driver is called: for each of its launches.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -24,9 +27,12 @@ from benchmarks.cases import EAGER, OURS, TORCH, Workload
 from benchmarks.measure import environment, in_turn
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.models import GPT
+from fastmp.ops import OPS, launcher
+from fastmp.testing.ops import samples
 
 MOST = {"forward": 2.0, "both": 1.3}  # times torch eager's own
-LAYERS = {"dense": 1.7, "moe": 2.0}  # ms of a layer, forward and backward
+LAYERS = {"dense": 1700.0, "moe": 2000.0}  # us of a layer, forward and backward
+LAUNCH = 10.0  # us before one
 FAMILIES = (
     "activation", "adamw", "cross_entropy", "dropout", "gated", "grouped_mm", "linear_cross_entropy", "norm",
     "permute", "rope", "router", "softmax",
@@ -37,7 +43,7 @@ FAMILIES = (
 class HostTime:
     """CPU time of one call of ours and of theirs, in microseconds, and what is wanted.
 
-    `most` bounds ours over theirs; where there are no others, as for a layer, it bounds ours in milliseconds.
+    `most` bounds ours over theirs; where there are no others, as for a layer, it bounds ours.
     """
 
     name: str
@@ -48,7 +54,7 @@ class HostTime:
 
     @property
     def value(self) -> float:
-        return self.ours_us / 1e3 if self.theirs_us is None else self.ours_us / self.theirs_us
+        return self.ours_us / (self.theirs_us or 1.0)
 
     @property
     def ok(self) -> bool:
@@ -57,7 +63,7 @@ class HostTime:
     def line(self) -> str:
         start = f"{'ok  ' if self.ok else 'FAIL'} {self.name:<44} {self.direction:<8}{self.ours_us:9.1f} us"
         if self.theirs_us is None:
-            return f"{start}{'':21}{self.value:6.2f} ms (goal {self.most} ms)"
+            return f"{start} (goal {self.most:.0f} us)"
         return f"{start}  torch {self.theirs_us:9.1f} us  {self.value:5.2f}x (goal {self.most}x)"
 
 
@@ -123,6 +129,40 @@ def of_layer(kind: str, number: int, rounds: int) -> HostTime:
     return HostTime(f"{kind} layer", "both", (found["three"] - found["one"]) / 2, None, LAYERS[kind])
 
 
+class _Ready:
+    """A planned launch of a kernel that takes no time."""
+
+    device = 0
+
+    def current_device(self) -> int:
+        return 0
+
+    def launch(self, programs: int, arguments: tuple) -> None:
+        """Do nothing."""
+
+
+def of_launch(name: str, number: int, rounds: int) -> HostTime:
+    """What is done before a launch of an op's Triton kernel, on its largest sample, for sizes of Hopper's."""
+    arguments = max(
+        samples(name, device="cpu", dtype=torch.float32),
+        key=lambda sample: sum(a.numel() for a in sample if isinstance(a, torch.Tensor)),
+    )
+    call, plans = partial(OPS[name].implementations["triton"], *arguments), {}
+
+    def plan(key: Any, *launched: Any) -> None:
+        plans[key] = _Ready()
+
+    with (
+        launcher.instead(plan, 90),
+        mock.patch.object(launcher, "_plans", plans),
+        mock.patch.object(launcher, "_plan", plan),
+    ):
+        with mock.patch.object(launcher, "launch") as launch:
+            call()
+        us = least_us({name: call}, number, rounds)[name]
+    return HostTime(name, "launch", us / launch.call_count, None, LAUNCH)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_time", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the results there, as JSON")
@@ -141,6 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind in LAYERS:
         if options.only in f"{kind} layer":
             found.append(of_layer(kind, options.number, options.rounds))
+            print(found[-1].line(), flush=True)
+    for name, op in OPS.items():
+        if options.only in name and "triton" in op.implementations:
+            found.append(of_launch(name, options.number, options.rounds))
             print(found[-1].line(), flush=True)
     if options.out:
         entries = [{**asdict(each), "value": round(each.value, 3), "ok": each.ok} for each in found]
