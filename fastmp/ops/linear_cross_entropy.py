@@ -411,9 +411,10 @@ def linear_cross_entropy(
             needs the scale first, the logits are made twice instead.
         loss_grad: the gradient that the loss of every token will receive, (...) or one number for all: 1
             where the losses are summed. Then the forward pass makes the gradients too, for 3/4 of the
-            operations and no logits made twice, and adds to `main_grad` already (where logits are few, as the
-            backward pass does); the backward pass hands them out, once, and a gradient other than the promised one is a RuntimeError (on a GPU a device-side
-            assertion). Without it, the loss can receive any gradient. Without gradients it has no effect.
+            operations and no logits made twice, and adds to `main_grad` already (where logits are few, the
+            backward pass does). The backward pass hands them out, once, and a gradient other than the
+            promised one is a RuntimeError (on a GPU a device-side assertion). Without it, the loss can
+            receive any gradient. Without gradients it has no effect.
         workspace: bytes of logits at a time, from which the size of a chunk follows. Default 64 MiB on a CPU,
             1 GiB elsewhere.
 
