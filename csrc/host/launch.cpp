@@ -96,6 +96,12 @@ int64_t integer(PyObject* object) {
   return value;
 }
 
+double number(PyObject* object) {
+  const double value = PyFloat_AsDouble(object);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
 int32_t narrow(int64_t value) {
   if (value != static_cast<int32_t>(value)) throw std::overflow_error("launcher: a number needs more than 32 bits");
   return static_cast<int32_t>(value);
@@ -263,15 +269,15 @@ struct Parameters {
   void add_argument(const Plan& plan, char kind, PyObject* argument) {
     switch (kind) {
       case 'P':
-        return add(argument == Py_None ? 0 : address_of(argument));
+        return add(address_of(argument));
       case 'i':
         return add(narrow(integer(argument)));
       case 'q':
         return add(integer(argument));
       case 'f':
-        return add(static_cast<float>(PyFloat_AsDouble(argument)));
+        return add(static_cast<float>(number(argument)));
       case 'd':
-        return add(PyFloat_AsDouble(argument));
+        return add(number(argument));
       case 'T':
         return add_descriptor(plan, argument);
     }

@@ -33,7 +33,7 @@ class _Plan:
 
     def __init__(self, kernel: Any, compiled: Any, constants: dict[str, Any]) -> None:
         active, names = _triton.driver.active, kernel.arg_names
-        self.kept = kernel, constants  # a key has their addresses
+        self.kept = kernel, constants, compiled  # a key has addresses of the first two
         self.current_device: Callable[[], int] = active.get_current_device
         self.device = active.get_current_device()
         values = tuple(constants[name] for name in names if name in constants)

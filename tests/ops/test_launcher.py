@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from launch_tools import recording
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import fastmp
 from fastmp.host import HOST
 from fastmp.ops import OPS, _triton, launcher
 from fastmp.testing.ops import run, samples
@@ -178,10 +179,14 @@ def fake_driver(tmp_path_factory) -> Path:
 @pytest.mark.skipif(HOST is None, reason="fastmp._host is not built")
 @pytest.mark.skipif(not launcher.KNOWN, reason="launches by the driver are for Triton 3.6")
 def test_the_driver_gets_what_triton_would_give_it(fake_driver, request):
-    """In a process of its own, which must not find another driver."""
+    """In a process of its own, which must not find another driver; sanitizers are loaded before this one."""
     more = ["--full"] if request.config.getoption("--full") else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, "by_driver.py"]
-    variables = {"LD_PRELOAD": str(fake_driver), "TRITON_LIBCUDA_PATH": str(fake_driver.parent)}
+    variables = {
+        "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {fake_driver}",
+        "PYTHONPATH": str(Path(fastmp.__file__).parents[1]),
+        "TRITON_LIBCUDA_PATH": str(fake_driver.parent),
+    }
     done = subprocess.run(
         command, cwd=Path(__file__).parent, env={**os.environ, **variables},
         capture_output=True, text=True, check=False,
