@@ -90,17 +90,50 @@ def test_only_the_first_launch_of_a_kind_asks_triton():
 
 
 @pytest.mark.parametrize("key", KEYS, ids=["python", "compiled"][: len(KEYS)])
-def test_equal_constants_are_one_kind(key, monkeypatch):
-    """The dispatcher hands an op new floats and strings at each call."""
-    monkeypatch.setattr(launcher, "key_of", key)
-    x = torch.empty(16, 64)
-    found = {
-        key(_kernel, (x, None, None, 7, 64, 0.5, 0.5), {"COMPUTE": tl.float32, "BLOCK": block, "P": value})
-        for block in (64, 128)
-        for text in ("", "tanh", "tanh of x")
-        for value in ("".join(text), float("0.25"), float("0.5"), True, False, None)
-    }
-    assert len(found) == 2 * (3 + 5)
+def test_keys_tell_apart_what_triton_compiles_apart(key):
+    """Each line is one kind; the dispatcher hands an op new floats and strings at each call."""
+    x = torch.empty(65, 64)
+    blocks = [
+        TensorDescriptor.from_tensor(torch.empty(16, 64, dtype=dtype), [rows, 64])
+        for dtype, rows in (
+            (torch.bfloat16, 16),
+            (torch.bfloat16, 16),
+            (torch.bfloat16, 8),
+            (torch.float16, 16),
+        )
+    ]
+    kinds = [
+        [{}, {"x": x[1:]}, {"num_rows": 1}, {"num_rows": 16}, {"scale": 1.0}],
+        [{"x": x.view(-1)[1:]}, {"x": x.view(-1)[5:]}],
+        [{"x": x.bfloat16()}],
+        [{"y": x}],
+        [{"num_rows": 1 << 31}, {"num_rows": 1 << 40}],
+        [{"pitch": 1}],
+        [{"pitch": 2}],
+        [{"pitch": 1 << 32}],
+        [{"blocks": blocks[0]}, {"blocks": blocks[1]}],
+        [{"blocks": blocks[2]}],
+        [{"blocks": blocks[3]}],
+        [{"COMPUTE": tl.float64}],
+        [{"BLOCK": 128}],
+        [{"BLOCK": 0.5}, {"BLOCK": float("0.50")}],
+        [{"BLOCK": 0.25}],
+        [{"BLOCK": "tanh of x"}, {"BLOCK": " ".join(["tanh", "of", "x"])}],
+        [{"BLOCK": "tanh of y"}],
+        [{"BLOCK": ""}],
+        [{"BLOCK": True}],
+        [{"BLOCK": False}],
+    ]
+    call = {"x": x, "y": None, "blocks": None, "num_rows": 7, "pitch": 64, "scale": 0.5, "exact": 0.5}
+    call |= {"COMPUTE": tl.float32, "BLOCK": 64}
+
+    def key_with(change):
+        values = list((call | change).values())
+        return key(_kernel, tuple(values[:7]), dict(zip(("COMPUTE", "BLOCK"), values[7:], strict=True)))
+
+    keys = [{key_with(change) for change in kind} for kind in kinds]
+    assert [len(each) for each in keys] == [1] * len(kinds)
+    assert len(set().union(*keys)) == len(kinds)
 
 
 def test_a_profiler_gets_its_hooks_called(monkeypatch):
