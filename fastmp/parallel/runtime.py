@@ -26,6 +26,7 @@ import torch.distributed as dist
 from fastmp.config import Environment, Launched
 
 _POLL_SECONDS = 0.02
+_LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 # What to type under a launcher that names ranks otherwise.
 _VARIABLES = {
@@ -56,6 +57,10 @@ class Runtime:
         """Leave the job. Every group made from it is gone; calling it twice is harmless."""
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
+            # A thread of gloo lets go of a collective's tensors after the caller has gone on, and takes the
+            # GIL for it. A thread that asks for the GIL while the interpreter ends aborts the process
+            # (pytorch/pytorch#190489). Nobody joins these threads where a layer still holds its group.
+            time.sleep(_LET_GO_SECONDS)
 
 
 def init(

@@ -54,6 +54,36 @@ def main():
 raise SystemExit(main_guard(main))
 """
 
+# Leaves while threads of gloo wait for the GIL: only blocking calls give it to them. Forks save imports, and
+# each ends as a program does; `Slow` makes its clean-up long enough for the threads to come to it.
+LEAVING = """
+import os, sys, time
+import torch, torch.distributed as dist
+import fastmp
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.2)
+
+for _ in range(6):
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        runtime = fastmp.init(backend="gloo")
+        slow, groups = Slow(), [dist.group.WORLD, *(dist.new_group([0]) for _ in range(4))]
+        for group in groups:
+            dist.all_reduce(torch.ones(3), group=group)
+        sys.setswitchinterval(100)
+        for group in groups:
+            dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        runtime.close()
+        break
+    status = os.waitpid(child, 0)[1]
+    if status != 0:
+        raise SystemExit(f"a rank ended with status {status}")
+"""
+
 
 @pytest.fixture
 def launcher(monkeypatch):
@@ -158,6 +188,16 @@ def test_a_launcher_that_sets_the_variables_is_enough():
     assert run_ranks(join, 3, [free_port(), free_port()]) == [
         (rank, 3, "cpu", [6.0, 6.0]) for rank in range(3)
     ]
+
+
+def test_threads_of_gloo_that_want_the_gil_do_not_abort_a_rank_that_leaves(tmp_path):
+    program = tmp_path / "leaving.py"
+    program.write_text(LEAVING)
+    variables = child_environment(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, MASTER_PORT=free_port())
+    done = subprocess.run(
+        [sys.executable, program], env=variables, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def cannot_join(rank: int, world_size: int, port: int, first: int, ranks: int, seconds: float) -> str:
