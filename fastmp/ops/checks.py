@@ -6,6 +6,8 @@ number that stands in an f-string would stop the compiler.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,45 @@ from torch import Tensor
 from fastmp.config import unknown_choice
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_MOST = 4096  # calls that a check remembers; more come from sizes that do not repeat
+
+
+def remembered(check: Callable[..., None]) -> Callable[..., None]:
+    """Make a check remember what it has passed, so that passing it again costs one look-up.
+
+    It may look at shapes, dtypes and devices of tensors, and at nothing else of them. What a compiler or a
+    subclass of Tensor brings is always checked.
+    """
+    passed: set[tuple] = set()
+
+    @functools.wraps(check)
+    def checked(*arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            check(*arguments)
+            return
+        key: list[Any] = []
+        for argument in arguments:
+            kind = type(argument)
+            if kind is Tensor or kind is torch.nn.Parameter:
+                key += (argument.shape, argument.dtype, argument.device)
+            elif isinstance(argument, Tensor):
+                check(*arguments)
+                return
+            else:
+                key.append(argument)
+        found = tuple(key)
+        try:
+            known = found in passed
+        except TypeError:  # a number that is a list, say: the check has words for it
+            check(*arguments)
+            return
+        if not known:
+            check(*arguments)
+            if len(passed) >= _MOST:
+                passed.clear()
+            passed.add(found)
+
+    return checked
 
 
 def require(condition: bool, message: str, *values: Any) -> None:

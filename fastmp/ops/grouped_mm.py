@@ -297,10 +297,8 @@ _grouped_mm = Differentiable("grouped_mm", _forward, _setup, _backward)
 _grouped_mlp_in = Differentiable("grouped_mlp_in", _forward_mlp_in, _setup_mlp_in, _backward_mlp_in)
 
 
-def _check(
-    name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, sizes: Sequence[int] | None,
-    main_grad: Tensor | None,
-) -> None:  # fmt: skip
+@checks.remembered
+def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_grad: Tensor | None) -> None:
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, f"{name}: " + message, *values)
 
@@ -315,16 +313,34 @@ def _check(
     fits = offsets.shape == weight[:1]
     require(fits, "offsets of shape {} do not fit the {} experts of w", offsets.shape, weight[0])
     checks.same_device(name, x=x, offsets=offsets, main_grad=main_grad)
+
+
+@checks.remembered
+def _check_activation(x: Tensor, w: Tensor, bias: Tensor | None, form: str, gated: bool) -> None:
+    checks.one_of("grouped_mlp_in", "form", form, (*_APPROXIMATE, "silu"))
+    odd = "grouped_mlp_in: w {} has an odd number of rows: no [gate | up]"
+    checks.require(not (gated and w.shape[1] % 2), odd, w.shape)
+    checks.fits("grouped_mlp_in", w.shape[:2], to=("w", w), bias=bias)
+    checks.like("grouped_mlp_in", x=x, bias=bias)
+
+
+def _check_rows(name: str, x: Tensor, w: Tensor, offsets: Tensor, sizes: Sequence[int] | None) -> None:
+    """Check `sizes`, and offsets where their values may be read."""
+
+    def require(condition: bool, message: str, *values: Any) -> None:
+        checks.require(condition, f"{name}: " + message, *values)
+
     if sizes is not None:
-        require(len(sizes) == weight[0], "{} sizes do not fit the {} experts of w", len(sizes), weight[0])
-        within = all(size >= 0 for size in sizes) and sum(sizes) <= shape[0]
+        num_rows, num_experts = x.shape[0], w.shape[0]
+        require(len(sizes) == num_experts, "{} sizes do not fit the {} experts of w", len(sizes), num_experts)
+        within = all(size >= 0 for size in sizes) and sum(sizes) <= num_rows
         wrong = "sizes {} must not be negative, nor sum to more than the {} rows of x"
-        require(within, wrong, list(sizes), shape[0])
+        require(within, wrong, list(sizes), num_rows)
     if not can_read_values(offsets):
         return
-    ends = [0, *offsets.tolist()]
-    rising = all(start <= end for start, end in pairwise(ends)) and ends[-1] <= shape[0]
-    require(rising, "offsets {} must not be negative, fall, or pass the {} rows of x", ends[1:], shape[0])
+    num_rows, ends = x.shape[0], [0, *offsets.tolist()]
+    rising = all(start <= end for start, end in pairwise(ends)) and ends[-1] <= num_rows
+    require(rising, "offsets {} must not be negative, fall, or pass the {} rows of x", ends[1:], num_rows)
     if sizes is not None:
         same = list(accumulate(sizes)) == ends[1:]
         require(same, "sizes {} do not add up to offsets {}", list(sizes), ends[1:])
@@ -376,7 +392,8 @@ def grouped_mm(
     main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
     x, w = autocast(x, w)
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
-    _check("grouped_mm", x, w, offsets, 1 if transposed else 2, sizes, main_grad)
+    _check("grouped_mm", x, w, offsets, 1 if transposed else 2, main_grad)
+    _check_rows("grouped_mm", x, w, offsets, sizes)
     return _grouped_mm(x, w, offsets, main_grad, deferral(w), transposed, _sizes_of_a_loop(sizes, x, w))
 
 
@@ -420,15 +437,12 @@ def grouped_mlp_in(
 
     Shazeer, "GLU Variants Improve Transformer", 2020; Gale et al., "MegaBlocks", 2022.
     """
-    checks.one_of("grouped_mlp_in", "form", form, (*_APPROXIMATE, "silu"))
     given, main_grad = (x, w), getattr(w, "main_grad", None)
     x, w, bias = autocast(x, w, bias)
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
-    _check("grouped_mlp_in", x, w, offsets, 2, sizes, main_grad)
-    odd = "grouped_mlp_in: w {} has an odd number of rows: no [gate | up]"
-    checks.require(not (gated and w.shape[1] % 2), odd, w.shape)
-    checks.fits("grouped_mlp_in", w.shape[:2], to=("w", w), bias=bias)
-    checks.like("grouped_mlp_in", x=x, bias=bias)
+    _check("grouped_mlp_in", x, w, offsets, 2, main_grad)
+    _check_rows("grouped_mlp_in", x, w, offsets, sizes)
+    _check_activation(x, w, bias, form, gated)
     if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:
         return _apply(grouped_mm(*given, offsets, sizes=sizes), form, gated)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, w, bias) if t is not None)):

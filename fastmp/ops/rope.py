@@ -198,10 +198,7 @@ def _walk(
     k_strides: tuple[int, ...] | None, cos_shape: tuple[int, ...], dtype: torch.dtype, cos_itemsize: int,
     interleaved: bool, inverse: bool, in_place: bool,
 ) -> _Walk | None:  # fmt: skip
-    """Plan the walk; None if a tensor is empty, has row elements apart, or more levels than the kernel.
-
-    cos and sin are contiguous.
-    """
+    """Plan the walk; None if a tensor is empty, has row elements apart, or more levels than the kernel."""
     shapes, strides = [q_shape], [q_strides]
     if k_shape is not None and k_strides is not None:
         rank = max(len(q_shape), len(k_shape))
@@ -224,19 +221,11 @@ def _walk(
     half = cos_shape[-1]
     block_m, block_half = block_shape(half, dtype.itemsize)
     constants = {
-        "INTERLEAVED": interleaved,
-        "INVERSE": inverse,
-        "IN_PLACE": in_place,
-        "HALF": half,
-        "DIM": q_shape[-1],
-        "VECTOR": vector,
-        "TURN_VECTOR": turn_vector,
-        "BLOCK_M": block_m,
-        "BLOCK_HALF": block_half,
-        "COMPUTE": arithmetic(dtype),
-        "INDEX": tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64,
-        "num_warps": NUM_WARPS,
-    }
+        "INTERLEAVED": interleaved, "INVERSE": inverse, "IN_PLACE": in_place, "HALF": half,
+        "DIM": q_shape[-1], "VECTOR": vector, "TURN_VECTOR": turn_vector, "BLOCK_M": block_m,
+        "BLOCK_HALF": block_half, "COMPUTE": arithmetic(dtype),
+        "INDEX": tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64, "num_warps": NUM_WARPS,
+    }  # fmt: skip
     numbers = *described[0], *described[-1], *(turn // turn_vector for turn in turns)
     return _Walk(sum(cdiv(n, block_m) for n in rows), numbers, constants)
 
@@ -245,17 +234,16 @@ def _launch_into(
     q_out: Tensor, k_out: Tensor | None, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
     interleaved: bool, inverse: bool,
 ) -> None:  # fmt: skip
-    """Rotate q, and k, into tensors that are contiguous, or q and k themselves."""
+    """Rotate q, and k, into tensors that are contiguous, as cos and sin are, or q and k themselves."""
     walk = _walk(
         q.shape, q.stride(), None if k is None else k.shape, None if k is None else k.stride(), cos.shape,
         q.dtype, cos.element_size(), interleaved, inverse, q_out is q,
     )  # fmt: skip
     if walk is None:
         _launch_apart(q_out, k_out, q, k, cos, sin, interleaved, inverse)
-        return
-    launcher.launch(
-        rope_kernel, walk.programs, q, q_out, k, k_out, cos, sin, *walk.numbers, **walk.constants
-    )  # fmt: skip
+    else:
+        numbers, constants = walk.numbers, walk.constants
+        launcher.launch(rope_kernel, walk.programs, q, q_out, k, k_out, cos, sin, *numbers, **constants)
 
 
 def _launch_apart(
@@ -346,7 +334,7 @@ class _InPlace(torch.autograd.Function):
         return dq, (None if grad_k is None else dk), None, None, None
 
 
-def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> None:
+def _check_one(name: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     require = checks.require
     checks.floating("rope", name, x)
     require(sin.shape == cos.shape, "rope: cos {} and sin {} differ in shape", cos.shape, sin.shape)
@@ -362,19 +350,42 @@ def _check(name: str, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> No
         if t.dtype not in (wanted, x.dtype):
             either = wanted if wanted == x.dtype else f"{wanted} or {x.dtype}"
             raise ValueError(f"rope: {other} must be {either} for {name} of {x.dtype}, got {t.dtype}")
-        require(not t.requires_grad, "rope: {} {} requires a gradient, but receives none", other, t.shape)
     checks.same_device("rope", **{name: x}, cos=cos, sin=sin)
-    if in_place:
-        shape, strides = tuple(x.shape), x.stride()
-        apart = all(n <= 1 or stride for n, stride in zip(shape, strides, strict=True))
-        require(apart, "rope: in_place needs elements of their own, got {} with strides {}", shape, strides)
-        trained = x.requires_grad and x.is_leaf and torch.is_grad_enabled()
-        require(not trained, "rope: in_place would overwrite {} {}, a leaf that requires grad", name, shape)
+
+
+@checks.remembered
+def _check(name: str, x: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+    """Check x alone, or queries x and keys k."""
+    _check_one(name, x, cos, sin)
+    if k is not None:
+        _check_one("k", k, cos, sin)
+        differ = "rope: q has {} {} but k has {} {}"
+        checks.require(x.dtype == k.dtype, differ, "dtype", x.dtype, "dtype", k.dtype)
+        checks.require(x.shape[-1] == k.shape[-1], differ, "width", x.shape[-1], "width", k.shape[-1])
+
+
+def _check_angles(cos: Tensor, sin: Tensor) -> None:
+    for name, t in (("cos", cos), ("sin", sin)):
+        if t.requires_grad:
+            raise ValueError(f"rope: {name} {tuple(t.shape)} requires a gradient, but receives none")
+
+
+def _check_in_place(name: str, x: Tensor) -> None:
+    shape, strides = tuple(x.shape), x.stride()
+    apart = all(n <= 1 or stride for n, stride in zip(shape, strides, strict=True))
+    checks.require(
+        apart, "rope: in_place needs elements of their own, got {} with strides {}", shape, strides
+    )
+    trained = x.requires_grad and x.is_leaf and torch.is_grad_enabled()
+    checks.require(
+        not trained, "rope: in_place would overwrite {} {}, a leaf that requires grad", name, shape
+    )
 
 
 def _angles(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin in the dtype of the arithmetic; of 16-bit ones, small as they are, a copy is made."""
-    return cos.to(compute_dtype(x.dtype)), sin.to(compute_dtype(x.dtype))
+    """Return cos and sin in the dtype of the arithmetic: copies, small as they are, of 16-bit ones."""
+    wanted = compute_dtype(x.dtype)
+    return cos.to(wanted), sin.to(wanted)
 
 
 def _in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
@@ -419,9 +430,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, in_p
 
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    _check("x", x, cos, sin, in_place)
+    _check("x", x, None, cos, sin)
+    _check_angles(cos, sin)
     cos, sin = _angles(x, cos, sin)
     if in_place:
+        _check_in_place("x", x)
         return _in_place(x, None, cos, sin, interleaved)[0]
     return _rope(x, None, cos, sin, interleaved, False)[0]
 
@@ -438,13 +451,12 @@ def rope_qk(
     Raises:
         ValueError: also where q and k differ in dtype, device or D.
     """
-    _check("q", q, cos, sin, in_place)
-    _check("k", k, cos, sin, in_place)
-    for what, one, other in (("dtype", q.dtype, k.dtype), ("width", q.shape[-1], k.shape[-1])):
-        if one != other:
-            raise ValueError(f"rope: q has {what} {one} but k has {what} {other}")
+    _check("q", q, k, cos, sin)
+    _check_angles(cos, sin)
     cos, sin = _angles(q, cos, sin)
     if in_place:
+        _check_in_place("q", q)
+        _check_in_place("k", k)
         turned_q, turned_k = _in_place(q, k, cos, sin, interleaved)
         return turned_q, turned_k
     return _rope(q, k, cos, sin, interleaved, False)

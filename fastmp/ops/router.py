@@ -23,7 +23,7 @@ T tokens, E experts, k chosen.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,10 +227,17 @@ _topk_router = register(
 )
 
 
-def _check_counts(experts: int, k: int, num_groups: int, group_topk: int) -> None:
-    def require(condition: bool, message: str, *values: int) -> None:
+@checks.remembered
+def _check(
+    logits: Tensor, expert_bias: Tensor | None, k: int, score: str, num_groups: int, group_topk: int
+) -> None:
+    def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, "topk_router: " + message, *values)
 
+    checks.one_of("topk_router", "score", score, _SCORES)
+    checks.floating("topk_router", "logits", logits)
+    require(logits.dim() in (2, 3), "logits must be (T, E) or (S, B, E), got shape {}", logits.shape)
+    experts = logits.shape[-1]
     require(1 <= k <= experts, "k must be between 1 and the {} experts, got {}", experts, k)
     divides = num_groups >= 1 and experts % num_groups == 0
     require(divides, "{} experts do not divide into num_groups={}", experts, num_groups)
@@ -238,6 +245,11 @@ def _check_counts(experts: int, k: int, num_groups: int, group_topk: int) -> Non
     require(opens, "group_topk must be between 1 and num_groups={}, got {}", num_groups, group_topk)
     size = experts // num_groups
     require(k <= size * group_topk, "k={} experts are not in group_topk={} groups of {}", k, group_topk, size)
+    if expert_bias is not None:
+        checks.fits("topk_router", logits.shape[-1:], to=("logits", logits), expert_bias=expert_bias)
+        floating = expert_bias.is_floating_point()
+        require(floating, "expert_bias must be floating, got {}", expert_bias.dtype)
+        checks.same_device("topk_router", logits=logits, expert_bias=expert_bias)
 
 
 @traced("fastmp.topk_router")
@@ -283,18 +295,11 @@ def topk_router(
     Shazeer et al. 2017 (arXiv 1701.06538); Switch, Fedus et al. 2021 (arXiv 2101.03961) for the sums; Wang et
     al. 2024 (arXiv 2408.15664) for the bias.
     """
-    checks.one_of("topk_router", "score", score, _SCORES)
-    checks.floating("topk_router", "logits", logits)
-    shaped = logits.dim() in (2, 3)
-    checks.require(shaped, "topk_router: logits must be (T, E) or (S, B, E), got shape {}", logits.shape)
     group_topk = num_groups if group_topk is None else group_topk
-    _check_counts(logits.shape[-1], k, num_groups, group_topk)
+    _check(logits, expert_bias, k, score, num_groups, group_topk)
     if expert_bias is not None:
-        checks.fits("topk_router", logits.shape[-1:], to=("logits", logits), expert_bias=expert_bias)
-        floating = expert_bias.is_floating_point()
-        checks.require(floating, "topk_router: expert_bias must be floating, got {}", expert_bias.dtype)
-        checks.same_device("topk_router", logits=logits, expert_bias=expert_bias)
-        expert_bias = expert_bias.detach().to(compute_dtype(logits.dtype))
+        expert_bias = expert_bias.detach() if expert_bias.requires_grad else expert_bias
+        expert_bias = expert_bias.to(compute_dtype(logits.dtype))
     if score == "softmax" and not pre_softmax:
         score, normalize = "logits", True
     twice = balance and (expert_bias is not None or group_topk < num_groups)
