@@ -42,6 +42,7 @@ struct Driver {
   int (*current_context)(void**);
   int (*set_context)(void*);
   int (*retain_context)(void**, int device);
+  int (*version)(int*);
   int (*error_name)(int, const char**);
   int (*error_text)(int, const char**);
 
@@ -57,6 +58,7 @@ struct Driver {
     find(current_context, "cuCtxGetCurrent");
     find(set_context, "cuCtxSetCurrent");
     find(retain_context, "cuDevicePrimaryCtxRetain");
+    find(version, "cuDriverGetVersion");
     find(error_name, "cuGetErrorName");
     find(error_text, "cuGetErrorString");
   }
@@ -261,6 +263,13 @@ struct Parameters {
     driver().check(driver().encode(&map, how.dtype, rank, address, sizes, pitches + 1, how.block.data(), steps,
                                    kNoInterleave, how.swizzle, kPromotionTo128Bytes, fill_with_nan),
                    plan.name);
+    // For Blackwell, drivers before CUDA 13.2 set a wrong bit in maps of less than 128 KiB whose rows lie apart
+    // (release notes of 595.71.05; cleared by CUTLASS and Triton 3.7, too).
+    int version = 0;
+    driver().check(driver().version(&version), plan.name);
+    uint64_t last_byte = (sizes[0] - 1) * how.item_size;
+    for (uint32_t i = 1; i < rank; ++i) last_byte += (sizes[i] - 1) * pitches[i];
+    if (version <= 13010 && last_byte + 1 < 128 * 1024) map.opaque[1] &= ~(uint64_t{1} << 21);
     all[size++] = &map;
     for (uint32_t i = 0; i < rank; ++i) add(narrow(integer(shape[i])));
     for (uint32_t i = 0; i < rank; ++i) add(integer(strides[i]));

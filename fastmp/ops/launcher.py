@@ -20,7 +20,8 @@ from fastmp.ops import _triton
 
 _INT32 = (1 << 31) - 1
 _MOST = 4096  # plans; more come from sizes that do not repeat, and are planned again
-KNOWN = _triton.VERSION is not None and _triton.VERSION.startswith("3.6.")  # whose compiled kernels are kept
+# whose compiled kernels are kept: the next one may tell less about them
+KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 # Triton's types of arguments, as `HOST.planned` names them
 _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
 _DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # of tensor maps: from Triton's number to the driver's
@@ -60,14 +61,16 @@ def _by_the_driver(
 ) -> Callable[[int, tuple], None] | None:
     """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
 
-    It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types.
+    It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types, nor what
+    Triton's sanitizers add.
     """
     metadata = compiled.metadata
     if HOST is None or metadata.target.backend != "cuda":
         return None
     num_warps, num_blocks, shared = compiled.packed_metadata
     scratch = metadata.global_scratch_size, metadata.profile_scratch_size
-    if num_blocks != 1 or metadata.launch_cooperative_grid or metadata.launch_pdl or any(scratch):
+    special = metadata.launch_cooperative_grid, metadata.launch_pdl, any(scratch)
+    if num_blocks != 1 or any(special) or getattr(metadata, "instrumentation_mode", ""):
         return None
     types, maps = list(compiled.src.signature.values())[:num_arguments], metadata.tensordesc_meta or ()
     kinds = ["P" if t[0] == "*" else "T" if t.startswith("tensordesc") else _KINDS.get(t, "") for t in types]

@@ -142,6 +142,7 @@ def _on_the_fake_driver(compiles: bool) -> Iterator[_Device]:
     ):
         launched()
         FAKE.fake_answer(0)
+        FAKE.fake_version(13020)
         yield device
 
 
@@ -211,6 +212,22 @@ def test_arguments_of_all_kinds(programs, arguments):
     with _on_the_fake_driver(compiles=False):
         compare(launcher.launch, _kernel, programs, *arguments, **CONSTANTS)
         assert by_the_driver()
+
+
+@pytest.mark.parametrize("rows, small", [(512, True), (513, False)])
+def test_a_bit_that_drivers_before_13_2_set_wrongly_is_cleared(rows, small):
+    """In maps of tensors that begin and end within 128 KiB."""
+    x, memory = torch.empty(64), torch.empty(rows, 128, dtype=torch.bfloat16)
+    blocks, launches = TensorDescriptor.from_tensor(memory[:, :64], [16, 64]), []
+    with _on_the_fake_driver(compiles=False):
+        for version in (13020, 13020, 13010):
+            FAKE.fake_version(version)
+            launcher.launch(_kernel, 1, x, None, blocks, 7, 64, 0.5, 0.5, **CONSTANTS)
+            launches.append(launched())
+        assert by_the_driver()
+    _, newer, older = launches
+    cleared = [one ^ other for one, other in zip(newer, older, strict=True) if one != other]
+    assert cleared == ([1 << 5] if small else [])
 
 
 def _launch(x: Any) -> None:

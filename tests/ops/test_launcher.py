@@ -210,7 +210,7 @@ def fake_driver(tmp_path_factory) -> Path:
 
 
 @pytest.mark.skipif(HOST is None, reason="fastmp._host is not built")
-@pytest.mark.skipif(not launcher.KNOWN, reason="launches by the driver are for Triton 3.6")
+@pytest.mark.skipif(not launcher.KNOWN, reason="launches by the driver are for Triton 3.6 to 3.9")
 def test_the_driver_gets_what_triton_would_give_it(fake_driver, request):
     """In a process of its own, which must not find another driver; sanitizers are loaded before this one."""
     more = ["--full"] if request.config.getoption("--full") else []
