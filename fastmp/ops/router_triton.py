@@ -419,10 +419,9 @@ def launch(
     balance: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape, dtype = logits.shape, logits.dtype
-    *tokens, _ = shape
-    _, *sums = shape
-    indices = logits.new_empty(*tokens, k, dtype=torch.int32)
-    probs = logits.new_empty(*tokens, k, dtype=compute_dtype(dtype))
+    chosen, sums = (*shape[:-1], k), shape[1:]
+    indices = logits.new_empty(size=chosen, dtype=torch.int32)
+    probs = logits.new_empty(size=chosen, dtype=compute_dtype(dtype))
     counts, score_sums, z_sum = indices.new_empty(*sums), probs.new_empty(*sums), probs.new_empty(size=())
     balance_counts = indices.new_empty(*sums) if balance else indices.new_empty(0)
     if logits.numel() == 0:
