@@ -313,6 +313,7 @@ class _Into(torch.autograd.Function):
         return dx, (dbias if with_bias else None), grad, None, None, None
 
 
+@checks.remembered
 def _check(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Tensor | None) -> None:
     op = "bias_dropout_add"
     checks.require(0 <= p <= 1, "{}: p must lie between 0 and 1, got {}", op, p)

@@ -259,9 +259,8 @@ _gated_activation = register(
 )
 
 
-def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
-    op = _FUNCTION[activation]
-    x, up, bias = autocast(x, up, bias)
+@checks.remembered
+def _check(op: str, x: Tensor, up: Tensor | None, bias: Tensor | None) -> None:
     name = "x" if up is None else "gate"
     checks.floating(op, name, x)
     even = up is not None or x.shape[-1] % 2 == 0
@@ -270,6 +269,11 @@ def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -
     columns = x.shape[-1] if up is None else 2 * x.shape[-1]
     checks.fits(op, (columns,), to=(name, x), bias=bias)
     checks.like(op, **{name: x}, up=up, bias=bias)
+
+
+def _gated(x: Tensor, up: Tensor | None, bias: Tensor | None, activation: str) -> Tensor:
+    x, up, bias = autocast(x, up, bias)
+    _check(_FUNCTION[activation], x, up, bias)
     return _gated_activation(x, bias, activation, up)
 
 

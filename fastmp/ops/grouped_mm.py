@@ -316,7 +316,11 @@ def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_
 
 
 @checks.remembered
-def _check_activation(x: Tensor, w: Tensor, bias: Tensor | None, form: str, gated: bool) -> None:
+def _check_mlp_in(
+    x: Tensor, w: Tensor, offsets: Tensor, main_grad: Tensor | None, bias: Tensor | None, form: str,
+    gated: bool,
+) -> None:  # fmt: skip
+    _check("grouped_mlp_in", x, w, offsets, 2, main_grad)
     checks.one_of("grouped_mlp_in", "form", form, (*_APPROXIMATE, "silu"))
     odd = "grouped_mlp_in: w {} has an odd number of rows: no [gate | up]"
     checks.require(not (gated and w.shape[1] % 2), odd, w.shape)
@@ -440,9 +444,8 @@ def grouped_mlp_in(
     given, main_grad = (x, w), getattr(w, "main_grad", None)
     x, w, bias = autocast(x, w, bias)
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
-    _check("grouped_mlp_in", x, w, offsets, 2, main_grad)
+    _check_mlp_in(x, w, offsets, main_grad, bias, form, gated)
     _check_rows("grouped_mlp_in", x, w, offsets, sizes)
-    _check_activation(x, w, bias, form, gated)
     if bias is None and _sizes_of_a_loop(sizes, x, w) is not None:
         return _apply(grouped_mm(*given, offsets, sizes=sizes), form, gated)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, w, bias) if t is not None)):

@@ -136,25 +136,30 @@ _layer_norm = register(
 )
 
 
-def _prepare(
+@checks.remembered
+def _check(
     op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """The tensors under the rules of autocast, checked."""
-    x, residual = autocast(x, residual)
+) -> None:
     checks.floating(op, "x", x)
     checks.require(eps >= 0, "{}: eps must not be negative, got {}", op, eps)
-    if weight.dtype not in (x.dtype, torch.float32):
-        weight, bias = autocast(weight, bias)
     checks.like(op, x=x, residual=residual)
     if weight.dtype == torch.float32 and x.dtype in _NARROW:
         checks.same_device(op, x=x, weight=weight)
     else:
         checks.like(op, x=x, weight=weight)
-    if bias is not None:
-        checks.like(op, weight=weight, bias=bias)
-    if residual is not None:
-        checks.fits(op, x.shape, to=("x", x), residual=residual)
+    checks.like(op, weight=weight, bias=bias)
+    checks.fits(op, x.shape, to=("x", x), residual=residual)
     checks.fits(op, x.shape[-1:], to=("x", x), weight=weight, bias=bias)
+
+
+def _prepare(
+    op: str, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return the tensors under the rules of autocast, checked."""
+    x, residual = autocast(x, residual)
+    if weight.dtype not in (x.dtype, torch.float32):
+        weight, bias = autocast(weight, bias)
+    _check(op, x, residual, weight, bias, eps)
     return x, residual, weight, bias
 
 
