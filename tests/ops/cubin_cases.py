@@ -1,0 +1,404 @@
+"""What is expected of the code of every Triton kernel: a table of cases, with the arguments of their ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is expected of a kernel.
+
+    loads, stores, copies (to shared memory): accesses of 16 bytes, at least so many for each 16 bytes
+    of a block that a thread has.
+    exps: exponentials for each of its elements, exactly (in a pair: the fewest, the most); not for float64.
+    registers, stack: at most so many, and so many bytes, a thread.
+    threads: at least so many fit on a multiprocessor (16-bit data).
+    bytes: at least so many are in flight on one, which is what Hopper's latency asks for (an A100: half).
+    barriers: at most so many barriers of a program stand in the code.
+    has, lacks: regular expressions that are found, or not found, in the PTX; not for float64.
+    """
+
+    loads: float = 0
+    stores: float = 0
+    copies: float = 0
+    exps: float | tuple[float, float] | None = None
+    registers: int = 255
+    stack: int = 0
+    threads: int = 0
+    bytes: int = 0
+    barriers: int = 255
+    has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+
+
+ANY = Facts()
+NARROW = r"\b(?:ld|st)\.global(?!\S*\.(?:v4\.b32|v2\.b64))"
+ATOMICS = r"\b(?:atom|red)\.global"
+LATENCY = 29_000  # bytes: 4.8 TB/s times 0.8 us over 132 multiprocessors
+ELEMENTWISE = Facts(loads=1, stores=1)
+GATED = Facts(2, 1, exps=1, registers=128)  # one exponential, for the activation and its slope
+GATED_BACKWARD = Facts(3, 2, exps=1, registers=128)
+WARP = r"redux\.sync"  # a token is reduced within a warp
+HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
+SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
+ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
+ADAMW = Facts(
+    3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
+)
+# whole blocks and those that stick out of the row are loaded by different code; four exponentials rescale
+STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
+# the second read of a row asks the cache for it
+LOSS_GRAD = Facts(4, 2, exps=(2, 2.5), bytes=LATENCY, has=(r"L2::evict_last", r"L2::evict_first"))
+TWO = Facts(threads=512)  # programs of eight warps
+ALONE = Facts(loads=1, stores=1, registers=128, lacks=(r"bar\.sync", r"\.shared"))  # threads exchange nothing
+
+
+def _gelu(form, *facts):
+    def case(t, wide):
+        return "bias_gelu", (t(4096, 8192), t(8192), form)
+
+    return case, facts
+
+
+def _gelu_backward(form, *facts):
+    def case(t, wide):
+        return "bias_gelu_backward", (t(4096, 8192), t(4096, 8192), t(8192), form)
+
+    return case, facts
+
+
+def _norm(op, columns, *facts, residual=True):
+    def case(t, wide):
+        columns_ = min(columns, 4096) if wide == torch.float64 and columns <= 16384 else columns
+        x, w = t(4096, columns_), t(columns_)
+        extra = (w,) if op == "layer_norm" else ()
+        return op, (x, x if residual else None, w, *extra, 1e-5)
+
+    return case, facts
+
+
+def _norm_backward(op, columns, *facts):
+    def case(t, wide):
+        x, w = t(4096, columns), t(columns)
+        shorter = x.element_size() >= 4 and columns < 12288
+        x, w = (t(4096, 4096), t(4096)) if shorter else (x, w)
+        stats = t(4096, 2, dtype=wide) if op == "layer_norm" else t(4096, 1, dtype=wide)
+        return f"{op}_backward", (x, x, x, w, stats, *((True,) if op == "layer_norm" else ()))
+
+    return case, facts
+
+
+def _softmax(keys, causal, facts):
+    def case(t, wide):
+        mask = None if causal else t(2, 1, 4096, keys, dtype=torch.bool)
+        return "scaled_masked_softmax", (t(2, 8, 4096, keys), mask, 0.125, causal)
+
+    return case, (facts,)
+
+
+def _softmax_backward(keys, causal, facts):
+    def case(t, wide):
+        return "scaled_masked_softmax_backward", (t(2, 8, 4096, keys), t(2, 8, 4096, keys), 0.125, causal)
+
+    return case, (facts,)
+
+
+def _dropout(form, *facts):
+    """form: "plain" (p = 0), "wide" (a residual in float32) or ""."""
+
+    def case(t, wide):
+        residual = t(4096, 8192, dtype=torch.float32 if form == "wide" else t().dtype)
+        seed = None if form == "plain" else t(dtype=torch.int64)
+        return "bias_dropout_add", (t(4096, 8192), t(8192), residual, 0.1 if seed is not None else 0.0, seed)
+
+    return case, facts
+
+
+def _dropout_backward(form, *facts):
+    def case(t, wide):
+        dtype = t().dtype
+        grad = t(4096, 8192, dtype=torch.float32 if form == "wide" else dtype)
+        return "bias_dropout_add_backward", (grad, 0.1, t(dtype=torch.int64), dtype, form != "no bias")
+
+    return case, facts
+
+
+def _adamw(facts):
+    """Gradients of the dtype, a copy of the parameters in it where that is 16 bits, scalars as tensors."""
+
+    def case(t, wide, n=1 << 20):
+        main = t(n, dtype=wide)
+        scalars = [t(dtype=torch.float32) for _ in range(3)]
+        copy = t(n) if t().element_size() == 2 else None
+        state = (main, t(n), main, main, t(dtype=torch.int64))
+        return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), 1e-3, 0.9, 0.95, 1e-8, 0.1, n // 2)
+
+    return case, (facts,)
+
+
+def _rope(width, rotated, interleaved, in_place, facts):
+    def case(t, wide):
+        q, k = t(2048, 4, 32, width), t(2048, 4, 8, width)
+        angles = t(2048, rotated // 2, dtype=wide)
+        return "rope_" if in_place else "rope", (q, k, angles, angles, interleaved, True)
+
+    return case, (facts,)
+
+
+def _stats(columns, with_sum, facts):
+    def case(t, wide):
+        target = t(4096, dtype=torch.int64)
+        return "cross_entropy_stats", (t(4096, columns), target, 0, columns, with_sum)
+
+    return case, (facts,)
+
+
+def _loss(columns, facts):
+    def case(t, wide):
+        target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        options = (columns, -100, 0.1, 1e-4, False)
+        return "cross_entropy", (t(4096, columns), target, None, weight, 0, *options)
+
+    return case, (facts,)
+
+
+def _merge(facts):
+    def case(t, wide):
+        target, weight = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        return "cross_entropy_merge", (t(8, 4096, 4, dtype=wide), target, weight, 128256, -100, 0.1, 1e-4)
+
+    return case, (facts,)
+
+
+def _grad(columns, facts):
+    def case(t, wide):
+        target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        return "cross_entropy_grad", (t(4096, columns), target, one, one, one, 0, columns, -100, 0.1, 1e-4)
+
+    return case, (facts,)
+
+
+def _loss_grad(columns, facts):
+    def case(t, wide):
+        target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        return "cross_entropy_loss_grad_", (t(4096, columns), target, one, one, columns, -100, 0.1, 1e-4)
+
+    return case, (facts,)
+
+
+def _gated(form, *facts):
+    def case(t, wide):
+        return "gated_activation", (t(4096, 2 * 14336), t(2 * 14336), form)
+
+    return case, facts
+
+
+def _gated_backward(form, *facts):
+    def case(t, wide):
+        x = t(4096, 2 * 14336)
+        return "gated_activation_backward", (t(4096, 14336), x, t(2 * 14336), form)
+
+    return case, facts
+
+
+ROWS_EACH = {"decode": 1, "few": 48, "fine": 100, "large": 128}
+EXPERTS, N, K = 255, 4096, 7168
+
+
+def _offsets(t):
+    return t(EXPERTS, dtype=torch.int32)
+
+
+def _grouped(rows, facts, *, transposed=False, apart=False):
+    """apart: rows lie where TMA cannot reach them, and are read through pointers."""
+
+    def case(t, wide):
+        gap = 8 // t().element_size() if apart else 0
+        columns = N if transposed else K
+        x = t(ROWS_EACH[rows] * EXPERTS, columns, pitch=columns + gap or None)
+        return "grouped_mm", (x, t(EXPERTS, N, K), _offsets(t), transposed)
+
+    return case, (facts,)
+
+
+def _grouped_mlp_in(form, gated, rows, facts):
+    def case(t, wide):
+        x = t(ROWS_EACH[rows] * EXPERTS, K)
+        return "grouped_mlp_in", (x, t(EXPERTS, N, K), t(EXPERTS, N), _offsets(t), form, gated, True)
+
+    return case, (facts,)
+
+
+def _wgrad(each, facts, *, accumulate, apart=False):
+    """each: rows an expert."""
+
+    def case(t, wide):
+        rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
+        operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
+        if accumulate:
+            return "grouped_mm_wgrad_", (t(EXPERTS, N, K, dtype=wide), *operands)
+        return "grouped_mm_wgrad", operands
+
+    return case, (facts,)
+
+
+#                 experts, k, score, groups, of them open, bias, normalised
+ROUTERS = {
+    "mixtral": (8, 2, "softmax", 1, 1, False, True),
+    "qwen3": (128, 8, "softmax", 1, 1, False, True),
+    "deepseek-v2": (160, 6, "softmax", 8, 3, False, False),
+    "deepseek-v3": (256, 8, "sigmoid", 8, 4, True, True),
+    "many": (512, 36, "logits", 1, 1, True, True),
+}
+
+
+def _router(name, *facts):
+    experts, k, score, groups, opened, with_bias, normalize = ROUTERS[name]
+
+    def case(t, wide):
+        bias = t(experts, dtype=wide) if with_bias else None
+        options = (k, score, groups, opened, normalize, 2.5, True)
+        return "topk_router", (t(8192, experts), bias, *options)
+
+    return case, facts
+
+
+def _router_backward(name, *facts):
+    experts, k, score, _, _, _, normalize = ROUTERS[name]
+
+    def case(t, wide):
+        grads = (t(8192, k, dtype=wide), t(experts, dtype=wide), t(dtype=wide))
+        indices = t(8192, k, dtype=torch.int32)
+        return "topk_router_backward", (*grads, t(8192, experts), indices, score, normalize, 2.5)
+
+    return case, facts
+
+
+def _permutation(experts, *facts):
+    def case(t, wide):
+        return "permutation", (t(8192, 8, dtype=torch.int32), experts)
+
+    return case, facts
+
+
+def _permute(*facts):
+    def case(t, wide):
+        return "permute", (t(8192, 7168), t(8192, 8, dtype=torch.int32), 8192 * 8 + 100)
+
+    return case, facts
+
+
+def _unpermute(weighted, facts):
+    def case(t, wide):
+        probs = t(8192, 8, dtype=wide) if weighted else None
+        return "unpermute", (t(8192 * 8, 7168), t(8192, 8, dtype=torch.int32), probs)
+
+    return case, (facts,)
+
+
+def _unpermute_backward(*facts):
+    def case(t, wide):
+        y, row_of = t(8192 * 8 + 100, 7168), t(8192, 8, dtype=torch.int32)
+        return "unpermute_backward", (t(8192, 7168), y, row_of, t(8192, 8, dtype=wide))
+
+    return case, facts
+
+
+CASES = {
+    "bias_gelu tanh": _gelu("tanh", Facts(1, 1, exps=1)),
+    "bias_gelu none": _gelu("none", ELEMENTWISE),
+    "bias_gelu_backward tanh": _gelu_backward("tanh", ELEMENTWISE, ANY),
+    "bias_gelu_backward none": _gelu_backward("none", ELEMENTWISE, ANY),
+    "norm rms": _norm("rms_norm", 8192, Facts(3, 2, threads=512)),
+    "norm layer": _norm("layer_norm", 8192, Facts(4, 2)),
+    "norm layer long": _norm("layer_norm", 16384, Facts(4, 2)),
+    "norm layer wide": _norm("layer_norm", 20480, Facts(5, 1), residual=False),
+    "norm rms several rows": _norm("rms_norm", 128, ELEMENTWISE),
+    "norm layer odd": _norm("layer_norm", 4095, Facts(lacks=(r"cp\.async",))),
+    "norm rms backward": _norm_backward("rms_norm", 4096, Facts(stores=1, copies=3, threads=512), ANY),
+    "norm layer backward": _norm_backward("layer_norm", 8192, Facts(stores=1, copies=3, threads=512), ANY),
+    "norm layer backward wide": _norm_backward("layer_norm", 12288, Facts(stores=1), ANY),
+    "norm layer backward several rows": _norm_backward("layer_norm", 2048, Facts(stores=1, copies=3), ANY),
+    "softmax 4096": _softmax(4096, False, Facts(1, 1, exps=1)),
+    "softmax 4096 causal": _softmax(4096, True, Facts(1, 1, exps=1)),
+    "softmax 16384": _softmax(16384, False, Facts(1, 1, exps=1)),
+    "softmax 65536 causal": _softmax(65536, True, Facts(2, 1, exps=(2, 2.1))),
+    "softmax backward 128 causal": _softmax_backward(128, True, Facts(2, 1, exps=0)),
+    "softmax backward 4096": _softmax_backward(4096, False, Facts(2, 1, exps=0)),
+    "softmax backward 65536": _softmax_backward(65536, False, Facts(4, 1, exps=0)),
+    "dropout": _dropout("", ALONE),
+    "dropout plain": _dropout("plain", ALONE),
+    "dropout wide": _dropout("wide", Facts(1, 1, registers=128)),
+    "dropout backward": _dropout_backward("", ELEMENTWISE, ANY),
+    "dropout backward no bias": _dropout_backward("no bias", ALONE),
+    "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
+    "adamw": _adamw(ADAMW),
+    "rope halves 64": _rope(64, 64, False, False, ROPE),
+    "rope halves 128": _rope(128, 128, False, False, ROPE),
+    "rope halves 256 in place": _rope(256, 256, False, True, Facts(8, 4, registers=80, lacks=ROPE.lacks)),
+    "rope pairs 128": _rope(128, 128, True, False, ROPE),
+    "rope pairs 64 in place": _rope(64, 64, True, True, ROPE),
+    "rope part of 128": _rope(128, 32, False, False, ROPE),
+    "rope 20 of 80": _rope(80, 20, False, False, Facts(lacks=(r"global\S*\.b16",))),
+    "rope pairs 20 of 80": _rope(80, 20, True, False, Facts(lacks=(r"global\S*\.b16",))),
+    "cross_entropy stats": _stats(8192, False, replace(STATS, stack=8)),
+    "cross_entropy stats sum": _stats(8192, True, STATS),
+    "cross_entropy stats odd": _stats(50257, True, STATS),
+    "cross_entropy loss": _loss(128256, STATS),
+    "cross_entropy loss odd": _loss(50257, STATS),
+    "cross_entropy merge": _merge(ANY),
+    "cross_entropy grad": _grad(8192, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "cross_entropy grad odd": _grad(50257, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "cross_entropy loss_grad": _loss_grad(128256, LOSS_GRAD),
+    "cross_entropy loss_grad odd": _loss_grad(50257, LOSS_GRAD),
+    "cross_entropy loss_grad long": _loss_grad(151936, LOSS_GRAD),
+    "gated silu": _gated("silu", GATED),
+    "gated gelu": _gated("gelu", Facts(2, 1, registers=128, stack=8)),
+    "gated gelu_tanh": _gated("gelu_tanh", GATED),
+    "gated backward silu": _gated_backward("silu", GATED_BACKWARD, ANY),
+    "gated backward gelu": _gated_backward("gelu", Facts(3, 2, registers=128), ANY),
+    "gated backward gelu_tanh": _gated_backward("gelu_tanh", GATED_BACKWARD, ANY),
+    "grouped decode": _grouped("decode", ANY),
+    "grouped few": _grouped("few", ANY),
+    "grouped fine": _grouped("fine", ANY),
+    "grouped large": _grouped("large", ANY),
+    "grouped decode transposed": _grouped("decode", ANY, transposed=True),
+    "grouped large transposed": _grouped("large", ANY, transposed=True),
+    "grouped decode apart": _grouped("decode", ANY, apart=True),
+    "grouped large apart": _grouped("large", ANY, apart=True),
+    "grouped swiglu fine": _grouped_mlp_in("silu", True, "fine", ANY),
+    "grouped swiglu large": _grouped_mlp_in("silu", True, "large", ANY),
+    "grouped geglu fine": _grouped_mlp_in("gelu", True, "fine", ANY),
+    "grouped geglu large": _grouped_mlp_in("gelu", True, "large", ANY),
+    "grouped gelu fine": _grouped_mlp_in("gelu_tanh", False, "fine", ANY),
+    "grouped gelu large": _grouped_mlp_in("gelu_tanh", False, "large", ANY),
+    "grouped wgrad writing": _wgrad(4096, ANY, accumulate=False),
+    "grouped wgrad writing fine": _wgrad(1024, TWO, accumulate=False),
+    "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
+    "grouped wgrad accumulating fine": _wgrad(1024, TWO, accumulate=True),
+    "grouped wgrad accumulating apart": _wgrad(4096, TWO, accumulate=True, apart=True),
+    # four barriers a step, where a token does not need two warps; the others are in the sums at the end
+    "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=24)),
+    "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=32)),
+    "router deepseek-v2": _router("deepseek-v2", Facts(1, exps=(1, 2), barriers=32, has=(WARP,))),
+    "router deepseek-v3": _router("deepseek-v3", Facts(1, exps=(2, 3), barriers=33, has=(WARP,))),
+    "router many": _router("many", Facts(1, exps=(1, 2), barriers=48, has=(WARP,))),
+    "router backward mixtral": _router_backward("mixtral", Facts(exps=2, barriers=3)),
+    "router backward qwen3": _router_backward("qwen3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=1)),
+    "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=5)),
+    "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
+    "permutation 32": _permutation(32, SORT, SORT, SORT),
+    "permutation 256": _permutation(256, SORT, SORT, SORT),
+    "permutation 512": _permutation(512, SORT, SORT, SORT),
+    "permute": _permute(SORT, Facts(1, 2, threads=1024, lacks=(HALF,))),
+    "unpermute": _unpermute(False, Facts(8, 1, threads=512, lacks=(HALF,))),
+    "unpermute weighted": _unpermute(True, Facts(8, 1, threads=512, lacks=(HALF,))),
+    "unpermute backward": _unpermute_backward(SORT, Facts(2, 2, threads=512, lacks=(HALF,))),
+}
+WIDE = ("dropout wide", "dropout backward wide")
+# Those that take no other dtype, or mix bf16 with float32.
+ONE_DTYPE = ("permutation", "cross_entropy merge", *WIDE)
