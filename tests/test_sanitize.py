@@ -3,7 +3,8 @@ undefined-behaviour sanitizers.
 
 They are built into build/sanitize beside a copy of the package, and loaded into a Python that has the
 sanitizers' library before all others. The first report ends that process. A machine serves its widest
-instruction set only, unless ATEN_CPU_CAPABILITY names a narrower one; each has its turn.
+instruction set only, unless ATEN_CPU_CAPABILITY names a narrower one; each has its turn. Instructions that
+multiply bfloat16 serve only without that variable.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def built(preloaded) -> None:
         assert b"__asan_report" in code and b"__ubsan_handle" in code, f"{library.name} is not instrumented"
 
 
-def succeed(preloaded: str, isa: str, *arguments: str | Path) -> None:
-    """Run Python on the instrumented copy.
+def succeed(preloaded: str, isa: str | None, *arguments: str | Path) -> None:
+    """Run Python on the instrumented copy, with the instruction set `isa`; None: all that the machine has.
 
     Memory that torch never gives back is no error, nor is a demand for more than there is.
     """
@@ -72,9 +73,10 @@ def succeed(preloaded: str, isa: str, *arguments: str | Path) -> None:
         "LD_PRELOAD": preloaded,
         "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:allocator_may_return_null=1",
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
-        "ATEN_CPU_CAPABILITY": isa,
+        **({"ATEN_CPU_CAPABILITY": isa} if isa else {}),
     }
-    kept = {k: v for k, v in os.environ.items() if k not in ("FASTMP_OPS", "TRITON_INTERPRET", "PYTHONPATH")}
+    dropped = ("ATEN_CPU_CAPABILITY", "FASTMP_OPS", "TRITON_INTERPRET", "PYTHONPATH")
+    kept = {k: v for k, v in os.environ.items() if k not in dropped}
     done = subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=PACKAGE, env={**kept, **variables}, capture_output=True, text=True, check=False,
@@ -93,6 +95,12 @@ def test_samples_of_every_op(isa, preloaded, built):
 def test_functions_and_offsets(isa, preloaded, built):
     paths = [ROOT / "tests" / "ops" / name for name in OP_TESTS]
     succeed(preloaded, isa, *PYTEST, "-k", SELECTED, *paths)
+
+
+def test_products_of_bfloat16(preloaded, built):
+    names = ("test_every_op.py", "test_functions.py", "test_grouped_mm.py", "test_wgrad.py")
+    paths = [ROOT / "tests" / "ops" / name for name in names]
+    succeed(preloaded, None, *PYTEST, "-k", f"(grouped or weight_grad or wgrad) and {SELECTED}", *paths)
 
 
 def test_cuda_kernels_on_a_cpu(preloaded, built):
