@@ -132,7 +132,10 @@ def _pretended(rank: int, world_size: int) -> Iterator[None]:
 
 
 class _HostReads(TorchDispatchMode):
-    """What a host reads of a meta tensor is one number everywhere, which passes for any of its counts."""
+    """What a host reads of a meta tensor is one number everywhere, which passes for any of its counts.
+
+    Collectives on meta tensors reach the pretended group as those on a CPU do: torch 2.10 has none for meta.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -142,6 +145,8 @@ class _HostReads(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and args[0].is_meta and kwargs.get("device") == _HOST:
             return torch.full(args[0].shape, self.number, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func.namespace == "c10d":
+            return func.redispatch(_ON_CPU, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -154,6 +159,7 @@ def _count(recipe: Recipe) -> int:
 
 
 _HOST, _META = torch.device("cpu"), torch.device("meta")
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def _run_once(recipe: Recipe, world_size: int) -> None:
