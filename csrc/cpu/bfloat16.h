@@ -223,7 +223,7 @@ struct PairUnit {
     const int64_t width = (terms + 1) / 2 * 2;
     if (term == 1) {
       for (int64_t i = 0; i < rows; ++i, out += width) {
-        std::memcpy(out, a + i * outer, terms * sizeof(BFloat16));
+        std::copy_n(a + i * outer, terms, out);  // of no terms there may be no memory, which memcpy takes amiss
         std::fill(out + terms, out + width, BFloat16(0));
       }
       std::fill(out, out + (kAll - rows) * width, BFloat16(0));
