@@ -173,7 +173,8 @@ GOALS = (
     CpuGoal("at_once", "bfloat16", "both", AT_ONCE, 8.0, 8.0),
 )
 SHAPES = {
-    f"cross_entropy{name}": _LOGITS for name in ("", "_stats", "_merge", "_grad", "_grad_", "_loss_grad_")
+    f"cross_entropy{name}": _LOGITS
+    for name in ("", "_stats", "_merge", "_grad", "_grad_", "_loss_grad_", "_promise_")
 }
 
 
@@ -191,8 +192,10 @@ def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, 
         return logits, target, None, None, 0, vocab, -100, 0.0, 0.0, False
     if op == "cross_entropy_stats":
         return logits, target, 0, vocab, False
+    loss_grad = torch.full((tokens,), 1 / tokens, dtype=per_token, device=device)
+    if op == "cross_entropy_promise_":
+        return logits, loss_grad.clone(), loss_grad, target, -100
     if op == "cross_entropy_loss_grad_":
-        loss_grad = torch.full((tokens,), 1 / tokens, dtype=per_token, device=device)
         return logits, target, loss_grad, None, vocab, -100, 0.0, 0.0
     lse = torch.full((tokens,), 11.0, dtype=per_token, device=device)
     return logits, target, lse, torch.full_like(lse, 1 / tokens), None, 0, vocab, -100, 0.0, 0.0
