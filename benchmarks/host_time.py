@@ -142,11 +142,16 @@ class _Ready:
 
 
 def of_launch(name: str, number: int, rounds: int) -> HostTime:
-    """What is done before a launch of an op's Triton kernel, on its largest sample, for sizes of Hopper's."""
-    arguments = max(
-        samples(name, device="cpu", dtype=torch.float32),
-        key=lambda sample: sum(a.numel() for a in sample if isinstance(a, torch.Tensor)),
-    )
+    """What is done before a launch of an op's Triton kernel, for sizes of Hopper's.
+
+    On its largest sample of those that nothing is copied of: a copy would be a launch, too.
+    """
+
+    def elements(sample: tuple) -> int:
+        tensors = [a for a in sample if isinstance(a, torch.Tensor)]
+        return sum(t.numel() for t in tensors) if all(t.is_contiguous() for t in tensors) else 0
+
+    arguments = max(samples(name, device="cpu", dtype=torch.float32), key=elements)
     call, plans = partial(OPS[name].implementations["triton"], *arguments), {}
 
     def plan(key: Any, *launched: Any) -> None:

@@ -140,8 +140,11 @@ def launch(param: Tensor, *others: Any) -> None:
     block, vector = block_size(param.element_size()), math.gcd(16 // param.element_size(), param.numel())
     launcher.launch(
         adamw_kernel, max(1, cdiv(param.numel(), block)),
-        param, *tensors, param.numel() // vector, num_decayed, lr, beta1, beta2, _log(beta1), _log(beta2),
-        eps, weight_decay, VECTOR=vector, BLOCK=block, num_warps=NUM_WARPS,
+        (
+            param, *tensors, param.numel() // vector, num_decayed, lr, beta1, beta2, _log(beta1), _log(beta2),
+            eps, weight_decay,
+        ),
+        {"VECTOR": vector, "BLOCK": block, "num_warps": NUM_WARPS},
     )  # fmt: skip
 
 

@@ -308,8 +308,11 @@ def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
     if tokens:
         launcher.launch(
             stats_kernel, tokens,
-            logits, target.contiguous(), out, logits.stride(0), real, vocab_start,
-            WITH_SUM=with_sum, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+            (logits, target.contiguous(), out, logits.stride(0), real, vocab_start),
+            {
+                "WITH_SUM": with_sum, "BLOCK": block, "VEC": 1 if logits.data_ptr() % 16 else vec,
+                "num_warps": num_warps,
+            },
         )  # fmt: skip
     return out
 
@@ -321,8 +324,11 @@ def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_sm
     if tokens:
         launcher.launch(
             merge_kernel, cdiv(tokens, 128),
-            stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
-            ignore_index, WIDTH=width, SMOOTHING=label_smoothing, Z_LOSS=z_loss, BLOCK=128, num_warps=4,
+            (
+                stats.contiguous(), target.contiguous(), weight, loss, lse, tokens, shards, vocab_size,
+                ignore_index,
+            ),
+            {"WIDTH": width, "SMOOTHING": label_smoothing, "Z_LOSS": z_loss, "BLOCK": 128, "num_warps": 4},
         )  # fmt: skip
     return loss, lse
 
@@ -343,10 +349,14 @@ def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *o
     if tokens:
         launcher.launch(
             loss_kernel, tokens,
-            logits, target.contiguous(), weight, loss, lse, logits.stride(0),
-            real_columns(columns, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
-            SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=1 if logits.data_ptr() % 16 else vec,
-            num_warps=num_warps,
+            (
+                logits, target.contiguous(), weight, loss, lse, logits.stride(0),
+                real_columns(columns, vocab_start, vocab_size), vocab_start, vocab_size, ignore_index,
+            ),
+            {
+                "SMOOTHING": smoothing, "Z_LOSS": z_loss, "BLOCK": block,
+                "VEC": 1 if logits.data_ptr() % 16 else vec, "num_warps": num_warps,
+            },
         )  # fmt: skip
     return loss, lse
 
@@ -362,10 +372,12 @@ def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_st
     if tokens:
         launcher.launch(
             grad_kernel, tokens,
-            logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
-            logits.stride(0), out.stride(0), columns, real_columns(columns, vocab_start, vocab_size),
-            vocab_start, vocab_size, ignore_index,
-            SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block, VEC=vec, num_warps=num_warps,
+            (
+                logits, out, target.contiguous(), lse.contiguous(), grad_loss.contiguous(), weight,
+                logits.stride(0), out.stride(0), columns, real_columns(columns, vocab_start, vocab_size),
+                vocab_start, vocab_size, ignore_index,
+            ),
+            {"SMOOTHING": smoothing, "Z_LOSS": z_loss, "BLOCK": block, "VEC": vec, "num_warps": num_warps},
         )  # fmt: skip
 
 
@@ -384,8 +396,13 @@ def launch_loss_grad(logits, target, loss_grad, token_weight, vocab_size, *optio
     if tokens:
         launcher.launch(
             loss_grad_kernel, tokens,
-            logits, target.contiguous(), loss_grad.contiguous(), weight, loss, logits.stride(0), columns,
-            min(vocab_size, columns), ignore_index, SMOOTHING=smoothing, Z_LOSS=z_loss, BLOCK=block,
-            VEC=1 if logits.data_ptr() % 16 else vec, num_warps=num_warps,
+            (
+                logits, target.contiguous(), loss_grad.contiguous(), weight, loss, logits.stride(0), columns,
+                min(vocab_size, columns), ignore_index,
+            ),
+            {
+                "SMOOTHING": smoothing, "Z_LOSS": z_loss, "BLOCK": block,
+                "VEC": 1 if logits.data_ptr() % 16 else vec, "num_warps": num_warps,
+            },
         )  # fmt: skip
     return loss

@@ -409,8 +409,9 @@ def _product(
         w_block = (blocks.terms, blocks.columns) if transposed else (blocks.columns, blocks.terms)
         w = _descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
-        grouped_mm_kernel, programs, x, w, None if bias is None else bias.contiguous(), offsets.contiguous(),
-        y, h, num_rows, *sizes, **constants,
+        grouped_mm_kernel, programs,
+        (x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, num_rows, *sizes),
+        constants,
     )  # fmt: skip
     return y, h
 
@@ -463,8 +464,10 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
         grad = _ragged(grad, grad_pitch, shape[1], blocks.terms, blocks.rows)
         x = _ragged(x, x_pitch, shape[2], blocks.terms, blocks.columns)
     launcher.launch(
-        grouped_wgrad_kernel, tiles, grad, x, offsets.contiguous(), out, num_rows, *sizes, **constants
-    )
+        grouped_wgrad_kernel, tiles,
+        (grad, x, offsets.contiguous(), out, num_rows, *sizes),
+        constants,
+    )  # fmt: skip
 
 
 def launch_wgrad(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:

@@ -269,14 +269,18 @@ def launch(
     block_m, block_n, num_warps = block or WIDE_BLOCK
     if block is None:
         launcher.launch(
-            norm_wide_kernel, num_rows, x, *parameters, y, stats, *sizes, **constants, BLOCK_N=block_n,
-            num_warps=num_warps,
+            norm_wide_kernel, num_rows,
+            (x, *parameters, y, stats, *sizes),
+            {**constants, "BLOCK_N": block_n, "num_warps": num_warps},
         )  # fmt: skip
         return y, total, stats
     launcher.launch(
-        norm_kernel, cdiv(num_rows, block_m), x, residual, *parameters, y, total, stats, *sizes,
-        residual_pitch // vector, HAS_RESIDUAL=residual is not None, **constants, BLOCK_M=block_m,
-        BLOCK_N=block_n, num_warps=num_warps,
+        norm_kernel, cdiv(num_rows, block_m),
+        (x, residual, *parameters, y, total, stats, *sizes, residual_pitch // vector),
+        {
+            "HAS_RESIDUAL": residual is not None, **constants, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "num_warps": num_warps,
+        },
     )  # fmt: skip
     return y, total, stats
 
@@ -300,11 +304,16 @@ def launch_backward(
     programs = num_programs(num_rows, block_m, num_warps)
     partials = stats.new_empty(programs, dparams.numel())
     launcher.launch(
-        kernel, programs, grad, grad_total, total, weight.contiguous(), stats, dx, partials, num_rows,
-        num_cols // vector, grad_pitch // vector, grad_total_pitch // vector, pitch // vector,
-        CENTRED=centred, HAS_GRAD_TOTAL=grad_total is not None, HAS_BIAS=with_bias,
-        COMPUTE=arithmetic(total.dtype), VECTOR=vector, BLOCK_M=block_m, BLOCK_N=block_n,
-        NUM_STAGES=num_stages(itemsize), num_warps=num_warps,
+        kernel, programs,
+        (
+            grad, grad_total, total, weight.contiguous(), stats, dx, partials, num_rows, num_cols // vector,
+            grad_pitch // vector, grad_total_pitch // vector, pitch // vector,
+        ),
+        {
+            "CENTRED": centred, "HAS_GRAD_TOTAL": grad_total is not None, "HAS_BIAS": with_bias,
+            "COMPUTE": arithmetic(total.dtype), "VECTOR": vector, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "NUM_STAGES": num_stages(itemsize), "num_warps": num_warps,
+        },
     )  # fmt: skip
     sum_strips(partials, dparams)
     return dx, dparams

@@ -106,16 +106,19 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     counts = indices.new_empty(num_blocks, num_experts)
     bins, vector = max(32, next_power_of_2(num_experts)), pair_vector(indices.shape[-1])
     launcher.launch(
-        count_kernel, num_blocks, indices, counts, num_pairs // vector, num_experts,
-        PAIR_VECTOR=vector, BLOCK=BLOCK_PAIRS, BINS=bins, num_warps=NUM_WARPS,
+        count_kernel, num_blocks,
+        (indices, counts, num_pairs // vector, num_experts),
+        {"PAIR_VECTOR": vector, "BLOCK": BLOCK_PAIRS, "BINS": bins, "num_warps": NUM_WARPS},
     )  # fmt: skip
     launcher.launch(
-        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS), counts, num_blocks, num_experts,
-        BLOCK_B=BLOCK_BLOCKS, BLOCK_E=BLOCK_EXPERTS, num_warps=NUM_WARPS,
+        sum_blocks_kernel, cdiv(num_experts, BLOCK_EXPERTS),
+        (counts, num_blocks, num_experts),
+        {"BLOCK_B": BLOCK_BLOCKS, "BLOCK_E": BLOCK_EXPERTS, "num_warps": NUM_WARPS},
     )  # fmt: skip
     launcher.launch(
-        rank_kernel, num_blocks, indices, counts, row_of, offsets, num_pairs // vector, num_experts,
-        PAIR_VECTOR=vector, BLOCK=BLOCK_PAIRS, STEP=STEP, BINS=bins, num_warps=NUM_WARPS,
+        rank_kernel, num_blocks,
+        (indices, counts, row_of, offsets, num_pairs // vector, num_experts),
+        {"PAIR_VECTOR": vector, "BLOCK": BLOCK_PAIRS, "STEP": STEP, "BINS": bins, "num_warps": NUM_WARPS},
     )  # fmt: skip
     return row_of, offsets
 
@@ -280,12 +283,14 @@ def _scatter(
     few = num_pairs < 1 << 31
     pair_of = row_of.new_empty(num_rows) if few else row_of.new_empty(num_rows, dtype=torch.int64)
     launcher.launch(
-        mark_kernel, cdiv(num_pairs, MARKED), row_of, pair_of, pair_vectors, num_rows,
-        PAIR_VECTOR=vector, BLOCK=MARKED,
+        mark_kernel, cdiv(num_pairs, MARKED),
+        (row_of, pair_of, pair_vectors, num_rows),
+        {"PAIR_VECTOR": vector, "BLOCK": MARKED},
     )  # fmt: skip
     launcher.launch(
-        scatter_kernel, cdiv(num_pairs, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS), x, y, row_of,
-        probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, *numbers, **constants,
+        scatter_kernel, cdiv(num_pairs, constants["BLOCK_M"]) + cdiv(num_rows, ZERO_ROWS),
+        (x, y, row_of, probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, *numbers),
+        constants,
     )  # fmt: skip
 
 
@@ -324,9 +329,12 @@ def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
     y, pitch = as_rows(y)
     column_blocks, numbers, constants = _plan_gather(num_cols, y.dtype, pitch, num_slots, probs is not None)
     launcher.launch(
-        gather_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks, y, row_of.contiguous(),
-        None if probs is None else probs.contiguous(), out, num_tokens, num_slots, num_rows, *numbers,
-        **constants,
+        gather_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
+        (
+            y, row_of.contiguous(), None if probs is None else probs.contiguous(), out, num_tokens, num_slots,
+            num_rows, *numbers,
+        ),
+        constants,
     )  # fmt: skip
     return out
 

@@ -243,7 +243,7 @@ def _launch_into(
         _launch_apart(q_out, k_out, q, k, cos, sin, interleaved, inverse)
     else:
         numbers, constants = walk.numbers, walk.constants
-        launcher.launch(rope_kernel, walk.programs, q, q_out, k, k_out, cos, sin, *numbers, **constants)
+        launcher.launch(rope_kernel, walk.programs, (q, q_out, k, k_out, cos, sin, *numbers), constants)
 
 
 def _launch_apart(

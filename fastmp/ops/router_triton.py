@@ -431,9 +431,12 @@ def launch(
         shape, pitch, dtype, k, score, num_groups, group_topk, normalize
     )
     launcher.launch(
-        router_kernel, programs, rows, None if expert_bias is None else expert_bias.contiguous(), indices,
-        probs, counts, score_sums, z_sum, balance_counts if balance else None, probs.new_zeros(length),
-        *numbers, scale, **constants,
+        router_kernel, programs,
+        (
+            rows, None if expert_bias is None else expert_bias.contiguous(), indices, probs, counts,
+            score_sums, z_sum, balance_counts if balance else None, probs.new_zeros(length), *numbers, scale,
+        ),
+        constants,
     )  # fmt: skip
     return indices, probs, counts, score_sums, z_sum, balance_counts
 
@@ -481,8 +484,12 @@ def launch_backward(
         logits.shape, pitch, logits.dtype, indices.shape[-1], score, normalize and grad_probs is not None
     )
     launcher.launch(
-        router_backward_kernel, programs, None if grad_probs is None else grad_probs.contiguous(),
-        None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
-        *numbers, scale, **constants,
+        router_backward_kernel, programs,
+        (
+            None if grad_probs is None else grad_probs.contiguous(),
+            None if grad_sums is None else grad_sums.contiguous(), grad_z, rows, indices.contiguous(), dx,
+            *numbers, scale,
+        ),
+        constants,
     )  # fmt: skip
     return dx

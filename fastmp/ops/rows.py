@@ -113,8 +113,9 @@ def sum_strips(partials: Tensor, sums: Tensor) -> None:
     """
     num_strips, num_cols = partials.shape
     launcher.launch(
-        sum_strips_kernel, cdiv(num_cols, 32), partials, sums, num_strips, num_cols,
-        BLOCK_M=128, BLOCK_N=32, num_warps=NUM_WARPS,
+        sum_strips_kernel, cdiv(num_cols, 32),
+        (partials, sums, num_strips, num_cols),
+        {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": NUM_WARPS},
     )  # fmt: skip
 
 
@@ -167,7 +168,7 @@ def launch(
     rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
     sizes, tiles = _plan(num_cols, dtype, pitches, block_m, block_n)
     programs = cdiv(num_rows, block_m) * cdiv(num_cols, block_n)
-    launcher.launch(kernel, programs, *rows, *others, num_rows, *sizes, *numbers, **tiles, **constants)
+    launcher.launch(kernel, programs, (*rows, *others, num_rows, *sizes, *numbers), {**tiles, **constants})
 
 
 def launch_with_sums(
@@ -196,8 +197,9 @@ def launch_with_sums(
     if sums is not None:
         partials = sums.new_empty(num_strips, sums.numel(), dtype=compute_dtype(sums.dtype))
     launcher.launch(
-        kernel, num_strips * cdiv(num_cols, block_n), *rows, *others, partials, num_rows, rows_per_strip,
-        *sizes, *numbers, **tiles, **constants,
+        kernel, num_strips * cdiv(num_cols, block_n),
+        (*rows, *others, partials, num_rows, rows_per_strip, *sizes, *numbers),
+        {**tiles, **constants},
     )  # fmt: skip
     if partials is not None and sums is not None:
         sum_strips(partials, sums)

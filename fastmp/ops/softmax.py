@@ -260,8 +260,9 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     numbers, constants = _plan(num_keys, next_power_of_2(num_queries), x.dtype, causal, pitch)
     programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])
     launcher.launch(
-        softmax_kernel, programs, rows, mask, y, num_queries, *numbers, *strides, scale,
-        HAS_MASK=mask is not None, **constants,
+        softmax_kernel, programs,
+        (rows, mask, y, num_queries, *numbers, *strides, scale),
+        {"HAS_MASK": mask is not None, **constants},
     )  # fmt: skip
     return y
 
@@ -278,8 +279,10 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tens
     numbers, constants = _plan(num_keys, next_power_of_2(num_queries), y.dtype, causal, grad_pitch, pitch)
     programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])
     launcher.launch(
-        softmax_backward_kernel, programs, grad, rows, dx, num_queries, *numbers, scale, **constants
-    )
+        softmax_backward_kernel, programs,
+        (grad, rows, dx, num_queries, *numbers, scale),
+        constants,
+    )  # fmt: skip
     return dx
 
 

@@ -151,20 +151,20 @@ def by_the_driver() -> bool:
     return all(type(plan.launch) is types.BuiltinFunctionType for plan in launcher._plans.values())
 
 
-def compare(launch: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+def compare(launch: Any, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
     """Launch by Triton's own path, and twice by ours: the second finds a plan."""
     kernel[(programs,)](*arguments, **constants)
     theirs = launched()
-    launch(kernel, programs, *arguments, **constants)
+    launch(kernel, programs, arguments, constants)
     assert launched() == theirs
-    launch(kernel, programs, *arguments, **constants)
+    launch(kernel, programs, arguments, constants)
     assert launched() == theirs
     assert bool(theirs) == (programs > 0)
 
 
 def _compare_op(op: str, backend: str, dtype: torch.dtype, monkeypatch: Any) -> None:
     launch = launcher.launch
-    monkeypatch.setattr(launcher, "launch", lambda *given, **constants: compare(launch, *given, **constants))
+    monkeypatch.setattr(launcher, "launch", lambda *given: compare(launch, *given))
     for arguments in samples(op, device="cpu", dtype=dtype):
         run(op, OPS[op].implementations[backend], arguments)
     assert launcher._plans
@@ -210,7 +210,7 @@ BLOCKS = st.builds(
 @given(st.integers(0, 3), st.tuples(TENSORS, st.none(), BLOCKS | st.none(), SIZES, SIZES, NUMBERS, NUMBERS))
 def test_arguments_of_all_kinds(programs, arguments):
     with _on_the_fake_driver(compiles=False):
-        compare(launcher.launch, _kernel, programs, *arguments, **CONSTANTS)
+        compare(launcher.launch, _kernel, programs, arguments, CONSTANTS)
         assert by_the_driver()
 
 
@@ -222,7 +222,7 @@ def test_a_bit_that_drivers_before_13_2_set_wrongly_is_cleared(rows, small):
     with _on_the_fake_driver(compiles=False):
         for version in (13020, 13020, 13010):
             FAKE.fake_version(version)
-            launcher.launch(_kernel, 1, x, None, blocks, 7, 64, 0.5, 0.5, **CONSTANTS)
+            launcher.launch(_kernel, 1, (x, None, blocks, 7, 64, 0.5, 0.5), CONSTANTS)
             launches.append(launched())
         assert by_the_driver()
     _, newer, older = launches
@@ -231,13 +231,13 @@ def test_a_bit_that_drivers_before_13_2_set_wrongly_is_cleared(rows, small):
 
 
 def _launch(x: Any) -> None:
-    launcher.launch(_kernel, 5, x, None, None, 7, 64, 0.5, 0.5, **CONSTANTS)
+    launcher.launch(_kernel, 5, (x, None, None, 7, 64, 0.5, 0.5), CONSTANTS)
 
 
 def test_clusters_stay_with_triton():
     x = torch.empty(64)
     with _on_the_fake_driver(compiles=False):
-        compare(launcher.launch, _kernel, 5, x, None, None, 7, 64, 0.5, 0.5, **CONSTANTS, num_ctas=2)
+        compare(launcher.launch, _kernel, 5, (x, None, None, 7, 64, 0.5, 0.5), {**CONSTANTS, "num_ctas": 2})
         assert not by_the_driver()
 
 

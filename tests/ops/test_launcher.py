@@ -69,8 +69,8 @@ def test_calls_of_all_kinds_launch_what_triton_would(key, calls):
     with recording() as found, mock.patch.object(launcher, "key_of", key):
         for programs, arguments, constants in calls:
             _kernel[(programs,)](*arguments, **constants)
-            launcher.launch(_kernel, programs, *arguments, **constants)
-            launcher.launch(_kernel, programs, *arguments, **constants)
+            launcher.launch(_kernel, programs, arguments, constants)
+            launcher.launch(_kernel, programs, arguments, constants)
             theirs, first, second = found.calls[-3:]
             assert first == theirs
             assert second == theirs
@@ -81,11 +81,11 @@ def test_only_the_first_launch_of_a_kind_asks_triton():
     call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
     with recording() as found:
         for _ in range(3):
-            launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+            launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
         assert (found.asked, found.compiled) == (1, 1)
-        launcher.launch(_kernel, 2, x.clone(), None, None, 7, 64, 0.25, 2.0, **call)
+        launcher.launch(_kernel, 2, (x.clone(), None, None, 7, 64, 0.25, 2.0), call)
         assert found.asked == 1
-        launcher.launch(_kernel, 1, x.half(), None, None, 7, 64, 0.5, 0.5, **call)
+        launcher.launch(_kernel, 1, (x.half(), None, None, 7, 64, 0.5, 0.5), call)
         assert (found.asked, found.compiled) == (2, 2)
 
 
@@ -141,9 +141,9 @@ def test_a_profiler_gets_its_hooks_called(monkeypatch):
     x = torch.empty(16, 64)
     call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
     with recording() as found:
-        launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+        launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
         monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
-        launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+        launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
         assert found.asked == 2
 
 
@@ -153,7 +153,7 @@ def test_only_launches_on_meta_tensors_are_replaced():
     with recording() as found, launcher.instead(lambda *launch: replaced.append(launch), 90):
         for device in ("meta", "cpu"):
             x = torch.empty(16, 64, device=device)
-            launcher.launch(_kernel, 1, x, None, None, 7, 64, 0.5, 0.5, **call)
+            launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
     assert len(found.calls) == 1
     ((kernel, (tensor, *_), constants),) = replaced
     assert kernel is _kernel
@@ -164,9 +164,8 @@ def test_only_launches_on_meta_tensors_are_replaced():
 def test_tensors_on_two_devices_are_refused():
     x, there = torch.empty(16, 64), torch.empty(16, 64, device="meta")
     with recording(), pytest.raises(ValueError, match="_kernel: all tensors must be on one device"):
-        launcher.launch(
-            _kernel, 1, x, there, None, 7, 64, 0.5, 0.5, COMPUTE=tl.float32, BLOCK=64, num_warps=4
-        )
+        call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
+        launcher.launch(_kernel, 1, (x, there, None, 7, 64, 0.5, 0.5), call)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -175,14 +174,14 @@ def test_launches_what_triton_would(op, backend, dtype, monkeypatch):
     """Grid, stream, code and values; the second of two launches does not ask Triton."""
     launch, launches = launcher.launch, 0
 
-    def both(kernel, programs, *arguments, **constants):
+    def both(kernel, programs, arguments, constants):
         nonlocal launches
         launches += 1
         del found.calls[:]
         kernel[(programs,)](*arguments, **constants)
-        launch(kernel, programs, *arguments, **constants)
+        launch(kernel, programs, arguments, constants)
         asked = found.asked
-        launch(kernel, programs, *arguments, **constants)
+        launch(kernel, programs, arguments, constants)
         assert found.asked == asked
         theirs, first, second = found.calls
         assert first == theirs

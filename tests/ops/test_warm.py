@@ -27,7 +27,7 @@ def test_a_code_is_compiled_for_what_triton_would(op, backend, dtype, monkeypatc
     """The class of each argument gives Triton's key for the argument itself."""
     launches = 0
 
-    def compare(kernel, programs, *arguments, **constants):
+    def compare(kernel, programs, arguments, constants):
         nonlocal launches
         launches += 1
         theirs = kernel.warmup(*arguments, grid=(1,), **constants)
