@@ -99,12 +99,11 @@ struct Written {
         tensors.emplace_back(i, inputs[i].toTensor());
   }
 
-  bool has(int64_t input) const {
-    return std::any_of(tensors.begin(), tensors.end(), [&](const auto& each) { return each.first == input; });
-  }
-
-  const at::Tensor& of(int64_t input) const {
-    return std::find_if(tensors.begin(), tensors.end(), [&](const auto& each) { return each.first == input; })->second;
+  // Input `input`, or null if that is not written.
+  const at::Tensor* find(int64_t input) const {
+    for (const auto& [each, tensor] : tensors)
+      if (each == input) return &tensor;
+    return nullptr;
   }
 
   // So that a tensor which autograd saved and the op overwrote is noticed. A kernel on the stable ABI does not do it.
@@ -133,7 +132,7 @@ struct Backward : Node {
       Kept& each = kept.back();
       switch (value.kind) {
         case INPUT:
-          if (written.has(value.a)) {
+          if (written.find(value.a)) {
             each.is_tensor = true;
           } else if (inputs[value.a].isTensor()) {
             each.tensor = SavedVariable(inputs[value.a].toTensor(), false);
@@ -156,8 +155,9 @@ struct Backward : Node {
   void keep_outputs(c10::ArrayRef<IValue> outputs, const Written& written) {
     for (size_t i = 0; i < kept.size(); i++) {
       const Value& value = formula.arguments[i];
-      if (value.kind == INPUT && written.has(value.a)) {
-        kept[i].tensor = SavedVariable(written.of(value.a).detach(), false);  // it may get this node for a history
+      const at::Tensor* overwritten = value.kind == INPUT ? written.find(value.a) : nullptr;
+      if (overwritten) {
+        kept[i].tensor = SavedVariable(overwritten->detach(), false);  // it may get this node for a history
       } else if (value.kind == OUTPUT) {
         const at::Tensor& output = outputs[value.a].toTensor();
         kept[i].tensor = SavedVariable(output, output.grad_fn() != nullptr);

@@ -115,7 +115,6 @@ def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tenso
 
 
 def _promise_reference_(grad, grad_loss, loss_grad, target, ignore_index):
-    """RuntimeError unless the gradient is the promised one up to rounding; a device is not waited for."""
     require_promise("cross_entropy", grad_loss, loss_grad, target == ignore_index)
 
 
@@ -196,8 +195,8 @@ register(
     " int ignore_index) -> ()",
     reference=_promise_reference_,
     fake=lambda *arguments: None,
-    traffic=lambda grad, *per_token, ignore_index=None: sum(
-        t.numel() * t.element_size() for t in per_token if isinstance(t, Tensor)
+    traffic=lambda grad, grad_loss, loss_grad, target, ignore_index: (
+        grad_loss.nbytes + loss_grad.nbytes + target.nbytes
     ),
 )
 _loss_and_grad = register(

@@ -333,14 +333,15 @@ def launch_merge(stats, target, token_weight, vocab_size, ignore_index, label_sm
     return loss, lse
 
 
-def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *options):
+def launch_loss(
+    logits, target, stats, token_weight, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
+    grad_in_place, divisor=None,
+):  # fmt: skip
     """(loss, lse), from the statistics of all shards or, without any, from the logits."""
-    ignore_index, smoothing, z_loss, _, *divisor = options
-    if divisor and divisor[0] is not None:
-        loss, lse = launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *options[:4])
-        return divided(loss, divisor[0]), lse
     if stats is not None:
-        return launch_merge(stats, target, token_weight, vocab_size, ignore_index, smoothing, z_loss)
+        options = vocab_size, ignore_index, smoothing, z_loss
+        loss, lse = launch_merge(stats, target, token_weight, *options)
+        return divided(loss, divisor), lse
     tokens, columns = _shape("cross_entropy", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     dtype = compute_dtype(logits.dtype)
@@ -358,12 +359,14 @@ def launch_loss(logits, target, stats, token_weight, vocab_start, vocab_size, *o
                 "VEC": 1 if logits.data_ptr() % 16 else vec, "num_warps": num_warps,
             },
         )  # fmt: skip
-    return loss, lse
+    return divided(loss, divisor), lse
 
 
-def launch_grad_into(out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, *options):
-    ignore_index, smoothing, z_loss, *divisor = options
-    grad_loss = grad_of_each(grad_loss, target, *divisor or [None])
+def launch_grad_into(
+    out, logits, target, lse, grad_loss, token_weight, vocab_start, vocab_size, ignore_index, smoothing,
+    z_loss, divisor=None,
+):  # fmt: skip
+    grad_loss = grad_of_each(grad_loss, target, divisor)
     tokens, columns = _shape("cross_entropy_grad", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:

@@ -265,14 +265,11 @@ def _check(
     check_range(name, target, size, options.ignore_index)
 
 
-def _promised(loss_grad: Any, target: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """The promised gradient of the loss of every target; None if there is none or it does not fit."""
-    if loss_grad is None:
-        return None
-    if not isinstance(loss_grad, Tensor):
-        return torch.full(target.shape, loss_grad, dtype=dtype, device=target.device)
-    fits = loss_grad.shape == target.shape and loss_grad.device == target.device
-    return loss_grad.to(dtype) if fits and not loss_grad.requires_grad else None
+def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    """The promised gradient of the loss of every target (N,)."""
+    if isinstance(loss_grad, Tensor):
+        return loss_grad.reshape(-1).to(dtype)
+    return torch.full(targets.shape, loss_grad, dtype=dtype, device=targets.device)
 
 
 def _of_few_logits(
@@ -290,8 +287,11 @@ def _of_few_logits(
     if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
         return None
     recorded = torch.is_grad_enabled() and (weight.requires_grad or hidden.requires_grad)
-    promised = _promised(loss_grad, target, compute_dtype(hidden.dtype)) if recorded else None
     main_grad = getattr(weight, "main_grad", None) if recorded else None
+    fits = True
+    if isinstance(loss_grad, Tensor):
+        fits = (loss_grad.shape, loss_grad.device) == (target.shape, target.device)
+        fits = fits and recorded and not loss_grad.requires_grad
     (tokens, width), (columns, inner) = hidden.shape, weight.shape
     usual = (
         0 < tokens * columns <= _FEW_LOGITS
@@ -303,7 +303,7 @@ def _of_few_logits(
         and hidden.device == weight.device == target.device
         and 0 <= label_smoothing <= 1
         and z_loss >= 0
-        and (promised is not None or loss_grad is None or not (recorded or isinstance(loss_grad, Tensor)))
+        and fits
         and (main_grad is None or (main_grad.shape, main_grad.device) == (weight.shape, weight.device))
     )
     if not usual:
@@ -316,7 +316,8 @@ def _of_few_logits(
         divisor = divisor_of(target, ignore_index, reduction)
     logits = F.linear(hidden, weight) if main_grad is None else linear(hidden, weight)
     options = columns, ignore_index, label_smoothing, z_loss
-    if promised is not None:
+    if recorded and loss_grad is not None:
+        promised = _of_each(loss_grad, target, compute_dtype(hidden.dtype))
         return OPS["cross_entropy_loss_grad_"](logits, target, promised, None, *options)
     loss = OPS["cross_entropy"](logits, target, None, None, 0, *options, True, divisor)[0]
     return loss if may_look else reduced(loss, target, None, ignore_index, reduction)
@@ -366,12 +367,10 @@ def linear_cross_entropy_of(
         if reduction == "mean":
             loss_grad = loss_grad / number_of_targets(targets, token_weight, ignore_index, dtype)
         loss_grad = loss_grad.expand(targets.shape)
-    elif loss_grad is not None and not isinstance(loss_grad, Tensor):
-        loss_grad = torch.full(targets.shape, loss_grad, dtype=dtype, device=rows.device)
     with without_autocast(rows.device.type):
         if loss_grad is not None and any(wanted):
             job = _Job(options, shards, wanted, reduction)
-            loss_grad = loss_grad.reshape(-1).to(dtype)
+            loss_grad = _of_each(loss_grad, targets, dtype)
             loss = _known(rows, weight, targets, token_weight, loss_grad, main_grad, job)[0]
             return loss if early else loss.reshape(target.shape)
         loss = _unknown(rows, weight, targets, token_weight, main_grad, _Job(options, shards, wanted))[0]

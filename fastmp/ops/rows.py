@@ -138,6 +138,15 @@ def _plan(
     return (num_cols // vector, *[pitch // vector for pitch in pitches]), constants
 
 
+def _tiles(
+    tensors: Sequence[Tensor], num_cols: int, blocks: Callable[[int, int], tuple[int, int]] | None
+) -> tuple[Sequence[Tensor], tuple[int, ...], dict[str, Any]]:
+    """Return the tensors as rows, and what `_plan` says of them."""
+    dtype = tensors[0].dtype
+    rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
+    return rows, *_plan(num_cols, dtype, pitches, *(blocks or block_shape)(num_cols, dtype.itemsize))
+
+
 def launch(
     kernel: Any,
     tensors: Sequence[Tensor],
@@ -162,12 +171,10 @@ def launch(
         constants: further `tl.constexpr` parameters.
     """
     first = tensors[0]
-    width, dtype = first.shape[-1], first.dtype
+    width = first.shape[-1]
     num_cols, num_rows = columns or width, first.numel() // width
-    block_m, block_n = (blocks or block_shape)(num_cols, dtype.itemsize)
-    rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
-    sizes, tiles = _plan(num_cols, dtype, pitches, block_m, block_n)
-    programs = cdiv(num_rows, block_m) * cdiv(num_cols, block_n)
+    rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
+    programs = cdiv(num_rows, tiles["BLOCK_M"]) * cdiv(num_cols, tiles["BLOCK_N"])
     launcher.launch(kernel, programs, (*rows, *others, num_rows, *sizes, *numbers), {**tiles, **constants})
 
 
@@ -186,12 +193,10 @@ def launch_with_sums(
     Its parameters are those of `launch`, with `partials` after the others and rows_per_strip after num_rows.
     `partials` has a row of sums in fp32 (fp64) for each strip; `sums` gets their sum. Both may be None.
     """
-    first = tensors[0]
-    num_cols, dtype = first.shape[-1], first.dtype
-    num_rows = first.numel() // num_cols
-    block_m, block_n = (blocks or block_shape)(num_cols, dtype.itemsize)
-    rows, pitches = zip(*[as_rows(t) for t in tensors], strict=True)
-    sizes, tiles = _plan(num_cols, dtype, pitches, block_m, block_n)
+    num_cols = tensors[0].shape[-1]
+    num_rows = tensors[0].numel() // num_cols
+    rows, sizes, tiles = _tiles(tensors, num_cols, blocks)
+    block_m, block_n = tiles["BLOCK_M"], tiles["BLOCK_N"]
     num_strips, rows_per_strip = strip_shape(num_rows, num_cols, block_m, block_n)
     partials = None
     if sums is not None:
