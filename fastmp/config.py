@@ -347,22 +347,38 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Checked):
-    """AdamW with decoupled weight decay; the learning rate warms up, then follows a cosine down."""
+    """AdamW with decoupled weight decay, and the learning rate as a function of the step."""
 
     lr: float = _option(1e-3, "highest learning rate")
-    min_lr: float = _option(1e-4, "learning rate of the last step")
+    min_lr: float = _option(1e-4, "learning rate that the run decays to; constant does not")
+    schedule: str = _option(
+        "cosine",
+        "learning rate after warm-up: down by half a cosine, down by a line, held and down at the end (wsd: "
+        "warm-up, stable, decay), or held for ever",
+        ("cosine", "linear", "wsd", "constant"),
+    )
     warmup_steps: int = _option(20, "steps in which the learning rate grows; a shorter run only warms up")
+    decay_steps: int | None = _option(
+        None, "last steps, in which the learning rate of wsd falls; none: a fifth of the run"
+    )
     betas: tuple[float, float] = _option((0.9, 0.95), "decay of the two averages")
     eps: float = _option(1e-8, "added to the root of the second average")
     weight_decay: float = _option(0.01, "decoupled weight decay")
     clip_grad_norm: float = _option(1.0, "largest norm of all gradients together; 0: no clipping")
 
     def _problems(self) -> Iterator[str]:
-        if not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
+        if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
+            yield from self._not_positive("lr")
+        elif not (0.0 <= self.min_lr <= self.lr and self.lr > 0.0):
             yield f"need 0 <= min_lr <= lr and lr > 0, got min_lr {self.min_lr} and lr {self.lr}"
+        if self.decay_steps is not None and self.schedule != "wsd":
+            yield (
+                f"decay_steps is of schedule 'wsd' only, got decay_steps {self.decay_steps} and schedule "
+                f"{self.schedule!r}"
+            )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"betas must be in [0, 1), got {self.betas}"
-        yield from self._not_positive("eps")
+        yield from self._not_positive("eps", "decay_steps")
         yield from self._negative("warmup_steps", "weight_decay", "clip_grad_norm")
 
 

@@ -28,10 +28,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         pytest.param("docs/pipeline.md", 0, TORCHRUN, marks=pytest.mark.full),
         ("docs/pipeline.md", 1, [sys.executable]),
         ("docs/cuda-graphs.md", 0, [sys.executable]),
+        ("docs/learning-rates.md", 0, [sys.executable]),
     ],
     ids=[
         *("swapped layers alone", "swapped layers on two ranks", "experts"),
-        *("stages alone", "stages on two ranks", "simulation", "graphs"),
+        *("stages alone", "stages on two ranks", "simulation", "graphs", "learning rates"),
     ],
 )
 def test_the_examples_run(page, number, launcher, tmp_path):

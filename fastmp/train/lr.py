@@ -1,32 +1,55 @@
-"""The learning rate as a pure function of the step: resuming needs no scheduler state."""
+"""The learning rate as a pure function of the step: to resume a run needs no state of a schedule."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+from fastmp.config import OptimizerConfig
+
+__all__ = ["learning_rate"]
+
+# The part of the way from the lowest to the highest rate that is left, by the part of the decay that is over.
+_LEFT: dict[str, Callable[[float], float]] = {
+    "cosine": lambda over: 0.5 * (1.0 + math.cos(math.pi * over)),
+    "linear": lambda over: 1.0 - over,
+    "wsd": lambda over: 1.0 - math.sqrt(over),
+}
 
 
-def warmup_cosine(
-    step: int, *, peak: float, warmup_steps: int, total_steps: int, floor: float = 0.0
-) -> float:
-    """Learning rate of optimizer step `step`, counted from 0: linear warm-up, then a cosine down to `floor`.
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Return the learning rate of optimizer step `step`, counted from 0, in a run of `total_steps`.
 
-    Steps 0 .. warmup_steps - 1 give peak * (step + 1) / warmup_steps (the first update is never lost to a
-    rate of zero); then floor + (peak - floor) * (1 + cos(pi * t)) / 2 with t = (step - warmup_steps) /
-    (total_steps - warmup_steps); `floor` from total_steps on. Schedule of GPT-2 and GPT-3 (Brown et al. 2020,
-    appendix B). ValueError on a negative step, warmup_steps outside [0, total_steps], or floor outside [0,
-    peak].
+    In the first `warmup_steps` it grows linearly, lr * ((step + 1) / warmup_steps): no update is lost to a
+    rate of zero. Then it falls from `lr` to `min_lr`, which it has from `total_steps` on. Where the part t of
+    the decay is over, it is min_lr + (lr - min_lr) * left(t):
+
+    "cosine": left(t) = (1 + cos(pi t)) / 2, from the end of warm-up (Brown et al. 2020, appendix B).
+    "linear": left(t) = 1 - t, from the end of warm-up.
+    "wsd" (warm-up, stable, decay): `lr` until the last `decay_steps` (None: a fifth of the run), then
+        left(t) = 1 - sqrt(t), which beats a linear decay in Hägele et al. 2024, "Scaling Laws and
+        Compute-Optimal Training Beyond Fixed Training Durations".
+    "constant": `lr` from the end of warm-up, for ever; `min_lr` is not used.
+
+    A run too short for warm-up and decay warms up first, and decays in the steps that are left. ValueError
+    for a negative step, or a run without steps.
     """
-    if step < 0:
-        raise ValueError(f"warmup_cosine: step must not be negative, got {step}")
-    if not 0 <= warmup_steps <= total_steps:
+    if step < 0 or total_steps <= 0:
         raise ValueError(
-            f"warmup_cosine: warmup_steps {warmup_steps} is not in [0, total_steps = {total_steps}]"
+            f"learning_rate: need step >= 0 and total_steps > 0, got step {step} of total_steps {total_steps}"
         )
-    if not 0.0 <= floor <= peak:
-        raise ValueError(f"warmup_cosine: floor {floor} is not in [0, peak = {peak}]")
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
+    warmup = min(config.warmup_steps, total_steps)
+    if step < warmup:
+        return config.lr * ((step + 1) / warmup)  # the last of them is lr, not rounded
+    if config.schedule == "constant":
+        return config.lr
     if step >= total_steps:
-        return floor
-    progress = (step - warmup_steps) / (total_steps - warmup_steps)
-    return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.min_lr
+    first = warmup
+    if config.schedule == "wsd":
+        decay_steps = math.ceil(total_steps / 5) if config.decay_steps is None else config.decay_steps
+        first = max(warmup, total_steps - decay_steps)
+    if step <= first:
+        return config.lr
+    left = _LEFT[config.schedule]((step - first) / (total_steps - first))
+    return config.min_lr + (config.lr - config.min_lr) * left

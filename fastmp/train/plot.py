@@ -1,16 +1,19 @@
-"""The pictures of a run, from its metrics.jsonl: its loss, and the load of its experts."""
+"""The pictures of a run: loss and load of its experts, from its metrics.jsonl, and its learning rate."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastmp.config import OptimizerConfig
+from fastmp.train.lr import learning_rate
 from fastmp.train.metrics import read_metrics
 
 TRAIN, HELD_OUT, ENTROPY, INK, MUTED = "#3b6fb6", "#c4572e", "#6b7280", "#1f2937", "#9ca3af"
+CURVES = (TRAIN, HELD_OUT, "#5b8c5a", "#8a5aa8")
 
 
 def plot_loss(metrics: str | Path, out: str | Path, *, title: str = "") -> Path | None:
@@ -47,6 +50,24 @@ def plot_loads(metrics: str | Path, out: str | Path, *, title: str = "") -> Path
     if not records:
         raise ValueError(f"{metrics}: no load of experts to draw")
     return _picture("load", lambda axes: _draw_loads(axes, records), out, title)
+
+
+def plot_learning_rates(
+    optimizers: Mapping[str, OptimizerConfig], total_steps: int, out: str | Path, *, title: str = ""
+) -> Path | None:
+    """Draw the learning rate of each of `optimizers`, by name, in a run of `total_steps`; as `plot_loss`."""
+
+    def draw(axes: Any) -> None:
+        for number, (name, config) in enumerate(optimizers.items()):
+            rates = [learning_rate(step, config, total_steps) for step in range(total_steps)]
+            width = 1.4 + 0.8 * (len(optimizers) - 1 - number)  # where curves are one, all of them are seen
+            axes.plot(rates, color=CURVES[number % len(CURVES)], linewidth=width, label=name)
+        axes.set_ylim(bottom=0.0)
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axes.set_ylabel("learning rate", color=INK)
+        axes.legend(frameon=False, fontsize=9, loc="lower center", labelcolor=INK)
+
+    return _picture("learning rate", draw, out, title)
 
 
 def _picture(name: str, draw: Callable[[Any], None], out: str | Path, title: str) -> Path | None:

@@ -31,7 +31,7 @@ from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
 from fastmp.train.graphing import CaptureAgreement, make_graphs
-from fastmp.train.lr import warmup_cosine
+from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import (
     Batch,
     Chunks,
@@ -363,14 +363,7 @@ class Trainer:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _learning_rate(self) -> float:
-        schedule = self.optimizer_config
-        return warmup_cosine(
-            self.step,
-            peak=schedule.lr,
-            warmup_steps=min(schedule.warmup_steps, self.config.steps),
-            total_steps=self.config.steps,
-            floor=schedule.min_lr,
-        )
+        return learning_rate(self.step, self.optimizer_config, self.config.steps)
 
     def _balance(self, counts: Tensor) -> None:
         """Let every router see what its experts got: counts (layers, experts) of the global batch."""
