@@ -27,5 +27,6 @@ __getattr__, __dir__, __all__ = exports(
         "linear_loss": "vocab_parallel_linear_cross_entropy",
         "grads": "GradBuffer",
         "optimizer": "AdamW clip_coefficient global_grad_norm",
+        "scaler": "LossScale LossScaler next_loss_scale",
     },
 )
