@@ -90,8 +90,8 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
         COMPILE: lambda: with_compile()(),
     }
     state = (param, grad, param, param, param[:1], rounded(param))
-    numbers = (_LR, _BETA1, _BETA2, _EPS, _DECAY, num_elements)
-    traffic = OPS["adamw_"].traffic(*state, *[None] * 4, *numbers)
+    numbers = (_LR, _BETA1, _BETA2, _EPS, _DECAY)
+    traffic = OPS["adamw_"].traffic(*state, *[None] * 4, *numbers, *[None] * 3, 0)
     return Case(title("adamw", (num_elements,), dtype), (param,), grad, rivals, traffic, 0)
 
 

@@ -9,10 +9,11 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <vector>
 
 namespace fastmp {
 
-// `decay` is 1 - lr * weight_decay, or 1.
+// `decay` is 1 - lr * weight_decay.
 struct AdamwSpan {
   void* param;
   const void* grad;
@@ -136,10 +137,68 @@ void check_buffer(const Tensor& tensor, const char* name, const Tensor& param, b
                dtype_name(tensor.scalar_type()));
 }
 
+// The groups of parameters: their factors of the learning rate and their weight decays.
+class Groups {
+ public:
+  struct Run {
+    int64_t end;
+    double lr, decay;
+  };
+
+  Groups(const std::optional<Tensor>& groups, const std::optional<Tensor>& lr, const std::optional<Tensor>& decay,
+         int64_t first, int64_t num_elements)
+      : first_(first % kUnit) {
+    FASTMP_CHECK(groups.has_value() == lr.has_value() && groups.has_value() == decay.has_value(), kOp,
+                 ": groups, group_lr and group_decay must be given together, or none of them");
+    FASTMP_CHECK(first >= 0, kOp, ": first must not be negative, got ", first);
+    if (!groups) return;
+    lr_ = numbers(*lr, "group_lr");
+    decay_ = numbers(*decay, "group_decay");
+    FASTMP_CHECK(lr_.size() == decay_.size(), kOp, ": there are ", lr_.size(), " group_lr but ", decay_.size(),
+                 " group_decay");
+    const int64_t units = (first_ + num_elements + kUnit - 1) / kUnit;
+    FASTMP_CHECK(groups->scalar_type() == ScalarType::Byte && groups->is_contiguous() && groups->numel() >= units, kOp,
+                 ": groups must be contiguous and have a uint8 for each of ", units, " units");
+    groups_ = static_cast<const uint8_t*>(groups->const_data_ptr());
+    if (units == 0) return;
+    const int largest = *std::max_element(groups_, groups_ + units);
+    FASTMP_CHECK(largest < static_cast<int64_t>(lr_.size()), kOp, ": groups has a ", largest, ", but there are ",
+                 lr_.size(), " groups");
+  }
+
+  // The neighbours from `begin` on, before `end`, that are of one group.
+  Run run(int64_t begin, int64_t end) const {
+    int64_t unit = (first_ + begin) / kUnit;
+    const uint8_t group = groups_[unit];
+    const int64_t last = (first_ + end - 1) / kUnit;
+    while (unit <= last && groups_[unit] == group) ++unit;
+    return {std::min(end, unit * kUnit - first_), lr_[group], decay_[group]};
+  }
+
+ private:
+  static constexpr int64_t kUnit = 64;
+
+  static std::vector<double> numbers(const Tensor& tensor, const char* name) {
+    FASTMP_CHECK(tensor.is_contiguous(), kOp, ": ", name, " must be contiguous");
+    std::vector<double> values(tensor.numel());
+    dispatch_float(tensor.scalar_type(), kOp, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const T* data = static_cast<const T*>(tensor.const_data_ptr());
+      std::copy_n(data, values.size(), values.begin());
+    });
+    return values;
+  }
+
+  int64_t first_;
+  const uint8_t* groups_ = nullptr;
+  std::vector<double> lr_, decay_;
+};
+
 void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_sq, Tensor& step,
            std::optional<Tensor>& out, std::optional<Tensor> lr_tensor, std::optional<Tensor> inv_scale,
            std::optional<Tensor> clip_coefficient, std::optional<Tensor> found_inf, double lr, double beta1,
-           double beta2, double eps, double weight_decay, int64_t num_decayed) {
+           double beta2, double eps, double weight_decay, std::optional<Tensor> groups,
+           std::optional<Tensor> group_lr, std::optional<Tensor> group_decay, int64_t first) {
   const ScalarType type = param.scalar_type();
   const auto fits = [&](const Tensor& t) {
     const ScalarType other = t.scalar_type();
@@ -151,6 +210,7 @@ void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_s
   check_buffer(exp_avg_sq, "exp_avg_sq", param, exp_avg_sq.scalar_type() == type);
   if (out) check_buffer(*out, "low_precision_out", param, fits(*out));
   FASTMP_CHECK(step.scalar_type() == ScalarType::Long && step.numel() == 1, kOp, ": step must be one int64");
+  const Groups table(groups, group_lr, group_decay, first, param.numel());
   if (number(found_inf, "found_inf", 0) != 0) return;
 
   auto* const count = static_cast<int64_t*>(step.mutable_data_ptr());
@@ -168,20 +228,24 @@ void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_s
   all.factor = number(inv_scale, "inv_scale", 1) * number(clip_coefficient, "clip_coefficient", 1);
   all.weight1 = 1 - beta1;
   all.beta2 = beta2;
-  all.step_size = rate / bias_correction(beta1, t);
+  const double correction = bias_correction(beta1, t);
+  all.decay = 1 - rate * weight_decay;
+  all.step_size = rate / correction;
   all.inv_root = 1 / std::sqrt(bias_correction(beta2, t));
   all.eps = eps;
   const auto kernel = FASTMP_BEST(adamw_span);
   parallel_for(0, param.numel(), kGrain, [&](int64_t begin, int64_t end) {
     AdamwSpan span = all;
-    span.begin = begin;
-    span.end = std::clamp(num_decayed, begin, end);
-    span.decay = 1 - rate * weight_decay;
-    kernel(span);
-    span.begin = span.end;
-    span.end = end;
-    span.decay = 1;
-    kernel(span);
+    for (span.begin = begin; span.begin < end; span.begin = span.end) {
+      span.end = end;
+      if (groups) {
+        const Groups::Run run = table.run(span.begin, end);
+        span.end = run.end;
+        span.decay = 1 - rate * run.lr * run.decay;
+        span.step_size = rate * run.lr / correction;
+      }
+      kernel(span);
+    }
   });
 }
 

@@ -20,6 +20,8 @@ from fastmp.ops.registry import register
 from fastmp.profiling import traced
 
 NUM_WARPS = 4
+UNIT = 64  # neighbours that belong to one group of parameters
+_MAX_GROUPS = 256
 _VECTORS = 4  # 16-byte accesses a thread makes in each array of the main dtype
 _FLOPS_PER_ELEMENT = 15
 _MAIN = (torch.float64, torch.float32)
@@ -31,7 +33,7 @@ def reference(
 ) -> None:
     """Writes what `adamw_` says; its scalars are float64 until they meet an element."""
     low_precision_out, lr_tensor, *factors, found_inf = others[:5]
-    lr, beta1, beta2, eps, weight_decay, num_decayed = others[5:]
+    lr, beta1, beta2, eps, weight_decay, groups, group_lr, group_decay, first = others[5:]
     with torch.no_grad():
         one = torch.ones((), dtype=torch.float64, device=param.device)
         rate = lr * one if lr_tensor is None else one * lr_tensor.reshape(())
@@ -44,8 +46,11 @@ def reference(
         g = grad.to(param.dtype) * factor.to(param.dtype)
         m = exp_avg + (1 - beta1) * (g - exp_avg)
         v = beta2 * exp_avg_sq + (1 - beta2) * g * g
-        p = param.clone()
-        p.view(-1)[:num_decayed] *= (1 - rate * weight_decay).to(p.dtype)
+        if groups is not None:
+            units = (first % UNIT + torch.arange(param.numel(), device=param.device)) // UNIT
+            group = groups[units].long().reshape(param.shape)
+            rate, weight_decay = rate * group_lr[group].double(), group_decay[group].double()
+        p = param * (1 - rate * weight_decay).to(param.dtype)
         denominator = v.sqrt() * correction2.rsqrt().to(v.dtype) + eps
         p -= (rate / correction1).to(p.dtype) * m / denominator
         results = [(param, p), (exp_avg, m), (exp_avg_sq, v), (step, count)]
@@ -70,11 +75,17 @@ def _bias_correction(count, log_beta, COMPUTE: tl.constexpr):
 
 
 @jit
+def _spread(x, SPAN: tl.constexpr):
+    """Repeat each number SPAN times. One thread holds all of them, so they are not exchanged."""
+    return tl.broadcast_to(x[:, None], (x.shape[0], SPAN)).reshape(x.shape[0] * SPAN)
+
+
+@jit
 def adamw_kernel(
     param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
-    found_inf, num_vectors, num_decayed, lr: tl.float64, beta1: tl.float64, beta2: tl.float64,
-    log_beta1: tl.float64, log_beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64,
-    VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+    found_inf, groups, group_lr, group_decay, first, num_vectors, lr: tl.float64, beta1: tl.float64,
+    beta2: tl.float64, log_beta1: tl.float64, log_beta2: tl.float64, eps: tl.float64,
+    weight_decay: tl.float64, VECTOR: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of every array; the program that finishes last counts the step.
 
@@ -86,7 +97,8 @@ def adamw_kernel(
     # Load a block of the gradient, both averages and the parameters.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = tl.arange(0, BLOCK)
-    inside = at < tl.cast(num_vectors, tl.int64) * VECTOR - start  # a size of 2^31 is an int32 of vectors
+    left = tl.cast(num_vectors, tl.int64) * VECTOR - start  # a size of 2^31 is an int32 of vectors
+    inside = at < left
     # Four neighbours a thread in every array: a 16-bit one must not pull the others into another layout.
     at_narrow = tl.max_contiguous(at, VECTOR)
     g = tl.load(grad + start + at_narrow, mask=inside, other=0.0).to(COMPUTE)
@@ -105,13 +117,20 @@ def adamw_kernel(
         factor *= tl.load(clip_coefficient)
     step_size = rate / _bias_correction(count, tl.full((), log_beta1, COMPUTE), COMPUTE)
     inv_root = 1.0 / tl.sqrt(_bias_correction(count, tl.full((), log_beta2, COMPUTE), COMPUTE))
-    keep = 1.0 - rate * tl.full((), weight_decay, COMPUTE)
+    if groups is None:
+        keep = 1.0 - rate * tl.full((), weight_decay, COMPUTE)
+    else:  # the group of every SPAN neighbours
+        spans = tl.arange(0, BLOCK // SPAN) * SPAN
+        group = tl.load(groups + start // 64 + (first + spans) // 64, mask=spans < left, other=0).to(tl.int32)
+        share = tl.load(group_lr + group).to(COMPUTE)
+        keep = _spread(1.0 - rate * share * tl.load(group_decay + group).to(COMPUTE), SPAN)
+        step_size = _spread(step_size * share, SPAN)
 
     # Decoupled weight decay and the update (Loshchilov and Hutter 2019).
     g *= factor.to(COMPUTE)
     m += tl.full((), 1.0 - beta1, COMPUTE) * (g - m)
     v = tl.full((), beta2, COMPUTE) * v + tl.full((), 1.0 - beta2, COMPUTE) * g * g
-    p *= tl.where(at < num_decayed - start, keep, 1.0)
+    p *= keep
     p -= step_size * m / (tl.sqrt(v) * inv_root + tl.full((), eps, COMPUTE))
 
     # Store, unless the step is dropped, and with a copy in 16 bits where one is kept.
@@ -136,61 +155,97 @@ def block_size(itemsize: int) -> int:
 
 
 def launch(param: Tensor, *others: Any) -> None:
-    *tensors, lr, beta1, beta2, eps, weight_decay, num_decayed = others
-    block, vector = block_size(param.element_size()), math.gcd(16 // param.element_size(), param.numel())
+    *tensors, lr, beta1, beta2, eps, weight_decay, groups, group_lr, group_decay, first = others
+    itemsize = param.element_size()
+    block, vector = block_size(itemsize), math.gcd(16 // itemsize, param.numel())
+    first %= UNIT
     launcher.launch(
         adamw_kernel, max(1, cdiv(param.numel(), block)),
         (
-            param, *tensors, param.numel() // vector, num_decayed, lr, beta1, beta2, _log(beta1), _log(beta2),
-            eps, weight_decay,
+            param, *tensors, groups, group_lr, group_decay, first, param.numel() // vector, lr, beta1, beta2,
+            _log(beta1), _log(beta2), eps, weight_decay,
         ),
-        {"VECTOR": vector, "BLOCK": block, "num_warps": NUM_WARPS},
+        {"VECTOR": vector, "SPAN": math.gcd(16 // itemsize, first), "BLOCK": block, "num_warps": NUM_WARPS},
     )  # fmt: skip
 
 
 _adamw_ = register(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) step, "
     "Tensor(e!)? low_precision_out, Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip_coefficient, "
-    "Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, int num_decayed) "
-    "-> ()",
+    "Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor? groups, "
+    "Tensor? group_lr, Tensor? group_decay, int first) -> ()",
     reference=reference,
     triton=launch,
     flops=lambda param, *others: _FLOPS_PER_ELEMENT * param.numel(),
 )
 
 
-def _check_buffers(param: Tensor, grad: Tensor, others: dict[str, Tensor | None]) -> None:
+@checks.remembered
+def _check(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor,
+    low_precision_out: Tensor | None, lr: Tensor | None, inv_scale: Tensor | None,
+    clip_coefficient: Tensor | None, found_inf: Tensor | None, betas: tuple[float, float], eps: float,
+    weight_decay: float | None, groups: Tensor | None, group_lr: Tensor | None, group_decay: Tensor | None,
+    first: int,
+) -> None:  # fmt: skip
     require = checks.require
     require(param.dtype in _MAIN, "adamw_: param must be float32 or float64, got {}", param.dtype)
     narrow = _NARROW if param.dtype == torch.float32 else ()
     known = grad.dtype in (param.dtype, *narrow)
     require(known, "adamw_: param is {} but grad is {}", param.dtype, grad.dtype)
-    checks.fits("adamw_", param.shape, to=("param", param), grad=grad, **others)
-    for name, tensor in {"param": param, "grad": grad, **others}.items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ValueError(f"adamw_: {name} must be contiguous, got strides {tensor.stride()}")
-    checks.same_device("adamw_", param=param, grad=grad, **others)
-    out = others["low_precision_out"]
-    checks.like("adamw_", param=param, exp_avg=others["exp_avg"], exp_avg_sq=others["exp_avg_sq"])
-    if out is not None and out.dtype not in narrow:
-        raise ValueError(f"adamw_: param is {param.dtype} but low_precision_out is {out.dtype}")
-
-
-def _check_scalars(param: Tensor, tensors: dict[str, Tensor | None], numbers: dict[str, float]) -> None:
-    require = checks.require
-    checks.same_device("adamw_", param=param, **tensors)
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        require(tensor.numel() == 1, "adamw_: {} must hold one number, got shape {}", name, tensor.shape)
-        if name == "step":
-            require(tensor.dtype == torch.int64, "adamw_: step must be int64, got {}", tensor.dtype)
-        elif name != "found_inf":
-            known = tensor.dtype in _MAIN
-            require(known, "adamw_: {} must be float32 or float64, got {}", name, tensor.dtype)
+    buffers = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    checks.fits("adamw_", param.shape, to=("param", param), **buffers, low_precision_out=low_precision_out)
+    checks.like("adamw_", param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    if low_precision_out is not None and low_precision_out.dtype not in narrow:
+        raise ValueError(f"adamw_: param is {param.dtype} but low_precision_out is {low_precision_out.dtype}")
+    factors = {"lr": lr, "inv_scale": inv_scale, "clip_coefficient": clip_coefficient}
+    tables = {"groups": groups, "group_lr": group_lr, "group_decay": group_decay}
+    for name, tensor in {"step": step, **factors, "found_inf": found_inf}.items():
+        if tensor is not None and tensor.numel() != 1:
+            raise ValueError(f"adamw_: {name} must hold one number, got shape {tuple(tensor.shape)}")
+    checks.same_device(
+        "adamw_", param=param, **buffers, step=step, low_precision_out=low_precision_out, **factors,
+        found_inf=found_inf, **tables,
+    )  # fmt: skip
+    require(step.dtype == torch.int64, "adamw_: step must be int64, got {}", step.dtype)
+    for name, tensor in {**factors, "group_lr": group_lr, "group_decay": group_decay}.items():
+        if tensor is not None and tensor.dtype not in _MAIN:
+            raise ValueError(f"adamw_: {name} must be float32 or float64, got {tensor.dtype}")
+    numbers = {"beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay or 0.0}
     for name, number in numbers.items():
         known = number >= 0 and (number < 1 or not name.startswith("beta"))
         require(known, "adamw_: {} must not be negative, nor a beta one or more, got {}", name, number)
+    _check_groups(param, weight_decay, first, **tables)
+
+
+def _check_groups(
+    param: Tensor,
+    weight_decay: float | None,
+    first: int,
+    *,
+    groups: Tensor | None,
+    group_lr: Tensor | None,
+    group_decay: Tensor | None,
+) -> None:
+    require = checks.require
+    require(first >= 0, "adamw_: first must not be negative, got {}", first)
+    if groups is None or group_lr is None or group_decay is None:
+        alone = groups is group_lr is group_decay
+        require(alone, "adamw_: groups, group_lr and group_decay must be given together, or none of them")
+        return
+    require(weight_decay is None, "adamw_: weight_decay {} is given beside group_decay", weight_decay)
+    require(groups.dtype == torch.uint8, "adamw_: groups must be uint8, got {}", groups.dtype)
+    units = cdiv(first % UNIT + param.numel(), UNIT)
+    enough = groups.dim() == 1 and len(groups) >= units
+    require(
+        enough, "adamw_: {} elements from {} on lie in {} units of {}, but groups has shape {}",
+        param.numel(), first, units, UNIT, groups.shape,
+    )  # fmt: skip
+    fits = group_lr.shape == group_decay.shape and group_lr.dim() == 1 and len(group_lr) <= _MAX_GROUPS
+    require(
+        fits, "adamw_: group_lr and group_decay must have one number for each of at most {} groups, got "
+        "shapes {} and {}", _MAX_GROUPS, group_lr.shape, group_decay.shape,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -206,8 +261,11 @@ def adamw_(
     lr: float | Tensor = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    num_decayed: int | None = None,
+    weight_decay: float | None = None,
+    groups: Tensor | None = None,
+    group_lr: Tensor | None = None,
+    group_decay: Tensor | None = None,
+    first: int = 0,
     inv_scale: Tensor | None = None,
     clip_coefficient: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -228,7 +286,13 @@ def adamw_(
         step: int64, one number: how many updates there were. Counts this one.
         low_precision_out: bfloat16 or float16, of the same shape: gets the new parameters, rounded.
         lr: a number, or a tensor of one float32 or float64 element.
-        num_decayed: only this many elements, the first ones, are decayed; None for all.
+        weight_decay: of all elements; None is 0.01 where there are no groups.
+        groups: uint8, contiguous, one dimension: the group of every 64 neighbours of the flat buffer that
+            `param` is a slice of. Its first entry is that of the 64 in which element 0 of `param` lies, so
+            element i has entry (first % 64 + i) // 64, a number below G. A GPU does not check it.
+        group_lr, group_decay: (G,) for at most 256 groups, float32 or float64, contiguous: the factor of the
+            learning rate, and the weight decay, of each group. Given with `groups`, or not at all.
+        first: position of element 0 of `param` in the whole flat buffer.
         inv_scale, clip_coefficient: factors of the gradient, tensors of one float32 or float64 element.
         found_inf: a tensor of one element; where it is not zero, everything stays bitwise as it is, `step`
             included.
@@ -239,17 +303,21 @@ def adamw_(
 
     Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019.
     """
-    others = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "low_precision_out": low_precision_out}
-    _check_buffers(param, grad, others)
     lr_tensor, lr = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
-    tensors = {"step": step, "lr": lr_tensor, "inv_scale": inv_scale, "clip_coefficient": clip_coefficient}
-    numbers = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "eps": eps, "weight_decay": weight_decay}
-    _check_scalars(param, {**tensors, "found_inf": found_inf}, numbers)
-    if num_decayed is None:
-        num_decayed = param.numel()
-    elif not 0 <= num_decayed <= param.numel():
-        raise ValueError(f"adamw_: num_decayed {num_decayed} is outside a buffer of {param.numel()} elements")
-    _adamw_(
+    checks.require(lr >= 0, "adamw_: lr must not be negative, got {}", lr)
+    tensors = (
         param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
-        found_inf, lr, *betas, eps, weight_decay, num_decayed,
+        found_inf,
     )  # fmt: skip
+    table = groups, group_lr, group_decay, first
+    _check(*tensors, betas, eps, weight_decay, *table)
+    buffers = {
+        "param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq,
+        "low_precision_out": low_precision_out, "groups": groups, "group_lr": group_lr,
+        "group_decay": group_decay,
+    }  # fmt: skip
+    for name, tensor in buffers.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"adamw_: {name} must be contiguous, got strides {tensor.stride()}")
+    decay = 0.01 if weight_decay is None else weight_decay
+    _adamw_(*tensors, lr, *betas, eps, decay, *table)

@@ -1,6 +1,6 @@
 """The optimizer step over main gradients: global norm, clipping, AdamW on masters, skipping.
 
-Masters and state lie in flat buffers in the order of the main gradients. A step is one launch over them
+Masters and state lie in flat buffers in the order of the main gradients. A step is two launches over them
 (`fastmp.ops.adamw_`), which scales and clips the gradients as it reads them and writes the low-precision
 parameters. The host waits for nothing: norm, clip coefficient and whether the step counts are tensors on the
 device. A norm that is not finite, which is the same on all ranks, reaches the kernel as `found_inf`, and
@@ -81,7 +81,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class AdamW:
-    """AdamW on main gradients, one launch a step for each dtype of parameters in a `GradBuffer`.
+    """AdamW on main gradients, two launches a step for each dtype of parameters in a `GradBuffer`.
 
     named_parameters: (name, parameter) pairs that have a `main_grad` (see `GradBuffer`). A float32 or float64
         parameter is its own master; a bfloat16 or float16 one is the rounded copy of a float32 master.
@@ -117,7 +117,7 @@ class AdamW:
         state = {name: entries for flat in self._flats for name, entries in flat.entries().items()}
         self._state = {name: state[name] for name in self.parameters}
         self.masters = {name: self._state[name].pop("master") for name in self.parameters}
-        self.skipped_steps = torch.zeros_like(self._flats[0].step)
+        self.skipped_steps = torch.zeros_like(self._flats[0].steps[0])
 
     @torch.no_grad()
     def step(
@@ -140,11 +140,14 @@ class AdamW:
         skip = None if grad_norm is None else ~torch.isfinite(grad_norm)
         for flat in self._flats:
             flat.check()
-            adamw_(
-                flat.master, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.step,
-                low_precision_out=flat.rounded, num_decayed=flat.num_decayed, lr=self.lr,
-                inv_scale=inv_scale, clip_coefficient=clip_coefficient, found_inf=skip, **self._options,
-            )  # fmt: skip
+            decays = self._options["weight_decay"], 0.0
+            for part, step, decay in zip(flat.parts(), flat.steps, decays, strict=True):
+                *buffers, rounded = part
+                adamw_(
+                    *buffers, step, low_precision_out=rounded, lr=self.lr, inv_scale=inv_scale,
+                    clip_coefficient=clip_coefficient, found_inf=skip,
+                    **{**self._options, "weight_decay": decay},
+                )  # fmt: skip
         # The kernel counts a new version of its buffers, which parameters do not share.
         torch.autograd.graph.increment_version(self.parameters.values())
         if skip is not None:
@@ -159,7 +162,7 @@ class AdamW:
         for name, param in self.parameters.items():
             if param.dtype != self.masters[name].dtype:
                 state[name]["master"] = self.masters[name]
-        return {"step": self._flats[0].step, "skipped_steps": self.skipped_steps, "state": state}
+        return {"step": self._flats[0].steps[0], "skipped_steps": self.skipped_steps, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -181,7 +184,7 @@ class AdamW:
         for _, _, own, new in pairs:
             own.copy_(new)
         for flat in self._flats:
-            flat.step.fill_(state_dict["step"])
+            flat.steps.fill_(state_dict["step"])
             if flat.rounded is not None:
                 flat.rounded.copy_(flat.master)
         self.skipped_steps.fill_(state_dict["skipped_steps"])
@@ -206,12 +209,19 @@ class _Flat:
         self.rounded = None
         if first.dtype != self.master.dtype:
             self.rounded = torch.empty_like(self.master, dtype=first.dtype)
-        self.step = torch.zeros((), dtype=torch.int64, device=first.device)
+        self.steps = torch.zeros(2, dtype=torch.int64, device=first.device)
         for master, param in zip(self._views(self.master), parameters.values(), strict=True):
             master.copy_(param)
         own = self.master if self.rounded is None else self.rounded.copy_(self.master)
         for view, param in zip(self._views(own), parameters.values(), strict=True):
             param.data = view
+
+    def parts(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Slices of masters, gradients, averages and parameters: those to decay, and the others."""
+        buffers = self.master, self.grad, self.exp_avg, self.exp_avg_sq, self.rounded
+        cuts = slice(self.num_decayed), slice(self.num_decayed, None)
+        first, second = ([None if b is None else b[cut] for b in buffers] for cut in cuts)
+        return first, second
 
     def check(self) -> None:
         """Raise ValueError where the model has been moved, as by model.to(dtype), out of the buffers."""

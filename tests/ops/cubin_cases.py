@@ -126,7 +126,7 @@ def _dropout_backward(form, *facts):
     return case, facts
 
 
-def _adamw(facts):
+def _adamw(facts, grouped=False):
     """Gradients of the dtype, a copy of the parameters in it where that is 16 bits, scalars as tensors."""
 
     def case(t, wide, n=1 << 20):
@@ -134,7 +134,10 @@ def _adamw(facts):
         scalars = [t(dtype=torch.float32) for _ in range(3)]
         copy = t(n) if t().element_size() == 2 else None
         state = (main, t(n), main, main, t(dtype=torch.int64))
-        return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), 1e-3, 0.9, 0.95, 1e-8, 0.1, n // 2)
+        numbers = 1e-3, 0.9, 0.95, 1e-8, 0.1
+        groups = t(n // 64, dtype=torch.uint8), *(t(4, dtype=torch.float32) for _ in range(2))
+        table = (*groups, 64) if grouped else (None, None, None, 0)
+        return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table)
 
     return case, (facts,)
 
@@ -336,6 +339,7 @@ CASES = {
     "dropout backward no bias": _dropout_backward("no bias", ALONE),
     "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
     "adamw": _adamw(ADAMW),
+    "adamw groups": _adamw(ADAMW, grouped=True),
     "rope halves 64": _rope(64, 64, False, False, ROPE),
     "rope halves 128": _rope(128, 128, False, False, ROPE),
     "rope halves 256 in place": _rope(256, 256, False, True, Facts(8, 4, registers=80, lacks=ROPE.lacks)),

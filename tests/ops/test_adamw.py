@@ -60,7 +60,20 @@ class Torch:
         return torch.cat(self.parts), *averages
 
 
-OPTIONS = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+NUMBERS = {"betas": (0.9, 0.95), "eps": 1e-8}
+OPTIONS = {**NUMBERS, "weight_decay": 0.1}
+
+
+def decayed_up_to(end, num_elements, dtype=torch.float64):
+    """A table of two groups: the elements before `end`, and those from there on, which are not decayed."""
+    first = 640 - end % 64
+    units = torch.arange(-(-(first % 64 + num_elements) // 64))
+    groups = (units >= (first % 64 + end) // 64).byte()
+    return groups, torch.ones(2, dtype=dtype), torch.tensor([0.1, 0.0], dtype=dtype), first
+
+
+def named(table):
+    return dict(zip(("groups", "group_lr", "group_decay", "first"), table, strict=True))
 
 
 @pytest.mark.parametrize("fused", (True, False), ids=("fused", "plain"))
@@ -71,7 +84,7 @@ def test_steps_equal_torch_in_float64(num_decayed, fused):
     m, v, step = torch.zeros_like(param), torch.zeros_like(param), torch.tensor(0)
     for t in range(20):
         grad, lr = torch.randn(1031, dtype=torch.float64) * 10.0 ** (t % 5 - 2), 1e-2 / (t + 1)
-        adamw_(param, grad, m, v, step, lr=lr, num_decayed=num_decayed, **OPTIONS)
+        adamw_(param, grad, m, v, step, lr=lr, **named(decayed_up_to(num_decayed, 1031)), **NUMBERS)
         theirs.step(grad, lr)
     for ours, expected in zip((param, m, v), theirs.results()):
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
@@ -92,7 +105,7 @@ def test_no_less_accurate_than_torch(grad_dtype, backend):
         torch_s.load(m.to(dtype), v.to(dtype), 50)
         torch_s.step(grad, 2e-3)
         results[dtype] = torch_s.results()
-    arguments_ = (param, grad, *inputs[2:-1], 60_000)
+    arguments_ = (param, grad, *inputs[2:15], *decayed_up_to(60_000, 100_000))
     ours = run("adamw_", implementation(backend), arguments_)[:3]
     for value, theirs, truth in zip(ours, results[torch.float32], results[torch.float64]):
         error, bound = ((x.double() - truth).square().mean().sqrt() for x in (value, theirs))
@@ -101,17 +114,18 @@ def test_no_less_accurate_than_torch(grad_dtype, backend):
 
 def plain(param, grad, m, v, step, out, lr_tensor, inv_scale, clip, found_inf, *numbers):
     """The formula of the docstring, in float64."""
-    lr, beta1, beta2, eps, decay, num_decayed = numbers
+    lr, beta1, beta2, eps, decay, groups, group_lr, group_decay, first = numbers
     if found_inf is not None and found_inf:
         return param, m, v, step
     lr = lr if lr_tensor is None else lr_tensor.item()
     g = grad.double() * (1 if inv_scale is None else inv_scale.item()) * (1 if clip is None else clip.item())
     t = step.item() + 1
     m, v = beta1 * m.double() + (1 - beta1) * g, beta2 * v.double() + (1 - beta2) * g * g
-    kept = torch.ones(len(param), dtype=torch.float64)
-    kept[:num_decayed] -= lr * decay
+    if groups is not None:
+        group = [groups[(first % 64 + i) // 64].item() for i in range(len(param))]
+        lr, decay = lr * group_lr[group].double(), group_decay[group].double()
     root = (v / (1 - beta2**t)).sqrt()
-    return param * kept - lr / (1 - beta1**t) * m / (root + eps), m, v, torch.tensor(t)
+    return param * (1 - lr * decay) - lr / (1 - beta1**t) * m / (root + eps), m, v, torch.tensor(t)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,16 +134,13 @@ def plain(param, grad, m, v, step, out, lr_tensor, inv_scale, clip, found_inf, *
     num_elements=st.sampled_from((0, 1, 2, 3, 15, 16, 17, 31, 64, 257, 1031)),
     dtype=st.sampled_from(DTYPES),
     steps=st.sampled_from((0, 1, 10, 100_000)),
-    share=st.sampled_from((0.0, 0.3, 1.0)),
+    first=st.sampled_from((None, 0, 1, 64, 127, (1 << 40) + 6)),
     scalars=st.booleans(),
     found_inf=st.sampled_from((None, False, True)),
     seed=st.integers(0, 1000),
 )
-def test_any_size_and_option(backend, num_elements, dtype, steps, share, scalars, found_inf, seed):
-    inputs = drawn(
-        num_elements, dtype, seed, steps=steps, num_decayed=int(share * num_elements), scalars=scalars,
-        found_inf=found_inf,
-    )  # fmt: skip
+def test_any_size_and_option(backend, num_elements, dtype, steps, first, scalars, found_inf, seed):
+    inputs = drawn(num_elements, dtype, seed, steps=steps, first=first, scalars=scalars, found_inf=found_inf)
     param, m, v, step, *out = run("adamw_", implementation(backend), inputs)
     expected = plain(*inputs)
     tolerance = 1e-12 if dtype == torch.float64 else 3e-6
@@ -186,14 +197,16 @@ def test_scalars_on_the_device_are_those_given_as_numbers(backend):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slices_are_updated_as_in_the_whole(dtype):
     """Ranks that share the work may cut anywhere, on no boundary of 16 bytes."""
-    inputs = drawn(2000, dtype, steps=2, num_decayed=700)
+    inputs = drawn(2000, dtype, steps=2, first=75)
     whole = run("adamw_", OPS["adamw_"].overload, inputs)
+    groups, group_lr, group_decay, first = inputs[15:]
     for begin, end in ((0, 3), (3, 500), (500, 777), (777, 2000)):
         buffers = [a if a is None else a[begin:end] for a in (*inputs[:4], inputs[5])]
         count = inputs[4].clone()
         adamw_(
             *buffers[:4], count, low_precision_out=buffers[4], lr=inputs[10],
-            num_decayed=min(max(700 - begin, 0), end - begin), **OPTIONS,
+            groups=groups[(first + begin) // 64 - first // 64 :], group_lr=group_lr, group_decay=group_decay,
+            first=first + begin, **NUMBERS,
         )  # fmt: skip
         assert count == 3
     for value, want in zip((inputs[0], inputs[2], inputs[3]), whole):
@@ -204,7 +217,7 @@ def test_slices_are_updated_as_in_the_whole(dtype):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_results_do_not_depend_on_the_number_of_threads(backend):
-    inputs = drawn(200_003, torch.bfloat16, steps=1, num_decayed=100_001)
+    inputs = drawn(200_003, torch.bfloat16, steps=1, first=31)
     threads = torch.get_num_threads()
     results = []
     try:
@@ -238,7 +251,21 @@ def test_bias_correction_does_not_cancel(beta, steps, backend):
     correction = context.subtract(1, context.power(exact, steps + 1))
     ratio = float(context.divide(context.subtract(1, exact), correction))  # of both m and v
     one, zero = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    inputs = (zero, one, zero, zero, torch.tensor(steps), *[None] * 5, 1.0, beta, beta, 0.0, 0.0, 0)
+    inputs = (
+        zero,
+        one,
+        zero,
+        zero,
+        torch.tensor(steps),
+        *[None] * 5,
+        1.0,
+        beta,
+        beta,
+        0.0,
+        0.0,
+        *[None] * 3,
+        0,
+    )
     param = run("adamw_", implementation(backend), inputs)[0]
     # 1 - beta itself has a rounding error of 2^-53
     assert param.item() == pytest.approx(-ratio / math.sqrt(ratio), rel=2e-16 / (1 - beta) + 1e-14)
@@ -357,14 +384,45 @@ def test_block_sizes():
         ({"lr": -1.0}, r"lr must not be negative.*got -1.0"),
         ({"betas": (0.9, 1.0)}, r"beta2 .*got 1.0"),
         ({"eps": math.nan}, r"eps .*got nan"),
-        ({"num_decayed": 5}, r"num_decayed 5 is outside a buffer of 4 elements"),
+        ({"weight_decay": -0.1}, r"weight_decay must not be negative.*got -0.1"),
+        ({"first": -1}, r"first must not be negative, got -1"),
+        ({"groups": None}, r"groups, group_lr and group_decay must be given together"),
+        ({"group_lr": None}, r"groups, group_lr and group_decay must be given together"),
+        ({"weight_decay": 0.1}, r"weight_decay 0.1 is given beside group_decay"),
+        ({"groups": torch.zeros(2)}, r"groups must be uint8, got torch.float32"),
+        ({"first": 125}, r"4 elements from 125 on lie in 2 units of 64, but groups has shape \(1,\)"),
+        ({"group_lr": torch.ones(3)}, r"at most 256 groups, got shapes \(3,\) and \(2,\)"),
+        ({"group_lr": torch.ones(2).half()}, r"group_lr must be float32 or float64, got torch.float16"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_wrong_arguments(change, message):
     given = {name: torch.zeros(4) for name in ("param", "grad", "exp_avg", "exp_avg_sq")}
+    if change.keys() & {"groups", "group_lr", "first"} or change == {"weight_decay": 0.1}:
+        given |= named((torch.zeros(1, dtype=torch.uint8), torch.ones(2), torch.ones(2), 0))
     with pytest.raises(ValueError, match="adamw_: .*" + message):
         adamw_(**{**given, "step": torch.tensor(0), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: torch.tensor([0, 3], dtype=torch.uint8)}, "groups has a 3, but there are 3 groups"),
+        ({0: torch.zeros(1, dtype=torch.uint8)}, "a uint8 for each of 2 units"),
+        ({0: torch.zeros(2)}, "a uint8 for each of 2 units"),
+        ({0: None}, "must be given together"),
+        ({1: torch.ones(4)}, "there are 4 group_lr but 3 group_decay"),
+        ({3: -1}, "first must not be negative, got -1"),
+    ],
+    ids=str,
+)
+def test_raw_calls_check_the_table(change, message):
+    inputs = drawn(100, first=0)
+    table = [change.get(i, a) for i, a in enumerate(inputs[15:])]
+    before = [a.clone() for a in inputs[:5]]
+    with pytest.raises(RuntimeError, match="adamw_: .*" + message):
+        OPS["adamw_"].overload(*inputs[:15], *table)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before))
 
 
 @pytest.mark.gpu

@@ -34,7 +34,8 @@ def check(inputs):
 @pytest.mark.parametrize("num_elements", (0, 1, 3, 1023, 2048, 5000, 5002))
 def test_equals_reference(num_elements, dtype):
     check(drawn(num_elements, dtype))
-    check(drawn(num_elements, dtype, steps=41, num_decayed=num_elements // 3, scalars=True, found_inf=False))
+    for first in (320, 70, 129):  # neighbours of one group come in fours, in twos, alone
+        check(drawn(num_elements, dtype, steps=41, first=first, scalars=True, found_inf=False))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -49,7 +50,7 @@ def test_a_dropped_step_changes_nothing(dtype):
 
 @pytest.mark.parametrize("begin", (1, 4, 777))
 def test_slices_off_the_boundaries(begin):
-    inputs = drawn(4096, torch.float32, num_decayed=0)
+    inputs = drawn(4096, torch.float32)
     check(tuple(a[begin:] if isinstance(a, torch.Tensor) and a.dim() else a for a in inputs))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fastmp.ops.adamw import UNIT
+
 
 def arguments(
     num_elements: int,
@@ -13,14 +15,14 @@ def arguments(
     generator: torch.Generator,
     *,
     steps: int = 0,
-    num_decayed: int | None = None,
+    first: int | None = None,
     scalars: bool = False,
     found_inf: bool | None = None,
 ) -> tuple:
     """Arguments of `torch.ops.fastmp.adamw_` after `steps` updates, for gradients of `dtype`.
 
     A 16-bit dtype comes with a copy of the parameters in it. With `scalars`, learning rate and factors of
-    the gradient are tensors.
+    the gradient are tensors. With `first`, the elements are of three groups, in runs of any length.
     """
     main = torch.float64 if dtype == torch.float64 else torch.float32
     device = generator.device
@@ -32,6 +34,12 @@ def arguments(
         torch.randn(num_elements, generator=generator, dtype=main, device=device) for _ in range(4)
     )
     exp_avg, exp_avg_sq = (exp_avg * 0.1, exp_avg_sq.square() * 0.01) if steps else (exp_avg * 0, exp_avg * 0)
+    table: tuple = (None, None, None, 0)
+    if first is not None:
+        units = -(-(first % UNIT + num_elements) // UNIT)
+        groups = torch.randint(0, 3, (units + 1,), generator=generator, dtype=torch.uint8, device=device)
+        factors = torch.tensor([1.0, 0.0, 0.5], device=device)
+        table = (groups, factors, torch.tensor([0.1, 0.2, 0.0], dtype=main, device=device), first)
     return (
         param,
         grad.to(dtype),
@@ -44,14 +52,14 @@ def arguments(
         number(0.7) if scalars else None,
         None if found_inf is None else torch.tensor(found_inf, device=device),
         *(2e-3, 0.9, 0.95, 1e-8, 0.1),
-        num_elements if num_decayed is None else num_decayed,
+        *table,
     )
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
     yield arguments(5000, dtype, generator)
-    yield arguments(1031, dtype, generator, steps=7, num_decayed=17, scalars=True, found_inf=False)
-    yield arguments(4096, dtype, generator, steps=1000, num_decayed=4000, scalars=True)
+    yield arguments(1031, dtype, generator, steps=7, first=61, scalars=True, found_inf=False)
+    yield arguments(4096, dtype, generator, steps=1000, first=1 << 33, scalars=True)
     yield arguments(0, dtype, generator, steps=2)
     dropped = arguments(64, dtype, generator, steps=3, found_inf=True)
     dropped[1][5] = torch.nan
