@@ -2,6 +2,7 @@
 // either direction. fastmp/ops/wgrad.py says what it does, and does the same where this library is not there.
 #include "autograd/node.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/linear_compositeimplicitautograd_dispatch.h>
@@ -69,8 +70,10 @@ struct LinearBackward : torch::autograd::Node {
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   const at::Tensor& main_grad) {
   if (!at::GradMode::is_enabled() || !weight.requires_grad()) return at::linear(x, weight, bias);
-  TORCH_CHECK_VALUE(main_grad.sym_sizes() == weight.sym_sizes() && main_grad.device() == weight.device(),
-                    "linear: main_grad differs from weight in shape or device");
+  const at::ScalarType dtype = weight.scalar_type(), sums = main_grad.scalar_type();
+  TORCH_CHECK_VALUE(main_grad.sym_sizes() == weight.sym_sizes() && main_grad.device() == weight.device() &&
+                        (sums == dtype || sums == at::toOpMathType(dtype)),
+                    "linear: main_grad differs from weight in shape, device or dtype");
   fastmp::refuse_forward_mode(x);
   fastmp::refuse_forward_mode(weight);
   if (bias) fastmp::refuse_forward_mode(*bias);

@@ -55,13 +55,21 @@ void wgrad_in_place(Tensor& total, const Tensor& grad, const Tensor& x, const Te
   const bool fits = total.dim() == 3 && total.size(0) == offsets_any.numel() && total.size(1) == grad.size(1) &&
                     total.size(2) == x.size(1);
   const ScalarType dtype = compute_dtype(x.scalar_type());
-  FASTMP_CHECK(fits && total.scalar_type() == dtype && total.is_contiguous(), kOp, ": total must be contiguous ",
-               dtype_name(dtype), ", one (", grad.size(1), ", ", x.size(1), ") for each of ", offsets_any.numel(),
-               " experts, got ", described(total));
+  const bool wide = total.scalar_type() == dtype;
+  FASTMP_CHECK(fits && (wide || total.scalar_type() == x.scalar_type()) && total.is_contiguous(), kOp,
+               ": total must be contiguous ", dtype_name(dtype), " or ", dtype_name(x.scalar_type()), ", one (",
+               grad.size(1), ", ", x.size(1), ") for each of ", offsets_any.numel(), " experts, got ",
+               described(total));
   if (total.numel() == 0 || x.size(0) == 0) return;
   const DeviceGuard guard(x);
-  const bool tma = suits_tma(x, grad.size(1), x.size(1)) && is_aligned(total);
-  add_wgrad<true>(kOp, tma, total, grad, x, torch::stable::contiguous(offsets_any));
+  Tensor sums = total;
+  if (!wide) {  // it goes on in a wider copy, and is rounded once
+    sums = fastmp::empty(total.sizes(), dtype, x);
+    torch::stable::copy_(sums, total);
+  }
+  const bool tma = suits_tma(x, grad.size(1), x.size(1)) && is_aligned(sums);
+  add_wgrad<true>(kOp, tma, sums, grad, x, torch::stable::contiguous(offsets_any));
+  if (!wide) torch::stable::copy_(total, sums);
 }
 
 }  // namespace

@@ -109,6 +109,23 @@ def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors:
             raise ValueError(f"{op}: {other} of shape {found} does not fit {name} of shape {shape}")
 
 
+def main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
+    """Check that `total`, a `main_grad` or None, has shape and device of its weight, and a dtype that fits.
+
+    That is the dtype of the weight, or float32 for a 16-bit one: sums in another would lose bits, or have no
+    kernel. The weight comes by its name, and as autocast wants it.
+    """
+    if total is None:
+        return
+    ((name, given),) = weight.items()
+    fits(op, given.shape, to=(name, given), main_grad=total)
+    same_device(op, **weight, main_grad=total)
+    wide = torch.float64 if given.dtype == torch.float64 else torch.float32
+    if total.dtype not in (given.dtype, wide):
+        either = f"{wide} or {given.dtype}" if wide != given.dtype else f"{wide}"
+        raise ValueError(f"{op}: main_grad is {total.dtype} but {name} is {given.dtype}: make it {either}")
+
+
 def one_of(op: str, name: str, value: Any, allowed: tuple) -> None:
     """Check an option against the values it may have."""
     if value not in allowed:

@@ -4,7 +4,8 @@ Where an expert's rows end is known to the device only: kernels walk over `offse
 and no host waits. Rows from the last offset on belong to nobody; they are zeros in every result.
 `grouped_mlp_in` has the activation of the first product in the epilogue of the product, and keeps what its
 argument was (the pre-activation) for the backward pass. The gradient of the weights is summed in fp32 (fp64
-for fp64), in `w.main_grad` where there is one; each tile of it has one producer, so runs do not vary.
+for fp64), and added to `w.main_grad` where there is one, rounded once to the dtype of that; each tile of it
+has one producer, so runs do not vary.
 M rows, E experts, N x K the weight of one.
 """
 
@@ -308,11 +309,11 @@ def _check(name: str, x: Tensor, w: Tensor, offsets: Tensor, columns: int, main_
     require(len(weight) == 3, "w must be (E, N, K), got shape {}", weight)
     require(shape[1] == weight[columns], "x {} does not fit w {}", shape, weight)
     checks.like(name, x=x, w=w)
-    checks.fits(name, weight, to=("w", w), main_grad=main_grad)
+    checks.main_grad(name, main_grad, w=w)
     require(offsets.dtype == torch.int32, "offsets must be int32, got {}", offsets.dtype)
     fits = offsets.shape == weight[:1]
     require(fits, "offsets of shape {} do not fit the {} experts of w", offsets.shape, weight[0])
-    checks.same_device(name, x=x, offsets=offsets, main_grad=main_grad)
+    checks.same_device(name, x=x, offsets=offsets)
 
 
 @checks.remembered
@@ -371,8 +372,9 @@ def grouped_mm(
     """Multiply rows of x by the weight of their expert: y[r] = w[e] @ x[r]; differentiable once in x and w.
 
     Under autocast, in its dtype. The gradient of w is summed in fp32 (fp64 for fp64); where the parameter has
-    a `main_grad`, a tensor of its shape, it is added to that, and autograd gets none: any backward pass
-    through this op does so, also one that asks for the gradient of x alone.
+    a `main_grad`, a tensor of its shape, in the dtype of the sums or of x, it is added to that and rounded
+    once. Autograd then gets none: any backward pass through this op does so, also one that asks for the
+    gradient of x alone.
 
     Args:
         x: (M, K) float64, float32, bfloat16 or float16, rows in the order of the experts.
@@ -388,7 +390,7 @@ def grouped_mm(
         inputs) and rounded once.
 
     Raises:
-        ValueError: shapes (also of `main_grad`), dtypes, devices or sizes that do not fit; on the CPU also
+        ValueError: shapes, dtypes, devices (also of `main_grad`) or sizes that do not fit; on the CPU also
             offsets that fall or pass M (elsewhere they are taken as the nearest that do not).
 
     Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).

@@ -31,6 +31,7 @@ from fastmp.ops.grouped_mm_tiles import (
     row_class,
     wgrad_blocks,
 )
+from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import vector_width
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
@@ -480,6 +481,6 @@ def launch_wgrad_(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None
     if out.stride(2) == 1:
         _wgrad(out, grad, x, offsets, True)
         return
-    sums = torch.empty(out.shape, dtype=out.dtype, device=out.device)  # of a gradient that lies transposed
+    sums = x.new_empty(out.shape, dtype=compute_dtype(x.dtype))  # of a gradient that lies transposed
     _wgrad(sums, grad, x, offsets, False)
-    out += sums
+    out += sums  # in the dtype of the sums, and rounded once

@@ -5,7 +5,8 @@ the logits of a chunk are made once: they give the loss, turn into their own gra
 products of the backward pass. That is 6NVH operations in all. Where it is not known, the forward pass keeps
 the log-sum-exp of every token, and the backward pass makes the logits again (8NVH). If all tokens fit into
 one chunk, the forward pass keeps its logits instead, which are no larger than the workspace. The gradient of
-the weight is summed over the chunks in fp32 (fp64 for fp64), in `weight.main_grad` where there is one.
+the weight is summed over the chunks in fp32 (fp64 for fp64), in `weight.main_grad` where there is one; where
+that is narrower, in memory of its own, so that it is rounded once.
 Compilers see one op, not the loop over chunks, so that a graph serves any number of tokens.
 N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
 """
@@ -252,8 +253,8 @@ def _check(
     require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
     require(shape[-1:] == columns[1:], "hidden {} does not fit weight {}", shape, columns)
     checks.like(name, hidden=hidden, weight=weight)
-    checks.fits(name, columns, to=("weight", weight), main_grad=main_grad)
-    checks.same_device(name, hidden=hidden, target=target, main_grad=main_grad)
+    checks.main_grad(name, main_grad, weight=weight)
+    checks.same_device(name, hidden=hidden, target=target)
     tokens = shards.tokens(tuple(shape))
     fits = tuple(target.shape) == tokens
     require(fits, "target {} does not fit the tokens {} of hidden {}", target.shape, tokens, shape)
@@ -305,6 +306,7 @@ def _of_few_logits(
         and z_loss >= 0
         and fits
         and (main_grad is None or (main_grad.shape, main_grad.device) == (weight.shape, weight.device))
+        and (main_grad is None or main_grad.dtype in (weight.dtype, compute_dtype(weight.dtype)))
     )
     if not usual:
         return None
@@ -397,7 +399,8 @@ def linear_cross_entropy(
     """Cross-entropy of the logits hidden weight^T, which never exist as a whole: per token, mean or sum.
 
     Under autocast, in its dtype. The gradient of the weight is summed in fp32 (fp64 for fp64); where the
-    parameter has a `main_grad`, a tensor of its shape, it is added to that, and autograd gets none.
+    parameter has a `main_grad`, a tensor of its shape, in the dtype of the sums or of hidden, it is added to
+    that and rounded once. Autograd then gets none.
 
     Args:
         hidden: (..., H) float64, float32, bfloat16 or float16.
@@ -421,9 +424,9 @@ def linear_cross_entropy(
         (...), or 0-dim if reduced; float64 for float64, else float32. Ignored tokens count zero.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit, a `main_grad` of another shape included; on the
-            CPU also a target outside the vocabulary that is not ignore_index (elsewhere such a token has loss
-            and gradient NaN).
+        ValueError: shapes, dtypes or options that do not fit, those of a `main_grad` included; on the CPU
+            also a target outside the vocabulary that is not ignore_index (elsewhere such a token has loss and
+            gradient NaN).
 
     Hsu et al., "Liger Kernel", 2024 (arXiv 2410.10989); Wijmans et al., "Cut Your Losses", 2024 (2411.09009).
     """

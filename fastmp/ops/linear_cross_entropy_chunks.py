@@ -99,7 +99,9 @@ class _Chunks:
 class _Gradients:
     """Gradients of hidden and weight, where wanted, from the logits' gradients of one chunk after another.
 
-    The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it.
+    The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it. Over
+    several chunks it is summed in float32 (float64) also where it ends up narrower: if each chunk rounded,
+    errors would grow with their number.
     """
 
     def __init__(
@@ -109,8 +111,12 @@ class _Gradients:
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
         self.total, self.work = main_grad, None
         weight, dtype = chunks.weight, compute_dtype(chunks.weight.dtype)
-        if self.want_weight and main_grad is None and len(chunks.rows) > 1 and weight.dtype != dtype:
-            self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        narrow = (weight if main_grad is None else main_grad).dtype != dtype
+        if self.want_weight and narrow and len(chunks.rows) > 1:
+            if main_grad is None:
+                self.total = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+            else:
+                self.total = main_grad.to(dtype)
 
     def add(self, number: int, grad: Tensor) -> None:
         """Take the gradient of chunk `number`; chunks come in order."""
@@ -127,6 +133,8 @@ class _Gradients:
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         if self.work is not None:
             self.work.wait()
+        if self.main_grad is not None and self.total is not self.main_grad:
+            self.main_grad.copy_(self.total)
         if self.total is None or self.main_grad is not None:
             return self.hidden, None
         return self.hidden, self.total.to(self.chunks.weight.dtype)

@@ -1,7 +1,8 @@
 """Gradients of the weights of linear layers: added to `main_grad` in its dtype, and deferred where asked.
 
-Over the microbatches of a step a bfloat16 weight whose parameter has a float32 `main_grad` sums up its
-gradient there: no product is rounded to bfloat16, and none needs a second launch to be added.
+Over the microbatches of a step a weight sums up its gradient in the `main_grad` of its parameter. For a
+16-bit weight that is float32, where no product is rounded, or as narrow as the weight: then an addition is
+made in float32 and rounded once. None needs a launch of its own.
 
 Deferred: backward makes the gradient of the input now, and the weight's when it is asked. The pipeline
 stage before this one waits only for the former; the latter can fill a time in which this stage would idle
@@ -14,14 +15,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastmp.ops import checks
-from fastmp.ops.registry import Differentiable, autocast, refuse_create_graph, register
+from fastmp.ops.registry import Differentiable, autocast, compute_dtype, refuse_create_graph, register
 from fastmp.profiling import traced
 
 __all__ = [
@@ -32,16 +33,37 @@ Make = Callable[[], Tensor | None]
 _WIDENED = 1 << 22  # elements of a gradient that plain torch on a CPU converts to fp32 at a time
 
 
+@contextmanager
+def _parts_in_float32(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, torch's 16-bit products on a GPU add up the parts of a long sum in float32, not in `dtype`."""
+    option = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    matmul = torch.backends.cuda.matmul
+    allowed = getattr(matmul, option)
+    split = getattr(matmul, option + "_split_k", None)  # newer releases of torch set both at once
+    setattr(matmul, option, False if split is None else (False, split))
+    try:
+        yield
+    finally:
+        setattr(matmul, option, allowed if split is None else (allowed, split))
+
+
 def reference(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add grad^T x to the total (O, I), for grad (T, O) and x (T, I); it has their dtype or float32."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), x)
-    elif total.is_cuda:  # the product goes on from the total in fp32: nothing is rounded in between
+    """Add grad^T x to the total (O, I), for grad (T, O) and x (T, I); it has their dtype or float32.
+
+    The sum goes on from the total in float32 (float64 for float64): only what is stored is rounded.
+    """
+    wide = compute_dtype(grad.dtype)
+    if total.is_cuda and total.dtype == grad.dtype:
+        with _parts_in_float32(total.dtype) if total.dtype.itemsize == 2 else nullcontext():
+            total.addmm_(grad.t(), x)
+    elif total.is_cuda:
         torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
-        x, step = x.to(total.dtype), max(1, _WIDENED // max(1, len(grad)))
+        x, step = x.to(wide), max(1, _WIDENED // max(1, len(grad)))
         for rows, columns in zip(total.split(step), grad.split(step, 1), strict=True):
-            rows.addmm_(columns.t().to(total.dtype), x)
+            sums = rows.to(wide).addmm_(columns.t().to(wide), x)
+            if sums is not rows:
+                rows.copy_(sums)
 
 
 register(
@@ -137,21 +159,29 @@ def _needs_every_gradient() -> bool:
 
 
 def weight_grad(grad_TO: Tensor, x_TI: Tensor, main_grad: Tensor | None) -> Tensor | None:
-    """The gradient (O, I) of a linear layer's weight; None where it has been added to `main_grad`."""
+    """The gradient (O, I) of a linear layer's weight; None where it has been added to `main_grad`.
+
+    The operands may be wider than the weight and its `main_grad`, as a router's are.
+    """
     if main_grad is None:
         return grad_TO.t() @ x_TI
-    torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI)
+    if main_grad.dtype.itemsize < grad_TO.dtype.itemsize:
+        main_grad.add_(grad_TO.t() @ x_TI)  # in the dtype of the product, and rounded once
+    else:
+        torch.ops.fastmp.accumulate_weight_grad_(main_grad, grad_TO, x_TI)
     return None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` whose weight's gradient goes to `weight.main_grad` where there is one, and can be deferred.
 
-    The product is added to `main_grad`, a tensor of the weight's shape, without being rounded to the weight's
-    dtype, and autograd gets none. Any backward pass does so, also one that asks for the gradient of x alone.
+    The product is added to `main_grad`, a tensor of the weight's shape, in float32 (float64 for float64) and
+    rounded to the dtype of `main_grad`; autograd gets none. Any backward pass does so, also one that asks for
+    the gradient of x alone.
 
     Raises:
-        ValueError: a `main_grad` of another shape or on another device than the weight.
+        ValueError: a `main_grad` of another shape or on another device than the weight, or one that has
+            neither the dtype of the product's operands nor, if that has 16 bits, float32.
     """
     main_grad, defer = main_grad_of(weight), deferral(weight)
     if not torch.is_grad_enabled() or (main_grad is None and defer is None):
@@ -161,20 +191,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         try:  # costs nothing while nothing is raised
             return _in_cpp(*narrow, main_grad)
         except ValueError:
-            _check(weight, main_grad)
+            checks.main_grad("linear", main_grad, weight=narrow[1])
             raise
     if main_grad is None and narrow[1] is not weight:  # the rest of the backward pass needs the gradient
         return F.linear(x, weight, bias)
-    _check(weight, main_grad)
+    checks.main_grad("linear", main_grad, weight=narrow[1])
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not narrow[0].requires_grad:
         return _linear(*narrow, None, main_grad, defer)
     kept = _Kept.apply(*narrow[:2])
     return _linear(kept, *narrow[1:], kept.grad_fn, main_grad, defer)
-
-
-def _check(weight: Tensor, main_grad: Tensor | None) -> None:
-    checks.fits("linear", weight.shape, to=("weight", weight), main_grad=main_grad)
-    checks.same_device("linear", weight=weight, main_grad=main_grad)
 
 
 class _Kept(torch.autograd.Function):

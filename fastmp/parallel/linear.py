@@ -51,9 +51,9 @@ def column_linear(
     if group_size(group) == 1:
         return linear(x, weight, bias)
     main_grad, defer = main_grad_of(weight), deferral(weight)
-    checks.fits("column_linear", weight.shape, to=("weight", weight), main_grad=main_grad)
     # Autocast does not reach into the backward of a Function: cast outside it.
     x, narrow, bias = autocast(x, weight, bias)
+    checks.main_grad("column_linear", main_grad, weight=narrow)
     if main_grad is None and narrow is not weight:  # the rest of the backward pass needs the gradient
         defer = None
     return _ColumnLinear.apply(x, narrow, bias, group, sequence_parallel, main_grad, defer)

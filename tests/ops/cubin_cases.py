@@ -235,14 +235,14 @@ def _grouped_mlp_in(form, gated, rows, facts):
     return case, (facts,)
 
 
-def _wgrad(each, facts, *, accumulate, apart=False):
-    """each: rows an expert."""
+def _wgrad(each, facts, *, accumulate, apart=False, narrow=False):
+    """each: rows an expert. narrow: what they are added to has their dtype."""
 
     def case(t, wide):
         rows, gap = each * EXPERTS, 8 // t().element_size() if apart else 0
         operands = (t(rows, N), t(rows, K, pitch=K + gap or None), _offsets(t))
         if accumulate:
-            return "grouped_mm_wgrad_", (t(EXPERTS, N, K, dtype=wide), *operands)
+            return "grouped_mm_wgrad_", (t(EXPERTS, N, K, **{} if narrow else {"dtype": wide}), *operands)
         return "grouped_mm_wgrad", operands
 
     return case, (facts,)
@@ -384,6 +384,8 @@ CASES = {
     "grouped wgrad accumulating": _wgrad(4096, ANY, accumulate=True),
     "grouped wgrad accumulating fine": _wgrad(1024, TWO, accumulate=True),
     "grouped wgrad accumulating apart": _wgrad(4096, TWO, accumulate=True, apart=True),
+    "grouped wgrad accumulating narrow": _wgrad(4096, ANY, accumulate=True, narrow=True),
+    "grouped wgrad accumulating narrow fine": _wgrad(1024, TWO, accumulate=True, narrow=True),
     # four barriers a step, where a token does not need two warps; the others are in the sums at the end
     "router mixtral": _router("mixtral", Facts(exps=(1, 3), barriers=24)),
     "router qwen3": _router("qwen3", Facts(1, exps=(1, 2), barriers=32)),

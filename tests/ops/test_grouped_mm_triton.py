@@ -52,6 +52,7 @@ def calls(sizes, spare, n, k, dtype):
         ("grouped_mm", (grad, w, offsets, True)),
         ("grouped_mm_wgrad", (grad, x, offsets)),
         ("grouped_mm_wgrad_", (random(experts, n, k, dtype=wide, seed=4), grad, x, offsets)),
+        ("grouped_mm_wgrad_", (random(experts, n, k, dtype=dtype, seed=5), grad, x, offsets)),
         ("grouped_mlp_in", (x, w, bias, offsets, "silu", True, True)),
         ("grouped_mlp_in", (x, w, None, offsets, "gelu", True, False)),
         ("grouped_mlp_in", (x, w, bias, offsets, "gelu_tanh", False, True)),
@@ -160,6 +161,22 @@ def test_layouts(layout):
         if op.endswith("_"):  # a clone keeps its strides: the sum was taken as it lies
             assert layout != "transposed" or laid[0].stride(-1) != 1
         torch.testing.assert_close(result, run(op, "reference", arguments), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("transposed", (False, True))
+def test_a_narrow_sum_is_rounded_once(transposed):
+    """Of the same products: a float32 sum with the same start, rounded afterwards, has the same bits."""
+    total, grad, x, offsets = next(
+        a
+        for op, a in calls([30, 0, 18], 2, 32, 24, torch.float16)
+        if a[0].dtype == a[1].dtype and op[-1] == "_"
+    )
+    found = []
+    for dtype in (torch.float16, torch.float32):
+        start = total.to(dtype)
+        start = start.mT.contiguous().mT if transposed else start
+        found += run("grouped_mm_wgrad_", "triton", (start, grad, x, offsets))
+    torch.testing.assert_close(found[0], found[1].half(), rtol=0, atol=0)
 
 
 def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():

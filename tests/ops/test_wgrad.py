@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -10,8 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, registry, wgrad
+from fastmp.nn.moe.router import router_logits
+from fastmp.ops import OPS, grouped_mlp_in, grouped_mm, linear_cross_entropy, registry, wgrad
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad, linear
+from fastmp.testing.ops import poisoned_memory
 
 
 def parameter(*shape, seed=0):
@@ -202,6 +206,92 @@ def test_a_weight_that_lies_transposed():
     torch.testing.assert_close(w.main_grad, expected)
 
 
+NARROW_PRODUCTS = {
+    **PRODUCTS,
+    "router": (router_logits, (5, 4)),
+    "loss, one chunk": (lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5), (5, 4)),
+    "loss": (lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40), (5, 4)),
+    "loss, promised": (
+        lambda x, w: linear_cross_entropy(x, w, torch.arange(8) % 5, workspace=40, loss_grad=1.0),
+        (5, 4),
+    ),
+}
+
+
+@pytest.fixture
+def many_logits(monkeypatch):
+    """No logits are so few that the loss is two ops."""
+    monkeypatch.setattr(sys.modules["fastmp.ops.linear_cross_entropy"], "_FEW_LOGITS", 0)
+
+
+@pytest.mark.usefixtures("way", "many_logits")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NARROW_PRODUCTS)
+def test_an_addition_to_a_narrow_main_grad_is_rounded_once(name, dtype):
+    """Bit for bit what a float32 `main_grad` with the same start holds, rounded; deferred, too."""
+    product, shape = NARROW_PRODUCTS[name]
+    start = parameter(*shape, seed=2).detach().to(dtype)
+    found = []
+    for main in (dtype, torch.float32):
+        for queue in (None, WgradQueue()):
+            x, w = (torch.nn.Parameter(p.detach().to(dtype)) for p in (parameter(8, 4), parameter(*shape)))
+            w.main_grad = start.to(main, copy=True)
+            with defer_wgrad(queue), poisoned_memory():
+                product(x, w).sum().backward()
+            if queue is not None:
+                queue.run(queue.take())
+            found.append(w.main_grad)
+            assert w.grad is None and w.main_grad.dtype == main
+    torch.testing.assert_close(found[0], found[2].to(dtype), rtol=0, atol=0)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert not torch.equal(found[0], start)
+
+
+@pytest.mark.usefixtures("many_logits")
+@pytest.mark.parametrize("name", NARROW_PRODUCTS)
+def test_sums_in_bfloat16_are_no_worse_than_those_of_torch(name):
+    """Over eight microbatches, against float64; torch rounds a product, and then its sum."""
+    product, shape = NARROW_PRODUCTS[name]
+    if name.startswith("loss"):
+        target, options = torch.randint(256, (128,)), {"loss_grad": 1.0} if "promised" in name else {}
+        size = 1 << 30 if "one" in name else 1 << 13
+
+        def product(x, w):
+            return linear_cross_entropy(x, w, target, workspace=size, **options)
+
+        shape = (4, 8)
+    shape, draw = (*shape[:-2], 64 * shape[-2], 64 * shape[-1]), torch.Generator().manual_seed(0)
+    width = shape[-2] if "transposed" in name else shape[-1]
+    weight = (torch.randn(shape, generator=draw) * width**-0.5).bfloat16()
+    ours, theirs, exact = (torch.nn.Parameter(weight.to(d)) for d in (*[torch.bfloat16] * 2, torch.float64))
+    ours.main_grad = torch.zeros_like(weight)
+    for _ in range(8):
+        rows, back = torch.randn(128, width, generator=draw).bfloat16(), None
+        for w in (ours, theirs, exact):
+            y = product(rows.to(w.dtype), w)
+            if back is None:
+                back = torch.randn(y.shape, generator=draw).to(y.dtype)
+                back = torch.ones_like(y) if name.startswith("loss") else back
+            y.backward(back.to(y.dtype))
+    error = [(g.double() - exact.grad).square().mean().sqrt() for g in (ours.main_grad, theirs.grad)]
+    assert ours.grad is None and error[0] <= 1.1 * error[1]
+
+
+@pytest.mark.parametrize(("dtype", "main"), [
+    (torch.float64, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64),
+    (torch.bfloat16, torch.float16), (torch.float16, torch.float64),
+], ids=str)  # fmt: skip
+@pytest.mark.usefixtures("way")
+def test_a_main_grad_of_another_dtype_is_refused_before_anything_is_made(dtype, main):
+    for product, shape in NARROW_PRODUCTS.values():
+        x, w = torch.ones(8, shape[-1], dtype=dtype), torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+        if product is NARROW_PRODUCTS["grouped, transposed"][0]:
+            x = torch.ones(8, shape[-2], dtype=dtype)
+        w.main_grad = torch.zeros(shape, dtype=main)
+        with pytest.raises(ValueError, match=rf": main_grad is {main} but \w+ is {dtype}: make it "):
+            product(x, w)
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_under_autocast_products_are_narrow_and_the_sum_is_wide(deferred):
@@ -272,6 +362,32 @@ def test_on_a_gpu_one_product_of_torch_adds_in_float32():
     assert op is torch.ops.aten.addmm.dtype_out and dtype == torch.float32
     assert added is total and options == {"out": total} and right is x
     assert left.dtype == right.dtype == torch.bfloat16 and left.shape == (6, 4)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_no_part_of_a_narrow_sum_is_rounded(dtype, allowed, monkeypatch):
+    matmul, found = torch.backends.cuda.matmul, []
+    option = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    before = getattr(matmul, option)
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.aten.addmm_.default:
+                found.append(getattr(matmul, option))
+                return args[0]
+            return op(*args, **(kwargs or {}))
+
+    try:
+        setattr(matmul, option, allowed)
+        with FakeTensorMode():
+            total = torch.empty(6, 5, device="cuda", dtype=dtype)
+            grad, x = (torch.empty(4, size, device="cuda", dtype=dtype) for size in (6, 5))
+            with Recorder():
+                OPS["accumulate_weight_grad_"].implementations["reference"](total, grad, x)
+        assert found == [False] and getattr(matmul, option) == allowed
+    finally:
+        setattr(matmul, option, before)
 
 
 def test_costs():

@@ -713,3 +713,34 @@ def check_main_gradients(rank, tp, sp):
 @sequence
 def test_main_gradients(sp):
     run_ranks(check_main_gradients, 2, sp)
+
+
+def check_narrow_main_gradients(rank, tp, sp):
+    """A bfloat16 `main_grad` gets what a float32 one has after one addition, rounded; deferred, too."""
+    queue, found = WgradQueue(), []
+    for queued in (None, queue):
+        for main in (torch.bfloat16, torch.float32):
+            torch.manual_seed(0)
+            layer = ColumnParallelLinear(
+                H, V, group=dist.group.WORLD, sequence_parallel=sp, dtype=torch.bfloat16, gather_output=False
+            )
+            layer.weight.main_grad = torch.ones_like(layer.weight, dtype=main)
+            x = torch.randn(S, B, H).bfloat16()
+            with defer_wgrad(queued):
+                y = layer(mine(x, rank, tp, sp))
+            y.sum().backward()
+            queue.run(queue.take())
+            assert layer.weight.grad is None and layer.weight.main_grad.dtype == main
+            found.append(layer.weight.main_grad)
+    for narrow, wide in (found[:2], found[2:]):
+        torch.testing.assert_close(narrow, wide.bfloat16(), rtol=0, atol=0)
+    layer.weight.main_grad = torch.ones(V // tp, H, dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match=r"column_linear: main_grad is torch.float16 but weight is torch.bfl"
+    ):
+        layer(mine(x, rank, tp, sp))
+
+
+@sequence
+def test_narrow_main_gradients(sp):
+    run_ranks(check_narrow_main_gradients, 2, sp)

@@ -44,7 +44,7 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
-from fastmp.ops import RouterOutput, topk_router
+from fastmp.ops import RouterOutput, checks, topk_router
 from fastmp.ops.registry import without_autocast
 from fastmp.ops.wgrad import main_grad_of, weight_grad
 from fastmp.parallel.collectives import all_reduce_, group_size
@@ -191,9 +191,13 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The logits (..., E) of x (..., H) and weight (E, H), in float32 (float64), under autocast too.
 
     The wide copy of `x` is not kept: backward makes it again. The gradient of the weight goes to its
-    `main_grad` where there is one.
+    `main_grad` where there is one: float32 (float64), or in the dtype of the weight, rounded once.
+
+    ValueError for a `main_grad` of another shape, device or dtype.
     """
-    return _RouterLogits.apply(x, weight, main_grad_of(weight))
+    main_grad = main_grad_of(weight)
+    checks.main_grad("router_logits", main_grad, weight=weight)
+    return _RouterLogits.apply(x, weight, main_grad)
 
 
 class _RouterLogits(Function):

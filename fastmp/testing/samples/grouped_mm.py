@@ -46,7 +46,10 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         elif op == "grouped_mm_wgrad":
             yield grad, x, offsets
         else:
-            yield random(len(ends), n, k).to(wide), grad, x, offsets
+            total = random(len(ends), n, k)
+            yield total.to(wide), grad, x, offsets
+            if dtype != wide:
+                yield total, grad, x, offsets
 
 
 def _of_each_row(offsets: Tensor, rows: int) -> Tensor:

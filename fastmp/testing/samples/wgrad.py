@@ -8,7 +8,8 @@ import torch
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
-    """Arguments of accumulate_weight_grad_: a sum in fp32 that goes on, and one that lies transposed."""
+    """Arguments of accumulate_weight_grad_: a sum that goes on in fp32, or as narrow as the operands, and one
+    that lies transposed."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     sizes = ((64, 384, 128, 0), (37, 129, 65, 3), (700, 50, 40, 0), (0, 16, 8, 0), (5, 1, 1, 0))
     for number, (tokens, columns, hidden, gap) in enumerate(sizes):
@@ -17,4 +18,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             for size in (columns, hidden)
         )
         total = torch.randn(columns, hidden, generator=generator, dtype=torch.float64).to(wide)
-        yield total.t().contiguous().t() if number == 2 else total, grad, x
+        total = total.t().contiguous().t() if number == 2 else total
+        yield total, grad, x
+        if dtype != wide:
+            yield total.to(dtype), grad, x
