@@ -29,10 +29,18 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         ("docs/pipeline.md", 1, [sys.executable]),
         ("docs/cuda-graphs.md", 0, [sys.executable]),
         ("docs/learning-rates.md", 0, [sys.executable]),
+        pytest.param("docs/fsdp2.md", 0, TORCHRUN, marks=pytest.mark.full),
     ],
     ids=[
         *("swapped layers alone", "swapped layers on two ranks", "experts"),
-        *("stages alone", "stages on two ranks", "simulation", "graphs", "learning rates"),
+        *(
+            "stages alone",
+            "stages on two ranks",
+            "simulation",
+            "graphs",
+            "learning rates",
+            "shards on two ranks",
+        ),
     ],
 )
 def test_the_examples_run(page, number, launcher, tmp_path):

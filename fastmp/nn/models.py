@@ -286,6 +286,12 @@ class GPT(nn.Module):
     def _check(self, tokens_BS: torch.Tensor) -> None:
         if tokens_BS.dim() != 2:
             raise ValueError(f"GPT: tokens must be (batch, sequence), got shape {tuple(tokens_BS.shape)}")
+        assert self.word_embedding is not None
+        if hasattr(self.word_embedding.weight, "placements"):  # a DTensor
+            raise ValueError(
+                "GPT: its parameters are the shards of fully_shard, which a forward of the module that it "
+                'was given gathers; call that module, or register_fsdp_forward_method(model, "loss") before'
+            )
         S, tp, cp = tokens_BS.shape[1], group_size(self.group), group_size(self.cp_group)
         if S * cp > self.config.max_seq_len:
             raise ValueError(
