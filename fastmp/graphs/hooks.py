@@ -21,6 +21,7 @@ from torch.autograd import Variable
 from torch.nn.modules import module as of_all
 
 from fastmp.nn.segment import LayerChain, Link, Segment, SegmentedLayer, Tensors
+from fastmp.parallel.schedule import BACKWARD_WEIGHT
 
 if TYPE_CHECKING:
     from fastmp.graphs.graph_set import Gradients, GraphSet, Slot
@@ -171,8 +172,9 @@ def suspended_hooks(part: Part) -> Iterator[list[nn.Parameter]]:
 class ReplayedHooks:
     """Calls the hooks of one training step that are replayed.
 
-    A hook behind an accumulated gradient is called once in a backward: right after the replay, or, where
-    another run may add to the gradient too, at the end of the backward (a deferred hook).
+    A hook behind an accumulated gradient is called once in a backward, and once where the gradients that it
+    has deferred are made: right after the replay, or, where another run may add to the gradient too, at the
+    end (a deferred hook).
     """
 
     def __init__(self, graph_set: GraphSet, runs: Sequence[Sequence[Part]]) -> None:
@@ -205,11 +207,12 @@ class ReplayedHooks:
         now, deferred = both
         call_grad_hooks(now)
         if deferred:
-            if not self._deferred:
-                Variable._execution_engine.queue_callback(self._call_deferred)
+            if not self._deferred and slot.kind != BACKWARD_WEIGHT:  # which is not in a backward
+                Variable._execution_engine.queue_callback(self.call_deferred)
             self._deferred.update(dict.fromkeys(deferred))
 
-    def _call_deferred(self) -> None:
+    def call_deferred(self) -> None:
+        """Call the hooks that wait for the end."""
         deferred = list(self._deferred)
         self._deferred.clear()
         call_grad_hooks(deferred)

@@ -56,6 +56,9 @@ class GraphedStep:
         self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend, fallback)
         self._hooks = ReplayedHooks(graph_set, runs)
+        # What stands for all deferred gradients of the step in a queue.
+        hooks, self._deferred = self._hooks, torch.zeros((), requires_grad=True)
+        self._deferred.register_post_accumulate_grad_hook(lambda _: hooks.call_deferred())
         self._in_flight: set[Key] = set()  # forwards whose backward has not begun
         self._aliased = False  # whether outputs of the last run share storages
         self._ended = False
@@ -200,7 +203,7 @@ class GraphedStep:
                     f"graphs: the {slot.name} defers gradients of weights; run it inside "
                     "fastmp.ops.wgrad.defer_wgrad(queue)"
                 )
-            queue.put(self._anchor, functools.partial(self._weight_graph, slot, captured))
+            queue.put(self._deferred, functools.partial(self._weight_graph, slot, captured))
         return own
 
     def _replay_backward(

@@ -32,7 +32,7 @@ from fastmp.ops.registry import (
     register,
     without_autocast,
 )
-from fastmp.ops.wgrad import deferral
+from fastmp.ops.wgrad import deferral, leaf_of
 from fastmp.profiling import traced
 
 _APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}  # what torch calls the forms of GELU
@@ -400,7 +400,9 @@ def grouped_mm(
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, main_grad)
     _check_rows("grouped_mm", x, w, offsets, sizes)
-    return _grouped_mm(x, w, offsets, main_grad, deferral(w), transposed, _sizes_of_a_loop(sizes, x, w))
+    defer = deferral(w)
+    w = w if defer is None else leaf_of(w)
+    return _grouped_mm(x, w, offsets, main_grad, defer, transposed, _sizes_of_a_loop(sizes, x, w))
 
 
 def _apply(h: Tensor, form: str, gated: bool) -> Tensor:
@@ -452,4 +454,6 @@ def grouped_mlp_in(
         return _apply(grouped_mm(*given, offsets, sizes=sizes), form, gated)
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in (x, w, bias) if t is not None)):
         return torch.ops.fastmp.grouped_mlp_in(x, w, bias, offsets, form, gated, False)[0]
-    return _grouped_mlp_in(x, w, bias, offsets, main_grad, deferral(w), form, gated)[0]
+    defer = deferral(w)
+    w = w if defer is None else leaf_of(w)
+    return _grouped_mlp_in(x, w, bias, offsets, main_grad, defer, form, gated)[0]

@@ -14,6 +14,7 @@ and norms, gets its gradient in backward as ever.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -26,7 +27,8 @@ from fastmp.ops.registry import Differentiable, autocast, compute_dtype, refuse_
 from fastmp.profiling import traced
 
 __all__ = [
-    "WgradQueue", "current_queue", "deferral", "defer_wgrad", "linear", "main_grad_of", "weight_grad",
+    "WgradQueue", "current_queue", "deferral", "defer_wgrad", "leaf_of", "linear", "main_grad_of",
+    "weight_grad",
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
@@ -92,18 +94,27 @@ class WgradQueue:
     @staticmethod
     @torch.no_grad()
     def run(tasks: list[tuple[Tensor, Make]]) -> None:
-        """Make the gradients and add each to the weight's `main_grad` if it has one, else to its `grad`."""
+        """Make the gradients and add each to the weight's `main_grad` if it has one, else to its `grad`.
+
+        The hooks behind a weight's accumulated gradient are called once, as in a backward pass: after the
+        last of its gradients in `tasks`, also where an op has added that by itself.
+        """
+        left = Counter(id(weight) for weight, _ in tasks)
         while tasks:
             weight, make = tasks.pop(0)
             grad = make()
             if grad is None:
-                continue
-            if hasattr(weight, "main_grad"):
+                pass
+            elif hasattr(weight, "main_grad"):
                 weight.main_grad.add_(grad)
             elif weight.grad is None:
                 weight.grad = grad.to(weight.dtype)
             else:
                 weight.grad.add_(grad)
+            left[id(weight)] -= 1
+            if not left[id(weight)]:
+                for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                    hook(weight)
 
 
 _queue: WgradQueue | None = None
@@ -133,12 +144,22 @@ def deferral(weight: Tensor) -> Callable[[Make], None] | None:
     """The function by which a backward pass defers the gradient of `weight`; None: it must not be deferred.
 
     Call it in forward with the parameter itself: the saved tensor that backward gets may be another tensor
-    with the same values. The gradient of a weight that is computed from others, as by autocast, cannot be
-    deferred, because the rest of the backward pass needs it. Compilers and torch.func get every gradient.
+    with the same values. The node takes `leaf_of` that in its place. The gradient of a weight that is
+    computed from others, as by autocast, cannot be deferred, because the rest of the backward pass needs it.
+    Compilers and torch.func get every gradient.
     """
     if _queue is None or not (weight.is_leaf and weight.requires_grad) or _needs_every_gradient():
         return None
     return functools.partial(_queue.put, weight)
+
+
+def leaf_of(weight: Tensor) -> Tensor:
+    """Return the weight as another leaf, for a node that defers its gradient.
+
+    Autograd calls the hooks behind a leaf's gradient after every backward pass that reaches it. Those of the
+    weight have to wait until `WgradQueue.run` has made the gradient.
+    """
+    return weight.detach().requires_grad_()
 
 
 def main_grad_of(weight: Tensor) -> Tensor | None:
@@ -196,6 +217,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if main_grad is None and narrow[1] is not weight:  # the rest of the backward pass needs the gradient
         return F.linear(x, weight, bias)
     checks.main_grad("linear", main_grad, weight=narrow[1])
+    if defer is not None:
+        narrow = narrow[0], leaf_of(narrow[1]), narrow[2]
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not narrow[0].requires_grad:
         return _linear(*narrow, None, main_grad, defer)
     kept = _Kept.apply(*narrow[:2])

@@ -15,7 +15,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from fastmp.ops import checks
 from fastmp.ops.registry import autocast
-from fastmp.ops.wgrad import deferral, linear, main_grad_of, weight_grad
+from fastmp.ops.wgrad import deferral, leaf_of, linear, main_grad_of, weight_grad
 from fastmp.parallel.collectives import all_gather, all_reduce_, group_size, reduce_scatter
 
 __all__ = ["column_linear", "parallel_logits"]
@@ -56,6 +56,8 @@ def column_linear(
     checks.main_grad("column_linear", main_grad, weight=narrow)
     if main_grad is None and narrow is not weight:  # the rest of the backward pass needs the gradient
         defer = None
+    if defer is not None:
+        narrow = leaf_of(narrow)
     return _ColumnLinear.apply(x, narrow, bias, group, sequence_parallel, main_grad, defer)
 
 

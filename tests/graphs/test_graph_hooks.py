@@ -13,6 +13,9 @@ from torch.nn.utils import prune
 
 from fastmp.graphs import explain
 from fastmp.nn import LayerChain, SingleSegment
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.parallel.layers import ColumnParallelLinear
+from fastmp.parallel.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
 
 def doubles_inputs(module):
@@ -137,35 +140,66 @@ def test_a_hook_before_forward_gets_its_arguments(with_kwargs):
     assert_same(run)
 
 
-def marked(order):
+def deferring():
+    return ColumnParallelLinear(4, 4, group=None, dtype=torch.float64)
+
+
+def marked(order, make=linear, split=False, main=False):
     """Layers of which some are there twice, in runs of their own, with what hooks behind gradients see."""
 
     def run(graphs):
-        first, second = linear(), linear()
-        layers = {"a": first, "b": second, "|": eager()}
-        chain, seen = LayerChain([layers[name] for name in order]), []
+        layers = {"a": make(), "b": make(), "|": eager()}
+        chain, seen, queue = LayerChain([layers[name] for name in order]), [], WgradQueue()
         for name in "ab":
             for param in layers[name].parameters():
                 nn.init.ones_(param)  # so that sums have no last bits
-                param.register_post_accumulate_grad_hook(
-                    lambda param, name=name: seen.append((name, param.shape, param.grad.tolist()))
-                )
-        manager, x = managed(chain, graphs), torch.ones(SHAPE, dtype=torch.float64)
+                if main:
+                    param.main_grad = torch.zeros_like(param)
+
+                def hook(param, name=name):
+                    grad = param.main_grad if main and param.grad is None else param.grad
+                    seen.append((name, param.shape, bool(queue_runs), grad.tolist()))
+
+                param.register_post_accumulate_grad_hook(hook)
+        manager, x, queue_runs = managed(chain, graphs), torch.ones(SHAPE, dtype=torch.float64), []
+        if graphs and split:
+            kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+            manager.order = tuple(Step(kind, i, 0) for i in (0, 1) for kind in kinds)
         for _ in range(5):
             chain.zero_grad()
             if graphs:
                 manager.begin_step()
             for weight in (1, 10):
-                (chain(x)[0].sum() * weight).backward()
+                with defer_wgrad(queue if split else None):
+                    (chain(x)[0].sum() * weight).backward()
+                queue_runs.append(True)
+                WgradQueue.run(queue.take())
+                queue_runs.clear()
             seen.append("step")
+        assert not graphs or manager.num_graphs
         return [sorted(own) for end, own in groupby(seen, lambda each: each == "step") if not end]
 
     return run
 
 
-@pytest.mark.parametrize("order", ("a|a", "ab|ba|b", "ab|a"))
+ORDERS = pytest.mark.parametrize("order", ("a|a", "ab|ba|b", "ab|a"))
+
+
+@ORDERS
 def test_a_hook_behind_a_gradient_that_several_runs_make_runs_once(order):
     assert_same(marked(order))
+
+
+@ORDERS
+@pytest.mark.parametrize("main", (False, True), ids=("grad", "main_grad"))
+@pytest.mark.parametrize("split", (False, True), ids=("plain", "split"))
+def test_a_hook_is_called_behind_exactly_the_gradients_that_there_are(order, split, main):
+    """Once in a backward, and that of a deferred gradient once it is there; biases are not deferred."""
+    run = marked(order, deferring, split, main)
+    assert_same(run)
+    calls = [(name, shape, late) for name, shape, late, _ in run(True)[-1]]
+    shapes = ((4,), False), ((4, 4), split)
+    assert calls == [(name, *each) for name in sorted({*order} - {"|"}) for each in shapes for _ in range(2)]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -178,6 +178,23 @@ def test_hooks_of_the_weight_see_that_it_has_no_gradient():
     assert seen == [None]
 
 
+@pytest.mark.parametrize("main", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_hooks_of_a_weight_are_called_when_its_deferred_gradient_is_there(name, main):
+    """Once, after the last of several; and not by the backward that has none for it."""
+    product, shape = PRODUCTS[name]
+    x, w, seen, queue = parameter(8, 4, seed=1), parameter(*shape), [], WgradQueue()
+    if main:
+        w.main_grad = torch.zeros(shape, dtype=torch.float64)
+    w.register_post_accumulate_grad_hook(lambda w: seen.append(w.main_grad.sum() if main else w.grad.sum()))
+    with defer_wgrad(queue):
+        y = product(x, w).sum() + product(x.detach() + 1, w).sum()
+    y.backward()
+    assert seen == [] and x.grad is not None
+    queue.run(queue.take())
+    assert len(seen) == 1 and torch.equal(seen[0], w.main_grad.sum() if main else w.grad.sum())
+
+
 class NoGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
