@@ -3,6 +3,9 @@
 An object, not module state: a process may hold several, one per model. Every rank creates every group in
 the same order, including those it is not in, which is what torch.distributed asks for. A group of one rank
 is `None`: layers and collectives take `None` for "this rank alone" and communicate nothing.
+
+Over NCCL, the groups whose collectives run beside compute kernels have streams of high priority: as
+multiprocessors come free, blocks of communication are placed before those of a product launched earlier.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,18 +23,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from fastmp.parallel.grid import DENSE_AXES, EXPERT_AXES, RankGrid
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+# Axes with collectives that run beside compute: reductions of buckets, tensor-parallel ones behind a product,
+# the messages of pipelines, the exchange of tokens beside a shared expert. `dp_cp` is one axis or both.
+_OVERLAPPED = (*DENSE_AXES, *EXPERT_AXES, "cp-dp")
+
+
+def _priority(backends: str, timeout: timedelta) -> Any:
+    """Return options for NCCL with streams of high priority; None where it is not among the backends.
+
+    `dist.new_group` gives them to NCCL alone, also where gloo serves CPU tensors in the same group. It writes
+    into them: each group needs its own.
+    """
+    if "nccl" not in backends:
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # another than that of the group would be a warning
+    return options
 
 
 @dataclass(frozen=True)
 class ParallelGroups:
     """This rank's process groups; each is None where the group would have one rank.
 
-    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. Gradients of dense
-    parameters are summed over `dp_cp`; `mp` (tp-pp) is one replica of the model, `embedding` the first and
-    last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp) is one replica of all
-    experts, and `mp` itself where the ranks are the same. In an expert layer, `tp_cp` divides the tokens of
-    one sequence, `tp_cp_dp` those of all microbatches that run at once, and `etp_ep` holds all experts. Where
-    only one of several axes has more than one rank, its own group serves.
+    `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `pp_backward` has the
+    ranks of `pp`: gradients travel over it, and activations over `pp`, so that neither waits behind the
+    other. Gradients of dense parameters are summed over `dp_cp`; `mp` (tp-pp) is one replica of the model,
+    `embedding` the first and last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp)
+    is one replica of all experts, and `mp` itself where the ranks are the same. In an expert layer, `tp_cp`
+    divides the tokens of one sequence, `tp_cp_dp` those of all microbatches that run at once, and `etp_ep`
+    holds all experts. Where only one of several axes has more than one rank, its own group serves.
 
     `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
     included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
@@ -43,6 +64,7 @@ class ParallelGroups:
     cp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     pp: ProcessGroup | None = None
+    pp_backward: ProcessGroup | None = None
     etp: ProcessGroup | None = None
     ep: ProcessGroup | None = None
     edp: ProcessGroup | None = None
@@ -88,17 +110,19 @@ class ParallelGroups:
             raise ValueError(f"ParallelGroups: the grid has {grid}; torch.distributed has {world_size}{hint}")
         if not initialised:
             return cls(grid=grid, rank=0)
-        rank = dist.get_rank()
+        rank, backends = dist.get_rank(), dist.get_backend_config()
 
-        def make(axes: str) -> ProcessGroup | None:
-            own = None
+        def make(axes: str, name: str = "") -> ProcessGroup | None:
+            own, desc = None, f"fastmp:{name or axes}"
             for ranks in grid.ranks(axes):
                 if len(ranks) > 1:
-                    group = dist.new_group(ranks, timeout=timeout, group_desc=f"fastmp:{axes}")
+                    options = _priority(backends, timeout) if axes in _OVERLAPPED else None
+                    group = dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=desc)
                     own = group if rank in ranks else own
             return own
 
         groups = {axis: make(axis) for axis in dict.fromkeys(DENSE_AXES + EXPERT_AXES)}
+        groups["pp_backward"] = make("pp", "pp_backward")
 
         made: dict[tuple[str, ...], ProcessGroup | None] = {}
 
@@ -121,7 +145,7 @@ class ParallelGroups:
         same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
         groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
         singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
-        alone, device = singles[rank], "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        alone, device = singles[rank], "cuda" if "nccl" in backends else "cpu"
 
         def mesh(order: tuple[str, ...], axes: tuple[str, ...]) -> DeviceMesh:
             names = tuple(axis for axis in axes if axis not in order) + order[::-1]  # left out: size one

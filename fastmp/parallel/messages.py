@@ -4,7 +4,8 @@ All ranks post their messages in the order of one clock, the simulator's: a mess
 step that makes it ends there. So two ranks agree on the order of everything between them, also where
 activations and gradients cross, and a backend that ignores tags cannot take one for the other. Nothing
 deadlocks, even if a send lasts until it is received and a rank's transfers go one by one: of all messages
-not yet done, the first needs only steps that need earlier ones.
+not yet done, the first needs only steps that need earlier ones. The same holds with a group for each kind of
+messages, where only those of one kind between two ranks go one by one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 Before a step the rank posts the messages that its program lists (see `messages`), then waits for the one that
 the step needs. A message is addressed by its stage and microbatch, carries a tag, and is posted in the same
 order on both sides. So activations and gradients that cross between two ranks cannot be taken for each other,
-whether the backend reads tags (gloo) or order (NCCL). Shapes are sent once, ahead of the first activations.
+whether the backend reads tags (gloo) or order (NCCL). What two ranks of a group exchange, in both directions,
+NCCL moves one after the other: gradients have a group of their own, so that a late one holds up no activation
+that is ready. Shapes are sent once, ahead of the first activations.
 
 What a stage hands on is kept only until it has been sent: backward needs its edge of the graph, not its
 values. The loss is a graph of its own behind the last stage.
@@ -103,11 +105,13 @@ class Pipeline:
         of fastmp's linear layers and experts get their gradients in "backward_weight"; everything else,
         modules of other kinds included, in "backward_input".
     group: the pipeline's ranks; None for this rank alone.
+    backward_group: the same ranks in another group, over which gradients travel; None: over `group`, too.
     inputs, loss: called on the first and last rank only.
     device: where tensors that arrive are put; None: where the first parameter is, or the CPU.
 
     All ranks make their `Pipeline` together. ValueError, the same on all of them, where they differ in orders
-    or number of chunks, and where the orders deadlock or are not complete.
+    or number of chunks, where the orders deadlock or are not complete, and where the two groups differ in
+    their ranks.
     """
 
     def __init__(
@@ -116,11 +120,13 @@ class Pipeline:
         orders: Sequence[Sequence[Step]],
         *,
         group: dist.ProcessGroup | None,
+        backward_group: dist.ProcessGroup | None = None,
         inputs: Callable[[Any], Outputs],
         loss: Callable[..., Tensor | tuple[Tensor, Any]],
         device: torch.device | str | None = None,
     ) -> None:
         self.chunks, self.group = list(chunks), group
+        self.backward_group = _same_ranks(group, backward_group)
         self.inputs, self.loss = inputs, loss
         self.rank, self.size = group_rank(group), group_size(group)
         self.last_stage = self.size * len(self.chunks) - 1
@@ -135,9 +141,10 @@ class Pipeline:
         self._evaluations: dict[int, Program] = {}
         # {training: {stage: what it hands on}}
         self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
-        if group is not None:
-            # NCCL makes a group's communicator in its first collective, which all ranks must take part in.
-            all_reduce_(torch.zeros(1, device=self.device), group)
+        # The first that NCCL gets to do in a group has to come from all of its ranks, as no message does.
+        for each in dict.fromkeys((self.group, self.backward_group)):
+            if each is not None:
+                all_reduce_(torch.zeros(1, device=self.device), each)
 
     def _agree(self) -> None:
         """Raise ValueError, the same on all ranks, where they were given different orders."""
@@ -344,11 +351,12 @@ class Pipeline:
 
     def _start(self, key: tuple[str, int, int], sends: bool, peer: int, tag: int, tensors: Tensors) -> None:
         works: list[Any] = []  # one each: only a rank outside the group would get None
+        group = self.backward_group if key[0] == BACKWARD else self.group
         if sends:
-            works += [dist.isend(x, group=self.group, tag=tag, group_dst=peer) for x in tensors]
+            works += [dist.isend(x, group=group, tag=tag, group_dst=peer) for x in tensors]
             self._sending.append((works, tensors))
         else:
-            works += [dist.irecv(x, group=self.group, tag=tag, group_src=peer) for x in tensors]
+            works += [dist.irecv(x, group=group, tag=tag, group_src=peer) for x in tensors]
             self._arriving[key] = (works, tensors)
 
     def _finish_sending(self, most: int) -> None:
@@ -372,6 +380,18 @@ class Pipeline:
                 work.wait()
             specs = _decode(header.tolist())
         self._known[message.stage] = specs
+
+
+def _same_ranks(
+    group: dist.ProcessGroup | None, backward_group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return the group for gradients. ValueError where it has other ranks than that for activations."""
+    if backward_group is None:
+        return group
+    ranks = [None if each is None else dist.get_process_group_ranks(each) for each in (group, backward_group)]
+    if ranks[0] != ranks[1]:
+        raise ValueError(f"Pipeline: group has the ranks {ranks[0]}, but backward_group {ranks[1]}")
+    return backward_group
 
 
 def _tuple(tensors: Outputs) -> Tensors:

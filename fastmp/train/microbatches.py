@@ -172,6 +172,7 @@ class Chunks:
             self.chunks,
             Schedule(pp, num_microbatches, vpp, functions.group_size, functions.schedule).orders(),
             group=self.group,
+            backward_group=groups.pp_backward,
             inputs=functions.inputs,
             loss=self._loss,
         )

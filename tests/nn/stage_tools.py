@@ -119,6 +119,7 @@ def compare(
         stages,
         planned.orders(),
         group=groups.pp,
+        backward_group=groups.pp_backward,
         inputs=lambda batch: batch[0],
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1], loss_grad_BS=promise).sum(),
     )

@@ -109,6 +109,7 @@ def make(
         own_chunks(groups, vpp) if chunks is None else chunks,
         Schedule(size, number, vpp, group_size, schedule).orders(),
         group=groups.pp,
+        backward_group=groups.pp_backward,
         inputs=first,
         loss=loss,
         **options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastmp.parallel
+from fastmp.parallel import groups as module
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import RankError, run_ranks
 
 AXES = {
     **{axis: axis for axis in ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "mp", "embedding")},
+    "pp_backward": "pp",
     "dp_cp": "dp-cp",
     "tp_cp": "tp-cp",
     "tp_cp_dp": "tp-cp-dp",
@@ -104,6 +107,36 @@ def test_groups_are_made_several_times_in_one_process():
         assert product == 4 * 2 * 2 * 2 * 2
         assert found[0] == found[2] == expected(RankGrid(world_size=4, tp=2), rank)
         assert found[1] == expected(RankGrid(world_size=4, pp=4), rank)
+
+
+@pytest.mark.parametrize("backends", ("nccl", "cpu:gloo,cuda:nccl", "gloo"))
+def test_nccl_is_asked_for_streams_of_high_priority(backends, monkeypatch):
+    """By a stand-in for the options of NCCL, which not every build of torch has."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
+    timeout = timedelta(minutes=1)
+    options = module._priority(backends, timeout)
+    expected = SimpleNamespace(is_high_priority_stream=True, _timeout=timeout)
+    assert options == (expected if "nccl" in backends else None)
+
+
+def prioritised(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether streams of high priority are asked for, by name of the group."""
+    asked = {}
+
+    def new_group(ranks, *, group_desc, pg_options=None, make=dist.new_group, **options):
+        asked[group_desc.removeprefix("fastmp:")] = pg_options is not None
+        return make(ranks, group_desc=group_desc, **options)
+
+    dist.new_group, module._priority = new_group, lambda *arguments: "options"
+    ParallelGroups.create(RankGrid(world_size=world_size, tp=2, pp=2, ep=2, etp=1))
+    return asked
+
+
+def test_groups_that_communicate_beside_compute_have_streams_of_high_priority():
+    for asked in run_ranks(prioritised, 8):
+        urgent = [name for name, high in asked.items() if high]
+        assert sorted(urgent) == ["dp", "edp", "ep", "pp", "pp_backward", "tp"]
+        assert {"alone", "embedding", "pp-tp"} <= set(asked)
 
 
 def shared(rank: int, world_size: int) -> tuple[bool, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -17,7 +18,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ColumnParallelLinear
 from fastmp.parallel.pipeline import Pipeline, StageOutput
-from fastmp.parallel.schedule import SCHEDULES, Step
+from fastmp.parallel.schedule import SCHEDULES, Schedule, Step
 from fastmp.testing import run_ranks
 from fastmp.testing.parallel import count_collectives
 
@@ -95,6 +96,49 @@ def without_tags_case(rank, world):
 @pytest.mark.parametrize("world", [2, 3])
 def test_both_ends_agree_on_the_order_of_crossing_messages(world):
     run_ranks(without_tags_case, world)
+
+
+def directions_case(rank, world):
+    """Messages by group and stage that sends them; the shapes travel ahead of the activations."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=world))
+    seen = []
+
+    def send(x, *, group, tag, group_dst, post=dist.isend):
+        seen.append((group is groups.pp_backward, group is groups.pp, group_dst))
+        return post(x, group=group, tag=tag, group_dst=group_dst)
+
+    dist.isend = send
+    pipeline = make(groups, 2, 4, schedule="zero_bubble")
+    pipeline.train(batches(4))
+    trained = Counter(seen)
+    seen.clear()
+    pipeline.evaluate(batches(4))
+    return trained, Counter(seen)
+
+
+def test_activations_and_gradients_travel_over_groups_of_their_own():
+    """Also between two ranks, each of which is behind the other and before it."""
+    activations, gradients = (False, True), (True, False)
+    for rank, (trained, evaluated) in enumerate(run_ranks(directions_case, 2)):
+        stages = 2 if rank == 0 else 1  # that hand on activations: not the last one
+        assert trained == {(*activations, 1 - rank): 5 * stages, (*gradients, 1 - rank): 4 * (3 - stages)}
+        assert evaluated == {(*activations, 1 - rank): 5 * stages}
+
+
+def other_ranks_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, pp=2))
+    options = {"inputs": first, "loss": square}
+    for backward in (dist.group.WORLD, groups.dp):
+        with pytest.raises(
+            ValueError, match=r"Pipeline: group has the ranks \[\d, \d\], but backward_group \["
+        ):
+            Pipeline([Block(0)], Schedule(2, 2).orders(), group=groups.pp, backward_group=backward, **options)
+    with pytest.raises(ValueError, match=r"group has the ranks None, but backward_group"):
+        Pipeline([Block(0)], Schedule(1, 2).orders(), group=None, backward_group=groups.pp, **options)
+
+
+def test_a_group_for_gradients_has_the_ranks_of_the_pipeline():
+    run_ranks(other_ranks_case, 4)
 
 
 class Watched(Block):
