@@ -86,6 +86,7 @@ class Environment:
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
     `debug` is FASTMP_DEBUG (full tracebacks), `profiled` FASTMP_PROFILED (this process runs under Nsight).
     `registers_segments`: NCCL registers the memory of graphs, and torch's allocator moves borders in it.
+    `connections` is CUDA_DEVICE_MAX_CONNECTIONS (hardware queues of a GPU) as it stands, or "".
     """
 
     rank: int | None = None
@@ -101,6 +102,7 @@ class Environment:
     debug: bool = False
     profiled: bool = False
     registers_segments: bool = False
+    connections: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
@@ -137,6 +139,7 @@ class Environment:
             profiled=variables.get("FASTMP_PROFILED", "0") not in ("", "0"),
             registers_segments="expandable_segments:True" in allocator
             and variables.get("NCCL_GRAPH_REGISTER") != "0",
+            connections=variables.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
         )
 
 

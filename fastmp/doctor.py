@@ -61,8 +61,32 @@ def _build(record: dict[str, Any]) -> list[str]:
     return [f"{key}: {text}" for key, text in texts.items() if text] or ["nothing was compiled"]
 
 
+def connections(value: str, major: int) -> str:
+    """Say what CUDA_DEVICE_MAX_CONNECTIONS does on a GPU of compute capability `major`; "" is not set.
+
+    With one hardware queue, kernels of all streams start in the order of their launches: a collective before
+    the product that is to hide it. Until Hopper only that makes it so.
+    """
+    found = f"CUDA_DEVICE_MAX_CONNECTIONS is {value or 'not set'}"
+    if major >= 10:
+        advice = (
+            "leave it out: here it only makes streams wait for each other"
+            if value == "1"
+            else "as it should be here"
+        )
+    elif value == "1":
+        advice = "right for tensor parallelism; leave it out where experts' exchanges or FSDP2 overlap"
+    else:
+        advice = (
+            "set it to 1 for tensor parallelism, whose collectives then start before products; else leave it"
+        )
+    return f"{found}: {advice}"
+
+
 def _devices(archs: Sequence[str]) -> list[str]:
     import torch
+
+    from fastmp.config import Environment
 
     lines = [f"cpu: {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"]
     if not torch.cuda.is_available():
@@ -73,6 +97,7 @@ def _devices(archs: Sequence[str]) -> list[str]:
         if archs and not fits(archs, (gpu.major, gpu.minor)):
             lines.append(f"  the compiled kernels ({' '.join(archs)}) do not run on it; Triton serves")
             lines.append(f"  rebuild with TORCH_CUDA_ARCH_LIST={gpu.major}.{gpu.minor} to compare them")
+    lines.append(connections(Environment.read().connections, torch.cuda.get_device_capability()[0]))
     return lines
 
 

@@ -75,7 +75,7 @@ ALLOWED = {
         "_host",
     },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
-    "fastmp.doctor": {"commands", "ops", "testing"},
+    "fastmp.doctor": {"commands", "config", "ops", "testing"},
     "fastmp.cli": {"commands", "train", "plan", "doctor"},
 }
 STDLIB_ONLY = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +73,33 @@ def test_help_takes_little_time_and_no_torch(command):
 )
 def test_which_code_runs_on_which_gpu(archs, capability, expected):
     assert doctor.fits(archs, capability) is expected
+
+
+@pytest.mark.parametrize(
+    ("value", "major", "expected"),
+    [
+        ("", 9, r"is not set: set it to 1 for tensor parallelism"),
+        ("8", 8, r"is 8: set it to 1 for tensor parallelism"),
+        ("1", 9, r"is 1: right for tensor parallelism; leave it out where .* FSDP2 overlap"),
+        ("1", 10, r"is 1: leave it out"),
+        ("", 10, r"is not set: as it should be here"),
+    ],
+)
+def test_doctor_says_what_the_number_of_queues_does(value, major, expected):
+    assert re.fullmatch(rf"CUDA_DEVICE_MAX_CONNECTIONS {expected}.*", doctor.connections(value, major))
+
+
+def test_doctor_reads_the_number_of_queues_where_there_is_a_gpu(capsys, monkeypatch):
+    import torch
+
+    gpu = SimpleNamespace(name="a GPU", major=9, minor=0, total_memory=80 << 30)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert not any("CONNECTIONS" in line for line in doctor._devices([])) or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert doctor._devices([])[-1] == doctor.connections("1", 9)
 
 
 def test_doctor_says_who_serves_the_ops(capsys, monkeypatch):
