@@ -26,7 +26,7 @@ from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops.registry import can_read_values
 from fastmp.parallel.collectives import group_rank, group_size, reduce_from_group
-from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_attributes
 from fastmp.parallel.linear import parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.sizes import flops_per_token, num_parameters, pad_vocab
@@ -287,7 +287,8 @@ class GPT(nn.Module):
         if tokens_BS.dim() != 2:
             raise ValueError(f"GPT: tokens must be (batch, sequence), got shape {tuple(tokens_BS.shape)}")
         assert self.word_embedding is not None
-        if hasattr(self.word_embedding.weight, "placements"):  # a DTensor
+        words = self.word_embedding.weight
+        if hasattr(words, "placements"):  # a DTensor
             raise ValueError(
                 "GPT: its parameters are the shards of fully_shard, which a forward of the module that it "
                 'was given gathers; call that module, or register_fsdp_forward_method(model, "loss") before'
@@ -300,6 +301,17 @@ class GPT(nn.Module):
         if cp > 1 and S % 2:
             raise ValueError(
                 f"GPT: a sequence of {S * cp} tokens is not divisible by 2 x the context-parallel size {cp}"
+            )
+        if (
+            tp > 1
+            and self.sequence_parallel
+            and torch.is_grad_enabled()
+            and not parallel_attributes(words).tensor_model_parallel
+        ):
+            raise ValueError(
+                f"GPT: sequence_parallel=True over {tp} ranks, but the parameters have lost their marks, as "
+                "they do under fully_shard: gradients of norms would stay each rank's part; make the model "
+                "with sequence_parallel=False"
             )
         if self.sequence_parallel and S % tp:
             raise ValueError(

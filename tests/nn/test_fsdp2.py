@@ -182,6 +182,10 @@ def beside_tensor_parallelism(rank, world_size):
     shard(root, groups)
     got = gradients(root, group_rank(groups.dp), 2)
     assert len(replicated) > 10
+    apart = SummedLoss(GPT(GPT2, Placement(groups, sequence_parallel=True)))
+    shard(apart, groups)
+    with pytest.raises(ValueError, match=r"sequence_parallel=True over 2 ranks, .* fully_shard"):
+        gradients(apart, group_rank(groups.dp), 2)
     for name in replicated:
         torch.testing.assert_close(
             got[name], expected[name], rtol=1e-10, atol=1e-12, msg=lambda said, name=name: f"{name}: {said}"
