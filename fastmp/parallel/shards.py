@@ -1,0 +1,186 @@
+"""What lies where in flat buffers: parameters in buckets, and the part of each bucket that a rank owns.
+
+A layout is made from names and sizes alone. A buffer has the parameters of one dtype whose replicas lie on
+the same ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and
+each starts at a multiple of 64 elements. A bucket is what is communicated at once. Its size is a multiple of
+the number of ranks, each of which owns an equal part, and of 128, so that parts are aligned. Elements between
+parameters, and between the last one and the end of its bucket, are padding.
+
+Ranges are (first, behind the last), in elements.
+Rajbhandari et al., "ZeRO", 2020 (arXiv 1910.02054), stage 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+
+__all__ = ["Bucket", "BucketLayout", "Piece", "bucket_layout", "shard_ranges"]
+
+Range = tuple[int, int]
+ALIGNMENT = 64  # of parameters: 16 bytes in any dtype, 128 in 16 bits
+UNIT = 128  # of buckets
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that one rank owns.
+
+    parameter: its place in the order of the buffer. world: where the piece lies in the buffer. local: where
+    among the elements that the rank owns. within: which elements of the parameter they are.
+    """
+
+    parameter: int
+    world: Range
+    local: Range
+    within: Range
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of the buffer that is communicated at once, and the parameters in it."""
+
+    start: int
+    end: int
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where the parameters of one buffer lie, in buckets that `num_ranks` ranks share.
+
+    ranges: {name: range in the buffer}, in its order.
+    """
+
+    num_ranks: int
+    buckets: tuple[Bucket, ...]
+    ranges: Mapping[str, Range]
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the buffer, padding included; a rank owns this over the number of ranks."""
+        return self.buckets[-1].end if self.buckets else 0
+
+    def shards(self, rank: int) -> list[Range]:
+        """Where in the buffer the part of each bucket lies that a rank owns."""
+        found = []
+        for bucket in self.buckets:
+            each = (bucket.end - bucket.start) // self.num_ranks
+            found.append((bucket.start + rank * each, bucket.start + (rank + 1) * each))
+        return found
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank owns of each parameter, in the order of the buffer; its parts follow one another."""
+        return list(_pieces(list(self.ranges.values()), self.shards(rank)))
+
+
+def shard_ranges(sizes: Sequence[int], num_ranks: int) -> list[list[Piece]]:
+    """Divide parameters that lie side by side into equal parts, one a rank.
+
+    Args:
+        sizes: elements of each parameter, in the order of the buffer, which is padded to a multiple of
+            num_ranks.
+        num_ranks: how many ranks share it.
+
+    Returns:
+        the pieces of each rank.
+
+    Raises:
+        ValueError: a negative size, or less than one rank.
+    """
+    _check("shard_ranges", {str(i): size for i, size in enumerate(sizes)}, num_ranks)
+    places, end = [], 0
+    for size in sizes:
+        places.append((end, end + size))
+        end += size
+    each = -(-end // num_ranks)
+    return [list(_pieces(places, [(rank * each, (rank + 1) * each)])) for rank in range(num_ranks)]
+
+
+def bucket_layout(
+    sizes: Mapping[str, int],
+    num_ranks: int,
+    *,
+    bucket_size: int | None = None,
+    alone: Collection[str] = (),
+    unit: int = UNIT,
+) -> BucketLayout:
+    """Lay parameters out in a buffer.
+
+    Args:
+        sizes: {name: elements}, in the order of the model.
+        num_ranks: how many ranks hold replicas of the parameters and share their buckets.
+        bucket_size: a bucket is full when it has so many elements; None: there is one bucket, but for those
+            of `alone`.
+        alone: names of parameters that have a bucket of their own, as tied embeddings have, whose gradients
+            wait for another stage.
+        unit: bucket sizes are multiples of it and of num_ranks; 65536 lets NCCL use all of a wide network.
+
+    Raises:
+        ValueError: a negative size, less than one rank, a bucket_size or unit below one, or a name in `alone`
+            that no parameter has.
+    """
+    _check("bucket_layout", sizes, num_ranks)
+    for name, number in (("bucket_size", bucket_size), ("unit", unit)):
+        if number is not None and number < 1:
+            raise ValueError(f"bucket_layout: {name} must be at least 1, got {number}")
+    if unknown := [name for name in alone if name not in sizes]:
+        raise ValueError(f"bucket_layout: {unknown[0]!r} shall be alone, but is no parameter")
+    multiple = lcm(num_ranks, unit, ALIGNMENT)
+    buckets: list[Bucket] = []
+    ranges: dict[str, Range] = {}
+    start = end = 0
+    names: list[str] = []
+
+    def close() -> None:
+        nonlocal start, end, names
+        if names:
+            end = _up(end, multiple)
+            buckets.append(Bucket(start, end, tuple(names)))
+            start, names = end, []
+
+    for name, size in reversed(list(sizes.items())):
+        if name in alone:
+            close()
+        first = _up(end, ALIGNMENT)
+        end = first + size
+        ranges[name] = first, end
+        names.append(name)
+        if name in alone or (bucket_size is not None and end - start >= bucket_size):
+            close()
+    close()
+    return BucketLayout(num_ranks, tuple(buckets), ranges)
+
+
+def _check(name: str, sizes: Mapping[str, int], num_ranks: int) -> None:
+    if num_ranks < 1:
+        raise ValueError(f"{name}: there must be at least one rank, got {num_ranks}")
+    for parameter, size in sizes.items():
+        if size < 0:
+            raise ValueError(f"{name}: parameter {parameter} must not have a negative size, got {size}")
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pieces(places: Sequence[Range], owned: Sequence[Range]) -> Iterator[Piece]:
+    """Yield the pieces of parameters, at `places` in the buffer, that lie in ranges which a rank owns.
+
+    Both rise. A piece ends where either does.
+    """
+    before = 0  # elements that the rank owns in earlier ranges
+    parameter = 0
+    for start, end in owned:
+        while parameter < len(places) and places[parameter][1] <= start:
+            parameter += 1
+        at = parameter
+        while at < len(places) and places[at][0] < end:
+            first, last = max(start, places[at][0]), min(end, places[at][1])
+            if first < last:
+                local, within = first - start + before, first - places[at][0]
+                yield Piece(at, (first, last), (local, local + last - first), (within, within + last - first))
+            at += 1
+        before += end - start
