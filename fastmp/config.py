@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from fastmp.parallel.schedule import SCHEDULES
+from fastmp.parallel.shards import BUCKET_SIZE
 
 
 def _option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
@@ -368,6 +369,16 @@ class OptimizerConfig(_Checked):
     eps: float = _option(1e-8, "added to the root of the second average")
     weight_decay: float = _option(0.01, "decoupled weight decay")
     clip_grad_norm: float = _option(1.0, "largest norm of all gradients together; 0: no clipping")
+    shard: bool = _option(True, "divide its state over data-parallel ranks (ZeRO-1)")
+    states: str = _option(
+        "classic",
+        "masters and averages in float32, or in 16 bits with masters that are exact (6 bytes a parameter)",
+        ("classic", "small"),
+    )
+    grad_dtype: str = _option(
+        "float32", "dtype in which gradients of 16-bit parameters accumulate", ("float32", "bfloat16")
+    )
+    bucket_size: int = _option(BUCKET_SIZE, "gradients that are communicated at once")
 
     def _problems(self) -> Iterator[str]:
         if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
@@ -381,7 +392,7 @@ class OptimizerConfig(_Checked):
             )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"betas must be in [0, 1), got {self.betas}"
-        yield from self._not_positive("eps", "decay_steps")
+        yield from self._not_positive("eps", "decay_steps", "bucket_size")
         yield from self._negative("warmup_steps", "weight_decay", "clip_grad_norm")
 
 

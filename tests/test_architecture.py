@@ -20,11 +20,12 @@ ALLOWED = {
     "fastmp.__main__": {"cli"},
     "fastmp.commands": set(),
     "fastmp.host": {"_host"},
-    "fastmp.config": {"parallel.schedule"},
+    "fastmp.config": {"parallel.schedule", "parallel.shards"},
     "fastmp.profiling": set(),
     "fastmp.parallel.grid": set(),
     "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
     "fastmp.parallel.schedule": set(),
+    "fastmp.parallel.shards": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
     "fastmp.sizes": {"config"},
     "fastmp.layout": {"config", "parallel.grid", "parallel.schedule"},
@@ -36,6 +37,7 @@ ALLOWED = {
         "layout",
         "parallel.grid",
         "parallel.schedule",
+        "parallel.shards",
         "parallel.simulate",
         "config",
         "sizes",
@@ -89,7 +91,7 @@ STDLIB_ONLY = (
         "fastmp.sizes",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
-    *(f"fastmp.parallel.{name}" for name in ("grid", "messages", "schedule", "simulate")),
+    *(f"fastmp.parallel.{name}" for name in ("grid", "messages", "schedule", "shards", "simulate")),
     *(
         "fastmp.plan",
         *(
@@ -161,6 +163,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "train --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
+        "plan optimizer configs/mixtral-8x7b.toml --world-size 64",
         "plan recipe configs/mixtral-8x7b.toml --world-size 64",
     ],
 )

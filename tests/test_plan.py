@@ -134,8 +134,8 @@ def test_people_read_what_a_recipe_means(capsys):
 def test_the_page_about_planning_shows_what_is_printed(capsys, monkeypatch):
     monkeypatch.chdir(CONFIGS.parent)
     page = (CONFIGS.parent / "docs" / "planning.md").read_text()
-    shown = re.findall(r"```\n\$ fastmp plan (recipe configs/.*)\n((?:.*\n)*?)```", page)
-    assert len(shown) == 4
+    shown = re.findall(r"```\n\$ fastmp plan ((?:recipe|optimizer) configs/.*)\n((?:.*\n)*?)```", page)
+    assert len(shown) == 5
     for command, expected in shown:
         assert run(capsys, *command.split()) == expected
 

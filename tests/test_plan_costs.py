@@ -18,18 +18,19 @@ from fastmp.nn.models import ExpertLosses
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.context import cut_sequence
-from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.grads import parameter_facts
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.optimizer import AdamW
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
 from fastmp.plan.memory import memory
+from fastmp.plan.parameters import rank_parameters
 from fastmp.plan.shapes import shapes_of
 from fastmp.sizes import layer_flops_per_token
 from fastmp.testing import count_collectives, run_ranks
+from fastmp.train.optimizer import make_grads, make_optimizer
 
 CLOSE = 0.005  # of both; what is left out are a few numbers for each expert
 SMALL_CALL = 256  # bytes: counts of tokens and sums of losses
@@ -92,14 +93,7 @@ def make_stages(made, groups=ParallelGroups.alone()):
         recompute=layout.recompute,
         shard_recompute_input=layout.shard_recompute_input,
     )
-    named = [(f"{i}.{name}", p) for i, stage in enumerate(stages) for name, p in stage.named_parameters()]
-    buffer = GradBuffer(
-        named,
-        dp_group=groups.dp_cp,
-        tp_group=groups.tp,
-        edp_group=groups.edp,
-    )
-    return stages, buffer
+    return stages, make_grads(stages, made.optimizer, groups)
 
 
 def batch(made):
@@ -247,6 +241,7 @@ def run_step(rank, size, made):
     stages, buffer = make_stages(made, groups)
     shapes = shapes_of(made, size)
     tokens, targets = (cut_sequence(x, groups.cp) for x in batch(made))
+    optimizer = make_optimizer(buffer, made.optimizer)  # which moves the parameters
     kept = Kept(*stages)
     with count_collectives() as seen:
         if shapes.grid.pp == 1:
@@ -256,15 +251,23 @@ def run_step(rank, size, made):
         else:
             with kept:
                 run_pipeline(made, shapes, groups, stages, tokens, targets)
-        sum_tied_gradients(stages, groups)
-        buffer.all_reduce()
-    state = AdamW(buffer.parameters.items()).state_dict()["state"].values()
+        buffer.reduce()
+        sum_tied_gradients(stages, groups, buffer)
+        optimizer.step()
+    state = optimizer.state_dict()["state"].values()
     held = {
-        "weights": sum(p.nbytes for p in buffer.parameters.values()),
-        "gradients": sum(b.nbytes for b in [*buffer.buffers.values(), *buffer.expert_buffers.values()]),
-        "optimizer": sum(tensor.nbytes for entries in state for tensor in entries.values()),
+        "weights": bytes_of(buffer.parameters.values()),
+        "gradients": bytes_of(p.main_grad for p in buffer.parameters.values()),
+        "optimizer": bytes_of(tensor for entries in state for tensor in entries.values()),
     }
-    return bytes_sent(seen), kept.most, held
+    facts = {name: parameter_facts(param, groups.tp) for name, param in buffer.parameters.items()}
+    return bytes_sent(seen), kept.most, held, facts
+
+
+def bytes_of(tensors):
+    """What the memory holds in which the tensors lie."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def run_pipeline(made, shapes, groups, stages, tokens, targets):
@@ -285,8 +288,9 @@ def test_bytes_on_ranks(made, dp):
     results = run_ranks(run_step, size, made)
     expected = traffic.step(made, shapes)
     held = memory(made, shapes, Schedule(layout.pp, shapes.num_microbatches, layout.vpp).orders())
-    for rank, (sent, kept, owned) in enumerate(results):
+    for rank, (sent, kept, owned, facts) in enumerate(results):
         stage = rank // (size // layout.pp)
+        assert list(facts.items()) == list(rank_parameters(made, shapes, stage).items())
         assert owned == {name: getattr(held[stage], name) for name in owned}
         assert sum(sent.values()) == pytest.approx(sum(expected[stage].values()), rel=CLOSE), sent
         whole = held[stage].activations

@@ -18,6 +18,7 @@ from fastmp.config import GPTConfig
 from fastmp.nn.models import GPT, Part
 from fastmp.nn.placement import Placement
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import StageOutput
 
@@ -105,8 +106,7 @@ def gpt_stages(
 def _share_embedding(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
     for stage in stages:
         if stage.word_embedding is not None:
-            if stage.part.last:
-                stage.word_embedding.mark_pipeline_replica()
+            stage.word_embedding.mark_pipeline_shared(replica=stage.part.last)
             dist.broadcast(stage.word_embedding.weight, group=groups.embedding, group_src=0)
 
 
@@ -125,12 +125,15 @@ def _restart(on: Placement) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
+def sum_tied_gradients(
+    stages: Sequence[GPTStage], groups: ParallelGroups, grads: GradBuffer | None = None
+) -> None:
     """Add up the gradients of a tied embedding, of which the first and the last stage each have a part.
 
     Every rank calls it once a step, after the sum over data-parallel ranks, whose order may depend on the
-    place in the buffer: so both tables get the same bits. It adds `main_grad` where a gradient buffer has
-    made one, else `grad`.
+    place in the buffer: so both tables get the same bits.
+
+    grads: the buffer of main gradients; each rank adds up what it has the sum of. None: `grad` is added up.
     """
     group = groups.embedding
     if group is None or not stages[0].config.tie_embeddings:
@@ -138,7 +141,9 @@ def sum_tied_gradients(stages: Sequence[GPTStage], groups: ParallelGroups) -> No
     for stage in stages:
         if stage.word_embedding is not None:
             weight_VH = stage.word_embedding.weight
-            main = getattr(weight_VH, "main_grad", None)
-            if main is None and weight_VH.grad is None:
+            if grads is None and weight_VH.grad is None:
                 weight_VH.grad = torch.zeros_like(weight_VH)
-            all_reduce_(weight_VH.grad if main is None else main, group)
+            grad = weight_VH.grad if grads is None else grads.own(weight_VH)
+            assert grad is not None
+            if grad.numel():  # the same on both stages, for which the bucket is laid out alike
+                all_reduce_(grad, group)

@@ -319,3 +319,28 @@ def reduce_scatter(
         return part, scatter(part, x.contiguous(), group=group, async_op=True)
     scatter(part, x.contiguous(), group=group)
     return part, None
+
+
+@traced("fastmp.collective.reduce_scatter")
+def reduce_scatter_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
+    """Sum over the group each rank's part of `x` (P*N,), which is contiguous, into that rank's part.
+
+    The other parts are then undefined. With `overlap`, to be waited for by the returned Work.
+    """
+    scatter = dist.reduce_scatter_single if _RENAMED else dist.reduce_scatter_tensor
+    return scatter(_own_part(x, group), x, group=group, async_op=overlap)
+
+
+@traced("fastmp.collective.all_gather")
+def all_gather_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> dist.Work | None:
+    """Give all ranks the part of `x` (P*N,), which is contiguous, that each rank has.
+
+    With `overlap`, to be waited for by the returned Work.
+    """
+    gather = dist.all_gather_single if _RENAMED else dist.all_gather_into_tensor
+    return gather(x, _own_part(x, group), group=group, async_op=overlap)
+
+
+def _own_part(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    part = x.numel() // group.size()
+    return x[group.rank() * part : (group.rank() + 1) * part]

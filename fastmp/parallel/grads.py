@@ -1,30 +1,28 @@
-"""Gradients in one contiguous buffer: what data parallelism reduces and what the optimizer reads.
+"""Gradients in contiguous buffers: what data parallelism reduces and what the optimizer reads.
 
-Every parameter gets `param.main_grad`, a view of the buffer of its main dtype (float32, or float64 for
-float64 parameters). The views are in reverse order of the model, so that backward fills the buffer from its
-start; vectors, which are small and which optimizers do not decay, come last. The backward passes of linear
+Every parameter gets `param.main_grad`, a view of a flat buffer in which microbatches accumulate: in float32
+(float64 for float64 parameters), or in the parameters' own 16 bits if asked. The backward passes of linear
 layers, experts, routers and the fused loss add the gradients of their weights there by themselves, not
 rounded to the dtype of the weight. A hook adds every other gradient as soon as autograd has it and frees
-`param.grad`. Microbatches accumulate in the main dtype, and a step communicates one all-reduce per dtype,
-whatever the number of microbatches. Experts have buffers of their own, because their replicas are on other
-ranks than those of the dense parameters.
+`param.grad`. Where parameters lie is planned by `fastmp.parallel.shards`: in buckets, in reverse order of the
+model. A bucket is reduced once a step, as soon as the last gradient in it has come: reduce-scattered, so that
+each rank has the sums of its own shard, or all-reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from fastmp.parallel.collectives import all_reduce_
+from fastmp.parallel.collectives import all_reduce_, group_rank, group_size, reduce_scatter_
 from fastmp.parallel.layers import parallel_attributes
+from fastmp.parallel.shards import BUCKET_SIZE, BucketLayout, Buffer, ParameterFacts, fill_order, plan_buffers
 
-__all__ = ["GradBuffer", "is_vector", "main_dtype", "main_grad"]
-
-_ALIGNMENT = 64  # elements: where parameters of another dtype begin within a buffer
+__all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "parameter_facts"]
 
 
 def main_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,8 +40,74 @@ def is_vector(param: Parameter) -> bool:
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
+def parameter_facts(param: Parameter, tp_group: dist.ProcessGroup | None) -> ParameterFacts:
+    """What decides where `param` lies, from its marks: tables that stages share have buckets of their own."""
+    marks = parallel_attributes(param)
+    return ParameterFacts(
+        param.numel(),
+        str(param.dtype).removeprefix("torch."),
+        experts=marks.expert_parallel,
+        partial=marks.sequence_parallel and group_size(tp_group) > 1,
+        alone=marks.pipeline_shared,
+    )
+
+
+class FlatBuffer:
+    """The parameters of one kind and their gradients, in the places that a `Buffer` gives them.
+
+    plan: the plan. parameters: {name: parameter}. dtype: of the gradients. group: the ranks that share the
+    buffer, or hold it alike; None: this rank alone.
+
+    Attributes: `grad` (layout.size,), of which every `main_grad` is a view; `rank`, the number of this one
+    among those that share the buffer, 0 where all hold all of it; `shards`, where this rank's part of each
+    bucket lies; `pieces`, what it has of each parameter, and `own` {name: the gradient of that, flat}.
+    """
+
+    def __init__(
+        self,
+        plan: Buffer,
+        parameters: dict[str, Parameter],
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.plan, self.parameters, self.group = plan, parameters, group
+        self.rank = group_rank(group) if self.layout.num_ranks > 1 else 0
+        device = next(iter(parameters.values())).device
+        self.grad = torch.zeros(self.layout.size, dtype=dtype, device=device)
+        for view, param in zip(self.views(self.grad), parameters.values(), strict=True):
+            param.grad = None
+            param.main_grad = view  # type: ignore[attr-defined]
+        self.shards = self.layout.shards(self.rank)
+        self.pieces = self.layout.pieces(self.rank)
+        self.own = {name: self.grad[slice(*piece.world)] for name, piece in self.pieces.items()}
+
+    @property
+    def layout(self) -> BucketLayout:
+        return self.plan.layout
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The view of `flat`, as large as the buffer, at each parameter's place, with its shape and strides.
+
+        Be they transposed or channels-last: fused kernels go by address.
+        """
+        ranges, params = self.layout.ranges, self.parameters
+        return [flat[slice(*ranges[name])].as_strided(p.shape, p.stride()) for name, p in params.items()]
+
+    def bucket(self, number: int) -> Tensor:
+        """The gradients of a bucket."""
+        bucket = self.layout.buckets[number]
+        return self.grad[bucket.start : bucket.end]
+
+    def start_reduce(self, number: int) -> dist.Work | None:
+        """Start to sum a bucket over the group."""
+        if group_size(self.group) == 1 or not self.bucket(number).numel():
+            return None
+        reduce = reduce_scatter_ if self.layout.num_ranks > 1 else all_reduce_
+        return reduce(self.bucket(number), self.group, overlap=True)
+
+
 class GradBuffer:
-    """Main gradients of `named_parameters` and their reduction over ranks.
+    """Main gradients of `named_parameters` and their sums over ranks.
 
     named_parameters: (name, parameter) pairs, as from `module.named_parameters()`. Parameters that do not
         require a gradient are left out; a parameter that appears twice (tied weights) has one place under
@@ -53,13 +117,22 @@ class GradBuffer:
     tp_group: the tensor-parallel group, over which parameters marked `sequence_parallel` are summed: each
         rank saw its part of the sequence only, so its gradient of a replicated parameter is a partial sum.
     edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it.
+    shard: each rank of `dp_group` or `edp_group` gets the sums of its own part of each bucket (ZeRO-1); else
+        every rank gets all sums.
+    bucket_size: elements after which a bucket is full.
+    grad_dtype: the dtype of gradients of 16-bit parameters; None: float32.
+    overlap: whether buckets are reduced while backward runs, see below.
 
-    Attributes: `parameters` {name: parameter}, `buffers` {main dtype: (n,) tensor}, `expert_buffers` the same
-    for the parameters marked `expert_parallel`, `ranges` {name: (start, end)} within the parameter's buffer.
-    A parameter without a gradient in a step keeps a main gradient of zero.
+    With `overlap`, a bucket is sent once its gradients are complete. How many arrive in a step for each
+    parameter is counted in the first step between `zero` and `reduce`, in which nothing overlaps; every
+    further step must have as many, so the number of microbatches cannot vary. Buckets are sent in one order,
+    the same on all ranks.
 
-    Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, and for
-    parameters of one main dtype on two devices.
+    Attributes: `parameters` {name: parameter}, `flats` the buffers. A parameter without a gradient in a step
+    keeps a main gradient of zero.
+
+    Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, for parameters
+    of one kind on two devices, and for a `grad_dtype` that is neither float32 nor the parameters' own.
     """
 
     def __init__(
@@ -69,72 +142,60 @@ class GradBuffer:
         dp_group: dist.ProcessGroup | None = None,
         tp_group: dist.ProcessGroup | None = None,
         edp_group: dist.ProcessGroup | None = None,
+        shard: bool = False,
+        bucket_size: int = BUCKET_SIZE,
+        grad_dtype: torch.dtype | None = None,
+        overlap: bool = False,
     ) -> None:
-        self.dp_group, self.tp_group, self.edp_group = dp_group, tp_group, edp_group
+        self.tp_group, self.shard, self.overlap = tp_group, shard, overlap
         self.parameters = _unique_trainable(named_parameters)
-        self.ranges: dict[str, tuple[int, int]] = {}
-        experts: dict[str, Parameter] = {}
-        others: dict[str, Parameter] = {}
-        for name, param in self.parameters.items():
-            (experts if parallel_attributes(param).expert_parallel else others)[name] = param
-        self.buffers = self._allocate(others)
-        self.expert_buffers = self._allocate(experts)
+        plans = plan_buffers(
+            {name: parameter_facts(param, tp_group) for name, param in self.parameters.items()},
+            num_ranks=group_size(dp_group) if shard else 1,
+            num_expert_ranks=group_size(edp_group) if shard else 1,
+            bucket_size=bucket_size,
+        )
+        self.flats: list[FlatBuffer] = []
+        for plan in plans:
+            members = {name: self.parameters[name] for name in plan.layout.ranges}
+            dtype = _grad_dtype(members, grad_dtype)
+            self.flats.append(FlatBuffer(plan, members, dtype, edp_group if plan.experts else dp_group))
+        self._order = fill_order(plans, list(self.parameters))
         self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
-
-    def _allocate(self, parameters: dict[str, Parameter]) -> dict[torch.dtype, Tensor]:
-        sizes: dict[torch.dtype, int] = {}
-        last: dict[torch.dtype, Parameter] = {}
-        for name, param in _ordered(parameters):
-            dtype = main_dtype(param.dtype)
-            before, start = last.get(dtype, param), sizes.get(dtype, 0)
-            if before.device != param.device:
-                raise ValueError(
-                    f"GradBuffer: parameter {name!r} is on {param.device}, others on {before.device}"
-                )
-            if before.dtype != param.dtype:
-                start += -start % _ALIGNMENT
-            last[dtype], sizes[dtype] = param, start + param.numel()
-            self.ranges[name] = (start, sizes[dtype])
-        buffers = {
-            dtype: torch.zeros(size, dtype=dtype, device=last[dtype].device) for dtype, size in sizes.items()
-        }
-        for name, param in parameters.items():
-            param.grad = None
-            # With the parameter's strides, be it transposed or channels-last: fused kernels go by address.
-            start, end = self.ranges[name]
-            buffer = buffers[main_dtype(param.dtype)]
-            grad = buffer[start:end].as_strided(param.shape, param.stride())
-            param.main_grad = grad  # type: ignore[attr-defined]
-        return buffers
+        self._arrivals = _Arrivals(self.flats, self._order, self._start)
+        if any(group_size(flat.group) > 1 for flat in self.flats):
+            self._hooks += self._arrivals.hooks()
+        self._works: list[dist.Work] = []
 
     def zero(self) -> None:
         """Set all main gradients to zero: once at the start of a step."""
-        for buffer in [*self.buffers.values(), *self.expert_buffers.values()]:
-            buffer.zero_()
+        for flat in self.flats:
+            flat.grad.zero_()
+        self._arrivals.begin(self.overlap)
 
-    def all_reduce(self) -> None:
-        """Sum over ranks, once per step after the last backward. Every rank of all groups calls it."""
-        self._reduce_sequence_parallel()
-        for buffers, group in ((self.buffers, self.dp_group), (self.expert_buffers, self.edp_group)):
-            if group is not None:
-                for buffer in buffers.values():
-                    all_reduce_(buffer, group)
+    def reduce(self) -> None:
+        """Sum over ranks, once a step after the last backward. Every rank of all groups calls it."""
+        for at in self._arrivals.end():
+            self._start(at)
+        for work in self._works:
+            work.wait()
+        self._works = []
 
-    def _reduce_sequence_parallel(self) -> None:
-        if self.tp_group is None:
-            return
-        for dtype in self.buffers:
-            partial = [
-                main_grad(p)
-                for p in self.parameters.values()
-                if parallel_attributes(p).sequence_parallel and main_grad(p).dtype == dtype
-            ]
-            if not partial:
-                continue
-            coalesced = torch.cat([g.flatten() for g in partial])
-            all_reduce_(coalesced, self.tp_group)
-            sums = coalesced.split([g.numel() for g in partial])
-            torch._foreach_copy_(partial, [s.view_as(g) for s, g in zip(sums, partial, strict=True)])
+    def _start(self, at: tuple[int, int]) -> None:
+        flat, number = self.flats[at[0]], at[1]
+        if flat.plan.partial and self.tp_group is not None:
+            all_reduce_(flat.bucket(number), self.tp_group)
+        work = flat.start_reduce(number)
+        if work is not None:
+            self._works.append(work)
+
+    def own(self, param: Parameter) -> Tensor:
+        """The part of a parameter's main gradient that this rank has the sum of after `reduce`, flat."""
+        for flat in self.flats:
+            for name, each in flat.parameters.items():
+                if each is param:
+                    return flat.own.get(name, flat.grad[:0])
+        raise ValueError(f"GradBuffer.own: a parameter of shape {tuple(param.shape)} is not in the buffer")
 
     def remove_hooks(self) -> None:
         """Take hooks and `param.main_grad` off the parameters: gradients go to `param.grad` again."""
@@ -144,6 +205,75 @@ class GradBuffer:
         for param in self.parameters.values():
             if hasattr(param, "main_grad"):
                 del param.main_grad
+
+
+class _Arrivals:
+    """Counts the gradients that arrive in a step, and says which buckets are complete.
+
+    A bucket is started once all before it in `order` are, so that ranks agree on the order.
+    """
+
+    def __init__(
+        self,
+        flats: list[FlatBuffer],
+        order: list[tuple[int, int]],
+        start: Callable[[tuple[int, int]], None],
+    ) -> None:
+        self._flats, self._order, self._start = flats, order, start
+        self._where: dict[str, tuple[int, int]] = {}
+        for at in order:
+            for name in flats[at[0]].layout.buckets[at[1]].names:
+                self._where[name] = at
+        self._expected: dict[str, int] = {}  # by parameter; empty until a step has been counted
+        self._counts = dict.fromkeys(self._where, 0)
+        self._missing: dict[tuple[int, int], int] = {}  # gradients of each bucket; empty: nothing overlaps
+        self._started = 0  # buckets of `order`
+
+    def hooks(self) -> list[torch.utils.hooks.RemovableHandle]:
+        """Register a hook behind each accumulated gradient, also those that an op or a graph has added."""
+        return [
+            param.register_post_accumulate_grad_hook(self._hook(name))
+            for flat in self._flats
+            for name, param in flat.parameters.items()
+        ]
+
+    def _hook(self, name: str) -> Callable[[Parameter], None]:
+        counts, at = self._counts, self._where[name]
+
+        def arrived(param: Parameter) -> None:
+            counts[name] += 1
+            if self._missing:
+                self._note(name, at)
+
+        return arrived
+
+    def begin(self, overlap: bool) -> None:
+        """Begin a step."""
+        self._counts.update(dict.fromkeys(self._counts, 0))
+        self._started, self._missing = 0, {}
+        if overlap and self._expected:
+            for name, number in self._expected.items():
+                at = self._where[name]
+                self._missing[at] = self._missing.get(at, 0) + number
+
+    def _note(self, name: str, at: tuple[int, int]) -> None:
+        self._missing[at] -= 1
+        if self._counts[name] > self._expected[name]:
+            raise ValueError(
+                f"GradBuffer: parameter {name!r} got its gradient number {self._counts[name]} of a step; the "
+                f"first step had {self._expected[name]}, after which it is sent. With overlap=True all steps "
+                "need the same number of microbatches; make it with overlap=False where they vary"
+            )
+        while self._started < len(self._order) and not self._missing[self._order[self._started]]:
+            self._started += 1
+            self._start(self._order[self._started - 1])
+
+    def end(self) -> list[tuple[int, int]]:
+        """End the step; the buckets that are still to be started."""
+        if not self._expected and any(self._counts.values()):
+            self._expected = dict(self._counts)
+        rest, self._started, self._missing = self._order[self._started :], len(self._order), {}
+        return rest
 
 
 def _accumulate(param: Parameter) -> None:
@@ -156,11 +286,22 @@ def _accumulate(param: Parameter) -> None:
 _accumulate.in_graph = True  # type: ignore[attr-defined]
 
 
-def _ordered(parameters: dict[str, Parameter]) -> list[tuple[str, Parameter]]:
-    """The parameters by dtype, in each the vectors last, otherwise in reverse order of the model."""
-    backward = list(reversed(parameters.items()))
-    dtypes = list(dict.fromkeys(param.dtype for _, param in backward))
-    return sorted(backward, key=lambda item: (dtypes.index(item[1].dtype), is_vector(item[1])))
+def _grad_dtype(members: dict[str, Parameter], wanted: torch.dtype | None) -> torch.dtype:
+    """The dtype of the gradients of parameters of one dtype, which must be on one device."""
+    (first_name, first), *others = members.items()
+    for name, param in others:
+        if param.device != first.device:
+            raise ValueError(
+                f"GradBuffer: parameter {name!r} is on {param.device}, {first_name!r} on {first.device}"
+            )
+    if wanted is None or first.dtype.itemsize > 2:
+        return main_dtype(first.dtype)
+    if wanted not in (torch.float32, first.dtype):
+        raise ValueError(
+            f"GradBuffer: grad_dtype is {wanted}, but parameter {first_name!r} is {first.dtype}; give "
+            "torch.float32 or the parameters' own"
+        )
+    return wanted
 
 
 def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Parameter]:

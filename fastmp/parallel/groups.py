@@ -92,7 +92,8 @@ class ParallelGroups:
     def norm(self) -> dict[str, ProcessGroup | None]:
         """The groups that `global_grad_norm` takes, by the names of its arguments."""
         of_experts = {"etp_group": self.etp, "expert_mp_group": self.expert_mp}
-        return {"tp_group": self.tp, "mp_group": self.mp, **of_experts}
+        world = dist.group.WORLD if self.grid.world_size > 1 else None
+        return {"tp_group": self.tp, "mp_group": self.mp, **of_experts, "world_group": world}
 
     @classmethod
     def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:

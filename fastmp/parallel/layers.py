@@ -54,8 +54,8 @@ class ParallelAttributes(NamedTuple):
     that are fused there. When False, it is replicated; with `sequence_parallel` its gradient is a partial
     sum, to be added over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a
     contiguous part of all experts of the `ep` group; the cut is then over the `etp` group, and replicas are
-    the ranks of `edp`. `pipeline_replica`: another stage of the pipeline holds it too, with the same
-    gradient, and counts it.
+    the ranks of `edp`. `pipeline_shared`: another stage of the pipeline holds it too, and their gradients are
+    added up; `pipeline_replica`: the other stage counts it in sums over the model.
     """
 
     tensor_model_parallel: bool = False
@@ -63,6 +63,7 @@ class ParallelAttributes(NamedTuple):
     partition_stride: int = 1
     sequence_parallel: bool = False
     expert_parallel: bool = False
+    pipeline_shared: bool = False
     pipeline_replica: bool = False
 
 
@@ -434,7 +435,8 @@ class VocabParallelEmbedding(ParallelModule):
     ) -> None:
         super().__init__(group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        self.sequence_parallel, self.pipeline_replica = sequence_parallel, False
+        self.sequence_parallel = sequence_parallel
+        self.pipeline_shared = self.pipeline_replica = False
         part = self._part("num_embeddings", num_embeddings)
         self.vocab_start, self.vocab_end = self.tp_rank * part, (self.tp_rank + 1) * part
         self.weight = nn.Parameter(torch.empty(part, embedding_dim, device=device, dtype=dtype))
@@ -442,11 +444,12 @@ class VocabParallelEmbedding(ParallelModule):
         self._init_weight((num_embeddings, embedding_dim), init_method or nn.init.normal_, init, rng)
 
     def _marks(self) -> dict[str, ParallelAttributes]:
-        return {"weight": ParallelAttributes(True, 0, 1, pipeline_replica=self.pipeline_replica)}
+        shared = {"pipeline_shared": self.pipeline_shared, "pipeline_replica": self.pipeline_replica}
+        return {"weight": ParallelAttributes(True, 0, 1, **shared)}
 
-    def mark_pipeline_replica(self) -> None:
-        """Say that another stage of the pipeline has this table too, and counts it."""
-        self.pipeline_replica = True
+    def mark_pipeline_shared(self, *, replica: bool) -> None:
+        """Say that another stage of the pipeline has this table too; `replica`: and counts it."""
+        self.pipeline_shared, self.pipeline_replica = True, replica
         self._mark()
 
     @classmethod

@@ -1,17 +1,18 @@
-"""The optimizer step over main gradients: global norm, clipping, AdamW on masters, skipping.
+"""The optimizer step over main gradients: global norm, clipping, AdamW on each rank's shards, skipping.
 
-Masters and state lie in flat buffers in the order of the main gradients. A step is two launches over them
-(`fastmp.ops.adamw_`), which scales and clips the gradients as it reads them and writes the low-precision
-parameters. The host waits for nothing: norm, clip coefficient and whether the step counts are tensors on the
-device. A norm that is not finite, which is the same on all ranks, reaches the kernel as `found_inf`, and
-parameters and state stay as they are.
-AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019).
+Parameters lie in flat buffers in the places of their main gradients, and so do masters and averages, of which
+a rank has those of its own shards alone (ZeRO-1). A step is one launch for each bucket (`fastmp.ops.adamw_`),
+which scales and clips the gradients as it reads them and writes the low-precision parameters; then the bucket
+is gathered, in the background where hooks wait for it. The host waits for nothing: norm, clip coefficient and
+whether the step counts are tensors on the device. A norm that is not finite, which is the same on all ranks,
+reaches the kernel as `found_inf`, and parameters and state stay as they are.
+AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). ZeRO: Rajbhandari et al. (2020).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,58 +20,84 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastmp.ops import adamw_
-from fastmp.parallel.collectives import all_reduce_, group_rank
-from fastmp.parallel.grads import is_vector, main_dtype, main_grad
+from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.gather import ParameterGather
+from fastmp.parallel.grads import FlatBuffer, GradBuffer, is_vector, main_dtype
 from fastmp.parallel.layers import parallel_attributes
+from fastmp.parallel.shards import ALIGNMENT, fill_order
 
-__all__ = ["AdamW", "clip_coefficient", "global_grad_norm"]
+__all__ = ["AdamW", "ParameterGroup", "clip_coefficient", "global_grad_norm"]
+
+_RANDOM_RANGE = 1 << 40  # random numbers that each buffer has to itself: more than its elements
+
+
+class ParameterGroup(NamedTuple):
+    """How some parameters are updated. lr: the factor of the optimizer's learning rate."""
+
+    lr: float = 1.0
+    weight_decay: float = 0.0
 
 
 def global_grad_norm(
-    parameters: Iterable[Parameter],
+    grads: GradBuffer,
     *,
     tp_group: dist.ProcessGroup | None = None,
     mp_group: dist.ProcessGroup | None = None,
     etp_group: dist.ProcessGroup | None = None,
     expert_mp_group: dist.ProcessGroup | None = None,
+    world_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The 2-norm of all main gradients of the model; each parameter counts once, whatever the layout.
 
-    parameters: this rank's parameters, with `main_grad` already reduced over data-parallel ranks. Those
-        marked `pipeline_replica` are counted by another stage.
+    grads: this rank's gradients, reduced. Those of parameters marked `pipeline_replica` are counted by
+        another stage.
     tp_group: parameters not marked `tensor_model_parallel` are replicated over it; its first rank counts
         them.
     mp_group: ranks that together hold one copy of the model (tensor and pipeline parallel); one all-reduce.
     etp_group, expert_mp_group: the same for parameters marked `expert_parallel`: tensor parallelism inside an
         expert, and the ranks that together hold one copy of all experts. Where both grids hold a copy of the
         model on the same ranks, `expert_mp_group` is `mp_group` and one all-reduce serves both.
+    world_group: all ranks. Where gradients are sharded, they hold one copy of everything together, and one
+        all-reduce over them takes the place of the others.
 
     Returns a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. It is not
     finite where one gradient on one rank is not, even a replicated one on a rank that does not count it.
     """
-    grads: dict[tuple[bool, bool, bool], list[Tensor]] = {}
-    for param in parameters:
-        marks = parallel_attributes(param)
-        kind = marks.expert_parallel, marks.tensor_model_parallel, marks.pipeline_replica
-        grads.setdefault(kind, []).append(main_grad(param))
-    if not grads:
+    if not grads.flats:
         raise ValueError("global_grad_norm: no parameters given")
-    device = next(iter(grads.values()))[0].device
+    device = grads.flats[0].grad.device
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # of all but experts, of experts
-    for (expert, sharded, replica), members in grads.items():
-        # 0 x inf is nan: a rank that does not count replicated gradients still shows that one is not finite.
-        counts = not replica and (sharded or group_rank(etp_group if expert else tp_group) == 0)
-        squares = torch.stack(torch._foreach_norm(members)).double().square()
-        totals[int(expert)] += squares.sum() * float(counts)
-    if expert_mp_group is mp_group:
-        totals = totals.sum(0, keepdim=True)
-        if mp_group is not None:
-            all_reduce_(totals, mp_group)
+    for flat in grads.flats:
+        first = group_rank(etp_group if flat.plan.experts else tp_group) == 0
+        for counts, members in _by_count(flat, first).items():
+            if members:
+                # 0 x inf is nan: a rank that does not count replicated gradients still shows a bad one.
+                squares = torch.stack(_norms(members)).double().square()
+                totals[int(flat.plan.experts)] += squares.sum() * float(counts)
+    if grads.shard:
+        groups: list[tuple[Tensor, dist.ProcessGroup | None]] = [(totals.sum(0, keepdim=True), world_group)]
+    elif expert_mp_group is mp_group:
+        groups = [(totals.sum(0, keepdim=True), mp_group)]
     else:
-        for total, group in zip(totals, (mp_group, expert_mp_group), strict=True):
-            if group is not None:
-                all_reduce_(total, group)
-    return totals.sum().sqrt()
+        groups = [(totals[0:1], mp_group), (totals[1:2], expert_mp_group)]
+    for total, group in groups:
+        if group is not None:
+            all_reduce_(total, group)
+    return torch.cat([total for total, _ in groups]).sum().sqrt()
+
+
+def _by_count(flat: FlatBuffer, first: bool) -> dict[bool, list[Tensor]]:
+    """The gradients of a buffer that this rank has the sums of, by whether it counts them."""
+    found: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, grad in flat.own.items():
+        marks = parallel_attributes(flat.parameters[name])
+        found[not marks.pipeline_replica and (marks.tensor_model_parallel or first)].append(grad)
+    return found
+
+
+def _norms(grads: list[Tensor]) -> list[Tensor]:
+    narrow = grads[0].dtype.itemsize < 4
+    return list(torch._foreach_norm(grads, 2, dtype=torch.float32) if narrow else torch._foreach_norm(grads))
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -81,42 +108,63 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 class AdamW:
-    """AdamW on main gradients, two launches a step for each dtype of parameters in a `GradBuffer`.
+    """AdamW on the main gradients of a `GradBuffer`, one launch a step for each of its buckets.
 
-    named_parameters: (name, parameter) pairs that have a `main_grad` (see `GradBuffer`). A float32 or float64
-        parameter is its own master; a bfloat16 or float16 one is the rounded copy of a float32 master.
-        Parameters with fewer than two dimensions (biases, norms; those of experts have one dimension more)
-        are not decayed.
+    grads: the gradients. Where they are sharded, a rank holds the state of its own shards alone and updates
+        these; then all ranks gather the parameters.
+    lr: the learning rate, unless `step` gets another.
+    weight_decay: of parameters with two dimensions or more; biases and norms are not decayed (those of
+        experts have one dimension more).
+    group: (name, parameter) -> the group that the parameter belongs to, in place of `weight_decay`. It is
+        asked once, and must answer alike on all ranks that hold a parameter.
+    states: "classic": float32 averages and, for 16-bit parameters, a float32 master. "small", for bfloat16
+        parameters: the master is the parameter and 16 bits more, the same number bit for bit, and averages
+        are bfloat16, rounded stochastically: 6 bytes a parameter in place of 12. float32 parameters get small
+        averages. A float64 parameter has a state of float64, and a float32 or float64 one is its own master.
+    seed: of the random bits of that rounding, which depend on the place of an element in its buffer and on
+        the step, not on who updates it.
 
     The parameters move: `param.data` becomes a view of a flat buffer, with the strides it had, and no longer
     shares memory with a `param.data` taken before. So make the optimizer once the model has its device and
     dtype. Tied weights, which are one Parameter, stay tied.
 
-    `skipped_steps` is a 0-dim int64 tensor that counts the steps dropped for a gradient norm that was not
-    finite.
+    Attributes: `parameters` {name: parameter}; `gather`, by which forward waits for parameters, see
+    `ParameterGather.attach`; `skipped_steps`, a 0-dim int64 tensor that counts the steps dropped for a
+    gradient norm that was not finite.
+
+    Raises ValueError for a buffer without parameters, parameters that share memory, and small states for
+    parameters of another dtype.
     """
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, Parameter]],
+        grads: GradBuffer,
         *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
+        group: Callable[[str, Parameter], ParameterGroup] | None = None,
+        states: str = "classic",
+        seed: int = 0,
     ) -> None:
-        self.parameters = dict(named_parameters)
+        self.parameters = grads.parameters
         if not self.parameters:
             raise ValueError("AdamW: no parameters given")
-        for name, param in self.parameters.items():
-            _check_gradient(name, param)
         _check_separate(self.parameters)
+        if group is None:
+            group = _decayed_matrices(weight_decay)
+        group_of = {name: group(name, param) for name, param in self.parameters.items()}
         self.lr: float | Tensor = lr
-        self._options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self._flats = [_Flat(members) for members in _side_by_side(self.parameters)]
-        state = {name: entries for flat in self._flats for name, entries in flat.entries().items()}
-        self._state = {name: state[name] for name in self.parameters}
-        self.masters = {name: self._state[name].pop("master") for name in self.parameters}
+        self._options: dict[str, Any] = {"betas": betas, "eps": eps}
+        if states == "small":
+            self._options["seed"] = seed
+        self._flats = [
+            _Flat(flat, group_of, states, number * _RANDOM_RANGE) for number, flat in enumerate(grads.flats)
+        ]
+        plans = [flat.plan for flat in grads.flats]
+        self._order = fill_order(plans, list(self.parameters))[::-1]  # what forward uses first comes first
+        self.gather = ParameterGather(grads.flats)
         self.skipped_steps = torch.zeros_like(self._flats[0].steps[0])
 
     @torch.no_grad()
@@ -138,37 +186,44 @@ class AdamW:
         if lr is not None:
             self.lr = lr
         skip = None if grad_norm is None else ~torch.isfinite(grad_norm)
+        self.gather.wait()  # for what no forward has used since the last step
         for flat in self._flats:
             flat.check()
-            decays = self._options["weight_decay"], 0.0
-            for part, step, decay in zip(flat.parts(), flat.steps, decays, strict=True):
-                *buffers, rounded = part
-                adamw_(
-                    *buffers, step, low_precision_out=rounded, lr=self.lr, inv_scale=inv_scale,
-                    clip_coefficient=clip_coefficient, found_inf=skip,
-                    **{**self._options, "weight_decay": decay},
-                )  # fmt: skip
+        for i, j in self._order:
+            flat = self._flats[i]
+            adamw_(
+                *flat.arguments[j], **flat.options[j], lr=self.lr, inv_scale=inv_scale,
+                clip_coefficient=clip_coefficient, found_inf=skip, **self._options,
+            )  # fmt: skip
+            if flat.sharded:
+                self.gather.start((i, j), flat.bucket(j), flat.group)
         # The kernel counts a new version of its buffers, which parameters do not share.
         torch.autograd.graph.increment_version(self.parameters.values())
         if skip is not None:
             self.skipped_steps += skip
+        self.gather.end_step()
+
+    def master(self, name: str) -> Tensor:
+        """The part of a parameter's master that this rank has, see `state_dict`; a copy where it is small."""
+        return next(flat for flat in self._flats if name in flat.names).master_of(name)
 
     def state_dict(self) -> dict[str, Any]:
         """{"step", "skipped_steps": 0-dim tensors, "state": {name: {"exp_avg", "exp_avg_sq"}}}, not copied.
 
-        A low-precision parameter has a third entry, "master".
+        A low-precision parameter has a third entry, "master" or, with small states, "remainder". Entries have
+        the shape of the parameter, or, where this rank has the state of a part of it, are flat; a parameter
+        of which it has none is left out.
         """
-        state = {name: dict(entries) for name, entries in self._state.items()}
-        for name, param in self.parameters.items():
-            if param.dtype != self.masters[name].dtype:
-                state[name]["master"] = self.masters[name]
+        entries = {name: each for flat in self._flats for name, each in flat.entries().items()}
+        state = {name: entries[name] for name in self.parameters if name in entries}
         return {"step": self._flats[0].steps[0], "skipped_steps": self.skipped_steps, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Copy `state_dict` (counts as tensors or numbers) into the optimizer, masters into their parameters.
 
-        Raises ValueError naming the parameters that only one side has, or the entry whose shape differs.
+        The parameters of a sharded optimizer are gathered: every rank calls it. Raises ValueError naming the
+        parameters that only one side has, or the entry whose shape differs.
         """
         mine, loaded = self.state_dict()["state"], state_dict["state"]
         if mine.keys() != loaded.keys():
@@ -183,79 +238,161 @@ class AdamW:
                 raise ValueError(f"AdamW.load_state_dict: {name}.{key} is {tuple(own.shape)} here, got {got}")
         for _, _, own, new in pairs:
             own.copy_(new)
-        for flat in self._flats:
+        for i, flat in enumerate(self._flats):
             flat.steps.fill_(state_dict["step"])
-            if flat.rounded is not None:
-                flat.rounded.copy_(flat.master)
+            flat.round()
+            if flat.sharded:
+                for j in range(len(flat.arguments)):
+                    self.gather.start((i, j), flat.bucket(j), flat.group)
+        self.gather.wait()
         self.skipped_steps.fill_(state_dict["skipped_steps"])
 
 
-class _Flat:
-    """Parameters of one dtype whose main gradients lie side by side, those to decay first.
+def _decayed_matrices(weight_decay: float) -> Callable[[str, Parameter], ParameterGroup]:
+    matrices, vectors = ParameterGroup(weight_decay=weight_decay), ParameterGroup()
+    return lambda name, param: vectors if is_vector(param) else matrices
 
-    Masters, averages and, for low precision, the parameters lie in buffers of the same order. An element is
-    updated from those at its own place, so the buffers can be cut anywhere, for instance into equal shards.
+
+class _Flat:
+    """Parameters in a flat buffer, in the places of their gradients, and the state of this rank's shards.
+
+    `arguments` and `options` are those of `adamw_` for each bucket that do not change.
     """
 
     @torch.no_grad()
-    def __init__(self, parameters: dict[str, Parameter]) -> None:
-        self.parameters = parameters
-        sizes = [param.numel() for param in parameters.values()]
-        self.num_decayed = sum(param.numel() for param in parameters.values() if not is_vector(param))
-        first = next(iter(parameters.values()))
-        self.grad = main_grad(first).as_strided((sum(sizes),), (1,))
-        self.master = torch.empty(sum(sizes), dtype=main_dtype(first.dtype), device=first.device)
-        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.master), torch.zeros_like(self.master)
-        self.rounded = None
-        if first.dtype != self.master.dtype:
-            self.rounded = torch.empty_like(self.master, dtype=first.dtype)
-        self.steps = torch.zeros(2, dtype=torch.int64, device=first.device)
-        for master, param in zip(self._views(self.master), parameters.values(), strict=True):
-            master.copy_(param)
-        own = self.master if self.rounded is None else self.rounded.copy_(self.master)
-        for view, param in zip(self._views(own), parameters.values(), strict=True):
+    def __init__(
+        self, grads: FlatBuffer, group_of: Mapping[str, ParameterGroup], states: str, origin: int
+    ) -> None:
+        self.grads, self.group, self.names = grads, grads.group, list(grads.parameters)
+        layout, first = grads.layout, next(iter(grads.parameters.values()))
+        main, small = main_dtype(first.dtype), _is_small(states, self.names[0], first.dtype)
+        self.sharded = layout.num_ranks > 1 and group_size(grads.group) > 1
+        self.params = torch.zeros_like(grads.grad, dtype=first.dtype)
+        self.size = layout.size // layout.num_ranks
+        empty = self.params.new_empty(self.size)
+        self.exp_avg, self.exp_avg_sq = (
+            torch.zeros_like(empty, dtype=torch.bfloat16 if small else main) for _ in range(2)
+        )
+        self.master = torch.zeros_like(empty, dtype=main) if first.dtype != main and not small else None
+        self.remainder = torch.zeros_like(empty, dtype=torch.int16) if first.dtype != main and small else None
+        self.steps = torch.zeros(len(layout.buckets), dtype=torch.int64, device=first.device)
+        for view, param in zip(grads.views(self.params), grads.parameters.values(), strict=True):
+            view.copy_(param)
             param.data = view
+        local = list(self._locals())
+        if self.master is not None:
+            for (start, end), at in zip(grads.shards, local, strict=True):
+                self.master[at].copy_(self.params[start:end])
+        table = _GroupTable(layout.size, layout.ranges, group_of, main, first.device)
+        self.arguments, self.options = [], list[dict[str, Any]]()
+        for number, ((start, end), at) in enumerate(zip(grads.shards, local, strict=True)):
+            own = self.params[start:end]
+            master = own if self.master is None else self.master[at]
+            state = self.exp_avg[at], self.exp_avg_sq[at], self.steps[number]
+            self.arguments.append((master, grads.grad[start:end], *state))
+            out = None if self.master is None else own
+            options = {"low_precision_out": out, "first": origin + start, **table.options(start, end)}
+            if self.remainder is not None:
+                options["remainder"] = self.remainder[at]
+            self.options.append(options)
 
-    def parts(self) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """Slices of masters, gradients, averages and parameters: those to decay, and the others."""
-        buffers = self.master, self.grad, self.exp_avg, self.exp_avg_sq, self.rounded
-        cuts = slice(self.num_decayed), slice(self.num_decayed, None)
-        first, second = ([None if b is None else b[cut] for b in buffers] for cut in cuts)
-        return first, second
+    def _locals(self) -> list[slice]:
+        """Where in the state the shard of each bucket lies."""
+        starts, found = 0, []
+        for start, end in self.grads.shards:
+            found.append(slice(starts, starts + end - start))
+            starts += end - start
+        return found
+
+    def bucket(self, number: int) -> Tensor:
+        """The parameters of a bucket."""
+        bucket = self.grads.layout.buckets[number]
+        return self.params[bucket.start : bucket.end]
 
     def check(self) -> None:
         """Raise ValueError where the model has been moved, as by model.to(dtype), out of the buffers."""
-        name, param = next(iter(self.parameters.items()))
-        own = self.master if self.rounded is None else self.rounded
-        if param.untyped_storage()._cdata != own.untyped_storage()._cdata:
+        name, param = next(iter(self.grads.parameters.items()))
+        if param.untyped_storage()._cdata != self.params.untyped_storage()._cdata:
             raise ValueError(
-                f"AdamW: parameter {name!r} was {own.dtype} on {own.device} when the optimizer was made, but "
-                f"has been moved to {param.dtype} on {param.device}; move the model first"
+                f"AdamW: parameter {name!r} was {self.params.dtype} on {self.params.device} when the "
+                f"optimizer was made, but has been moved to {param.dtype} on {param.device}; move the model "
+                "first"
             )
 
-    def _views(self, buffer: Tensor) -> list[Tensor]:
-        """The view of `buffer` at each parameter's place, with its shape and strides."""
-        parts = buffer.split([param.numel() for param in self.parameters.values()])
-        params = self.parameters.values()
-        return [x.as_strided(p.shape, p.stride()) for x, p in zip(parts, params, strict=True)]
+    def round(self) -> None:
+        """Write this rank's shards of low-precision parameters from their masters."""
+        if self.master is not None:
+            for (start, end), at in zip(self.grads.shards, self._locals(), strict=True):
+                self.params[start:end].copy_(self.master[at])
+
+    def _piece(self, flat: Tensor, name: str) -> Tensor:
+        """The part of a parameter in a tensor of this rank's elements, with its shape if it is whole."""
+        piece, param = self.grads.pieces[name], self.grads.parameters[name]
+        part = flat[slice(*piece.local)]
+        whole = piece.within == (0, param.numel())
+        return part.as_strided(param.shape, param.stride()) if whole else part
+
+    def master_of(self, name: str) -> Tensor:
+        if self.master is not None:
+            return self._piece(self.master, name)
+        piece, param = self.grads.pieces[name], self.grads.parameters[name]
+        own = self.params[slice(*piece.world)]
+        if self.remainder is not None:
+            low = self.remainder[slice(*piece.local)].int()
+            high = own.view(torch.int16).int() - (low < 0).int()
+            own = (high << 16 | low & 0xFFFF).view(torch.float32)
+        whole = piece.within == (0, param.numel())
+        return own.as_strided(param.shape, param.stride()) if whole else own
 
     def entries(self) -> dict[str, dict[str, Tensor]]:
-        """{name: {"exp_avg", "exp_avg_sq", "master"}}, views."""
-        views = zip(*map(self._views, (self.exp_avg, self.exp_avg_sq, self.master)), strict=True)
-        keys = ("exp_avg", "exp_avg_sq", "master")
-        return {n: dict(zip(keys, v, strict=True)) for n, v in zip(self.parameters, views, strict=True)}
+        """{name: {key: this rank's part}}, views, of the parameters of which it has one."""
+        tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        tensors |= {} if self.master is None else {"master": self.master}
+        tensors |= {} if self.remainder is None else {"remainder": self.remainder}
+        names = self.grads.pieces
+        return {name: {key: self._piece(each, name) for key, each in tensors.items()} for name in names}
 
 
-def _check_gradient(name: str, param: Parameter) -> None:
-    if not hasattr(param, "main_grad"):
-        raise ValueError(f"AdamW: parameter {name!r} has no main_grad; make a GradBuffer of it first")
-    grad = param.main_grad
-    ours, theirs = ([s for n, s in zip(param.shape, t.stride()) if n > 1] for t in (param, grad))
-    if grad.shape != param.shape or ours != theirs or not torch.ops.aten.is_non_overlapping_and_dense(param):
+class _GroupTable:
+    """The group of every 64 elements of a buffer, and the numbers of each group, as `adamw_` takes them."""
+
+    def __init__(
+        self,
+        size: int,
+        ranges: Mapping[str, tuple[int, int]],
+        group_of: Mapping[str, ParameterGroup],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._groups = list(dict.fromkeys(group_of[name] for name in ranges))
+        if len(self._groups) > 256:
+            raise ValueError(f"AdamW: {len(self._groups)} parameter groups are more than 256")
+        if len(self._groups) == 1 and self._groups[0].lr == 1:
+            return
+        table = torch.zeros(-(-size // ALIGNMENT), dtype=torch.uint8)
+        for name, (start, end) in ranges.items():
+            table[start // ALIGNMENT : -(-end // ALIGNMENT)] = self._groups.index(group_of[name])
+        self._table, self._device = table, device
+        numbers = torch.tensor(self._groups, dtype=dtype).t().contiguous().to(device)
+        self._numbers = {"group_lr": numbers[0], "group_decay": numbers[1]}
+
+    def options(self, start: int, end: int) -> dict[str, Any]:
+        """The options of `adamw_` for the elements from `start` to `end`."""
+        if len(self._groups) == 1 and self._groups[0].lr == 1:
+            return {"weight_decay": self._groups[0].weight_decay}
+        own = self._table[start // ALIGNMENT : -(-end // ALIGNMENT)]
+        return {"groups": own.to(self._device, copy=True), **self._numbers}
+
+
+def _is_small(states: str, name: str, dtype: torch.dtype) -> bool:
+    if states not in ("classic", "small"):
+        raise ValueError(f"AdamW: states must be 'classic' or 'small', got {states!r}")
+    if states == "small" and dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
-            f"AdamW: parameter {name!r} of shape {tuple(param.shape)} and strides {param.stride()} has a "
-            f"main_grad of shape {tuple(grad.shape)} and strides {grad.stride()}; they must agree"
+            f"AdamW: small states need parameters in bfloat16 or float32, but {name!r} is {dtype}; use "
+            "states='classic'"
         )
+    return states == "small"
 
 
 def _check_separate(parameters: Mapping[str, Parameter]) -> None:
@@ -270,22 +407,3 @@ def _check_separate(parameters: Mapping[str, Parameter]) -> None:
             raise ValueError(f"AdamW: {before!r} and {name!r} share memory; tie them as one Parameter")
         storage, begin = place(param)
         end, before = begin + param.nbytes, name
-
-
-def _side_by_side(parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
-    """The parameters in as few groups as a `_Flat` allows."""
-
-    def place(param: Parameter) -> tuple[Any, ...]:
-        grad = main_grad(param)
-        return grad.untyped_storage()._cdata, str(grad.dtype), str(param.dtype), grad.storage_offset()
-
-    groups: list[dict[str, Parameter]] = []
-    end: tuple[Any, ...] = ()
-    vectors = True
-    for name, param in sorted(parameters.items(), key=lambda item: place(item[1])):
-        if place(param) != end or (vectors and not is_vector(param)):
-            groups.append({})
-        groups[-1][name] = param
-        *kind, offset = place(param)
-        end, vectors = (*kind, offset + param.numel()), is_vector(param)
-    return groups

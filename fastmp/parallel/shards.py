@@ -1,7 +1,7 @@
 """What lies where in flat buffers: parameters in buckets, and the part of each bucket that a rank owns.
 
-A layout is made from names and sizes alone. A buffer has the parameters of one dtype whose replicas lie on
-the same ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and
+A layout is made from names and sizes alone. A buffer has parameters of one dtype whose replicas lie on the
+same ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and
 each starts at a multiple of 64 elements. A bucket is what is communicated at once. Its size is a multiple of
 the number of ranks, each of which owns an equal part, and of 128, so that parts are aligned. Elements between
 parameters, and between the last one and the end of its bucket, are padding.
@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
 
-__all__ = ["Bucket", "BucketLayout", "Piece", "bucket_layout", "shard_ranges"]
+__all__ = [
+    "BUCKET_SIZE", "Bucket", "BucketLayout", "Buffer", "ParameterFacts", "Piece", "bucket_layout",
+    "fill_order", "plan_buffers", "shard_ranges",
+]  # fmt: skip
 
 Range = tuple[int, int]
 ALIGNMENT = 64  # of parameters: 16 bytes in any dtype, 128 in 16 bits
 UNIT = 128  # of buckets
+BUCKET_SIZE = 40_000_000  # elements after which a bucket is full: a transfer of some milliseconds
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,31 @@ class BucketLayout:
     """Where the parameters of one buffer lie, in buckets that `num_ranks` ranks share.
 
     ranges: {name: range in the buffer}, in its order.
+
+    Raises ValueError naming the parameter or bucket that does not fit.
     """
 
     num_ranks: int
     buckets: tuple[Bucket, ...]
     ranges: Mapping[str, Range]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for number, bucket in enumerate(self.buckets):
+            if bucket.start != end or (bucket.end - bucket.start) % self.num_ranks:
+                raise ValueError(
+                    f"BucketLayout: bucket {number} lies at {bucket.start} to {bucket.end}; it must begin at "
+                    f"{end}, where the one before ends, and {self.num_ranks} ranks must divide it"
+                )
+            for name in bucket.names:
+                first, last = self.ranges[name]
+                if not end <= first <= last <= bucket.end:
+                    raise ValueError(
+                        f"BucketLayout: parameter {name!r} lies at {first} to {last}, behind another or "
+                        f"outside of its bucket, {bucket.start} to {bucket.end}"
+                    )
+                end = last
+            end = bucket.end
 
     @cached_property
     def size(self) -> int:
@@ -71,9 +95,91 @@ class BucketLayout:
             found.append((bucket.start + rank * each, bucket.start + (rank + 1) * each))
         return found
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """What a rank owns of each parameter, in the order of the buffer; its parts follow one another."""
-        return list(_pieces(list(self.ranges.values()), self.shards(rank)))
+    def pieces(self, rank: int) -> dict[str, Piece]:
+        """What a rank owns of each parameter, in the order of the buffer; its parts follow one another.
+
+        A parameter lies in one bucket, of which a rank owns one part: so it has one piece or none.
+        """
+        names = list(self.ranges)
+        found = _pieces(list(self.ranges.values()), self.shards(rank))
+        return {names[piece.parameter]: piece for piece in found}
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What decides in which buffer and bucket a parameter lies.
+
+    size: its elements. dtype: the name of its dtype. experts: it belongs to experts, whose replicas lie on
+    other ranks than those of all others. partial: its gradient is a partial sum over tensor-parallel ranks.
+    alone: it has a bucket of its own.
+    """
+
+    size: int
+    dtype: str
+    experts: bool = False
+    partial: bool = False
+    alone: bool = False
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer: the kind of its parameters, as in `ParameterFacts`, and where they lie."""
+
+    dtype: str
+    experts: bool
+    partial: bool
+    layout: BucketLayout
+
+
+def plan_buffers(
+    parameters: Mapping[str, ParameterFacts],
+    *,
+    num_ranks: int = 1,
+    num_expert_ranks: int = 1,
+    bucket_size: int = BUCKET_SIZE,
+    unit: int = UNIT,
+) -> tuple[Buffer, ...]:
+    """Plan a buffer for each kind of parameters.
+
+    Args:
+        parameters: {name: facts}, in the order of the model.
+        num_ranks, num_expert_ranks: how many ranks share the buffers of dense parameters, and of experts.
+        bucket_size, unit: see `bucket_layout`.
+
+    Raises:
+        ValueError: as `bucket_layout`.
+    """
+    kinds: dict[tuple[str, bool, bool], dict[str, ParameterFacts]] = {}
+    for name, facts in parameters.items():
+        kinds.setdefault((facts.dtype, facts.experts, facts.partial), {})[name] = facts
+    buffers = []
+    for (dtype, experts, partial), members in kinds.items():
+        layout = bucket_layout(
+            {name: facts.size for name, facts in members.items()},
+            num_expert_ranks if experts else num_ranks,
+            bucket_size=bucket_size,
+            alone=[name for name, facts in members.items() if facts.alone],
+            unit=unit,
+        )
+        buffers.append(Buffer(dtype, experts, partial, layout))
+    return tuple(buffers)
+
+
+def fill_order(buffers: Sequence[Buffer], names: Sequence[str]) -> list[tuple[int, int]]:
+    """Order the buckets of all buffers by when backward has filled them, as (buffer, bucket).
+
+    All ranks communicate in this order, whatever comes first on one of them. Partial sums come last: they
+    are summed over tensor-parallel ranks before, which must not mix with what backward itself communicates.
+    `names` are those of all parameters in the order of the model.
+    """
+    place = {name: -number for number, name in enumerate(names)}
+
+    def filled(at: tuple[int, int]) -> tuple[bool, int]:
+        buffer = buffers[at[0]]
+        return buffer.partial, max(place[name] for name in buffer.layout.buckets[at[1]].names)
+
+    every = [(i, j) for i, buffer in enumerate(buffers) for j in range(len(buffer.layout.buckets))]
+    return sorted(every, key=filled)
 
 
 def shard_ranges(sizes: Sequence[int], num_ranks: int) -> list[list[Piece]]:

@@ -13,6 +13,10 @@ COMMANDS = {
     ),
     "graphs": ("fastmp.plan.graphs", "which CUDA graphs and static buffers each pipeline rank would have"),
     "groups": ("fastmp.plan.groups", "which ranks form which groups"),
+    "optimizer": (
+        "fastmp.plan.optimizer",
+        "where parameters lie in flat buffers and buckets, and what a rank owns of them",
+    ),
     "schedule": ("fastmp.plan.schedule", "what pipeline ranks do in which order, and how long they idle"),
 }
 

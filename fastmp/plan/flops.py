@@ -8,7 +8,7 @@ the vocabulary. Attention counts the keys that a token sees. All experts get equ
 from __future__ import annotations
 
 from fastmp.config import Recipe
-from fastmp.plan.memory import stage_layers
+from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_flops_per_token
 

@@ -20,7 +20,7 @@ from fastmp.parallel.schedule import (
     Step,
     with_loss,
 )
-from fastmp.plan.memory import stage_layers
+from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
 from fastmp.plan.segments import runs, segments, whole_runs
 from fastmp.plan.shapes import shapes_of

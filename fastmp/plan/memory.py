@@ -1,8 +1,9 @@
 """Memory: the bytes that a rank of each pipeline stage holds at the fullest moment of a step, by kind.
 
-Gradients accumulate in float32. The optimizer keeps two averages and, for bfloat16 parameters, a float32
-master. Activations come and go in the order of the schedule. Gradients of activations and other short-lived
-tensors, communication buffers and what allocators waste are not counted.
+Parameters, gradients and the optimizer's state lie in flat buffers, whose padding counts. A rank has the
+state of its own shards: two averages and, for bfloat16 parameters, a master, 8 or 12 bytes a parameter; with
+small states, 4 or 6. Activations come and go in the order of the schedule. Gradients of activations and other
+short-lived tensors, communication buffers and what allocators waste are not counted.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from dataclasses import dataclass
 from fastmp.config import Recipe
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 from fastmp.plan import activations
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
 from fastmp.plan.shapes import Shapes
-from fastmp.sizes import layer_parameters, norm_parameters, position_parameters
 
-_FLOAT32 = 4  # bytes of a gradient, an average or a master
+_FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -39,13 +40,15 @@ class Memory:
     total: int
 
 
-def stage_layers(recipe: Recipe) -> list[int]:
-    """Return how many layers each stage has, first to last."""
-    layout = recipe.parallel
-    stages = layout.pp * layout.vpp
-    if layout.stage_layers is not None:
-        return list(layout.stage_layers)
-    return [recipe.model.num_layers // stages] * stages
+def state_bytes(recipe: Recipe, shapes: Shapes) -> int:
+    """Return the bytes that the optimizer keeps for a parameter."""
+    small, wide = recipe.optimizer.states == "small", shapes.itemsize == _FLOAT32
+    return (2 if small else 4) * (2 if wide else 3)
+
+
+def grad_bytes(recipe: Recipe, shapes: Shapes) -> int:
+    """Return the bytes of a gradient."""
+    return _FLOAT32 if recipe.optimizer.grad_dtype == "float32" else shapes.itemsize
 
 
 def memory(recipe: Recipe, shapes: Shapes, orders: Sequence[Sequence[Step]]) -> list[Memory]:
@@ -57,11 +60,13 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
     layers, pp, layout = stage_layers(recipe), shapes.grid.pp, recipe.parallel
     last = len(layers) - 1
     own = range(rank, len(layers), pp)
-    experts, others = _parameters(shapes, [layers[stage] for stage in own], 0 in own, last in own)
-    held = experts + others
-    wide = shapes.itemsize == _FLOAT32
-    weights, gradients = held * shapes.itemsize, held * _FLOAT32
-    optimizer = held * _FLOAT32 * (2 if wide else 3)
+    facts = rank_parameters(recipe, shapes, rank).values()
+    experts, others = (sum(each.size for each in facts if each.experts is kind) for kind in (True, False))
+    layouts = [buffer.layout for buffer in rank_buffers(recipe, shapes, rank)]
+    elements = sum(layout.size for layout in layouts)
+    weights, gradients = elements * shapes.itemsize, elements * grad_bytes(recipe, shapes)
+    own_elements = sum(layout.size // layout.num_ranks for layout in layouts)
+    optimizer = own_elements * state_bytes(recipe, shapes)
     whole_layer = sum(activations.layer_parts(shapes).values())
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [
@@ -78,22 +83,6 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
     loss = activations.loss_workspace(shapes) if last in own else 0
     total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss
     return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, total)
-
-
-def _parameters(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> tuple[int, int]:
-    """Return how many parameters of experts and how many others a rank has.
-
-    Both the first and the last stage have the table of a tied embedding.
-    """
-    model, grid = shapes.model, shapes.grid
-    experts, others = layer_parameters(model).per_rank(grid.tp, grid.ep, grid.etp)
-    table = shapes.vocab * model.hidden_size
-    experts, others = sum(layers) * experts, sum(layers) * others
-    if first:
-        others += table + position_parameters(model)
-    if last:
-        others += norm_parameters(model) + (0 if model.tie_embeddings and first else table)
-    return experts, others
 
 
 def _peak(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[int]) -> int:

@@ -15,7 +15,8 @@ from fastmp.layout import expected_vocab_size, make_schedule, problems
 from fastmp.parallel.simulate import Costs, Simulation, simulate
 from fastmp.plan import activations, traffic
 from fastmp.plan.flops import hardware_flops
-from fastmp.plan.memory import memory, stage_layers
+from fastmp.plan.memory import memory
+from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes, shapes_of
 from fastmp.sizes import count_parameters, flops_per_token
 from fastmp.train.recipe import add_options, given_options, read_recipe

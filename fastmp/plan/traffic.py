@@ -12,11 +12,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fastmp.config import Recipe
-from fastmp.plan.memory import stage_layers
+from fastmp.plan.memory import grad_bytes
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
 from fastmp.plan.shapes import Shapes
-from fastmp.sizes import layer_parameters, norm_parameters, position_parameters
 
-_FLOAT32 = 4  # bytes of a gradient
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
 _PROBABILITY, _INDEX = 4, 4
 
@@ -153,40 +152,25 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
             if grid.pp > 1:
                 a_microbatch["pp"] += shapes.hidden * ((stage > 0) + (stage < len(layers) - 1))
         total = Counter({group: shapes.num_microbatches * sent for group, sent in a_microbatch.items()})
-        total += _gradients(shapes, sum(layers[stage] for stage in own), 0 in own, len(layers) - 1 in own)
+        total += _gradients(recipe, shapes, rank)
         found.append({group: sent for group, sent in total.items() if sent})
     return found
 
 
-def _gradients(shapes: Shapes, num_layers: int, first: bool, last: bool) -> Counter[str]:
-    """Return what the all-reduces of gradients after a step's last backward send."""
-    model, grid, found = shapes.model, shapes.grid, Counter[str]()
-    count = layer_parameters(model)
-    experts, others = (num_layers * number for number in count.per_rank(grid.tp, grid.ep, grid.etp))
-    # These serve all tokens or heads, of which a tensor-parallel rank sees a part.
-    partial = num_layers * _partial(shapes)
-    table = shapes.vocab * model.hidden_size
-    if first:
-        others += table + position_parameters(model)
-        partial += position_parameters(model) if shapes.sequence_parallel else 0
-    if last:
-        others += norm_parameters(model) + (0 if model.tie_embeddings and first else table)
-        partial += norm_parameters(model) if shapes.sequence_parallel else 0
-    found["dp-cp"] += 2 * _ring(others * _FLOAT32, grid.dp * grid.cp)
-    found["edp"] += 2 * _ring(experts * _FLOAT32, grid.edp)
-    found["tp"] += 2 * _ring(partial * _FLOAT32, grid.tp)
-    if model.tie_embeddings and grid.pp > 1 and (first or last):
-        found["embedding"] += 2 * _ring(table * _FLOAT32, 2)
+def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
+    """Return what the sums of gradients and the gathers of parameters send in a step.
+
+    Where shards are, a ring's reduce-scatter and all-gather send what its all-reduce does, of other dtypes.
+    """
+    grid, found, itemsize = shapes.grid, Counter[str](), grad_bytes(recipe, shapes)
+    back = shapes.itemsize if recipe.optimizer.shard else itemsize
+    for buffer in rank_buffers(recipe, shapes, rank):
+        group, ranks = ("edp", grid.edp) if buffer.experts else ("dp-cp", grid.dp * grid.cp)
+        found[group] += _ring(buffer.layout.size * (itemsize + back), ranks)
+        if buffer.partial:
+            found["tp"] += 2 * _ring(buffer.layout.size * itemsize, grid.tp)
+    for facts in rank_parameters(recipe, shapes, rank).values():
+        if facts.alone:  # of which every rank sums what it owns
+            shards = grid.dp * grid.cp if recipe.optimizer.shard else 1
+            found["embedding"] += 2 * _ring(-(-facts.size // shards) * itemsize, 2)
     return found
-
-
-def _partial(shapes: Shapes) -> int:
-    """Return how many parameters of a layer have gradients that are summed over the tensor-parallel group."""
-    model = shapes.model
-    moe = model.moe
-    partial = 2 * model.head_dim * model.qk_norm
-    if moe is not None:
-        partial += model.hidden_size * moe.num_experts
-    if shapes.sequence_parallel:
-        partial = layer_parameters(model).replicated
-    return partial

@@ -29,14 +29,14 @@ from fastmp.ops.warm import (
     require_compilation,
 )
 from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import StageOutput
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
 from fastmp.train.language import gpt_and_loss
-from fastmp.train.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode, named_parameters
+from fastmp.train.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode
+from fastmp.train.optimizer import make_grads, make_optimizer
 from fastmp.train.trainer import DTYPES
 from fastmp.train.warm import progress_line
 
@@ -170,14 +170,12 @@ def _run_once(recipe: Recipe, world_size: int) -> None:
     dtype = DTYPES.get(recipe.train.dtype, torch.bfloat16)
     model, loss = gpt_and_loss(recipe.model, groups, layout, rng=rng, device=_META, dtype=dtype)
     chunks = [model] if isinstance(model, nn.Module) else model
-    grads = GradBuffer(
-        named_parameters(chunks), dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp
-    )
-    optimizer = AdamW(grads.parameters.items())
+    grads = make_grads(chunks, recipe.optimizer, groups)
+    optimizer = make_optimizer(grads, recipe.optimizer)
     shape = recipe.data.micro_batch_size, recipe.data.seq_len
     batch = {name: torch.empty(shape, dtype=torch.int64, device=_META) for name in ("tokens", "targets")}
     _microbatch(chunks, loss, batch, groups, layout.sequence_parallel)
-    norm = global_grad_norm(grads.parameters.values(), **groups.norm)
+    norm = global_grad_norm(grads, **groups.norm)
     clip = clip_coefficient(norm, recipe.optimizer.clip_grad_norm)
     optimizer.step(recipe.optimizer.lr, grad_norm=norm, inv_scale=norm, clip_coefficient=clip)
     with evaluation_mode(chunks):

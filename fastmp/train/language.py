@@ -74,7 +74,7 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
         loss=loss,
         schedule=layout.schedule,
         group_size=layout.microbatch_group_size,
-        after_reduce=lambda: sum_tied_gradients(stages, groups),
+        after_reduce=lambda grads: sum_tied_gradients(stages, groups, grads),
         layout={"stage_layers": [len(each) for each in layers]},
     )
 

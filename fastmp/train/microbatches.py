@@ -26,6 +26,7 @@ from fastmp.profiling import region
 from fastmp.train.function_chain import FunctionChain
 
 if TYPE_CHECKING:
+    from fastmp.parallel.grads import GradBuffer
     from fastmp.parallel.groups import ParallelGroups
 
 __all__ = [
@@ -64,8 +65,8 @@ class PipelineLoss:
     inputs: (batch) -> tensors for the first stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
     schedule, group_size: `name` and `group_size` of the `fastmp.parallel.schedule.Schedule`.
-    after_reduce: called on every rank once the gradients of a step are summed over data-parallel ranks: for
-        parameters that several stages share. Later sums could give each of their copies other bits.
+    after_reduce: called on every rank, with the gradients of a step once they are summed over data-parallel
+        ranks: for parameters that several stages share. Later sums could give their copies different bits.
     layout: JSON-able facts that say which stage holds what; a checkpoint with others is refused.
 
     A stage with experts returns a `StageOutput` with their losses and, as stats, their counts (layers of the
@@ -76,7 +77,7 @@ class PipelineLoss:
     loss: Callable[..., tuple[Tensor, Tensor]]
     schedule: str = "1f1b"
     group_size: int | None = None
-    after_reduce: Callable[[], None] | None = None
+    after_reduce: Callable[[GradBuffer], None] | None = None
     layout: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -140,7 +141,7 @@ class WholeModel:
             totals = both if totals is None else totals + both
         return totals
 
-    def sum_shared_gradients(self) -> None:
+    def sum_shared_gradients(self, grads: GradBuffer) -> None:
         """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
 
     def own_rows(self, counts: Tensor) -> Tensor:
@@ -228,10 +229,10 @@ class Chunks:
             totals = both if totals is None else totals + both
         return totals
 
-    def sum_shared_gradients(self) -> None:
+    def sum_shared_gradients(self, grads: GradBuffer) -> None:
         """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
         if self.functions.after_reduce is not None:
-            self.functions.after_reduce()
+            self.functions.after_reduce(grads)
 
     def own_rows(self, counts: Tensor) -> Tensor:
         """The rows of `Sums.counts` that belong to the experts of this rank."""

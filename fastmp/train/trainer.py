@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from fastmp.config import GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
-from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
-from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
@@ -43,6 +42,7 @@ from fastmp.train.microbatches import (
     named_buffers,
     named_parameters,
 )
+from fastmp.train.optimizer import make_grads, make_optimizer, state_layout
 from fastmp.train.stopping import SkippedSteps, first_not_finite
 
 if TYPE_CHECKING:
@@ -134,24 +134,14 @@ class Trainer:
         self.runner = self._make_runner(chunks, loss_fn)
         self.device = next(self.model.parameters()).device
         self._make_replicas_equal()
-        self.grads = GradBuffer(
-            named_parameters(self.runner.chunks),
-            dp_group=groups.dp_cp,
-            tp_group=groups.tp,
-            edp_group=groups.edp,
-        )
-        self.optimizer = AdamW(
-            self.grads.parameters.items(),
-            lr=self.optimizer_config.lr,
-            betas=self.optimizer_config.betas,
-            eps=self.optimizer_config.eps,
-            weight_decay=self.optimizer_config.weight_decay,
-        )
+        self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
+        self.optimizer = make_optimizer(self.grads, self.optimizer_config)
+        self.optimizer.gather.attach(self.runner.chunks)
         model_config = getattr(self.runner.chunks[0], "config", None)
         self.checkpointer = Checkpointer(
             Path(config.run_dir) / config.name / "checkpoints",
             groups=groups,
-            layout=self.runner.layout,
+            layout={**self.runner.layout, **state_layout(self.optimizer_config)},
             description=asdict(model_config) if is_dataclass(model_config) else None,
             defaults=_defaults(model_config) if is_dataclass(model_config) else None,
         )
@@ -196,7 +186,7 @@ class Trainer:
             if before_step is not None:
                 before_step(self.step)
             before = self._graph_state()
-            result = self.train_step()
+            result = self._train_step()
             if self.graphs is not None and log is not None and self._graph_state() != before:
                 log.note(f"step {self.step}: {self.graphs.describe()}")
             if log is not None:
@@ -214,6 +204,7 @@ class Trainer:
                 if saved != self.step:
                     self._save(log)
                 return None
+        self.optimizer.gather.wait()
         if before_step is not None:
             before_step(self.step)
         if config.eval_interval:
@@ -235,21 +226,27 @@ class Trainer:
 
         What goes wrong says in which step: a `PipelineError` in its message, any other error in a note.
         """
-        with _step_named(self.step + 1):
-            return self._train_step()
+        result = self._train_step()
+        self.optimizer.gather.wait()  # whoever calls this may read parameters next
+        return result
 
     def _train_step(self) -> StepResult:
+        """A step, after which parameters come while the next one runs."""
+        with _step_named(self.step + 1):
+            return self._run_step()
+
+    def _run_step(self) -> StepResult:
         totals, counts = self._backward()
         with region("fastmp.train.reduce"):
-            self.grads.all_reduce()
-            self.runner.sum_shared_gradients()
+            self.grads.reduce()
+            self.runner.sum_shared_gradients(self.grads)
             _sum_over(totals, self.groups.dp_cp, self.groups.pp)
             if counts is not None:
                 _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
         with region("fastmp.train.clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
-            grad_norm = per_token * global_grad_norm(self.grads.parameters.values(), **self.groups.norm)
+            grad_norm = per_token * global_grad_norm(self.grads, **self.groups.norm)
             clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
@@ -298,10 +295,10 @@ class Trainer:
     @traced("fastmp.train.save")
     def save(self) -> Path:
         """Write a checkpoint of everything the next step depends on; returns its directory."""
-        shard, experts = self._shards()
-        return self.checkpointer.save(
-            self.step, shard, self._random_states(), self._scalars(), experts=experts
-        )
+        self.optimizer.gather.wait()
+        shard, experts, own = self._shards()
+        own |= self._random_states()
+        return self.checkpointer.save(self.step, shard, own, self._scalars(), experts=experts)
 
     def resume(self) -> bool:
         """Continue from the latest checkpoint of this run; False where there is none.
@@ -309,9 +306,11 @@ class Trainer:
         The next steps are bitwise those of the run that saved it. CheckpointError where the checkpoint is
         another model's or another layout's.
         """
+        self.optimizer.gather.wait()
         random_states = self._random_states()
-        shard, experts = self._shards()
-        loaded = self.checkpointer.load(shard, random_states, self._scalars(), experts=experts)
+        shard, experts, own = self._shards()
+        own |= random_states
+        loaded = self.checkpointer.load(shard, own, self._scalars(), experts=experts)
         if loaded is None:
             return False
         self.step = loaded["step"]
@@ -390,6 +389,7 @@ class Trainer:
     def _give_up(self, num_skipped: int) -> None:
         """Compute the last step's gradient once more; raise FloatingPointError that says where it breaks."""
         self.step -= 1
+        self.grads.overlap = False
         self._backward()
         self.step += 1
         where = first_not_finite(self.grads.parameters, self.groups.grid.world_size)
@@ -406,20 +406,25 @@ class Trainer:
             log.note(f"step {self.step}: saved {path}")
         return self.step
 
-    def _shards(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors to save: those that data-parallel ranks hold alike, and those that replicas of experts do.
+    def _shards(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """Tensors to save: that data-parallel ranks hold alike, that replicas of experts do, and this rank's.
 
-        They are parameters (tied ones once), buffers and optimizer state.
+        They are parameters (tied ones once), buffers and optimizer state, which is a rank's own where it is
+        sharded.
         """
         shard: dict[str, Tensor] = {}
         experts: dict[str, Tensor] = {}
+        own: dict[str, Tensor] = {}
         state = self.optimizer.state_dict()["state"]
         for name, param in named_parameters(self.runner.chunks):
-            into = experts if parallel_attributes(param).expert_parallel else shard
+            of_experts = parallel_attributes(param).expert_parallel
+            into = experts if of_experts else shard
             into[f"model/{name}"] = param
+            group = self.groups.edp if of_experts else self.groups.dp_cp
+            into = own if self.grads.shard and group is not None else into
             into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
         shard |= {f"model/{name}": buffer for name, buffer in named_buffers(self.runner.chunks)}
-        return shard, experts
+        return shard, experts, own
 
     def _scalars(self) -> dict[str, Any]:
         state = self.optimizer.state_dict()

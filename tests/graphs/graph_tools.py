@@ -47,7 +47,7 @@ def train(
     model = GPT(config, Placement(rng=rng, dtype=dtype, device=device), **options)
     if own_buffers:
         grads = GradBuffer(model.named_parameters())
-        optimizer, zero = AdamW(grads.parameters.items(), lr=1e-2), grads.zero
+        optimizer, zero = AdamW(grads, lr=1e-2), grads.zero
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         zero = optimizer.zero_grad

@@ -92,7 +92,7 @@ class Training:
             self.grads = GradBuffer(
                 self.parameters.items(), dp_group=groups.dp_cp, tp_group=groups.tp, edp_group=groups.edp
             )
-            self.optimizer = AdamW(self.grads.parameters.items(), lr=1e-2)
+            self.optimizer = AdamW(self.grads, lr=1e-2)
         else:
             self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-2)
         order = Schedule(group_size(pp), layout.microbatches, layout.vpp, None, layout.schedule).orders()
@@ -130,8 +130,8 @@ class Training:
             self.manager.begin_step()
         result = self.pipeline.train(self.batches(self.layout.microbatches, **options))
         if self.grads is not None:
-            self.grads.all_reduce()
-        sum_tied_gradients(self.stages, self.groups)
+            self.grads.reduce()
+        sum_tied_gradients(self.stages, self.groups, self.grads)
         found = [getattr(param, "main_grad", param.grad) for param in self.parameters.values()]
         seen = [result.loss, result.stage_loss, *result.stats.values(), *found]
         return [each.clone() for each in seen if each is not None]

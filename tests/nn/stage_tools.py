@@ -128,10 +128,10 @@ def compare(
     assert result.trace == planned.order(rank)
     assert result.peak == planned.peak_in_flight(rank)
     if grads is not None:
-        grads.all_reduce()
-    sum_tied_gradients(stages, groups)
+        grads.reduce()
+    sum_tied_gradients(stages, groups, grads)
     if grads is not None:
-        check_norm(grads.parameters.values(), groups, whole)
+        check_norm(grads, groups, whole)
     for (_, name), param in numbered.items():
         grad = param.grad if grads is None else param.main_grad
         expected = part_of(whole.grads[name], param, groups)
@@ -147,8 +147,8 @@ def compare(
         torch.testing.assert_close(total(evaluated.loss, dp_cp), whole.evaluation, **CLOSE)
 
 
-def check_norm(parameters, groups: ParallelGroups, whole: Whole) -> None:
-    torch.testing.assert_close(global_grad_norm(parameters, **groups.norm), whole.norm, **CLOSE)
+def check_norm(grads: GradBuffer, groups: ParallelGroups, whole: Whole) -> None:
+    torch.testing.assert_close(global_grad_norm(grads, **groups.norm), whole.norm, **CLOSE)
 
 
 def check_experts(groups: ParallelGroups, stages, result: PipelineResult, whole: Whole) -> None:

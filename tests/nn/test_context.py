@@ -59,7 +59,7 @@ def run_step(model, batches, groups):
             loss = loss.tokens
         total.backward()
         losses.append(loss.detach())
-    grads.all_reduce()
+    grads.reduce()
     if model.config.moe is not None:
         if groups.dp_cp is not None:
             dist.all_reduce(aux, group=groups.dp_cp)
@@ -150,8 +150,8 @@ def stages_case(rank, world):
         loss=lambda hidden, batch: stages[-1].token_losses(hidden, batch[1]).sum(),
     )
     result = pipeline.train([[cut_sequence(x, groups.cp) for x in batch] for batch in batches])
-    sum_tied_gradients(stages, groups)
-    grads.all_reduce()
+    sum_tied_gradients(stages, groups, grads)
+    grads.reduce()
     full = dict(one.named_parameters())
     for name, param in names:
         path = name.partition(" ")[2]

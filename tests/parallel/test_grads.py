@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from marks import full
 from torch import nn
 
 from fastmp.parallel import grads as grads_module
@@ -32,29 +33,17 @@ class Tied(nn.Module):
         return self.output(self.embedding(x))
 
 
-def count_all_reduces(monkeypatch_target):
-    """Replace the module's all_reduce by one that also notes the sizes it was given."""
-    sizes, real = [], dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return real(tensor, *args, **kwargs)
-
-    monkeypatch_target.dist.all_reduce = counted
-    return sizes
-
-
-def test_layout_is_contiguous_in_reverse_order_vectors_last():
+def test_parameters_lie_in_reverse_order_each_at_a_multiple_of_64():
     model = make_model()
     buffer = GradBuffer(model.named_parameters())
-    start = 0
-    for name in ("3.weight", "0.weight", "3.bias", "1.bias", "1.weight", "0.bias"):
+    (flat,) = buffer.flats
+    names = ("3.bias", "3.weight", "1.bias", "1.weight", "0.bias", "0.weight")
+    for number, name in enumerate(names):
         param = buffer.parameters[name]
-        assert buffer.ranges[name] == (start, start + param.numel())
-        assert param.main_grad.data_ptr() == buffer.buffers[torch.float64][start:].data_ptr()
+        assert flat.layout.ranges[name] == (64 * number, 64 * number + param.numel())
+        assert param.main_grad.data_ptr() == flat.grad[64 * number :].data_ptr()
         assert param.main_grad.shape == param.shape
-        start += param.numel()
-    assert buffer.buffers[torch.float64].numel() == start
+    assert flat.grad.numel() == 64 * len(names)
 
 
 @pytest.mark.parametrize(
@@ -108,18 +97,22 @@ def test_products_of_microbatches_are_not_rounded_to_bfloat16():
         assert error < of_rounding / 100 and layer.weight.grad is None
 
 
-def test_mixed_dtypes_have_a_buffer_each():
-    model = nn.ModuleList([nn.Linear(2, 3, dtype=torch.bfloat16), nn.Linear(3, 2, dtype=torch.float64)])
-    buffer = GradBuffer(model.named_parameters())
-    assert {d: b.numel() for d, b in buffer.buffers.items()} == {torch.float64: 8, torch.float32: 9}
-
-
-def test_parameters_of_one_dtype_lie_together_and_begin_aligned():
-    model = nn.ModuleList([nn.Linear(2, 3, dtype=d) for d in (torch.bfloat16, torch.float32) * 2])
-    buffer = GradBuffer(model.named_parameters())
-    assert buffer.buffers[torch.float32].numel() == 64 + 18  # 18 of float32, a gap, 18 of bfloat16
-    assert [buffer.ranges[f"{i}.weight"][0] for i in range(4)] == [70, 6, 64, 0]
-    assert [buffer.ranges[f"{i}.bias"][0] for i in range(4)] == [79, 15, 76, 12]
+def test_each_kind_of_parameters_has_a_buffer():
+    layers = [nn.Linear(2, 3, dtype=torch.bfloat16), nn.Linear(3, 2, dtype=torch.float64)]
+    model = nn.ModuleList([*layers, nn.Linear(2, 2, dtype=torch.bfloat16), nn.LayerNorm(2)])
+    model[2].weight.expert_parallel = True
+    model[3].weight.sequence_parallel = True  # summed over tensor-parallel ranks, of which there is one
+    buffer = GradBuffer(model.named_parameters(), grad_dtype=torch.bfloat16)
+    kinds = {(f.plan.dtype, f.plan.experts, f.plan.partial, f.grad.dtype): f for f in buffer.flats}
+    assert {kind: list(flat.layout.ranges) for kind, flat in kinds.items()} == {
+        ("bfloat16", False, False, torch.bfloat16): ["2.bias", "0.bias", "0.weight"],
+        ("float64", False, False, torch.float64): ["1.bias", "1.weight"],
+        ("bfloat16", True, False, torch.bfloat16): ["2.weight"],
+        ("float32", False, False, torch.float32): ["3.bias", "3.weight"],
+    }
+    buffer.remove_hooks()
+    with pytest.raises(ValueError, match=r"grad_dtype is torch.float16, but parameter '2.bias' is torch.bf"):
+        GradBuffer(model.named_parameters(), grad_dtype=torch.float16)
 
 
 def test_tied_parameter_has_one_place_and_both_contributions():
@@ -127,7 +120,7 @@ def test_tied_parameter_has_one_place_and_both_contributions():
     plain = copy.deepcopy(model)
     buffer = GradBuffer(model.named_parameters(remove_duplicate=False))
     assert list(buffer.parameters) == ["embedding.weight"]
-    assert buffer.buffers[torch.float64].numel() == 44
+    assert buffer.flats[0].layout.ranges == {"embedding.weight": (0, 44)}
     x = torch.arange(8)
     model(x).square().sum().backward()
     plain(x).square().sum().backward()
@@ -156,33 +149,60 @@ def test_second_buffer_is_refused_until_hooks_are_removed():
     GradBuffer(model.named_parameters())
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-@pytest.mark.parametrize("world", [2, 4])
-def test_data_parallel_sum_is_one_all_reduce_per_step(world, num_microbatches):
+class Sent:
+    """Notes the collectives that the gradient buffer starts, as (name, elements)."""
+
+    def __init__(self, calls=None):
+        self.calls = [] if calls is None else calls
+        for name in ("all_reduce_", "reduce_scatter_"):
+            setattr(grads_module, name, self._noting(name, getattr(grads_module, name)))
+
+    def _noting(self, name, real):
+        def call(x, group, overlap=False):
+            self.calls.append((name, x.numel()))
+            return real(x, group, overlap)
+
+        return call
+
+
+def sums_of(model, inputs):
+    model(inputs.reshape(-1, 6)).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("world", [2, *full([3, 4])])
+def test_every_rank_gets_the_sums_of_all_or_of_its_shards(world, shard):
     torch.manual_seed(3)
-    inputs = torch.randn(num_microbatches, world, 5, 6, dtype=torch.float64)
+    inputs = torch.randn(2, world, 5, 6, dtype=torch.float64)
 
     def rank_main(rank, world_size):
-        sizes = count_all_reduces(grads_module)
+        sent = Sent()
         model = make_model()
-        buffer = GradBuffer(model.named_parameters(), dp_group=dist.group.WORLD)
+        grads = GradBuffer(model.named_parameters(), dp_group=dist.group.WORLD, shard=shard, bucket_size=64)
         for microbatch in inputs:
             model(microbatch[rank]).square().sum().backward()
-            assert sizes == [], "nothing is sent before the last microbatch is done"
-        buffer.all_reduce()
-        return sizes, {name: p.main_grad for name, p in model.named_parameters()}
+        assert sent.calls == [], "nothing is sent before the last microbatch is done"
+        grads.reduce()
+        (flat,) = grads.flats
+        return sent.calls, flat.pieces, flat.own
 
-    results = run_ranks(rank_main, world)
-    model = make_model()
-    model(inputs.reshape(-1, 6)).square().sum().backward()
-    num_elements = sum(p.numel() for p in model.parameters())
-    for sizes, main_grads in results:
-        assert sizes == [num_elements]
-        for name, param in model.named_parameters():
-            torch.testing.assert_close(main_grads[name], param.grad, rtol=0, atol=1e-10)
+    expected = sums_of(make_model(), inputs)
+    found = {name: torch.zeros(p.numel(), dtype=torch.float64) for name, p in expected.items()}
+    for calls, pieces, own in run_ranks(rank_main, world):
+        size = 384 if world == 3 and shard else 128
+        assert calls == [("reduce_scatter_" if shard else "all_reduce_", size)] * 3
+        for name, piece in pieces.items():
+            if shard:
+                found[name][slice(*piece.within)] += own[name]
+            else:
+                torch.testing.assert_close(own[name], expected[name].flatten(), rtol=0, atol=1e-10)
+    if shard:
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad.flatten(), rtol=0, atol=1e-10)
 
 
-def test_sequence_parallel_marks_are_summed_over_tp_in_one_call():
+def test_partial_sums_are_added_over_tensor_parallel_ranks_in_one_call():
     def rank_main(rank, world_size):
         model = make_model()
         for param in model[1].parameters():
@@ -190,11 +210,83 @@ def test_sequence_parallel_marks_are_summed_over_tp_in_one_call():
         buffer = GradBuffer(model.named_parameters(), tp_group=dist.group.WORLD)
         for param in model.parameters():
             param.main_grad.fill_(rank + 1)
-        sizes = count_all_reduces(grads_module)
-        buffer.all_reduce()
-        return sizes, {name: p.main_grad.unique().tolist() for name, p in model.named_parameters()}
+        sent = Sent()
+        buffer.reduce()
+        return sent.calls, {name: p.main_grad.unique().tolist() for name, p in model.named_parameters()}
 
-    for rank, (sizes, values) in enumerate(run_ranks(rank_main, 2)):
-        assert sizes == [10]
+    for rank, (calls, values) in enumerate(run_ranks(rank_main, 2)):
+        assert calls == [("all_reduce_", 128)]
         for name, value in values.items():
             assert value == ([3.0] if name.startswith("1.") else [rank + 1.0]), name
+
+
+def test_buckets_are_sent_in_one_order_as_soon_as_they_are_full():
+    """Rank 1 gets the gradients of the two layers the other way around: it waits with the second bucket."""
+    torch.manual_seed(3)
+    inputs = torch.randn(3, 2, 5, 6, dtype=torch.float64)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = (nn.Linear(6, 6, bias=False, dtype=torch.float64) for _ in range(2))
+
+        def backward(self, x, order):
+            for name in order:
+                self.get_submodule(name)(x).square().sum().backward()
+
+    def rank_main(rank, world_size):
+        model, events = Two(), []
+        grads = GradBuffer(
+            model.named_parameters(), dp_group=dist.group.WORLD, shard=True, bucket_size=1, overlap=True
+        )
+        Sent(events)
+        order = ["second", "first"] if rank == 0 else ["first", "second"]
+        for _ in range(2):
+            grads.zero()
+            for microbatch in inputs[:, rank]:
+                events.append("microbatch")
+                for name in order:
+                    model.backward(microbatch, [name])
+                    events.append(name)
+            events.append("reduce")
+            grads.reduce()
+        seen = list(events)
+        with pytest.raises(
+            ValueError, match=r"'second.weight' got its gradient number 4 .* first step had 3"
+        ):
+            grads.zero()
+            for microbatch in [*inputs[:, rank], inputs[0, rank]]:
+                model.backward(microbatch, ["second"])
+        return seen
+
+    found = run_ranks(rank_main, 2)
+    sent = ("reduce_scatter_", 128)
+    for rank, quiet in enumerate((["microbatch", "second", "first"], ["microbatch", "first", "second"])):
+        last = [sent, "second", sent, "first"] if rank == 0 else ["first", sent, sent, "second"]
+        assert found[rank] == [*quiet * 3, "reduce", sent, sent, *quiet * 2, "microbatch", *last, "reduce"]
+
+
+def test_a_step_with_fewer_gradients_is_complete_at_its_end():
+    """The second step leaves a layer out: its bucket, and all behind it, are sent by `reduce`."""
+    inputs = torch.randn(2, 5, 6, dtype=torch.float64)
+
+    def rank_main(rank, world_size):
+        model, plain = make_model(), make_model()
+        grads = GradBuffer(
+            model.named_parameters(), dp_group=dist.group.WORLD, shard=True, bucket_size=1, overlap=True
+        )
+        for layers in (slice(None), slice(0, 3), slice(None)):
+            grads.zero()
+            model[layers](inputs[rank]).square().sum().backward()
+            grads.reduce()
+            plain.zero_grad()
+            plain[layers](inputs.reshape(-1, 6)).square().sum().backward()
+            for name, piece in grads.flats[0].pieces.items():
+                grad = dict(plain.named_parameters())[name].grad
+                expected = torch.zeros_like(grads.parameters[name]) if grad is None else grad
+                part = expected.flatten()[slice(*piece.within)]
+                torch.testing.assert_close(grads.flats[0].own[name], part, rtol=0, atol=1e-10)
+        return True
+
+    assert run_ranks(rank_main, 2) == [True, True]

@@ -473,11 +473,11 @@ def check_marks(rank, tp):
     table = VocabParallelEmbedding(V, H, group=group, device="meta")
     model = nn.ModuleDict({"column": column, "row": row, "table": table})
     expected = {
-        "column.weight": (True, 0, 3, False, False, False),
-        "column.bias": (True, 0, 3, False, False, False),
-        "row.weight": (True, 1, 1, False, False, False),
-        "row.bias": (False, -1, 1, True, False, False),
-        "table.weight": (True, 0, 1, False, False, False),
+        "column.weight": (True, 0, 3, False, False, False, False),
+        "column.bias": (True, 0, 3, False, False, False, False),
+        "row.weight": (True, 1, 1, False, False, False, False),
+        "row.bias": (False, -1, 1, True, False, False, False),
+        "table.weight": (True, 0, 1, False, False, False, False),
     }
     assert marks(model) == expected
     model.to_empty(device="cpu")
@@ -495,7 +495,7 @@ def check_marks(rank, tp):
 
 def test_marks_survive_conversion_and_copies():
     run_ranks(check_marks, 2)
-    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (False, -1, 1, False, False, False)
+    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (False, -1, 1, False, False, False, False)
 
 
 class Conv1D(nn.Module):
@@ -705,7 +705,7 @@ def check_main_gradients(rank, tp, sp):
         close(x_part.grad, mine(x_full.grad, rank, tp, sp))
         assert backward.counts == ({AG: 2, RS: 1} if sp else {AR: 1})
         assert all(param.grad is None for param in sharded.parameters())
-    buffer.all_reduce()
+    buffer.reduce()
     for param, reference in zip(sharded.parameters(), whole.parameters(), strict=True):
         close(full_tensor(param.main_grad, param, group), reference.grad)
 

@@ -39,7 +39,7 @@ def test_twenty_steps_equal_torch():
     model = make_model()
     plain = copy.deepcopy(model)
     grads = GradBuffer(model.named_parameters())
-    ours = AdamW(model.named_parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+    ours = AdamW(grads, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     theirs = torch.optim.AdamW(
         [
             {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -51,7 +51,7 @@ def test_twenty_steps_equal_torch():
         x = torch.randn(9, 6, dtype=torch.float64) * (5 if step % 3 else 0.01)  # clipped and not clipped
         grads.zero()
         model(x).square().sum().backward()
-        norm = global_grad_norm(model.parameters())
+        norm = global_grad_norm(grads)
         ours.step(1e-2 / (step + 1), grad_norm=norm, clip_coefficient=clip_coefficient(norm, 1.0))
         theirs.zero_grad()
         plain(x).square().sum().backward()
@@ -76,8 +76,7 @@ def test_parameters_that_are_not_contiguous():
         name: nn.Parameter(p.detach().clone(memory_format=torch.contiguous_format))
         for name, p in ours.items()
     }
-    GradBuffer(ours.items())
-    optimizer = AdamW(ours.items(), lr=1e-2, weight_decay=0.0)
+    optimizer = AdamW(GradBuffer(ours.items()), lr=1e-2, weight_decay=0.0)
     reference = torch.optim.AdamW(theirs.values(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(3):
         for params in (ours, theirs):
@@ -98,23 +97,22 @@ def test_parameters_that_are_not_contiguous():
 
 def test_decay_is_decoupled_and_spares_one_dimensional_parameters():
     model = make_model()
-    GradBuffer(model.named_parameters())
+    grads = GradBuffer(model.named_parameters())
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0)
-    AdamW(model.named_parameters(), lr=0.5, weight_decay=0.1).step()
+    AdamW(grads, lr=0.5, weight_decay=0.1).step()
     for param in model.parameters():
         assert param.unique().tolist() == [0.95 if param.ndim > 1 else 1.0]
 
 
 def test_bfloat16_parameters_follow_float32_masters():
     param = nn.Parameter(torch.ones(2, 4, dtype=torch.bfloat16))
-    GradBuffer([("w", param)])
-    optimizer = AdamW([("w", param)], lr=1e-4, weight_decay=0.0)
+    optimizer = AdamW(GradBuffer([("w", param)]), lr=1e-4, weight_decay=0.0)
     for _ in range(100):  # each update is 1e-4, far less than bfloat16 resolves near one
         param.main_grad.fill_(1.0)
         optimizer.step()
-    master = optimizer.masters["w"]
+    master = optimizer.master("w")
     assert master.dtype == torch.float32
     torch.testing.assert_close(master, torch.full((2, 4), 0.99), rtol=0, atol=1e-5)
     assert torch.equal(param, master.bfloat16())
@@ -133,16 +131,15 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_step_is_two_launches_for_each_dtype_of_parameters():
-    """One for those that are decayed, one for the others."""
+def test_a_step_is_one_launch_for_each_bucket():
     for dtypes in ((torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32, torch.float64)):
-        model = nn.ModuleList(make_model(dtype) for dtype in dtypes * 2)
-        GradBuffer(model.named_parameters())
-        optimizer = AdamW(model.named_parameters())
-        for _ in range(2):
-            with Launches() as seen:
-                optimizer.step(grad_norm=torch.tensor(1.0), clip_coefficient=torch.tensor(0.5))
-            assert seen.names == ["fastmp::adamw_"] * 2 * len(dtypes)
+        for bucket_size, buckets in ((1000, 1), (64, 6)):
+            model = nn.ModuleList(make_model(dtype) for dtype in dtypes * 2)
+            optimizer = AdamW(GradBuffer(model.named_parameters(), bucket_size=bucket_size))
+            for _ in range(2):
+                with Launches() as seen:
+                    optimizer.step(grad_norm=torch.tensor(1.0), clip_coefficient=torch.tensor(0.5))
+                assert seen.names == ["fastmp::adamw_"] * (buckets * len(dtypes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -151,36 +148,19 @@ def test_scaled_in_the_kernel_is_scaled_before(dtype):
     for fused in (True, False):
         model = make_model(dtype)
         grads = GradBuffer(model.named_parameters())
-        optimizer = AdamW(model.named_parameters(), lr=1e-2)
+        optimizer = AdamW(grads, lr=1e-2)
         for step in range(4):
             grads.zero()
             torch.manual_seed(step)
             model(torch.randn(4, 6, dtype=dtype)).square().sum().backward()
             factors = {"inv_scale": torch.tensor(0.125), "clip_coefficient": torch.tensor(0.5)}
             if not fused:
-                grads.buffers[torch.float32].mul_(0.0625)
+                grads.flats[0].grad.mul_(0.0625)
                 factors = {}
             optimizer.step(torch.tensor(1e-2) if fused else None, **factors)
-        results.append(optimizer.masters)
+        results.append({name: optimizer.master(name) for name in optimizer.parameters})
     for name, master in results[0].items():
         torch.testing.assert_close(master, results[1][name], rtol=1e-6, atol=1e-7)
-
-
-def test_main_gradients_of_ones_own():
-    """No GradBuffer: gradients of any order and place, in a dtype of their own."""
-    model, twin = make_model(torch.float32), make_model(torch.float32)
-    for param in model.parameters():
-        param.main_grad = torch.randn_like(param).bfloat16()
-    for param, other in zip(twin.parameters(), model.parameters()):
-        param.grad = other.main_grad.float()
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
-    optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.0)
-    for _ in range(3):
-        optimizer.step()
-        reference.step()
-    for param, other in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(param, other, rtol=1e-6, atol=1e-7)
-    assert optimizer.state_dict()["step"] == 3
 
 
 class Tied(nn.Module):
@@ -200,8 +180,8 @@ def test_parameters_move_into_a_flat_buffer_and_stay_what_they_are(dtype):
     weight, before, tokens = model.output.weight, model.output.weight.detach().clone(), torch.arange(8)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     outputs = compiled(tokens)
-    GradBuffer(model.named_parameters())
-    optimizer = AdamW(model.named_parameters(), lr=0.1)
+    grads = GradBuffer(model.named_parameters())
+    optimizer = AdamW(grads, lr=0.1)
     assert model.output.weight is weight and model.embedding.weight is weight
     assert torch.equal(weight, before) and torch.equal(compiled(tokens), outputs)
     compiled(tokens).float().square().sum().backward()
@@ -215,12 +195,12 @@ def test_state_lies_in_the_order_of_the_gradients():
     """What lets ranks share the optimizer's work by cutting all buffers alike."""
     model = make_model(torch.bfloat16)
     grads = GradBuffer(model.named_parameters())
-    optimizer = AdamW(model.named_parameters())
-    state, first = optimizer.state_dict()["state"], "3.weight"
+    optimizer = AdamW(grads)
+    state, first = optimizer.state_dict()["state"], "3.bias"
     for name, param in model.named_parameters():
-        start = grads.ranges[name][0]
+        start = grads.flats[0].layout.ranges[name][0]
         for tensor, origin in (
-            (param, model[3].weight),
+            (param, model[3].bias),
             *((state[name][key], state[first][key]) for key in ("exp_avg", "exp_avg_sq", "master")),
         ):
             assert tensor.data_ptr() - origin.data_ptr() == start * tensor.element_size()
@@ -228,8 +208,8 @@ def test_state_lies_in_the_order_of_the_gradients():
 
 def test_a_step_is_seen_by_autograd():
     model = make_model()
-    GradBuffer(model.named_parameters())
-    optimizer = AdamW(model.named_parameters())
+    grads = GradBuffer(model.named_parameters())
+    optimizer = AdamW(grads)
     loss = model(torch.randn(4, 6, dtype=torch.float64)).square().sum()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -250,26 +230,25 @@ def test_norm_counts_each_parameter_once_and_has_the_same_bits_everywhere():
     def rank_main(rank, world_size):
         tp_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         model = make_model(seed=rank // 2)
-        GradBuffer(model.named_parameters())
         model(torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(4, 6)).square().sum().backward()
-        full = [p.main_grad.clone() for p in model.parameters()]
-        params = []
-        for param, grad in zip(model.parameters(), full, strict=True):
-            shard = nn.Parameter(torch.zeros_like(param))
-            shard.main_grad = grad
-            if param.ndim > 1:
-                cut = param.shape[0] // 2
-                shard.main_grad = grad[:cut] if rank % 2 == 0 else grad[cut:]
-                shard.tensor_model_parallel = True
-            params.append(shard)
+        full = {name: p.grad for name, p in model.named_parameters()}
+        parts = {}
+        for name, grad in full.items():
+            part = grad.chunk(2)[rank % 2] if grad.ndim > 1 else grad
+            parts[name] = part, nn.Parameter(torch.zeros_like(part))
+            parts[name][1].tensor_model_parallel = grad.ndim > 1
         tied = nn.Parameter(torch.zeros(3, dtype=torch.float64))  # the first stage's, and there again
-        tied.main_grad, tied.tensor_model_parallel = torch.full_like(tied, 1.0 + rank % 2), True
-        tied.pipeline_replica = rank >= 2
+        tied.tensor_model_parallel, tied.pipeline_replica = True, rank >= 2
+        parts["tied"] = torch.full_like(tied, 1.0 + rank % 2), tied
+        grads = GradBuffer((name, param) for name, (_, param) in parts.items())
+        for part, param in parts.values():
+            param.main_grad.copy_(part)
         groups = {"tp_group": tp_groups[rank // 2], "mp_group": dist.group.WORLD}
-        norm = global_grad_norm([*params, tied], **groups)
+        norm = global_grad_norm(grads, **groups)
         if tied.pipeline_replica:
             tied.main_grad[1] = math.inf
-        assert not global_grad_norm([*params, tied], **groups).isfinite()
+        assert not global_grad_norm(grads, **groups).isfinite()
+        full = full.values()
         return norm.item().hex(), sum(g.square().sum().item() for g in full)
 
     results = run_ranks(rank_main, 4)
@@ -290,7 +269,7 @@ def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(layout):
             param.tensor_model_parallel = layout == "tp" and param.ndim > 1
         groups = {"dp_group": group} if layout == "dp" else {"tp_group": group}
         grads = GradBuffer(model.named_parameters(), **groups)
-        optimizer = AdamW(model.named_parameters(), lr=1e-2)
+        optimizer = AdamW(grads, lr=1e-2)
         choice = random.Random(7)  # the same on every rank
         tp_group = group if layout == "tp" else None
         for step in range(2 * num_injections):
@@ -305,8 +284,8 @@ def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(layout):
                 element = choice.randrange(param.numel())
                 if rank == victim:
                     param.main_grad.view(-1)[element] = value
-            grads.all_reduce()
-            norm = global_grad_norm(model.parameters(), tp_group=tp_group, mp_group=tp_group)
+            grads.reduce()
+            norm = global_grad_norm(grads, tp_group=tp_group, mp_group=tp_group)
             clip = clip_coefficient(norm, 1.0)
             before = [p.detach().clone() for p in model.parameters()]
             state = clone_state(optimizer)
@@ -334,7 +313,7 @@ def test_state_dict_continues_bitwise():
     def make():
         model = make_model(torch.bfloat16)
         grads = GradBuffer(model.named_parameters())
-        return model, AdamW(model.named_parameters()), grads
+        return model, AdamW(grads), grads
 
     straight = make()
     run(*straight, range(6))
@@ -353,7 +332,7 @@ def test_states_of_torch_s_optimizer_are_read():
     plain, model = make_model(torch.float32), make_model(torch.float32)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     grads = GradBuffer(model.named_parameters())
-    optimizer = AdamW(model.named_parameters(), lr=1e-2, weight_decay=0.0)
+    optimizer = AdamW(grads, lr=1e-2, weight_decay=0.0)
     for step in range(4):
         x = torch.randn(4, 6)
         reference.zero_grad()
@@ -376,10 +355,8 @@ def test_states_of_torch_s_optimizer_are_read():
 
 def test_bad_arguments_are_named():
     model = make_model()
-    with pytest.raises(ValueError, match=r"0\.weight.*no main_grad"):
-        AdamW(model.named_parameters())
-    GradBuffer(model.named_parameters())
-    optimizer = AdamW(model.named_parameters())
+    grads = GradBuffer(model.named_parameters())
+    optimizer = AdamW(grads)
     state = clone_state(optimizer)
     state["state"]["3.bias"]["exp_avg"] = torch.zeros(4)
     with pytest.raises(ValueError, match=r"3\.bias\.exp_avg is \(3,\) here, got \(4,\)"):
@@ -388,16 +365,20 @@ def test_bad_arguments_are_named():
     with pytest.raises(ValueError, match=r"only in the optimizer \['3\.bias'\]"):
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="no parameters"):
-        global_grad_norm([])
+        global_grad_norm(GradBuffer([]))
+    with pytest.raises(ValueError, match="AdamW: no parameters"):
+        AdamW(GradBuffer([]))
+    with pytest.raises(ValueError, match="states must be 'classic' or 'small', got 'tiny'"):
+        AdamW(grads, states="tiny")
+    with pytest.raises(
+        ValueError, match=r"need parameters in bfloat16 or float32, but '3.bias' is torch.float64"
+    ):
+        AdamW(grads, states="small")
     model.float()
-    with pytest.raises(ValueError, match=r"'3\.weight' was torch.float64 .* moved to torch.float32"):
+    with pytest.raises(ValueError, match=r"'3\.bias' was torch.float64 .* moved to torch.float32"):
         optimizer.step()
     memory = torch.zeros(2, 3)
     views = {"upper": memory[0], "both": memory, "twisted": memory.t()}
     halves = {name: nn.Parameter(view) for name, view in views.items()}
-    for param in halves.values():
-        param.main_grad = torch.zeros(param.shape)
     with pytest.raises(ValueError, match=r"'(both' and 'upper|upper' and 'both)' share memory"):
-        AdamW(list(halves.items())[:2])
-    with pytest.raises(ValueError, match=r"'twisted' of shape \(3, 2\) and strides \(1, 3\) has a main_grad"):
-        AdamW(list(halves.items())[2:])
+        AdamW(GradBuffer(list(halves.items())[:2]))

@@ -94,7 +94,9 @@ def test_bucket_layouts_cover_every_element_once(sizes, num_ranks, bucket_size, 
     layout = bucket_layout(named, num_ranks, bucket_size=bucket_size, unit=unit, alone=alone)
     in_order = [named[name] for name in layout.ranges]
     assert [end - start for start, end in layout.ranges.values()] == in_order
-    every_element_has_one_owner(in_order, [layout.pieces(r) for r in range(num_ranks)], layout.size)
+    every_element_has_one_owner(
+        in_order, [[*layout.pieces(r).values()] for r in range(num_ranks)], layout.size
+    )
     assert [name for bucket in layout.buckets for name in bucket.names] == [*reversed(named)]
     before = 0
     for bucket in layout.buckets:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from marks import full
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
+from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, gather_main_grads, saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
@@ -86,6 +86,7 @@ def run(trainer, steps=STEPS):
         curve.append([result.loss.item(), result.aux_loss.item(), result.grad_norm.item()])
         counts.append(result.expert_counts.tolist())
         if step == 0:
+            gather_main_grads(trainer.grads)
             grads = whole(trainer, {name: p.main_grad for name, p in trainer.model.named_parameters()})
     biases = {n: b for n, b in trainer.model.named_buffers() if n.endswith("expert_bias")}
     return curve, counts, grads, whole(trainer, dict(trainer.model.named_parameters())), biases

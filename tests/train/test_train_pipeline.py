@@ -9,7 +9,7 @@ import torch
 from marks import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, saved_tensors
+from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, gather_main_grads, saved_tensors
 
 from fastmp.config import OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn import Placement
@@ -31,6 +31,7 @@ from fastmp.train.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIMIZER = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
+BUCKETS = replace(OPTIMIZER, bucket_size=2000)  # some for each layer
 MICRO_BATCH, NUM_MICROBATCHES, STEPS = 4, 4, 3  # samples of a microbatch, over all data-parallel ranks
 
 
@@ -47,6 +48,7 @@ def make_trainer(
     seed=11,
     dtype=torch.float64,
     micro_batch=MICRO_BATCH,
+    optimizer=OPTIMIZER,
     **train,
 ):
     """The whole model, or the stages of `layout`."""
@@ -57,7 +59,7 @@ def make_trainer(
     dp = group_size(groups.dp)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     data = Samples(micro_batch // dp, strides=3)
-    return Trainer(model, data, loss, TrainConfig(**train), optimizer=OPTIMIZER, groups=groups, rng=rng)
+    return Trainer(model, data, loss, TrainConfig(**train), optimizer=optimizer, groups=groups, rng=rng)
 
 
 def whole(trainer, tensor_of):
@@ -74,11 +76,12 @@ def run(trainer):
     """Numbers of each step, gradients of the first, and at the end parameters, biases, an evaluation."""
     curve, counts = [], []
     for step in range(STEPS):
-        result = trainer.train_step()
+        result = trainer._train_step()  # whose parameters come while the next one runs
         aux = 0.0 if result.aux_loss is None else result.aux_loss.item()
         curve.append([result.loss.item(), result.num_tokens.item(), aux, result.grad_norm.item()])
         counts.append(None if result.expert_counts is None else result.expert_counts.tolist())
         if step == 0:
+            gather_main_grads(trainer.grads)
             grads = whole(trainer, lambda param: param.main_grad)
     biases = {
         name: bias
@@ -86,7 +89,9 @@ def run(trainer):
         for name, bias in chunk.named_buffers()
         if name.endswith("expert_bias")
     }
-    return curve, counts, grads, whole(trainer, lambda param: param), biases, trainer.evaluate()
+    evaluation = trainer.evaluate()
+    trainer.optimizer.gather.wait()
+    return curve, counts, grads, whole(trainer, lambda param: param), biases, evaluation
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +107,8 @@ CASES = {
     1: [case(vpp=2), case(EXPERTS, vpp=4, schedule="zero_bubble")],
     2: [
         case(cp=2),
+        case(recompute=True),
+        case(EXPERTS, vpp=2, schedule="zero_bubble"),
         case(pp=2),
         case(EXPERTS, pp=2, vpp=2),
         case(EXPERTS, pp=2, schedule="zero_bubble"),
@@ -110,6 +117,7 @@ CASES = {
     ],
     4: [
         case(pp=4),
+        case(EXPERTS, pp=2, schedule="zero_bubble", recompute=True),
         case(EXPERTS, pp=4, schedule="zero_bubble"),
         case(cp=2, tp=2, sequence_parallel=True),
         case(EXPERTS, cp=2, pp=2, vpp=2, ep=2),
@@ -136,7 +144,7 @@ def test_every_layout_is_one_rank(one_rank, world):
         runs = []
         for config, layout in CASES[world]:
             groups = ParallelGroups.alone() if world == 1 else make_groups(world_size, layout)
-            runs.append(run(make_trainer(groups, layout, config=config)))
+            runs.append(run(make_trainer(groups, layout, config=config, optimizer=BUCKETS)))
         return runs
 
     results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=180)
@@ -158,22 +166,56 @@ def test_every_layout_is_one_rank(one_rank, world):
         assert seen == {*params, *biases}, layout
 
 
+OF_EXPERTS = [case(EXPERTS, ep=2), case(EXPERTS, tp=2, ep=2, sequence_parallel=True)]
+SHARED = [(each, size) for each in OF_EXPERTS + CASES[2] + CASES[4] for size in (500, 20_000)]
+
+
+@pytest.mark.parametrize(("case", "bucket_size"), [SHARED[0], *full(SHARED[1:])])
+def test_sharded_is_replicated(case, bucket_size):
+    """Where ranks share the optimizer's state, parameters are what they are where each has all of it."""
+    config, layout = case
+
+    def rank_main(rank, world_size):
+        found = []
+        for shard in (True, False):
+            options = {
+                "config": config,
+                "optimizer": replace(OPTIMIZER, bucket_size=bucket_size, shard=shard),
+            }
+            trainer = make_trainer(make_groups(world_size, layout), layout, **options)
+            for _ in range(STEPS):
+                trainer.train_step()
+            found.append({name: p.detach() for name, p in named_parameters(trainer.runner.chunks)})
+        return found
+
+    world = 4 if layout.tp * layout.pp * layout.cp <= 2 else 8
+    for sharded, replicated in run_ranks(rank_main, world, timeout=180):
+        for name, param in replicated.items():
+            torch.testing.assert_close(sharded[name], param, rtol=0, atol=1e-12, msg=name)
+
+
 def test_gradients_are_summed_once_a_step():
     """Over data-parallel ranks, however many microbatches; the tied tables once between their two stages."""
 
     def rank_main(rank, world_size):
         layout = ParallelConfig(pp=2, vpp=2)
         trainer = make_trainer(make_groups(world_size, layout), layout, config=DENSE)
+        trainer.train_step()  # in which the ranks of the pipeline agree on shapes
         with count_collectives() as seen:
             trainer.train_step()
-        return [shapes for name, shapes in seen.calls if name == "all_reduce"], sum(
-            param.numel() for param in trainer.grads.parameters.values()
-        )
+        (flat,) = trainer.grads.flats
+        buckets = [bucket.end - bucket.start for bucket in flat.layout.buckets]
+        calls = [(name, max(shapes)) for name, shapes in seen.calls if name != "all_to_all"]
+        return [call for call in calls if call[0] not in ("send", "recv")], buckets
 
-    for reduced, size in run_ranks(rank_main, 4):
-        table = [(256, DENSE.hidden_size)]
-        # gradients over dp, tables, totals over dp and pp, norm over pp
-        assert reduced == [[(size,)], table, [(3,)], [(3,)], [(1,)]]
+    for calls, buckets in run_ranks(rank_main, 4):
+        table = 256 * DENSE.hidden_size
+        assert buckets.count(table) == 1 and len(buckets) in (2, 3)  # layers before and behind it
+        between_stages = ("all_reduce", (table // 2,))  # of what a rank owns
+        numbers = [("all_reduce", (3,)), ("all_reduce", (3,)), ("all_reduce", (1,))]  # over dp, pp and all
+        scattered = [("reduce_scatter", (size,)) for size in buckets]
+        gathered = [("all_gather", (size,)) for size in reversed(buckets)]
+        assert calls == [*scattered, between_stages, *numbers, *gathered]
 
 
 @pytest.mark.parametrize("schedule", ["zero_bubble", *full(["1f1b"])])

@@ -10,7 +10,7 @@ import torch
 from marks import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, saved_tensors
+from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, gather_main_grads, saved_tensors
 
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
@@ -71,6 +71,7 @@ def gradients(trainer, num_tokens):
     After a step the main gradients are those of the sum over all tokens; the optimizer scales as it reads.
     """
     group = trainer.groups.tp
+    gather_main_grads(trainer.grads)
     full = {n: full_tensor(p.main_grad, p, group) for n, p in trainer.model.named_parameters()}
     full["word_embedding.weight"] = full["word_embedding.weight"][: CONFIG.vocab_size]
     return {name: grad / num_tokens for name, grad in full.items()}
@@ -163,12 +164,13 @@ def test_a_step_sends_gradients_once_however_many_microbatches():
         trainer = make_trainer(make_groups(world_size, 1), micro_batch_size=1)
         with count_collectives() as seen:
             trainer.train_step()
-        num_elements = sum(p.numel() for p in trainer.model.parameters())
-        return trainer.num_microbatches, seen.calls, num_elements
+        return trainer.num_microbatches, seen.calls, trainer.grads.flats[0].layout.size
 
-    for num_microbatches, calls, num_elements in run_ranks(rank_main, 2):
+    for num_microbatches, calls, size in run_ranks(rank_main, 2):
         assert num_microbatches == 4
-        assert calls == [("all_reduce", [(num_elements,)]), ("all_reduce", [(3,)])]
+        shard = size // 2
+        gradients, parameters = ("reduce_scatter", [(shard,), (size,)]), ("all_gather", [(size,), (shard,)])
+        assert calls == [gradients, ("all_reduce", [(3,)]), ("all_reduce", [(1,)]), parameters]
 
 
 def test_replicas_start_equal_even_if_made_from_different_seeds():
@@ -336,7 +338,7 @@ def test_a_step_never_waits_for_the_device():
 def test_an_error_says_in_which_step():
     trainer = make_trainer()
     trainer.train_step()
-    trainer.grads.all_reduce = lambda: {}["gone"]
+    trainer.grads.reduce = lambda: {}["gone"]
     with pytest.raises(KeyError) as error:
         trainer.train_step()
     assert error.value.__notes__ == ["step 2"]

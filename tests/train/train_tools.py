@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastmp.config import GPTConfig, MoEConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.models import GPT
+from fastmp.parallel.collectives import all_gather_
 from fastmp.parallel.rng import RngTracker
 from fastmp.train.language import token_loss
 from fastmp.train.metrics import read_metrics
@@ -71,8 +72,17 @@ EXPERTS = replace(
 
 def saved_tensors(trainer):
     """All that a checkpoint holds of this rank's model and optimizer."""
-    shard, experts = trainer._shards()
-    return shard | experts
+    trainer.optimizer.gather.wait()
+    shard, experts, own = trainer._shards()
+    return shard | experts | own
+
+
+def gather_main_grads(grads):
+    """Give all ranks the sums that each has of its shards: then every `main_grad` is whole."""
+    for flat in grads.flats:
+        for number in range(len(flat.layout.buckets)):
+            if flat.layout.num_ranks > 1:
+                all_gather_(flat.bucket(number), flat.group)
 
 
 class Samples:

@@ -1,0 +1,107 @@
+"""Parameters: the names and sizes of those that a rank of each pipeline stage has, and their flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fastmp.config import Recipe
+from fastmp.parallel.shards import Buffer, ParameterFacts, plan_buffers
+from fastmp.plan.shapes import Shapes
+
+__all__ = ["rank_buffers", "rank_parameters", "stage_layers"]
+
+
+def stage_layers(recipe: Recipe) -> list[int]:
+    """Return how many layers each stage has, first to last."""
+    layout = recipe.parallel
+    stages = layout.pp * layout.vpp
+    if layout.stage_layers is not None:
+        return list(layout.stage_layers)
+    return [recipe.model.num_layers // stages] * stages
+
+
+def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, ParameterFacts]:
+    """Return {name: facts} of what a rank of pipeline rank `rank` has, in the order of its chunks."""
+    layers = stage_layers(recipe)
+    own = range(rank, len(layers), shapes.grid.pp)
+    found: dict[str, ParameterFacts] = {}
+    for stage in own:
+        before = sum(layers[:stage])
+        found |= _stage(shapes, range(before, before + layers[stage]), stage == 0, stage == len(layers) - 1)
+    return found
+
+
+def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...]:
+    """Return the flat buffers that the parameters of a rank of pipeline rank `rank` lie in."""
+    optimizer, grid = recipe.optimizer, shapes.grid
+    return plan_buffers(
+        rank_parameters(recipe, shapes, rank),
+        num_ranks=grid.dp * grid.cp if optimizer.shard else 1,
+        num_expert_ranks=grid.edp if optimizer.shard else 1,
+        bucket_size=optimizer.bucket_size,
+    )
+
+
+def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> dict[str, ParameterFacts]:
+    model, tp = shapes.model, shapes.grid.tp
+    dtype = "float32" if shapes.itemsize == 4 else "bfloat16"
+    split = shapes.sequence_parallel
+    shared = model.tie_embeddings and shapes.grid.pp > 1
+    table = ParameterFacts(shapes.vocab * model.hidden_size, dtype, alone=shared)
+
+    def facts(size: int, partial: bool = False) -> ParameterFacts:
+        return ParameterFacts(size, dtype, partial=partial and tp > 1)
+
+    found: dict[str, ParameterFacts] = {}
+    if first or (last and model.tie_embeddings):
+        found["word_embedding.weight"] = table
+    if first and model.position == "learned":
+        found["position_embedding.weight"] = facts(model.max_seq_len * model.hidden_size, split)
+    for layer in layers:
+        found |= {f"layers.{layer}.{name}": facts(*of) for name, of in _layer(shapes)}
+        if model.moe is not None:
+            each = model.moe.num_experts * model.hidden_size * model.moe.expert_ffn_hidden_size
+            each //= shapes.grid.ep * shapes.grid.etp
+            for name, size in (("fc1", each * shapes.blocks), ("fc2", each)):
+                found[f"layers.{layer}.moe.experts.{name}"] = ParameterFacts(size, dtype, experts=True)
+    if last:
+        found |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
+        if not model.tie_embeddings:
+            found["output_layer.weight"] = ParameterFacts(table.size, dtype)
+    return found
+
+
+def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield (name, (elements, whether the gradient is a partial sum)) of a layer, without its experts."""
+    model, split = shapes.model, shapes.sequence_parallel
+    h, d, moe = model.hidden_size, model.head_dim, model.moe
+    heads = shapes.heads * d
+    yield from _norm(shapes, "attention_norm", h)
+    yield from _linear(shapes, "attention.qkv", h, heads + 2 * shapes.kv_heads * d)
+    yield from _linear(shapes, "attention.proj", heads, h, row=True)
+    if model.qk_norm:
+        yield from (("attention.q_norm.weight", (d, True)), ("attention.k_norm.weight", (d, True)))
+    yield from _norm(shapes, "mlp_norm", h)
+    ffn = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
+    mlp = "mlp" if moe is None else "moe.shared_experts.mlp"
+    if moe is not None:
+        yield "moe.router.weight", (moe.num_experts * h, True)
+        if moe.shared_expert_gate:
+            yield "moe.shared_experts.gate", (h, split)
+    if ffn:
+        yield from _linear(shapes, f"{mlp}.up", h, shapes.blocks * ffn // shapes.grid.tp)
+        yield from _linear(shapes, f"{mlp}.down", ffn // shapes.grid.tp, h, row=True)
+
+
+def _linear(
+    shapes: Shapes, name: str, inputs: int, outputs: int, row: bool = False
+) -> Iterator[tuple[str, tuple[int, bool]]]:
+    yield f"{name}.weight", (inputs * outputs, False)
+    if shapes.model.linear_bias:
+        yield f"{name}.bias", (outputs, row and shapes.sequence_parallel)
+
+
+def _norm(shapes: Shapes, name: str, size: int) -> Iterator[tuple[str, tuple[int, bool]]]:
+    yield f"{name}.weight", (size, shapes.sequence_parallel)
+    if shapes.model.norm == "layernorm":
+        yield f"{name}.bias", (size, shapes.sequence_parallel)

@@ -1,0 +1,50 @@
+"""The gradient buffer and the optimizer of a model, as a configuration asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastmp.config import OptimizerConfig
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.optimizer import AdamW
+from fastmp.train.microbatches import named_parameters
+
+__all__ = ["make_grads", "make_optimizer", "state_layout"]
+
+
+def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: ParallelGroups) -> GradBuffer:
+    """Make the gradient buffer of this rank's chunks of a model."""
+    return GradBuffer(
+        named_parameters(chunks),
+        dp_group=groups.dp_cp,
+        tp_group=groups.tp,
+        edp_group=groups.edp,
+        shard=config.shard,
+        bucket_size=config.bucket_size,
+        grad_dtype=getattr(torch, config.grad_dtype),
+        overlap=True,
+    )
+
+
+def make_optimizer(grads: GradBuffer, config: OptimizerConfig) -> AdamW:
+    """Make the optimizer of `grads`."""
+    return AdamW(
+        grads,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        states=config.states,
+    )
+
+
+def state_layout(config: OptimizerConfig) -> dict[str, Any]:
+    """What decides which part of the optimizer's state a rank has; what is usual is not named."""
+    usual = OptimizerConfig()
+    facts = {name: getattr(config, name) for name in ("shard", "states", "bucket_size")}
+    return {name: value for name, value in facts.items() if value != getattr(usual, name)}

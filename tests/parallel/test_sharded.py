@@ -1,0 +1,288 @@
+"""A sharded optimizer: ranks that share its state are one optimizer, and parameters are there when used."""
+
+from __future__ import annotations
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import full
+from torch import nn
+
+from fastmp.parallel import gather as gather_module
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.optimizer import AdamW, ParameterGroup, clip_coefficient, global_grad_norm
+from fastmp.parallel.shards import Bucket, BucketLayout
+from fastmp.testing.ranks import run_ranks
+
+STEPS, MICROBATCHES, ROWS = 20, 2, 12
+
+
+class Model(nn.Module):
+    """Uses its layers in another order than it has them, one twice, and a table without its module."""
+
+    def __init__(self, dtype=torch.float64):
+        super().__init__()
+        torch.manual_seed(0)
+        self.last = nn.Linear(10, 3, dtype=dtype)
+        self.table = nn.Embedding(9, 10, dtype=dtype)
+        self.twice = nn.Linear(10, 10, dtype=dtype)
+        self.norm = nn.LayerNorm(10, dtype=dtype)
+        self.first = nn.Linear(10, 10, dtype=dtype)
+        self.scale = nn.Parameter(torch.ones(10, dtype=dtype))
+
+    def forward(self, x):
+        x = self.norm(self.first(x) * self.scale + self.table.weight.mean(0))
+        return self.last(torch.tanh(self.twice(torch.tanh(self.twice(x)))))
+
+
+def inputs(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(MICROBATCHES, ROWS, 10, dtype=torch.float64, generator=generator)
+
+
+def groups_of(name, param):
+    """Three groups: matrices, vectors, and one layer that learns slowly."""
+    if name.startswith("first"):
+        return ParameterGroup(lr=0.5, weight_decay=0.2)
+    return ParameterGroup(weight_decay=0.1 if param.ndim > 1 else 0.0)
+
+
+def lr(step):
+    return 1e-2 / (step + 1)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Parameters after STEPS steps of torch's AdamW, and all norms."""
+    model, norms = Model(), []
+    named = dict(model.named_parameters())
+    members = [{"params": [p], **groups_of(name, p)._asdict()} for name, p in named.items()]
+    factors = [group["lr"] for group in members]
+    optimizer = torch.optim.AdamW(members, betas=(0.9, 0.95))
+    for step in range(STEPS):
+        for microbatch in inputs(step):
+            model(microbatch).square().sum().backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 20.0).item())
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            group["lr"] = factor * lr(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(norms) < 20 < max(norms), "some steps are clipped"
+    return {name: p.detach() for name, p in named.items()}, norms
+
+
+def train(rank, world, *, overlap=True, bucket_size=100, shard=True, steps=STEPS):
+    """Parameters and norms of this rank."""
+    model, group = Model(), dist.group.WORLD if world > 1 else None
+    grads = GradBuffer(
+        model.named_parameters(), dp_group=group, shard=shard, bucket_size=bucket_size, overlap=overlap
+    )
+    optimizer, norms = AdamW(grads, group=groups_of), []
+    if overlap:
+        optimizer.gather.attach([model])
+    for step in range(steps):
+        grads.zero()
+        for microbatch in inputs(step):
+            model(microbatch.chunk(world)[rank]).square().sum().backward()
+        grads.reduce()
+        norm = global_grad_norm(grads, world_group=group)
+        optimizer.step(lr(step), grad_norm=norm, clip_coefficient=clip_coefficient(norm, 20.0))
+        norms.append(norm.item())
+    optimizer.gather.wait()
+    return {name: p.detach() for name, p in model.named_parameters()}, norms
+
+
+def close(found, expected, tolerance):
+    for name, param in expected.items():
+        torch.testing.assert_close(found[name], param, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("world", [1, 2, *full([3, 4])])
+def test_twenty_steps_are_those_of_torch(plain, world, overlap):
+    results = (
+        [train(0, 1, overlap=overlap)] if world == 1 else run_ranks(partial(train, overlap=overlap), world)
+    )
+    for params, norms in results:
+        close(params, plain[0], 1e-10)
+        assert norms == results[0][1], "bits differ between ranks"
+        assert norms == pytest.approx(plain[1], abs=1e-10)
+        assert all(torch.equal(params[name], results[0][0][name]) for name in params)
+
+
+class Late:
+    """An all-gather that happens when it is waited for; until then the parts of other ranks are nan."""
+
+    def __init__(self, monkeypatch):
+        self.real = gather_module.all_gather_
+        monkeypatch.setattr(gather_module, "all_gather_", self)
+
+    def __call__(self, x, group, overlap):
+        part = x.numel() // group.size()
+        own = x[group.rank() * part :][:part].clone()
+        x.fill_(torch.nan)
+        x[group.rank() * part :][:part] = own
+
+        class Work:
+            wait = staticmethod(lambda: self.real(x, group))
+
+        return Work()
+
+
+def test_parameters_are_never_used_before_they_are_there(plain, monkeypatch):
+    def rank_main(rank, world):
+        Late(monkeypatch)
+        return train(rank, world)
+
+    for params, _ in run_ranks(rank_main, 2):
+        close(params, plain[0], 1e-10)
+
+
+def test_a_late_wait_is_seen(monkeypatch):
+    """What the test above finds where hooks do not wait."""
+
+    def without_waiting(self, own):
+        def called(module, args):
+            self._uncalled.pop(module, None)
+
+        return called
+
+    def rank_main(rank, world):
+        Late(monkeypatch)
+        monkeypatch.setattr(gather_module.ParameterGather, "_before", without_waiting)
+        return train(rank, world, steps=2)[1]
+
+    for first, second in run_ranks(rank_main, 2):
+        assert math.isfinite(first) and math.isnan(second)
+
+
+REAL_SHARDS = BucketLayout.shards
+
+
+def shifted(layout, rank):
+    """The first rank's shards lie one element behind where they should."""
+    return [(start + (rank == 0), end + (rank == 0)) for start, end in REAL_SHARDS(layout, rank)]
+
+
+def exchanged(layout, rank):
+    """The shards of another rank."""
+    return REAL_SHARDS(layout, layout.num_ranks - 1 - rank)
+
+
+@pytest.mark.parametrize("broken", [shifted, exchanged])
+def test_a_wrong_range_is_seen(plain, monkeypatch, broken):
+    def rank_main(rank, world):
+        monkeypatch.setattr(BucketLayout, "shards", broken)
+        return train(rank, world)
+
+    for params, _ in run_ranks(rank_main, 2):
+        with pytest.raises(AssertionError):
+            close(params, plain[0], 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "message"),
+    [
+        ((Bucket(0, 64, ("b",)), Bucket(64, 192, ("a",))), "'b' lies at 0 to 100, .* its bucket, 0 to 64"),
+        ((Bucket(0, 256, ("a", "b")),), "'b' lies at 0 to 100, behind another"),
+        (
+            (Bucket(0, 112, ("b",)), Bucket(128, 256, ("a",))),
+            "bucket 1 lies at 128 to 256; it must begin at 112",
+        ),
+        ((Bucket(0, 201, ("b", "a")),), "bucket 0 lies at 0 to 201; .* 2 ranks must divide it"),
+    ],
+)
+def test_a_broken_boundary_of_a_bucket_is_refused(buckets, message):
+    with pytest.raises(ValueError, match=message):
+        BucketLayout(2, buckets, {"b": (0, 100), "a": (128, 200)})
+
+
+BYTES = {
+    # dtype of parameters, of gradients, states: bytes on every rank, bytes divided by their number
+    ("float32", "float32", "classic"): (8, 8),
+    ("bfloat16", "float32", "classic"): (6, 12),
+    ("bfloat16", "bfloat16", "classic"): (4, 12),
+    ("bfloat16", "bfloat16", "small"): (4, 6),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, *full([4])])
+def test_bytes_that_a_rank_holds(world):
+    """Measured: what is allocated for a parameter, its gradient and its state, all buffers together."""
+
+    def rank_main(rank, world_size):
+        found = []
+        for dtype, grad_dtype, states in BYTES:
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(256, 256, dtype=getattr(torch, dtype)) for _ in range(4)))
+            grads = GradBuffer(
+                model.named_parameters(),
+                dp_group=dist.group.WORLD if world_size > 1 else None,
+                shard=True,
+                grad_dtype=getattr(torch, grad_dtype),
+            )
+            optimizer = AdamW(grads, states=states)
+            state = [t for entries in optimizer.state_dict()["state"].values() for t in entries.values()]
+            tensors = [*model.parameters(), *(p.main_grad for p in model.parameters()), *state]
+            storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+            parameters = sum(p.numel() for p in model.parameters())
+            found.append(sum(storage.nbytes() for storage in storages.values()) / parameters)
+        return found
+
+    results = [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world)
+    for found in results:
+        assert found == pytest.approx(
+            [fixed + divided / world for fixed, divided in BYTES.values()], rel=1e-3
+        )
+
+
+def test_a_state_dict_waits_for_parameters(monkeypatch):
+    def rank_main(rank, world):
+        Late(monkeypatch)
+        model = Model()
+        grads = GradBuffer(model.named_parameters(), dp_group=dist.group.WORLD, shard=True, bucket_size=100)
+        optimizer = AdamW(grads)
+        optimizer.gather.attach([model])
+        for _ in range(2):
+            grads.zero()
+            model(inputs(0)[0]).square().sum().backward()
+            grads.reduce()
+            optimizer.step()
+        pending = any(p.isnan().any() for p in model.parameters())
+        return pending, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    for pending, state in run_ranks(rank_main, 2):
+        assert pending and not any(tensor.isnan().any() for tensor in state.values())
+
+
+def test_state_continues_bitwise_where_it_is_sharded():
+    world = 2
+
+    def steps(model, grads, optimizer, numbers, rank):
+        for step in numbers:
+            grads.zero()
+            model(inputs(step)[0].chunk(world)[rank].bfloat16()).square().sum().backward()
+            grads.reduce()
+            optimizer.step(1e-2)
+
+    def make():
+        model = Model(torch.bfloat16)
+        grads = GradBuffer(model.named_parameters(), dp_group=dist.group.WORLD, shard=True, bucket_size=100)
+        return model, grads, AdamW(grads)
+
+    def rank_main(rank, _):
+        straight, first, second = make(), make(), make()
+        steps(*straight, range(4), rank)
+        steps(*first, range(2), rank)
+        second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
+        steps(*second, range(2, 4), rank)
+        for p, q in zip(straight[0].parameters(), second[0].parameters(), strict=True):
+            assert torch.equal(p, q)
+        optimizer = straight[2]
+        return sum(optimizer.master(name).numel() for name in optimizer.state_dict()["state"])
+
+    assert sum(run_ranks(rank_main, world)) == sum(p.numel() for p in Model().parameters())
