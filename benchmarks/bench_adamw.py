@@ -1,6 +1,7 @@
 """One AdamW step over a flat buffer: fastmp, torch's fused and foreach optimizers, torch.compile.
 
 In bfloat16 the parameters have float32 masters: the step ends with the rounded copy. Gradients are float32.
+In the small state parameters, gradients and averages are bfloat16, and a remainder keeps the masters.
 """
 
 from __future__ import annotations
@@ -91,8 +92,49 @@ def adamw_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0
     }
     state = (param, grad, param, param, param[:1], rounded(param))
     numbers = (_LR, _BETA1, _BETA2, _EPS, _DECAY)
-    traffic = OPS["adamw_"].traffic(*state, *[None] * 4, *numbers, *[None] * 3, 0)
+    traffic = OPS["adamw_"].traffic(*state, *[None] * 4, *numbers, *[None] * 3, 0, None, 0)
     return Case(title("adamw", (num_elements,), dtype), (param,), grad, rivals, traffic, 0)
+
+
+def adamw_small_case(num_elements: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
+    """Everything in 16 bits. Ours keeps masters and rounds averages at random; torch's does neither."""
+    generator = torch.Generator(device).manual_seed(seed)
+    param, grad = (torch.randn(num_elements, device=device, generator=generator).bfloat16() for _ in range(2))
+    on_gpu = torch.device(device).type == "cuda"
+
+    @cache
+    def ours() -> Callable[[], Tensor]:
+        own, m, v = param.clone(), torch.zeros_like(param), torch.zeros_like(param)
+        remainder, step = (
+            torch.zeros_like(param, dtype=torch.int16),
+            torch.zeros_like(param[0], dtype=torch.int64),
+        )
+
+        def call() -> Tensor:
+            adamw_(own, grad, m, v, step, remainder=remainder, **_OPTIONS)
+            return own
+
+        return call
+
+    @cache
+    def with_torch(**kind: bool) -> Callable[[], Tensor]:
+        own = param.clone()
+        own.grad = grad
+        optimizer = torch.optim.AdamW([own], **_OPTIONS, **kind, capturable=on_gpu)
+
+        def call() -> Tensor:
+            optimizer.step()
+            return own
+
+        return call
+
+    rivals = {
+        OURS: lambda: ours()(),
+        TORCH: lambda: with_torch(fused=True)(),
+        EAGER: lambda: with_torch(foreach=True)(),
+    }
+    name = title("adamw small state", (num_elements,), torch.bfloat16)
+    return Case(name, (param,), grad, rivals, 18 * num_elements, 0, random=True)
 
 
 WORKLOADS = (
@@ -103,6 +145,16 @@ WORKLOADS = (
         cuda=((100_000_000,), (1_000_000_000,)),
         rivals=(OURS, TORCH, EAGER, COMPILE),
         directions=("forward",),
+        tiny=(5000,),
+    ),
+    Workload(
+        "adamw small state",
+        adamw_small_case,
+        cpu=((1 << 24,),),
+        cuda=((100_000_000,), (1_000_000_000,)),
+        rivals=(OURS, TORCH, EAGER),
+        directions=("forward",),
+        dtypes=(torch.bfloat16,),
         tiny=(5000,),
     ),
 )

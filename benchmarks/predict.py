@@ -92,9 +92,14 @@ def _norm_backward(grad: Tensor, *rest: Any) -> float:
     return 0.84 if grad.shape[-1] <= 8192 else 0.45
 
 
+def _adamw(param: Tensor, *rest: Any) -> float:
+    """The share of a step of AdamW: random bits for the small state take twice the instructions."""
+    return 0.9 if param.dtype == torch.bfloat16 else 0.94
+
+
 EXPECTED = {
     "accumulate_weight_grad_": Expected(0.9),
-    "adamw_": Expected(0.94),
+    "adamw_": Expected(_adamw),
     "bias_dropout_add": Expected(0.92),
     "bias_dropout_add_backward": Expected(0.93),
     "bias_dropout_add_into": Expected(0.92),

@@ -2,8 +2,9 @@
 //
 // Every element is a function of its own numbers alone, so results depend neither on the number of threads nor on
 // where a slice begins. Numbers that are equal for all elements are computed once, in double.
-// The semantics are those of the reference in fastmp/ops/adamw.py.
+// The semantics, and those of the small state, are those of the reference in fastmp/ops/adamw.py.
 #include "op.h"
+#include "philox.h"
 #include "simd.h"
 
 #include <algorithm>
@@ -13,16 +14,20 @@
 
 namespace fastmp {
 
-// `decay` is 1 - lr * weight_decay.
+// Elements from `begin` to `end` of all buffers; `decay` is 1 - lr * weight_decay.
 struct AdamwSpan {
   void* param;
   const void* grad;
   void* exp_avg;
   void* exp_avg_sq;
-  void* out;  // null, or a copy in `out_type`
+  void* out;        // null, or a copy in `out_type`
+  void* remainder;  // null, or the lower halves of masters whose upper halves are `param`
   int64_t begin, end;
-  ScalarType type, grad_type, out_type;
+  ScalarType type, grad_type, average_type, out_type;  // `type` is that of the masters
   double factor, weight1, beta2, decay, step_size, inv_root, eps;
+  uint64_t seed;   // of the noise that averages in bfloat16 are rounded with
+  int64_t first;   // position of element 0 in the whole buffer
+  uint32_t count;  // of this step
 };
 
 FASTMP_DECLARE(void adamw_span(const AdamwSpan&);)
@@ -31,66 +36,129 @@ namespace FASTMP_ISA {
 
 constexpr int kAhead = 2048;  // bytes: half a page serves four streams better than a page
 
-template <class T, class G, class O>
-FASTMP_INLINE void update(const AdamwSpan& span) {
-  using V = lanes_of<T>;
-  constexpr int64_t kStep = num_lanes<V>;
-  T* const param = static_cast<T*>(span.param);
-  const G* const grad = static_cast<const G*>(span.grad);
-  T* const exp_avg = static_cast<T*>(span.exp_avg);
-  T* const exp_avg_sq = static_cast<T*>(span.exp_avg_sq);
-  O* const out = static_cast<O*>(span.out);
-  const T factor = span.factor, weight1 = span.weight1, beta2 = span.beta2, weight2 = 1 - span.beta2;
-  const T decay = span.decay, step_size = span.step_size, inv_root = span.inv_root, eps = span.eps;
-  const auto advance = [&](V g, V& m, V& v, V& p) __attribute__((always_inline)) {
-    g *= factor;
-    m += weight1 * (g - m);
-    v = weight2 * g * g + beta2 * v;  // in this order the larger term enters the sum rounded once
-    p = p * decay - step_size * m / (sqrt(v) * inv_root + eps);
+typedef int32_t ints __attribute__((vector_size(kVectorBytes)));
+
+struct Remainder {};  // what is stored beside the parameters: the lower halves of masters
+
+// The bits of numbers, of those that are no numbers always the same.
+FASTMP_INLINE words clean_bits(floats v) { return select(v == v, bits_of(v), words{} + 0x7fc00000u); }
+
+// Upper halves of `bits`, and a load of numbers' lower halves as signed integers.
+FASTMP_INLINE void store_upper(void* p, words bits, int64_t count) {
+  const shorts upper = __builtin_convertvector(bits >> 16, shorts);
+  if (count >= kFloats) {
+    std::memcpy(p, &upper, sizeof upper);
+  } else {
+    copy_part(static_cast<BFloat16*>(p), reinterpret_cast<const BFloat16*>(&upper), count);
+  }
+}
+FASTMP_INLINE words load_signed(const BFloat16* p, int64_t count) {
+  return (words)((ints)bits_of(load(p, count, 0)) >> 16);
+}
+
+// Calls step(i, count, noise) for the vectors of a span. Noise is a word for each element: word number j % 4 of the four
+// that belong to counter j / 4, for position j.
+template <class Step>
+FASTMP_INLINE void for_noisy_vectors(const AdamwSpan& span, const Step& step) {
+  using Whole = std::integral_constant<int64_t, kFloats>;
+  const auto made = [&](int64_t i) FASTMP_LAMBDA {
+    return philox(span.seed, static_cast<uint64_t>(span.first + i) / 4, span.count);
   };
   int64_t i = span.begin;
-  for (; i + kStep <= span.end; i += kStep) {
+  if (const int64_t skipped = (span.first + i) % 4; skipped != 0 && i < span.end) {
+    uint32_t block[kBlock];
+    const Words all = made(i);
+    std::memcpy(block, &all, sizeof block);
+    words noise;
+    std::memcpy(&noise, block + skipped, sizeof noise);
+    const int64_t count = std::min(4 - skipped, span.end - i);
+    step(i, count, noise);
+    i += count;
+  }
+  for (; i + kBlock <= span.end; i += kBlock) {
+    const Words noise = made(i);
+    step(i, Whole{}, noise.first);
+    step(i + kFloats, Whole{}, noise.second);
+  }
+  for (; i < span.end; i += kFloats) step(i, std::min<int64_t>(kFloats, span.end - i), made(i).first);
+}
+
+// T is the type of masters, G of gradients, A of averages, O of the parameters' copy: void, or Remainder.
+template <class T, class G, class A, class O>
+FASTMP_INLINE void update(const AdamwSpan& span) {
+  using V = lanes_of<T>;
+  constexpr bool kSplit = std::is_same_v<O, Remainder>, kNoisy = !std::is_same_v<A, T>;
+  using P = std::conditional_t<kSplit, BFloat16, T>;
+  P* const param = static_cast<P*>(span.param);
+  const G* const grad = static_cast<const G*>(span.grad);
+  A* const exp_avg = static_cast<A*>(span.exp_avg);
+  A* const exp_avg_sq = static_cast<A*>(span.exp_avg_sq);
+  BFloat16* const remainder = static_cast<BFloat16*>(span.remainder);
+  const T factor = span.factor, weight1 = span.weight1, beta2 = span.beta2, weight2 = 1 - span.beta2;
+  const T decay = span.decay, step_size = span.step_size, inv_root = span.inv_root, eps = span.eps;
+  const auto step = [&](int64_t i, auto count, words noise) FASTMP_LAMBDA {
     prefetch<kAhead>(grad + i);
     prefetch<kAhead>(exp_avg + i);
     prefetch<kAhead>(exp_avg_sq + i);
     prefetch<kAhead>(param + i);
-    V m = load(exp_avg + i), v = load(exp_avg_sq + i), p = load(param + i);
-    advance(load(grad + i), m, v, p);
-    store(exp_avg + i, m);
-    store(exp_avg_sq + i, v);
-    store(param + i, p);
-    if constexpr (!std::is_void_v<O>) store(out + i, p);
+    V g = load(grad + i, count, 0), m = load(exp_avg + i, count, 0), v = load(exp_avg_sq + i, count, 0);
+    V p = load(param + i, count, 0);
+    if constexpr (kSplit) p = floats_of(bits_of(p) + load_signed(remainder + i, count));
+    g *= factor;
+    m += weight1 * (g - m);
+    v = weight2 * g * g + beta2 * v;  // in this order the larger term enters the sum rounded once
+    p = p * decay - step_size * m / (sqrt(v) * inv_root + eps);
+    if constexpr (kNoisy) {
+      store_upper(exp_avg + i, clean_bits(m) + (noise & 0xffffu), count);
+      store_upper(exp_avg_sq + i, clean_bits(v) + (noise >> 16), count);
+    } else {
+      store(exp_avg + i, m, count);
+      store(exp_avg_sq + i, v, count);
+    }
+    if constexpr (kSplit) {
+      const words bits = clean_bits(p);
+      store_upper(param + i, bits + 0x8000u, count);
+      store_upper(remainder + i, bits << 16, count);
+    } else {
+      store(param + i, p, count);
+      if constexpr (!std::is_void_v<O>) store(static_cast<O*>(span.out) + i, p, count);
+    }
+  };
+  if constexpr (kNoisy) {
+    for_noisy_vectors(span, step);
+  } else {
+    for_vectors<num_lanes<V>>(span.end - span.begin,
+                              [&](int64_t i, auto count) FASTMP_LAMBDA { step(span.begin + i, count, words{}); });
   }
-  if (const int64_t rest = span.end - i; rest > 0) {
-    V m = load(exp_avg + i, rest, 0), v = load(exp_avg_sq + i, rest, 0), p = load(param + i, rest, 0);
-    advance(load(grad + i, rest, 0), m, v, p);
-    store(exp_avg + i, m, rest);
-    store(exp_avg_sq + i, v, rest);
-    store(param + i, p, rest);
-    if constexpr (!std::is_void_v<O>) store(out + i, p, rest);
+}
+
+template <class G, class A>
+FASTMP_INLINE void update_with_copy(const AdamwSpan& span) {
+  if (span.remainder) {
+    update<float, G, A, Remainder>(span);
+  } else if (!span.out) {
+    update<float, G, A, void>(span);
+  } else if (span.out_type == ScalarType::BFloat16) {
+    update<float, G, A, BFloat16>(span);
+  } else {
+    update<float, G, A, Half>(span);
   }
 }
 
 template <class G>
-FASTMP_INLINE void update_with_out(const AdamwSpan& span) {
-  if (!span.out) {
-    update<float, G, void>(span);
-  } else if (span.out_type == ScalarType::BFloat16) {
-    update<float, G, BFloat16>(span);
-  } else {
-    update<float, G, Half>(span);
-  }
+FASTMP_INLINE void update_averages(const AdamwSpan& span) {
+  span.average_type == ScalarType::Float ? update_with_copy<G, float>(span) : update_with_copy<G, BFloat16>(span);
 }
 
 void adamw_span(const AdamwSpan& span) {
   if (span.type == ScalarType::Double) {
-    update<double, double, void>(span);
+    update<double, double, double, void>(span);
   } else if (span.grad_type == ScalarType::Float) {
-    update_with_out<float>(span);
+    update_averages<float>(span);
   } else if (span.grad_type == ScalarType::BFloat16) {
-    update_with_out<BFloat16>(span);
+    update_averages<BFloat16>(span);
   } else {
-    update_with_out<Half>(span);
+    update_averages<Half>(span);
   }
 }
 
@@ -198,17 +266,27 @@ void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_s
            std::optional<Tensor>& out, std::optional<Tensor> lr_tensor, std::optional<Tensor> inv_scale,
            std::optional<Tensor> clip_coefficient, std::optional<Tensor> found_inf, double lr, double beta1,
            double beta2, double eps, double weight_decay, std::optional<Tensor> groups,
-           std::optional<Tensor> group_lr, std::optional<Tensor> group_decay, int64_t first) {
-  const ScalarType type = param.scalar_type();
-  const auto fits = [&](const Tensor& t) {
+           std::optional<Tensor> group_lr, std::optional<Tensor> group_decay, int64_t first,
+           std::optional<Tensor>& remainder, int64_t seed) {
+  const ScalarType type = remainder ? ScalarType::Float : param.scalar_type();
+  const ScalarType average_type = exp_avg.scalar_type();
+  const auto is_narrow = [&](const Tensor& t) {
     const ScalarType other = t.scalar_type();
     return type == ScalarType::Float && (other == ScalarType::BFloat16 || other == ScalarType::Half);
   };
-  check_buffer(param, "param", param, type == ScalarType::Float || type == ScalarType::Double);
-  check_buffer(grad, "grad", param, grad.scalar_type() == type || fits(grad));
-  check_buffer(exp_avg, "exp_avg", param, exp_avg.scalar_type() == type);
-  check_buffer(exp_avg_sq, "exp_avg_sq", param, exp_avg_sq.scalar_type() == type);
-  if (out) check_buffer(*out, "low_precision_out", param, fits(*out));
+  const bool noisy = type == ScalarType::Float && average_type == ScalarType::BFloat16;
+  check_buffer(param, "param", param, true);
+  FASTMP_CHECK(remainder ? param.scalar_type() == ScalarType::BFloat16
+                         : type == ScalarType::Float || type == ScalarType::Double,
+               kOp, ": param must be float32 or float64, or bfloat16 with a remainder, got ",
+               dtype_name(param.scalar_type()));
+  check_buffer(grad, "grad", param, grad.scalar_type() == type || is_narrow(grad));
+  check_buffer(exp_avg, "exp_avg", param, average_type == type || noisy);
+  check_buffer(exp_avg_sq, "exp_avg_sq", param, true);
+  FASTMP_CHECK(exp_avg_sq.scalar_type() == average_type, kOp, ": exp_avg is ", dtype_name(average_type),
+               " but exp_avg_sq is ", dtype_name(exp_avg_sq.scalar_type()));
+  if (out) check_buffer(*out, "low_precision_out", param, !remainder && is_narrow(*out));
+  if (remainder) check_buffer(*remainder, "remainder", param, remainder->scalar_type() == ScalarType::Short);
   FASTMP_CHECK(step.scalar_type() == ScalarType::Long && step.numel() == 1, kOp, ": step must be one int64");
   const Groups table(groups, group_lr, group_decay, first, param.numel());
   if (number(found_inf, "found_inf", 0) != 0) return;
@@ -222,7 +300,9 @@ void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_s
   all.exp_avg = exp_avg.mutable_data_ptr();
   all.exp_avg_sq = exp_avg_sq.mutable_data_ptr();
   all.out = out ? out->mutable_data_ptr() : nullptr;
+  all.remainder = remainder ? remainder->mutable_data_ptr() : nullptr;
   all.type = type;
+  all.average_type = average_type;
   all.grad_type = grad.scalar_type();
   all.out_type = out ? out->scalar_type() : type;
   all.factor = number(inv_scale, "inv_scale", 1) * number(clip_coefficient, "clip_coefficient", 1);
@@ -233,6 +313,9 @@ void adamw(Tensor& param, const Tensor& grad, Tensor& exp_avg, Tensor& exp_avg_s
   all.step_size = rate / correction;
   all.inv_root = 1 / std::sqrt(bias_correction(beta2, t));
   all.eps = eps;
+  all.seed = static_cast<uint64_t>(seed);
+  all.first = first;
+  all.count = static_cast<uint32_t>(*count);
   const auto kernel = FASTMP_BEST(adamw_span);
   parallel_for(0, param.numel(), kGrain, [&](int64_t begin, int64_t end) {
     AdamwSpan span = all;

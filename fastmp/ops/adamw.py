@@ -2,8 +2,18 @@
 
 What varies from step to step may lie in memory of the device: the count of steps, the learning rate, the
 inverse of the loss scale, the clip coefficient and whether the step is dropped. So nothing waits for the
-host, and a captured CUDA graph stays right. Bytes per parameter: 28 with fp32 gradients, 30 with a 16-bit
-copy of the parameters. AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101).
+host, and a captured CUDA graph stays right. AdamW: Loshchilov and Hutter 2019 (arXiv 1711.05101).
+
+Bytes read and written per parameter: 28 with everything in float32, 30 with a 16-bit copy of the parameters.
+The small state takes 18 with bfloat16 gradients, and 6 of memory beside the parameters:
+
+- The float32 master is split into the bfloat16 parameter and a 16-bit remainder. With both as integers, the
+  remainder a signed one, the master has the bits (param << 16) + remainder. So the parameter is the master
+  rounded to the nearest bfloat16, in the middle between two away from zero: that rounding can be undone,
+  rounding to even could not.
+- Both averages are bfloat16, rounded up or down at random so that they are right on average. Else changes of
+  less than half a unit in the last place would be lost at every step, which with beta2 = 0.999 are all.
+  The random bits are those of Philox for the seed, the position of the element and the count of steps.
 """
 
 from __future__ import annotations
@@ -16,6 +26,7 @@ from torch import Tensor
 
 from fastmp.ops import checks, launcher
 from fastmp.ops._triton import cdiv, jit, tl
+from fastmp.ops.philox import four_words, philox, word_of
 from fastmp.ops.registry import register
 from fastmp.profiling import traced
 
@@ -24,6 +35,7 @@ UNIT = 64  # neighbours that belong to one group of parameters
 _MAX_GROUPS = 256
 _VECTORS = 4  # 16-byte accesses a thread makes in each array of the main dtype
 _FLOPS_PER_ELEMENT = 15
+_NAN = 0x7FC00000  # bits of the one float32 that is not a number and survives being cut to bfloat16
 _MAIN = (torch.float64, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -33,7 +45,7 @@ def reference(
 ) -> None:
     """Writes what `adamw_` says; its scalars are float64 until they meet an element."""
     low_precision_out, lr_tensor, *factors, found_inf = others[:5]
-    lr, beta1, beta2, eps, weight_decay, groups, group_lr, group_decay, first = others[5:]
+    lr, beta1, beta2, eps, weight_decay, groups, group_lr, group_decay, first, remainder, seed = others[5:]
     with torch.no_grad():
         one = torch.ones((), dtype=torch.float64, device=param.device)
         rate = lr * one if lr_tensor is None else one * lr_tensor.reshape(())
@@ -43,21 +55,51 @@ def reference(
         count = step + 1
         logs = (count.reshape(()) * (_log(beta) * one) for beta in (beta1, beta2))
         correction1, correction2 = (-torch.expm1(log) for log in logs)
-        g = grad.to(param.dtype) * factor.to(param.dtype)
-        m = exp_avg + (1 - beta1) * (g - exp_avg)
-        v = beta2 * exp_avg_sq + (1 - beta2) * g * g
+        split = remainder is not None and param.dtype == torch.bfloat16  # not where all is done in float64
+        p = _join(param, remainder) if split else param
+        g, m, v = grad.to(p.dtype) * factor.to(p.dtype), exp_avg.to(p.dtype), exp_avg_sq.to(p.dtype)
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * g * g
         if groups is not None:
             units = (first % UNIT + torch.arange(param.numel(), device=param.device)) // UNIT
             group = groups[units].long().reshape(param.shape)
             rate, weight_decay = rate * group_lr[group].double(), group_decay[group].double()
-        p = param * (1 - rate * weight_decay).to(param.dtype)
+        p = p * (1 - rate * weight_decay).to(p.dtype)
         denominator = v.sqrt() * correction2.rsqrt().to(v.dtype) + eps
         p -= (rate / correction1).to(p.dtype) * m / denominator
-        results = [(param, p), (exp_avg, m), (exp_avg_sq, v), (step, count)]
+        results = [(exp_avg, m), (exp_avg_sq, v), (step, count)]
+        if exp_avg.dtype == torch.bfloat16:
+            counters = torch.arange(first // 4, cdiv(first + p.numel(), 4), device=p.device)
+            noise = (
+                philox(seed, counters, count.reshape(())).flatten()[first % 4 :][: p.numel()].view(p.shape)
+            )
+            results[:2] = (exp_avg, _round(m, noise & 0xFFFF)), (exp_avg_sq, _round(v, noise >> 16))
+        results += zip((param, remainder), _split(p)) if split else ((param, p),)
         if low_precision_out is not None:
             results.append((low_precision_out, p.to(low_precision_out.dtype)))
         for old, new in results:
             old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, old, new))
+
+
+def _join(param: Tensor, remainder: Tensor) -> Tensor:
+    """The float32 numbers whose halves these are."""
+    return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def _split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Parameter and remainder of float32 numbers. Of what is not a number only that is kept."""
+    bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
+    return _upper(bits + 0x8000), bits.to(torch.int16)
+
+
+def _round(x: Tensor, noise: Tensor) -> Tensor:
+    """Make bfloat16 of float32 numbers; `noise` are 16 random bits, added to those that are cut off."""
+    bits = x.view(torch.int32) + noise.to(torch.int32)
+    return _upper(bits.masked_fill(x.isnan(), _NAN))
+
+
+def _upper(bits: Tensor) -> Tensor:
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _log(beta: float) -> float:
@@ -75,24 +117,47 @@ def _bias_correction(count, log_beta, COMPUTE: tl.constexpr):
 
 
 @jit
+def _bits(x):
+    """The bits of float32 numbers, of those that are no numbers always the same."""
+    return tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
+
+
+@jit
+def _upper_half(bits):
+    return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@jit
 def _spread(x, SPAN: tl.constexpr):
-    """Repeat each number SPAN times. One thread holds all of them, so they are not exchanged."""
+    """Repeat each number for SPAN neighbours, which are of one thread, so nothing is exchanged."""
     return tl.broadcast_to(x[:, None], (x.shape[0], SPAN)).reshape(x.shape[0] * SPAN)
+
+
+@jit
+def _noise(seed, first, count, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """A random word for each of BLOCK elements, by seed, count, and the position, which starts at `first`."""
+    if SPAN == 4:  # neighbours that share a counter are of one thread
+        a0, a1, a2, a3 = four_words(seed, first // 4 + tl.arange(0, BLOCK // 4), count)
+        return tl.join(tl.join(a0, a2), tl.join(a1, a3)).reshape(BLOCK)
+    else:
+        return word_of(seed, first + tl.arange(0, BLOCK), count)
 
 
 @jit
 def adamw_kernel(
     param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
-    found_inf, groups, group_lr, group_decay, first, num_vectors, lr: tl.float64, beta1: tl.float64,
-    beta2: tl.float64, log_beta1: tl.float64, log_beta2: tl.float64, eps: tl.float64,
-    weight_decay: tl.float64, VECTOR: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    found_inf, groups, group_lr, group_decay, remainder, num_vectors, first_element: tl.int64,
+    noise_seed: tl.int64, lr: tl.float64, beta1: tl.float64, beta2: tl.float64, log_beta1: tl.float64,
+    log_beta2: tl.float64, eps: tl.float64, weight_decay: tl.float64, VECTOR: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of every array; the program that finishes last counts the step.
 
     The upper half of `step` is scratch: each program adds one there when it is done. The last one to do so
-    writes the new count; until then nobody can see it, so all programs use the same.
+    writes the new count; until then nobody can see it, so all programs use the same. SPAN neighbours, from
+    element 0 on, are of one group, and of one call of Philox if there are four.
     """
-    COMPUTE: tl.constexpr = param.dtype.element_ty
+    COMPUTE: tl.constexpr = tl.float32 if param.dtype.element_ty == tl.bfloat16 else param.dtype.element_ty
     TICKET: tl.constexpr = 1 << 32
     # Load a block of the gradient, both averages and the parameters.
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -100,11 +165,15 @@ def adamw_kernel(
     left = tl.cast(num_vectors, tl.int64) * VECTOR - start  # a size of 2^31 is an int32 of vectors
     inside = at < left
     # Four neighbours a thread in every array: a 16-bit one must not pull the others into another layout.
-    at_narrow = tl.max_contiguous(at, VECTOR)
-    g = tl.load(grad + start + at_narrow, mask=inside, other=0.0).to(COMPUTE)
-    m = tl.load(exp_avg + start + at, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + start + at, mask=inside, other=0.0)
+    at = tl.max_contiguous(at, VECTOR)
+    g = tl.load(grad + start + at, mask=inside, other=0.0).to(COMPUTE)
+    m = tl.load(exp_avg + start + at, mask=inside, other=0.0).to(COMPUTE)
+    v = tl.load(exp_avg_sq + start + at, mask=inside, other=0.0).to(COMPUTE)
     p = tl.load(param + start + at, mask=inside, other=0.0)
+    if remainder is not None:  # the master's lower half
+        bits = p.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        bits += tl.load(remainder + start + at, mask=inside, other=0).to(tl.int32)
+        p = bits.to(tl.float32, bitcast=True)
 
     # Scalars, all of them on the device: the step that this one is, learning rate, scale, clipping.
     done = tl.load(step)
@@ -121,7 +190,8 @@ def adamw_kernel(
         keep = 1.0 - rate * tl.full((), weight_decay, COMPUTE)
     else:  # the group of every SPAN neighbours
         spans = tl.arange(0, BLOCK // SPAN) * SPAN
-        group = tl.load(groups + start // 64 + (first + spans) // 64, mask=spans < left, other=0).to(tl.int32)
+        units = (first_element % 64).to(tl.int32) + spans
+        group = tl.load(groups + start // 64 + units // 64, mask=spans < left, other=0).to(tl.int32)
         share = tl.load(group_lr + group).to(COMPUTE)
         keep = _spread(1.0 - rate * share * tl.load(group_decay + group).to(COMPUTE), SPAN)
         step_size = _spread(step_size * share, SPAN)
@@ -138,11 +208,18 @@ def adamw_kernel(
     if found_inf is not None:  # the interpreter needs the detour over integers
         wanted = tl.where(tl.load(found_inf) == 0, 1, 0) > 0
     inside = inside & wanted
+    if exp_avg.dtype.element_ty != COMPUTE:
+        noise = _noise(noise_seed, first_element + start, count, SPAN, BLOCK)
+        m, v = _upper_half(_bits(m) + (noise & 0xFFFF)), _upper_half(_bits(v) + (noise >> 16))
     tl.store(exp_avg + start + at, m, mask=inside)
     tl.store(exp_avg_sq + start + at, v, mask=inside)
-    tl.store(param + start + at, p, mask=inside)
     if low_precision_out is not None:
-        tl.store(low_precision_out + start + at_narrow, p, mask=inside)
+        tl.store(low_precision_out + start + at, p, mask=inside)
+    if remainder is not None:
+        low = _bits(p)
+        tl.store(remainder + start + at, low.to(tl.uint16).to(tl.int16, bitcast=True), mask=inside)
+        p = _upper_half(low + 0x8000)
+    tl.store(param + start + at, p, mask=inside)
     # Every warp has used its count before the ticket is drawn, which orders the two: no fence is needed.
     tl.debug_barrier()
     before = tl.atomic_add(step, TICKET, mask=wanted, sem="relaxed")
@@ -155,17 +232,20 @@ def block_size(itemsize: int) -> int:
 
 
 def launch(param: Tensor, *others: Any) -> None:
-    *tensors, lr, beta1, beta2, eps, weight_decay, groups, group_lr, group_decay, first = others
-    itemsize = param.element_size()
-    block, vector = block_size(itemsize), math.gcd(16 // itemsize, param.numel())
-    first %= UNIT
+    *tensors, lr, beta1, beta2, eps, weight_decay = others[:-6]
+    groups, group_lr, group_decay, first, remainder, seed = others[-6:]
+    itemsize = 8 if param.dtype == torch.float64 else 4  # of what is computed
+    block, width = block_size(itemsize), 16 // itemsize
+    vector = math.gcd(width, param.numel())
     launcher.launch(
         adamw_kernel, max(1, cdiv(param.numel(), block)),
         (
-            param, *tensors, groups, group_lr, group_decay, first, param.numel() // vector, lr, beta1, beta2,
-            _log(beta1), _log(beta2), eps, weight_decay,
+            param, *tensors, groups, group_lr, group_decay, remainder, param.numel() // vector, first, seed,
+            lr, beta1, beta2, _log(beta1), _log(beta2), eps, weight_decay,
         ),
-        {"VECTOR": vector, "SPAN": math.gcd(16 // itemsize, first), "BLOCK": block, "num_warps": NUM_WARPS},
+        {
+            "VECTOR": vector, "SPAN": 1 if first % width else width, "BLOCK": block, "num_warps": NUM_WARPS,
+        },
     )  # fmt: skip
 
 
@@ -173,7 +253,7 @@ _adamw_ = register(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) step, "
     "Tensor(e!)? low_precision_out, Tensor? lr_tensor, Tensor? inv_scale, Tensor? clip_coefficient, "
     "Tensor? found_inf, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor? groups, "
-    "Tensor? group_lr, Tensor? group_decay, int first) -> ()",
+    "Tensor? group_lr, Tensor? group_decay, int first, Tensor(f!)? remainder, int seed) -> ()",
     reference=reference,
     triton=launch,
     flops=lambda param, *others: _FLOPS_PER_ELEMENT * param.numel(),
@@ -186,27 +266,22 @@ def _check(
     low_precision_out: Tensor | None, lr: Tensor | None, inv_scale: Tensor | None,
     clip_coefficient: Tensor | None, found_inf: Tensor | None, betas: tuple[float, float], eps: float,
     weight_decay: float | None, groups: Tensor | None, group_lr: Tensor | None, group_decay: Tensor | None,
-    first: int,
+    first: int, remainder: Tensor | None, seed: int,
 ) -> None:  # fmt: skip
     require = checks.require
-    require(param.dtype in _MAIN, "adamw_: param must be float32 or float64, got {}", param.dtype)
-    narrow = _NARROW if param.dtype == torch.float32 else ()
-    known = grad.dtype in (param.dtype, *narrow)
-    require(known, "adamw_: param is {} but grad is {}", param.dtype, grad.dtype)
-    buffers = {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    checks.fits("adamw_", param.shape, to=("param", param), **buffers, low_precision_out=low_precision_out)
-    checks.like("adamw_", param=param, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
-    if low_precision_out is not None and low_precision_out.dtype not in narrow:
-        raise ValueError(f"adamw_: param is {param.dtype} but low_precision_out is {low_precision_out.dtype}")
+    buffers = {
+        "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "low_precision_out": low_precision_out,
+        "remainder": remainder,
+    }  # fmt: skip
+    _check_dtypes(param, **buffers)
+    checks.fits("adamw_", param.shape, to=("param", param), **buffers)
     factors = {"lr": lr, "inv_scale": inv_scale, "clip_coefficient": clip_coefficient}
     tables = {"groups": groups, "group_lr": group_lr, "group_decay": group_decay}
     for name, tensor in {"step": step, **factors, "found_inf": found_inf}.items():
         if tensor is not None and tensor.numel() != 1:
             raise ValueError(f"adamw_: {name} must hold one number, got shape {tuple(tensor.shape)}")
-    checks.same_device(
-        "adamw_", param=param, **buffers, step=step, low_precision_out=low_precision_out, **factors,
-        found_inf=found_inf, **tables,
-    )  # fmt: skip
+    checks.same_device("adamw_", param=param, **buffers, step=step, **factors, found_inf=found_inf, **tables)
+    require(0 <= seed < 1 << 63, "adamw_: seed must lie in [0, 2^63), got {}", seed)
     require(step.dtype == torch.int64, "adamw_: step must be int64, got {}", step.dtype)
     for name, tensor in {**factors, "group_lr": group_lr, "group_decay": group_decay}.items():
         if tensor is not None and tensor.dtype not in _MAIN:
@@ -216,6 +291,38 @@ def _check(
         known = number >= 0 and (number < 1 or not name.startswith("beta"))
         require(known, "adamw_: {} must not be negative, nor a beta one or more, got {}", name, number)
     _check_groups(param, weight_decay, first, **tables)
+
+
+def _check_dtypes(
+    param: Tensor,
+    *,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    low_precision_out: Tensor | None,
+    remainder: Tensor | None,
+) -> None:
+    require = checks.require
+    if remainder is None:
+        require(
+            param.dtype in _MAIN, "adamw_: param must be float32 or float64, or bfloat16 with a remainder, "
+            "got {}", param.dtype,
+        )  # fmt: skip
+    else:
+        halves = param.dtype == torch.bfloat16 and remainder.dtype == torch.int16
+        require(
+            halves, "adamw_: with a remainder in int16 param is bfloat16, got {} and {}", remainder.dtype,
+            param.dtype,
+        )  # fmt: skip
+        require(low_precision_out is None, "adamw_: low_precision_out is given, but param itself is bfloat16")
+    narrow = () if param.dtype == torch.float64 else _NARROW
+    main = torch.float64 if param.dtype == torch.float64 else torch.float32
+    known = {"grad": (main, *narrow), "exp_avg": (main, *narrow[:1]), "low_precision_out": narrow}
+    given = {"grad": grad, "exp_avg": exp_avg, "low_precision_out": low_precision_out}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.dtype not in known[name]:
+            raise ValueError(f"adamw_: param is {param.dtype} but {name} is {tensor.dtype}")
+    checks.like("adamw_", exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
 def _check_groups(
@@ -241,7 +348,7 @@ def _check_groups(
         enough, "adamw_: {} elements from {} on lie in {} units of {}, but groups has shape {}",
         param.numel(), first, units, UNIT, groups.shape,
     )  # fmt: skip
-    fits = group_lr.shape == group_decay.shape and group_lr.dim() == 1 and len(group_lr) <= _MAX_GROUPS
+    fits = group_lr.shape == group_decay.shape and group_lr.dim() == 1 and 0 < len(group_lr) <= _MAX_GROUPS
     require(
         fits, "adamw_: group_lr and group_decay must have one number for each of at most {} groups, got "
         "shapes {} and {}", _MAX_GROUPS, group_lr.shape, group_decay.shape,
@@ -266,6 +373,8 @@ def adamw_(
     group_lr: Tensor | None = None,
     group_decay: Tensor | None = None,
     first: int = 0,
+    remainder: Tensor | None = None,
+    seed: int = 0,
     inv_scale: Tensor | None = None,
     clip_coefficient: Tensor | None = None,
     found_inf: Tensor | None = None,
@@ -276,13 +385,15 @@ def adamw_(
         m = m + (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
         param = param (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    A slice of all buffers is updated as it is in the whole, so ranks may share the work.
+    A slice of all buffers is updated as it is in the whole, so ranks may share the work; where there are
+    `groups`, or averages in bfloat16, `first` says which slice it is.
 
     Args:
         param: float32 or float64, contiguous, any shape; the master copy where training is in lower
-            precision. Updated.
-        grad: of the same shape, in param's dtype, or for float32 in bfloat16 or float16. Only read.
-        exp_avg, exp_avg_sq: m and v, like param. Updated.
+            precision. Or bfloat16, with a remainder. Updated.
+        grad: of the same shape, float64 for float64, else float32, bfloat16 or float16. Only read.
+        exp_avg, exp_avg_sq: m and v, of the same shape, float64 for float64, else both float32 or both
+            bfloat16. Then they are computed in float32 and rounded at random, right on average. Updated.
         step: int64, one number: how many updates there were. Counts this one.
         low_precision_out: bfloat16 or float16, of the same shape: gets the new parameters, rounded.
         lr: a number, or a tensor of one float32 or float64 element.
@@ -293,6 +404,12 @@ def adamw_(
         group_lr, group_decay: (G,) for at most 256 groups, float32 or float64, contiguous: the factor of the
             learning rate, and the weight decay, of each group. Given with `groups`, or not at all.
         first: position of element 0 of `param` in the whole flat buffer.
+        remainder: int16, of the same shape, for a bfloat16 `param`: the lower half of float32 masters, which
+            are updated exactly as a float32 `param` would be. With both as integers the master has the bits
+            (param << 16) + remainder; `param` is the master rounded to nearest, in the middle away from zero.
+            A master that is not a number loses its payload. Updated.
+        seed: a number in [0, 2^63) for the rounding of averages in bfloat16. The random bits of an element
+            depend on it, on the element's position in the whole buffer and on the count of steps alone.
         inv_scale, clip_coefficient: factors of the gradient, tensors of one float32 or float64 element.
         found_inf: a tensor of one element; where it is not zero, everything stays bitwise as it is, `step`
             included.
@@ -309,15 +426,15 @@ def adamw_(
         param, grad, exp_avg, exp_avg_sq, step, low_precision_out, lr_tensor, inv_scale, clip_coefficient,
         found_inf,
     )  # fmt: skip
-    table = groups, group_lr, group_decay, first
-    _check(*tensors, betas, eps, weight_decay, *table)
+    others = groups, group_lr, group_decay, first, remainder, seed
+    _check(*tensors, betas, eps, weight_decay, *others)
     buffers = {
         "param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq,
         "low_precision_out": low_precision_out, "groups": groups, "group_lr": group_lr,
-        "group_decay": group_decay,
+        "group_decay": group_decay, "remainder": remainder,
     }  # fmt: skip
     for name, tensor in buffers.items():
         if tensor is not None and not tensor.is_contiguous():
             raise ValueError(f"adamw_: {name} must be contiguous, got strides {tensor.stride()}")
     decay = 0.01 if weight_decay is None else weight_decay
-    _adamw_(*tensors, lr, *betas, eps, decay, *table)
+    _adamw_(*tensors, lr, *betas, eps, decay, *others)

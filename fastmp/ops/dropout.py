@@ -20,32 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from fastmp.ops import checks, rows
 from fastmp.ops._triton import cdiv, jit, tl
+from fastmp.ops.philox import four_words, philox, word_of
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
-_WORD = 0xFFFFFFFF
-
-
-def philox(seed: Tensor, counter: Tensor) -> Tensor:
-    """Philox-4x32-10 in plain torch: (..., 4) words in int64 for int64 counters (...); the seed is the key.
-
-    Of a product of two 32-bit numbers int64 keeps all 64 bits, the topmost as its sign.
-    """
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
-    c0, c1 = counter & _WORD, (counter >> 32) & _WORD
-    c2 = c3 = torch.zeros_like(counter)
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((b >> 32) & _WORD) ^ c1 ^ k0, b & _WORD
-        c2, c3 = ((a >> 32) & _WORD) ^ c3 ^ k1, a & _WORD
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return torch.stack((c0, c1, c2, c3), -1)
-
 
 def _threshold(p: float) -> int:
     """Words below it are dropped: none at p = 0, all at p = 1 only."""
-    return 1 << 32 if p == 1 else min(round(p * 2**32), _WORD)
+    return 1 << 32 if p == 1 else min(round(p * 2**32), 2**32 - 1)
 
 
 def keep_mask(shape: tuple[int, ...], p: float, seed: Tensor) -> Tensor:
@@ -84,29 +67,6 @@ def reference_backward(
 
 
 @jit
-def _philox(seed, counter):
-    """The words of int64 counters, as uint32. A 32x32-bit product is one instruction if both halves come from
-    it: tl.randint4x, which has the same words, takes two."""
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    a = counter.to(tl.uint32).to(tl.uint64) * 0xD2511F53  # first round: the other half of the counter is 0
-    c0 = (counter >> 32).to(tl.uint32) ^ k0
-    c1 = tl.zeros_like(c0)
-    c2 = (a >> 32).to(tl.uint32) ^ k1
-    c3 = a.to(tl.uint32)
-    for _ in tl.static_range(9):
-        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
-        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
-        a = c0.to(tl.uint64) * 0xD2511F53
-        b = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (b >> 32).to(tl.uint32) ^ c1 ^ k0
-        c1 = b.to(tl.uint32)
-        c2 = (a >> 32).to(tl.uint32) ^ c3 ^ k1
-        c3 = a.to(tl.uint32)
-    return c0, c1, c2, c3
-
-
-@jit
 def _words(seed, rows, first_col, num_cols, VECTOR: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Words of the tile of `rows` (int64) that starts at `first_col`.
 
@@ -117,20 +77,18 @@ def _words(seed, rows, first_col, num_cols, VECTOR: tl.constexpr, WHOLE: tl.cons
     if WHOLE and VECTOR == 8:
         groups = first_col // 4 + 2 * tl.arange(0, BLOCK_N // 8)
         counters = rows[:, None] * (num_cols // 4) + groups[None, :]
-        a0, a1, a2, a3 = _philox(seed, counters)
-        b0, b1, b2, b3 = _philox(seed, counters + 1)
+        a0, a1, a2, a3 = four_words(seed, counters)
+        b0, b1, b2, b3 = four_words(seed, counters + 1)
         even = tl.join(tl.join(a0, b0), tl.join(a2, b2))
         odd = tl.join(tl.join(a1, b1), tl.join(a3, b3))
         return tl.join(even, odd).reshape(rows.shape[0], BLOCK_N)
     elif WHOLE:
         groups = first_col // 4 + tl.arange(0, BLOCK_N // 4)
-        a0, a1, a2, a3 = _philox(seed, rows[:, None] * (num_cols // 4) + groups[None, :])
+        a0, a1, a2, a3 = four_words(seed, rows[:, None] * (num_cols // 4) + groups[None, :])
         return tl.join(tl.join(a0, a2), tl.join(a1, a3)).reshape(rows.shape[0], BLOCK_N)
     else:
         index = rows[:, None] * num_cols + (first_col + tl.arange(0, BLOCK_N))[None, :]
-        a0, a1, a2, a3 = _philox(seed, index >> 2)
-        low = tl.where(index & 1 == 0, a0, a1)
-        return tl.where(index & 2 == 0, low, tl.where(index & 1 == 0, a2, a3))
+        return word_of(seed, index)
 
 
 @jit

@@ -141,7 +141,11 @@ def check_op(
             with poisoned_memory():
                 outputs = run(op, implementation, arguments)
             truths = run(op, entry.implementations["reference"], tuple(map(_in_float64, arguments)))
-            pairs += [(relative_error(a, b), _bound(a.dtype)) for a, b in zip(outputs, truths, strict=True)]
+            pairs += [
+                (relative_error(a, b), _bound(a.dtype))
+                for a, b in zip(outputs, truths, strict=True)
+                if a.dtype != torch.int16  # the lower halves of numbers, of which float64 knows nothing
+            ]
         error, bound = max(pairs, key=lambda pair: pair[0] / pair[1])
         results.append(Result(op, str(dtype).removeprefix("torch."), error, bound))
     return results

@@ -48,6 +48,8 @@ ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 ADAMW = Facts(
     3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
 )
+# all is 16 bits wide, in vectors of four numbers, which share a call of Philox
+ADAMW_SMALL = Facts(threads=512, has=(r"ld\.global\.v2\.b32",), lacks=(*ADAMW.lacks, r"global\S*\.b16"))
 # whole blocks and those that stick out of the row are loaded by different code; four exponentials rescale
 STATS = Facts(2, exps=(1, 1.5), bytes=LATENCY)
 # the second read of a row asks the cache for it
@@ -126,18 +128,19 @@ def _dropout_backward(form, *facts):
     return case, facts
 
 
-def _adamw(facts, grouped=False):
+def _adamw(facts, grouped=False, small=False):
     """Gradients of the dtype, a copy of the parameters in it where that is 16 bits, scalars as tensors."""
 
     def case(t, wide, n=1 << 20):
-        main = t(n, dtype=wide)
+        main = t(n, dtype=torch.bfloat16 if small else wide)
         scalars = [t(dtype=torch.float32) for _ in range(3)]
-        copy = t(n) if t().element_size() == 2 else None
+        copy = t(n) if t().element_size() == 2 and not small else None
         state = (main, t(n), main, main, t(dtype=torch.int64))
         numbers = 1e-3, 0.9, 0.95, 1e-8, 0.1
         groups = t(n // 64, dtype=torch.uint8), *(t(4, dtype=torch.float32) for _ in range(2))
         table = (*groups, 64) if grouped else (None, None, None, 0)
-        return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table)
+        split = t(n, dtype=torch.int16) if small else None, 0
+        return "adamw_", (*state, copy, *scalars, t(dtype=torch.bool), *numbers, *table, *split)
 
     return case, (facts,)
 
@@ -340,6 +343,7 @@ CASES = {
     "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
     "adamw": _adamw(ADAMW),
     "adamw groups": _adamw(ADAMW, grouped=True),
+    "adamw small": _adamw(ADAMW_SMALL, grouped=True, small=True),
     "rope halves 64": _rope(64, 64, False, False, ROPE),
     "rope halves 128": _rope(128, 128, False, False, ROPE),
     "rope halves 256 in place": _rope(256, 256, False, True, Facts(8, 4, registers=80, lacks=ROPE.lacks)),
@@ -407,4 +411,4 @@ CASES = {
 }
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.
-ONE_DTYPE = ("permutation", "cross_entropy merge", *WIDE)
+ONE_DTYPE = ("adamw small", "permutation", "cross_entropy merge", *WIDE)

@@ -53,7 +53,8 @@ def in_plain_python(counter: tuple[int, ...], seed: tuple[int, int]) -> list[int
 
 
 def test_known_answers():
-    """The Random123 library publishes them, for plain Python: a mask counts in the first half only."""
+    """The Random123 library publishes them, for plain Python: masks count in the first half only, and other
+    ops name a stream in the third quarter."""
     ones = 0xFFFFFFFF
     assert in_plain_python((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert in_plain_python((ones,) * 4, (ones, ones)) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -62,8 +63,10 @@ def test_known_answers():
     assert in_plain_python(pi, (0xA4093822, 0x299F31D0)) == answer
     for seed in SEEDS:
         for counter in (0, 1, (1 << 29) - 1, (1 << 32) - 1, 1 << 32, (1 << 62) + 12345):
-            halves = (counter & ones, counter >> 32, 0, 0), (seed & ones, (seed >> 32) & ones)
-            assert module.philox(key(seed), key(counter)).tolist() == in_plain_python(*halves)
+            for stream in (0, 1, ones):
+                parts = (counter & ones, counter >> 32, stream, 0), (seed & ones, (seed >> 32) & ones)
+                made = module.philox(key(seed), key(counter), stream)
+                assert made.tolist() == in_plain_python(*parts)
 
 
 SHAPES = [(1,), (5,), (1000, 1), (1000, 3), (3, 64), (7, 33), (130, 129), (3, 8195), (65, 1024), (2, 3, 20)]

@@ -115,7 +115,7 @@ def _philox_kernel(seed, counters, words, THEIRS: tl.constexpr, N: tl.constexpr)
     if THEIRS:
         a0, a1, a2, a3 = tl.randint4x(tl.load(seed), counter)
     else:
-        a0, a1, a2, a3 = module._philox(tl.load(seed), counter)
+        a0, a1, a2, a3 = module.four_words(tl.load(seed), counter)
     tl.store(words + 4 * index, a0.to(tl.uint32, bitcast=True).to(tl.int64))
     tl.store(words + 4 * index + 1, a1.to(tl.uint32, bitcast=True).to(tl.int64))
     tl.store(words + 4 * index + 2, a2.to(tl.uint32, bitcast=True).to(tl.int64))

@@ -18,11 +18,14 @@ def arguments(
     first: int | None = None,
     scalars: bool = False,
     found_inf: bool | None = None,
+    split: bool = False,
+    noisy: bool = False,
 ) -> tuple:
     """Arguments of `torch.ops.fastmp.adamw_` after `steps` updates, for gradients of `dtype`.
 
     A 16-bit dtype comes with a copy of the parameters in it. With `scalars`, learning rate and factors of
     the gradient are tensors. With `first`, the elements are of three groups, in runs of any length.
+    Masters that are `split` are bfloat16 parameters and remainders; averages that are `noisy` are bfloat16.
     """
     main = torch.float64 if dtype == torch.float64 else torch.float32
     device = generator.device
@@ -40,20 +43,32 @@ def arguments(
         groups = torch.randint(0, 3, (units + 1,), generator=generator, dtype=torch.uint8, device=device)
         factors = torch.tensor([1.0, 0.0, 0.5], device=device)
         table = (groups, factors, torch.tensor([0.1, 0.2, 0.0], dtype=main, device=device), first)
+    if noisy:
+        exp_avg, exp_avg_sq = exp_avg.bfloat16(), exp_avg_sq.bfloat16()
+    own, remainder = divided(param) if split else (param, None)
     return (
-        param,
+        own,
         grad.to(dtype),
         exp_avg,
         exp_avg_sq,
         torch.tensor(steps, device=device),
-        param.to(dtype) if dtype.itemsize == 2 else None,
+        param.to(dtype) if dtype.itemsize == 2 and not split else None,
         number(3e-3) if scalars else None,
         number(0.125) if scalars else None,
         number(0.7) if scalars else None,
         None if found_inf is None else torch.tensor(found_inf, device=device),
         *(2e-3, 0.9, 0.95, 1e-8, 0.1),
         *table,
+        remainder,
+        0x0123456789ABCDEF,
     )
+
+
+def divided(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """bfloat16 parameters and int16 remainders of float32 masters that are numbers."""
+    bits = master.view(torch.int32).long()
+    remainder = bits.to(torch.int16)
+    return ((bits - remainder) >> 16).to(torch.int16).view(torch.bfloat16), remainder
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
@@ -64,3 +79,6 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
     dropped = arguments(64, dtype, generator, steps=3, found_inf=True)
     dropped[1][5] = torch.nan
     yield dropped
+    if dtype != torch.float64:
+        yield arguments(1024, dtype, generator, steps=5, first=192, split=True, noisy=True)
+        yield arguments(203, dtype, generator, steps=9, first=6, split=True, noisy=True, found_inf=False)
