@@ -133,9 +133,11 @@ class _Gradients:
     def results(self) -> tuple[Tensor | None, Tensor | None]:
         if self.work is not None:
             self.work.wait()
-        if self.main_grad is not None and self.total is not self.main_grad:
-            self.main_grad.copy_(self.total)
-        if self.total is None or self.main_grad is not None:
+        if self.total is None:
+            return self.hidden, None
+        if self.main_grad is not None:
+            if self.total is not self.main_grad:
+                self.main_grad.copy_(self.total)
             return self.hidden, None
         return self.hidden, self.total.to(self.chunks.weight.dtype)
 
