@@ -96,7 +96,14 @@ class Training:
         else:
             self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-2)
         order = Schedule(group_size(pp), layout.microbatches, layout.vpp, None, layout.schedule).orders()
-        self.pipeline = Pipeline(self.stages, order, group=pp, inputs=lambda batch: batch[0], loss=self._loss)
+        self.pipeline = Pipeline(
+            self.stages,
+            order,
+            group=pp,
+            backward_group=groups.pp_backward,
+            inputs=lambda batch: batch[0],
+            loss=self._loss,
+        )
         self.manager = None
         if graphs:
             self.manager = GraphManager(

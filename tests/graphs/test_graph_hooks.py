@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import groupby
 
 import pytest
 import torch
+from layout_tools import MOE_4, Layout, Training
 from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, train
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
@@ -14,6 +16,7 @@ from torch.nn.utils import prune
 from fastmp.graphs import explain
 from fastmp.nn import LayerChain, SingleSegment
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ColumnParallelLinear
 from fastmp.parallel.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
 
@@ -200,6 +203,25 @@ def test_a_hook_is_called_behind_exactly_the_gradients_that_there_are(order, spl
     calls = [(name, shape, late) for name, shape, late, _ in run(True)[-1]]
     shapes = ((4,), False), ((4, 4), split)
     assert calls == [(name, *each) for name in sorted({*order} - {"|"}) for each in shapes for _ in range(2)]
+
+
+@pytest.mark.parametrize("schedule", (pytest.param("1f1b", marks=pytest.mark.full), "zero_bubble"))
+def test_hooks_of_a_model_are_called_as_often_as_it_has_gradients(schedule):
+    """Dense products, experts, routers and norms, whose gradients ops or autograd add to `main_grad`."""
+    layout, seen = Layout(MOE_4, microbatches=2, vpp=2, schedule=schedule), []
+    for graphs in (False, True):
+        training = Training(layout, ParallelGroups.alone(), graphs=graphs, **{"warmup": 1} if graphs else {})
+        calls = Counter()
+        for name, param in training.parameters.items():
+            param.register_post_accumulate_grad_hook(lambda _, name=name, calls=calls: calls.update([name]))
+        for _ in range(3 if graphs else 1):  # eager, captured, replayed
+            calls.clear()
+            training.gradients()
+            seen.append(dict(calls))
+    assert len(seen) == 4 and all(calls == seen[0] for calls in seen)
+    assert training.manager.num_graphs
+    # the loss has a backward of its own, and the table of embeddings a gradient in both
+    assert seen[0] == {name: 4 if "word_embedding" in name else 2 for name in training.parameters}
 
 
 @pytest.mark.filterwarnings("ignore")
