@@ -404,8 +404,8 @@ class TrainConfig(_Checked):
     global_batch_size: int = _option(8, "samples of a step, over all ranks")
     dtype: str = _option(
         "auto",
-        "dtype of the parameters; auto: bfloat16 on a GPU, else float32",
-        ("auto", "float32", "bfloat16"),
+        "dtype of the parameters; auto: bfloat16 on a GPU, else float32; float16 scales the loss",
+        ("auto", "float32", "bfloat16", "float16"),
     )
     seed: int = _option(1234, "seed of weights, dropout and jitter")
     log_interval: int = _option(10, "steps between two lines of the log")

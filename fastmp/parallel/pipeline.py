@@ -160,16 +160,18 @@ class Pipeline:
         if len(self.orders) != self.size:
             raise ValueError(f"Pipeline: {len(self.orders)} orders for a group of {self.size} ranks")
 
-    def train(self, batches: Sequence[Any]) -> PipelineResult:
+    def train(self, batches: Sequence[Any], loss_grad: Tensor | None = None) -> PipelineResult:
         """Run the forwards and backwards of one training step; gradients are left with the parameters.
 
         Every rank of the group calls it. batches: one for each microbatch of the orders; only the first and
-        the last rank look at them. PipelineError names the step that failed; ValueError for another number of
-        batches.
+        the last rank look at them. loss_grad: 0-dim, the gradient of every loss, equal on all ranks; None: 1,
+        and the losses of the result are as without it. PipelineError names the step that failed; ValueError
+        for another number of batches.
         """
         expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
         if len(batches) != expected:
             raise ValueError(f"Pipeline.train: {len(batches)} batches for orders of {expected} microbatches")
+        self._loss_grad = loss_grad
         return self._execute(self._program, batches, training=True)
 
     def evaluate(self, batches: Sequence[Any]) -> PipelineResult:
@@ -281,7 +283,7 @@ class Pipeline:
         roots: list[Any] = list(live.edges)
         if live.loss is not None:
             roots.append(live.loss)
-            grads.append(torch.ones_like(live.loss))
+            grads.append(self._grad_of(live.loss))
         if step.kind == BACKWARD:
             del self._live[key]
         else:
@@ -300,8 +302,11 @@ class Pipeline:
 
     def _final_backward(self, loss: Tensor, inputs: Tensors) -> list[Tensor]:
         if loss.requires_grad:
-            loss.backward()
+            loss.backward(self._grad_of(loss))
         return [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+
+    def _grad_of(self, loss: Tensor) -> Tensor:
+        return torch.ones_like(loss) if self._loss_grad is None else self._loss_grad.to(loss.dtype)
 
     def _stage(self, step: Step) -> int:
         return step.chunk * self.size + self.rank

@@ -94,7 +94,7 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     return {
         "name": recipe.train.name,
         "layout": str(shapes.grid),
-        "dtype": "float32" if shapes.itemsize == 4 else "bfloat16",
+        "dtype": "bfloat16" if recipe.train.dtype == "auto" else recipe.train.dtype,
         "parameters": count.total,
         "active_parameters": count.active,
         "tokens_per_step": tokens,

@@ -47,14 +47,21 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
     """Sum of the cross-entropies of a batch of "tokens" and "targets" (B, S), and how many there are.
 
     Context-parallel ranks each take their part of the sequences. A model with experts also returns
-    `ExpertStats`. The gradient of the sum must be 1, as it is in the Trainer: the output layer relies on it.
+    `ExpertStats`. The gradient of the sum must be batch["loss_grad"], or 1 where a batch has none, as in the
+    Trainer: the output layer relies on it.
     """
     tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
-    losses = model.loss(tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=1.0)
+    promised = _loss_grad(batch, targets_BS)
+    losses = model.loss(tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=promised)
     num_tokens = (targets_BS != IGNORE_INDEX).sum()
     if isinstance(losses, ExpertLosses):
         return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
     return losses.sum(), num_tokens
+
+
+def _loss_grad(batch: Batch, targets_BS: Tensor) -> Tensor | float:
+    """The gradient that the loss of every token gets."""
+    return batch["loss_grad"].expand(targets_BS.shape) if "loss_grad" in batch else 1.0
 
 
 def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: ParallelConfig) -> PipelineLoss:
@@ -63,7 +70,7 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
     def loss(hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         targets_BS = cut_sequence(batch["targets"], cp_group)
         losses_BS = stages[-1].token_losses(
-            hidden_SBH, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=1.0
+            hidden_SBH, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=_loss_grad(batch, targets_BS)
         )
         return losses_BS.sum(), (targets_BS != IGNORE_INDEX).sum()
 

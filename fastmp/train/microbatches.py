@@ -112,8 +112,13 @@ class WholeModel:
         self._microbatch = FunctionChain("microbatch", self._microbatch, self.model)
         return [self._microbatch.chain], self.order(num_microbatches)
 
-    def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
-        """Forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up."""
+    def train(
+        self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
+    ) -> Sums:
+        """Run forward and backward of the microbatches `fetch(0)`, `fetch(1)`, ...; gradients add up.
+
+        loss_grad: 0-dim, the gradient of every loss; None: 1. The sums of losses are as without it.
+        """
         device = next(self.model.parameters()).device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         counts: Tensor | None = None
@@ -124,7 +129,8 @@ class WholeModel:
                 loss, num_tokens, *more = self._microbatch(batch)
                 aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
             with region("fastmp.train.backward"):
-                (loss if aux_loss is None else loss + aux_loss).backward()
+                whole = loss if aux_loss is None else loss + aux_loss
+                whole.backward(None if loss_grad is None else loss_grad.to(whole.dtype))
             totals += _stack(loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
             if own_counts is not None:
                 if counts is None:
@@ -212,11 +218,13 @@ class Chunks:
         """Whether this rank has the first stage or the last."""
         return group_rank(self.group) in (0, group_size(self.group) - 1)
 
-    def train(self, fetch: Callable[[int], Batch], num_microbatches: int) -> Sums:
+    def train(
+        self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
+    ) -> Sums:
         """Train like `WholeModel`, in the order of the schedule; every rank of the pipeline calls it."""
         with region("fastmp.train.data"):
             batches = [fetch(i) if self.needs_batches else None for i in range(num_microbatches)]
-        result = self.pipeline.train(batches)
+        result = self.pipeline.train(batches, loss_grad)
         totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
         return Sums(totals, self._count(result))
 

@@ -26,6 +26,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
+from fastmp.parallel.scaler import LossScaler
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertStats", "StepResult", "TrainData", "Trainer"]
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TrainData(Protocol):
@@ -105,7 +106,8 @@ class Trainer:
         None: they are not. Where a capture fails on a rank, all ranks go on eagerly.
     graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
 
-    `config.dtype` other than "auto" casts the model first. ValueError where microbatches and ranks do not
+    `config.dtype` other than "auto" casts the model first. Where parameters are float16, the loss is scaled
+    by `scaler`, a `LossScaler`, whose state is in checkpoints. ValueError where microbatches and ranks do not
     divide `config.global_batch_size`, and as `Chunks`.
     """
 
@@ -160,6 +162,8 @@ class Trainer:
             self._agreement = CaptureAgreement(self.graphs, world)
         self._window: _Window | None = None  # what experts did since the last line of the log
         self._skipped = SkippedSteps(config.max_skipped_steps, self.device)
+        narrow = any(param.dtype == torch.float16 for param in self.grads.parameters.values())
+        self.scaler = LossScaler(device=self.device) if narrow else None
         self.step = 0
         self.model.train()
 
@@ -246,12 +250,17 @@ class Trainer:
         with region("fastmp.train.clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
-            grad_norm = per_token * global_grad_norm(self.grads, **self.groups.norm)
+            inv_scale = per_token if self.scaler is None else per_token * self.scaler.inv_scale
+            grad_norm = inv_scale * global_grad_norm(self.grads, **self.groups.norm)
             clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
-            self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=per_token, clip_coefficient=clip)
-        self._skipped.add(grad_norm)
+            self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=inv_scale, clip_coefficient=clip)
+        if self.scaler is None:
+            self._skipped.add(grad_norm)
+        else:  # where the scale can halve, the next step may be finite: not a step that ends a run
+            self._skipped.add(grad_norm.masked_fill(self.scaler.scale > self.scaler.min_scale, 0.0))
+            self.scaler.update(~torch.isfinite(grad_norm))
         self.step += 1
         result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
         if counts is None:
@@ -267,7 +276,8 @@ class Trainer:
         self.grads.zero()
         if self.graphs is not None:
             self.graphs.begin_step()
-        sums = self.runner.train(self._fetch, self.num_microbatches)
+        scale = None if self.scaler is None else self.scaler.scale
+        sums = self.runner.train(self._fetch, self.num_microbatches, scale)
         if self.graphs is not None:
             self._agreement.end_step()
         return sums
@@ -352,9 +362,10 @@ class Trainer:
 
     def _fetch(self, microbatch: int) -> Batch:
         dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)
-        return self._to_device(
+        batch = self._to_device(
             self.data.batch(self.step, microbatch, self.num_microbatches, dp_rank, dp_size)
         )
+        return batch if self.scaler is None else {**batch, "loss_grad": self.scaler.scale}
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cuda":  # a copy from pageable memory would wait
@@ -424,6 +435,8 @@ class Trainer:
             into = own if self.grads.shard and group is not None else into
             into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
         shard |= {f"model/{name}": buffer for name, buffer in named_buffers(self.runner.chunks)}
+        if self.scaler is not None:
+            shard |= {f"scaler/{name}": tensor for name, tensor in self.scaler.state_dict().items()}
         return shard, experts, own
 
     def _scalars(self) -> dict[str, Any]:

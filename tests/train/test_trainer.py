@@ -187,7 +187,10 @@ DROPOUT = GPTConfig(**{**CONFIG.__dict__, "dropout": 0.1, "attention_dropout": 0
 
 @pytest.mark.parametrize(
     ("world_size", "tp", "dtype"),
-    [(1, 1, torch.bfloat16), (2, 2, torch.float32), *full([(1, 1, torch.float32), (2, 1, torch.float32)])],
+    [
+        *((1, 1, torch.bfloat16), (1, 1, torch.float16), (2, 2, torch.float32)),
+        *full([(1, 1, torch.float32), (2, 1, torch.float32)]),
+    ],
 )
 def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
     """Six steps in one go, and three, a checkpoint, new objects from another seed, and three more.
