@@ -8,6 +8,7 @@ checks tables against each other and against the number of ranks. Standard libra
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -379,6 +380,11 @@ class OptimizerConfig(_Checked):
         "float32", "dtype in which gradients of 16-bit parameters accumulate", ("float32", "bfloat16")
     )
     bucket_size: int = _option(BUCKET_SIZE, "gradients that are communicated at once")
+    loss_scale: float = _option(
+        2.0**12, "first scale of a float16 loss (the sum over a microbatch's tokens), a power of two"
+    )
+    loss_scale_interval: int = _option(2000, "steps without overflow after which the scale doubles")
+    loss_scale_hysteresis: int = _option(2, "steps that may overflow before the scale halves")
 
     def _problems(self) -> Iterator[str]:
         if self.schedule == "constant":  # which a lr below the default of min_lr suits as well
@@ -393,6 +399,9 @@ class OptimizerConfig(_Checked):
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"betas must be in [0, 1), got {self.betas}"
         yield from self._not_positive("eps", "decay_steps", "bucket_size")
+        yield from self._not_positive("loss_scale_interval", "loss_scale_hysteresis")
+        if not (2.0**-126 <= self.loss_scale <= 2.0**127 and math.frexp(self.loss_scale)[0] == 0.5):
+            yield f"loss_scale must be a power of two, got {self.loss_scale}"
         yield from self._negative("warmup_steps", "weight_decay", "clip_grad_norm")
 
 

@@ -56,7 +56,10 @@ def expected_vocab_size(data: DataConfig) -> int:
 
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     """List all that keeps `recipe` from running on `world_size` ranks; None: on any number of ranks."""
-    parts = (_axis_problems, _sequence_problems, _schedule_problems, _layer_problems, _expert_problems)
+    parts = (
+        *(_axis_problems, _sequence_problems, _schedule_problems, _layer_problems, _expert_problems),
+        _dtype_problems,
+    )
     found = [problem for part in parts for problem in part(recipe)]
     return found if world_size is None else [*_rank_problems(recipe, world_size), *found]
 
@@ -219,6 +222,18 @@ def _layer_problems(recipe: Recipe) -> Iterator[Problem]:
             f"num_layers {layers} is not divisible by pp {layout.pp} x vpp {layout.vpp} = {stages} stages; "
             "stage_layers can say how many each has",
         )
+
+
+def _dtype_problems(recipe: Recipe) -> Iterator[Problem]:
+    optimizer, dtype = recipe.optimizer, recipe.train.dtype
+    if dtype != "float16":
+        return
+    for name, value in (("states", "small"), ("grad_dtype", "bfloat16")):
+        if getattr(optimizer, name) == value:
+            yield Problem(
+                (f"optimizer.{name}", "train.dtype"),
+                f"optimizer.{name} {value!r} is for bfloat16 parameters, but train.dtype is {dtype!r}",
+            )
 
 
 def _expert_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -12,9 +12,10 @@ from fastmp.config import OptimizerConfig
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW
+from fastmp.parallel.scaler import LossScaler
 from fastmp.train.microbatches import named_parameters
 
-__all__ = ["make_grads", "make_optimizer", "state_layout"]
+__all__ = ["make_grads", "make_optimizer", "make_scaler", "state_layout"]
 
 
 def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: ParallelGroups) -> GradBuffer:
@@ -40,6 +41,20 @@ def make_optimizer(grads: GradBuffer, config: OptimizerConfig) -> AdamW:
         eps=config.eps,
         weight_decay=config.weight_decay,
         states=config.states,
+    )
+
+
+def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:
+    """Make the loss scaler of a float16 model.
+
+    The loss is a sum over tokens, so the scale may have to fall below 1.
+    """
+    return LossScaler(
+        device=device,
+        init_scale=config.loss_scale,
+        min_scale=2.0**-20,
+        growth_interval=config.loss_scale_interval,
+        hysteresis=config.loss_scale_hysteresis,
     )
 
 

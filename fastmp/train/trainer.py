@@ -26,7 +26,6 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
-from fastmp.parallel.scaler import LossScaler
 from fastmp.profiling import region, traced
 from fastmp.train.checkpoint import Checkpointer
 from fastmp.train.evaluate import Evaluation, evaluate
@@ -43,7 +42,7 @@ from fastmp.train.microbatches import (
     named_buffers,
     named_parameters,
 )
-from fastmp.train.optimizer import make_grads, make_optimizer, state_layout
+from fastmp.train.optimizer import make_grads, make_optimizer, make_scaler, state_layout
 from fastmp.train.stopping import SkippedSteps, first_not_finite
 
 if TYPE_CHECKING:
@@ -162,8 +161,8 @@ class Trainer:
             self._agreement = CaptureAgreement(self.graphs, world)
         self._window: _Window | None = None  # what experts did since the last line of the log
         self._skipped = SkippedSteps(config.max_skipped_steps, self.device)
-        narrow = any(param.dtype == torch.float16 for param in self.grads.parameters.values())
-        self.scaler = LossScaler(device=self.device) if narrow else None
+        dtypes = {param.dtype for param in self.grads.parameters.values()}
+        self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
         self.step = 0
         self.model.train()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -245,6 +246,51 @@ def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path)
 
     left, right = run_ranks(rank_main, 2)
     assert left == right and math.isfinite(left)
+
+
+FLOAT16 = replace(OPTIMIZER, lr=3e-3, loss_scale=2.0**10)
+
+
+@pytest.mark.parametrize("world", [1, *full([2])])
+def test_float16_follows_float32(world):
+    """Losses of 12 steps; a float32 master takes what float16 could not, and the scale cancels."""
+
+    def rank_main(rank, world_size):
+        groups = make_groups(world_size, 1) if world_size > 1 else ParallelGroups.alone()
+        found = []
+        for dtype in (torch.float32, torch.float16):
+            trainer = make_trainer(groups, dtype=dtype, optimizer=FLOAT16)
+            found.append([trainer.train_step().loss.item() for _ in range(12)])
+            assert trainer.optimizer.skipped_steps == 0
+        assert next(trainer.model.parameters()).dtype == torch.float16
+        assert trainer.scaler.scale == 2.0**10
+        return found
+
+    for exact, rounded in [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world):
+        assert exact[-1] < exact[0] - 0.3
+        assert rounded == pytest.approx(exact, abs=0.02)
+
+
+def test_a_scale_that_overflows_halves_and_its_steps_change_nothing(tmp_path):
+    """From 2^40 every step overflows; with hysteresis 2 the second one halves, then each. It is saved."""
+    optimizer = replace(FLOAT16, loss_scale=2.0**40, loss_scale_interval=5)
+    options = {"dtype": torch.float16, "optimizer": optimizer, "run_dir": str(tmp_path)}
+    trainer = make_trainer(**options)
+    before = {name: tensor.clone() for name, tensor in saved_tensors(trainer).items()}
+    scales = []
+    while not trainer.train_step().grad_norm.isfinite():
+        scales.append(trainer.scaler.scale.item())
+        for name, tensor in saved_tensors(trainer).items():
+            assert name.startswith("scaler/") or torch.equal(tensor, before[name]), name
+    assert scales[:3] == [2.0**40, 2.0**39, 2.0**38] and 2.0**6 < scales[-1] < 2.0**20
+    assert trainer.optimizer.skipped_steps == len(scales)
+    for _ in range(4):
+        trainer.train_step()
+    assert trainer.scaler.scale == 2 * scales[-1], "doubled after five good steps"
+    trainer.save()
+    again = make_trainer(seed=99, **options)
+    assert again.resume() and again.scaler.scale == trainer.scaler.scale
+    assert again.train_step().loss == trainer.train_step().loss
 
 
 class Regression:
