@@ -40,10 +40,10 @@ typedef int32_t ints __attribute__((vector_size(kVectorBytes)));
 
 struct Remainder {};  // what is stored beside the parameters: the lower halves of masters
 
-// The bits of numbers, of those that are no numbers always the same.
+// The bits of float32 numbers; all NaNs have the same.
 FASTMP_INLINE words clean_bits(floats v) { return select(v == v, bits_of(v), words{} + 0x7fc00000u); }
 
-// Upper halves of `bits`, and a load of numbers' lower halves as signed integers.
+// Stores the upper halves of `bits`.
 FASTMP_INLINE void store_upper(void* p, words bits, int64_t count) {
   const shorts upper = __builtin_convertvector(bits >> 16, shorts);
   if (count >= kFloats) {
@@ -52,12 +52,13 @@ FASTMP_INLINE void store_upper(void* p, words bits, int64_t count) {
     copy_part(static_cast<BFloat16*>(p), reinterpret_cast<const BFloat16*>(&upper), count);
   }
 }
+// Loads 16-bit integers with their signs, which are kept where a load expects bfloat16.
 FASTMP_INLINE words load_signed(const BFloat16* p, int64_t count) {
   return (words)((ints)bits_of(load(p, count, 0)) >> 16);
 }
 
-// Calls step(i, count, noise) for the vectors of a span. Noise is a word for each element: word number j % 4 of the four
-// that belong to counter j / 4, for position j.
+// Calls step(i, count, noise) for the vectors of a span. Noise is a word for each element: for position j, word j % 4 of
+// the four that Philox makes of counter j / 4.
 template <class Step>
 FASTMP_INLINE void for_noisy_vectors(const AdamwSpan& span, const Step& step) {
   using Whole = std::integral_constant<int64_t, kFloats>;
@@ -83,7 +84,8 @@ FASTMP_INLINE void for_noisy_vectors(const AdamwSpan& span, const Step& step) {
   for (; i < span.end; i += kFloats) step(i, std::min<int64_t>(kFloats, span.end - i), made(i).first);
 }
 
-// T is the type of masters, G of gradients, A of averages, O of the parameters' copy: void, or Remainder.
+// T is the type of masters, G of gradients, A of averages, O of the parameters' copy. O is void without a copy, and
+// Remainder where parameters are upper halves of masters.
 template <class T, class G, class A, class O>
 FASTMP_INLINE void update(const AdamwSpan& span) {
   using V = lanes_of<T>;

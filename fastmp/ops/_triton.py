@@ -15,12 +15,12 @@ __all__ = [
 
 # Parameters of kernels that count what differs from batch to batch, and strides that follow from it. Another
 # value compiles nothing anew: only sizes and pitches, which a model fixes, tell the compiler whether they are
-# one or multiples of sixteen.
+# one or multiples of sixteen. Nor need it know how entries of `groups` and `step` are aligned.
 COUNTS = frozenset(
-    ("first_element", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
+    ("first_element", "groups", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
      "num_blocks", "num_pairs", "num_queries", "num_rows", "num_steps", "num_strips", "num_tokens",
      "pair_vectors", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rows_per_strip",
-     "strip_steps", "tokens", "turn_0", "turn_1", "turn_2")
+     "step", "strip_steps", "tokens", "turn_0", "turn_1", "turn_2")
 )  # fmt: skip
 
 try:

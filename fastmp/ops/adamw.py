@@ -11,8 +11,8 @@ The small state takes 18 with bfloat16 gradients, and 6 of memory beside the par
   remainder a signed one, the master has the bits (param << 16) + remainder. So the parameter is the master
   rounded to the nearest bfloat16, in the middle between two away from zero: that rounding can be undone,
   rounding to even could not.
-- Both averages are bfloat16, rounded up or down at random so that they are right on average. Else changes of
-  less than half a unit in the last place would be lost at every step, which with beta2 = 0.999 are all.
+- Both averages are bfloat16, rounded up or down at random so that their mean is right. To nearest, changes of
+  less than half a unit in the last place would be lost at every step; with beta2 = 0.999 nearly all are.
   The random bits are those of Philox for the seed, the position of the element and the count of steps.
 """
 
@@ -35,7 +35,7 @@ UNIT = 64  # neighbours that belong to one group of parameters
 _MAX_GROUPS = 256
 _VECTORS = 4  # 16-byte accesses a thread makes in each array of the main dtype
 _FLOPS_PER_ELEMENT = 15
-_NAN = 0x7FC00000  # bits of the one float32 that is not a number and survives being cut to bfloat16
+_NAN = 0x7FC00000  # bits of the only NaN that is stored: other payloads may vanish in bfloat16
 _MAIN = (torch.float64, torch.float32)
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -56,7 +56,7 @@ def reference(
         logs = (count.reshape(()) * (_log(beta) * one) for beta in (beta1, beta2))
         correction1, correction2 = (-torch.expm1(log) for log in logs)
         split = remainder is not None and param.dtype == torch.bfloat16  # not where all is done in float64
-        p = _join(param, remainder) if split else param
+        p = join_master(param, remainder) if split else param
         g, m, v = grad.to(p.dtype) * factor.to(p.dtype), exp_avg.to(p.dtype), exp_avg_sq.to(p.dtype)
         m = m + (1 - beta1) * (g - m)
         v = beta2 * v + (1 - beta2) * g * g
@@ -74,26 +74,26 @@ def reference(
                 philox(seed, counters, count.reshape(())).flatten()[first % 4 :][: p.numel()].view(p.shape)
             )
             results[:2] = (exp_avg, _round(m, noise & 0xFFFF)), (exp_avg_sq, _round(v, noise >> 16))
-        results += zip((param, remainder), _split(p)) if split else ((param, p),)
+        results += zip((param, remainder), split_master(p)) if split else ((param, p),)
         if low_precision_out is not None:
             results.append((low_precision_out, p.to(low_precision_out.dtype)))
         for old, new in results:
             old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, old, new))
 
 
-def _join(param: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 numbers whose halves these are."""
+def join_master(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return the float32 masters that bfloat16 parameters and int16 remainders of one shape make up."""
     return ((param.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def _split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Parameter and remainder of float32 numbers. Of what is not a number only that is kept."""
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the bfloat16 parameters and int16 remainders of float32 masters; a NaN loses its payload."""
     bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
     return _upper(bits + 0x8000), bits.to(torch.int16)
 
 
 def _round(x: Tensor, noise: Tensor) -> Tensor:
-    """Make bfloat16 of float32 numbers; `noise` are 16 random bits, added to those that are cut off."""
+    """Round float32 to bfloat16: add 16 random bits, the noise, to those that are then cut off."""
     bits = x.view(torch.int32) + noise.to(torch.int32)
     return _upper(bits.masked_fill(x.isnan(), _NAN))
 
@@ -118,7 +118,7 @@ def _bias_correction(count, log_beta, COMPUTE: tl.constexpr):
 
 @jit
 def _bits(x):
-    """The bits of float32 numbers, of those that are no numbers always the same."""
+    """Return the bits of float32 numbers as uint32; all NaNs have the same."""
     return tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
 
 
@@ -135,7 +135,7 @@ def _spread(x, SPAN: tl.constexpr):
 
 @jit
 def _noise(seed, first, count, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """A random word for each of BLOCK elements, by seed, count, and the position, which starts at `first`."""
+    """Draw a word for each of BLOCK elements: from seed, count, and its position, `first` and up."""
     if SPAN == 4:  # neighbours that share a counter are of one thread
         a0, a1, a2, a3 = four_words(seed, first // 4 + tl.arange(0, BLOCK // 4), count)
         return tl.join(tl.join(a0, a2), tl.join(a1, a3)).reshape(BLOCK)
@@ -385,15 +385,16 @@ def adamw_(
         m = m + (1 - beta1) (g - m);  v = beta2 v + (1 - beta2) g^2
         param = param (1 - lr weight_decay) - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-    A slice of all buffers is updated as it is in the whole, so ranks may share the work; where there are
-    `groups`, or averages in bfloat16, `first` says which slice it is.
+    A slice of all buffers is updated as it is in the whole, so ranks may share the work. `first` says which
+    slice it is, where there are `groups` or averages in bfloat16.
 
     Args:
         param: float32 or float64, contiguous, any shape; the master copy where training is in lower
             precision. Or bfloat16, with a remainder. Updated.
         grad: of the same shape, float64 for float64, else float32, bfloat16 or float16. Only read.
         exp_avg, exp_avg_sq: m and v, of the same shape, float64 for float64, else both float32 or both
-            bfloat16. Then they are computed in float32 and rounded at random, right on average. Updated.
+            bfloat16, which are computed in float32 and rounded at random, so that their mean is right.
+            Updated.
         step: int64, one number: how many updates there were. Counts this one.
         low_precision_out: bfloat16 or float16, of the same shape: gets the new parameters, rounded.
         lr: a number, or a tensor of one float32 or float64 element.
@@ -407,7 +408,7 @@ def adamw_(
         remainder: int16, of the same shape, for a bfloat16 `param`: the lower half of float32 masters, which
             are updated exactly as a float32 `param` would be. With both as integers the master has the bits
             (param << 16) + remainder; `param` is the master rounded to nearest, in the middle away from zero.
-            A master that is not a number loses its payload. Updated.
+            A NaN loses its payload. Updated.
         seed: a number in [0, 2^63) for the rounding of averages in bfloat16. The random bits of an element
             depend on it, on the element's position in the whole buffer and on the count of steps alone.
         inv_scale, clip_coefficient: factors of the gradient, tensors of one float32 or float64 element.

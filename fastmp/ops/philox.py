@@ -34,8 +34,8 @@ def philox(seed: Tensor | int, counter: Tensor, stream: Tensor | int = 0) -> Ten
 
 @jit
 def four_words(seed, counter, stream=None):
-    """The words of int64 counters, as uint32. A 32x32-bit product is one instruction if both halves come from
-    it: tl.randint4x, which has the same words, takes two."""
+    """Return the words of int64 counters, as uint32. A 32x32-bit product is one instruction if both halves
+    come from it: tl.randint4x, which has the same words, takes two."""
     k0 = seed.to(tl.uint32)
     k1 = (seed >> 32).to(tl.uint32)
     a = counter.to(tl.uint32).to(tl.uint64) * 0xD2511F53  # first round, where c3 is 0
@@ -61,8 +61,8 @@ def four_words(seed, counter, stream=None):
 
 @jit
 def word_of(seed, index, stream=None):
-    """Word index % 4 of counter index // 4, for int64 indices: four times the work of `four_words` for four
-    neighbours, wherever they begin."""
+    """Return word index % 4 of counter index // 4, for int64 indices. For four neighbours that is four times
+    the work of `four_words`; they may begin anywhere."""
     a0, a1, a2, a3 = four_words(seed, index >> 2, stream)
     low = tl.where(index & 1 == 0, a0, a1)
     return tl.where(index & 2 == 0, low, tl.where(index & 1 == 0, a2, a3))

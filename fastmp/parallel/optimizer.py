@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastmp.ops import adamw_
+from fastmp.ops.adamw import join_master
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.gather import ParameterGather
 from fastmp.parallel.grads import FlatBuffer, GradBuffer, is_vector, main_dtype
@@ -338,9 +339,7 @@ class _Flat:
         piece, param = self.grads.pieces[name], self.grads.parameters[name]
         own = self.params[slice(*piece.world)]
         if self.remainder is not None:
-            low = self.remainder[slice(*piece.local)].int()
-            high = own.view(torch.int16).int() - (low < 0).int()
-            own = (high << 16 | low & 0xFFFF).view(torch.float32)
+            own = join_master(own, self.remainder[slice(*piece.local)])
         whole = piece.within == (0, param.numel())
         return own.as_strided(param.shape, param.stride()) if whole else own
 

@@ -18,11 +18,6 @@ def replaced(inputs, changes):
     return tuple(changes.get(i, a) for i, a in enumerate(inputs))
 
 
-def joined(param, remainder):
-    """The masters: 16 bits of one beside those of the other, which are a signed number."""
-    return ((param.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
-
-
 def bits(tensor):
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 

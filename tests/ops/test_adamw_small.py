@@ -18,7 +18,6 @@ from adamw_tools import (
     bits,
     drawn,
     exact_inputs,
-    joined,
     masters,
     replaced,
     same,
@@ -26,9 +25,9 @@ from adamw_tools import (
 from cpp_tools import compiled, pointers, runnable
 
 from fastmp.ops import OPS, adamw_
+from fastmp.ops.adamw import join_master, split_master
 from fastmp.ops.philox import philox
 from fastmp.testing.ops import run
-from fastmp.testing.samples.adamw import divided
 
 BACKENDS = (None, "reference")
 ON = pytest.mark.parametrize("backend", BACKENDS)
@@ -40,8 +39,8 @@ def implementation(backend):
 
 def test_parameters_are_the_nearest_bfloat16_and_ties_go_away_from_zero():
     master = masters()
-    param, remainder = divided(master)
-    assert same((joined(param, remainder),), (master,))
+    param, remainder = split_master(master)
+    assert same((join_master(param, remainder),), (master,))
     below = (bits(master) & -65536).view(torch.float32).double()  # towards zero
     above = ((bits(master) & -65536) + 65536).view(torch.float32).double()
     exact = master.double()
@@ -56,7 +55,7 @@ def test_masters_are_restored_bitwise(backend):
     """A learning rate of zero changes nothing: what is read is what is written."""
     master = masters()
     inputs = drawn(len(master), noisy=False)
-    param, remainder = divided(master)
+    param, remainder = split_master(master)
     inputs = replaced(
         inputs, {0: param, 1: torch.zeros_like(param), REMAINDER: remainder, LR: 0.0, DECAY: 0.0}
     )
@@ -78,8 +77,8 @@ def test_masters_are_those_of_the_classic_state(dtype, backend):
         classic[1] = small[1] = grad
         implementation(backend)(*classic)
         implementation(backend)(*small)
-        assert same((joined(small[0], small[REMAINDER]), *small[2:5]), (classic[0], *classic[2:5]))
-        assert same(divided(classic[0]), (small[0], small[REMAINDER]))
+        assert same((join_master(small[0], small[REMAINDER]), *small[2:5]), (classic[0], *classic[2:5]))
+        assert same(split_master(classic[0]), (small[0], small[REMAINDER]))
 
 
 def rounded(exact, noise):
@@ -257,7 +256,7 @@ def test_masters_on_a_gpu_are_those_of_the_classic_state(first):
     classic[5] = None
     for state in (classic, small):
         OPS["adamw_"].overload(*state)
-    assert same((joined(small[0], small[REMAINDER]), *small[2:5]), (classic[0], *classic[2:5]))
+    assert same((join_master(small[0], small[REMAINDER]), *small[2:5]), (classic[0], *classic[2:5]))
 
 
 @pytest.mark.gpu

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adamw_tools import exact_inputs, joined, masters, same
+from adamw_tools import exact_inputs, masters, same
 
 from fastmp.ops import adamw as module
+from fastmp.ops.adamw import join_master, split_master
 from fastmp.testing.ops import run
-from fastmp.testing.samples.adamw import arguments, divided
+from fastmp.testing.samples.adamw import arguments
 
 pytestmark = pytest.mark.interpret
 
@@ -82,7 +83,7 @@ def test_several_steps_count():
 def of_parts(results):
     """Masters and averages of the small state, all in float32, and the count."""
     param, m, v, step, remainder = results
-    return joined(param, remainder), m.float(), v.float(), step
+    return join_master(param, remainder), m.float(), v.float(), step
 
 
 @pytest.mark.parametrize("first", (320, 70, 129))
@@ -110,7 +111,7 @@ def test_averages_without_other_rounding_are_bitwise_those_of_the_reference(firs
 
 def test_masters_are_restored_bitwise():
     master = masters()[:: 1 << 8]
-    param, remainder = divided(master)
+    param, remainder = split_master(master)
     inputs = drawn(len(master), torch.bfloat16, split=True)
     inputs = (param, torch.zeros_like(param), *inputs[2:10], 0.0, *inputs[11:14], 0.0, *inputs[15:])
     results = run("adamw_", module.launch, (*inputs[:19], remainder, 0))

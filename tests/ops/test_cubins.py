@@ -151,6 +151,12 @@ def test_numbers_of_adamw_reach_the_kernel_in_float64():
     assert {types[name] for name in numbers} == {"fp64"}
 
 
+def test_one_kernel_of_adamw_serves_all_buckets():
+    """Where a bucket begins, which of the counts is its own, and the seed compile nothing anew."""
+    kept = {param.name for param in adamw.adamw_kernel.params if param.do_not_specialize}
+    assert kept == {"first_element", "groups", "noise_seed", "step"}
+
+
 def test_a_product_of_philox_is_one_instruction():
     """tl.randint4x has the same words and multiplies twice, once for each half of the 64 bits."""
     case, _ = CASES["dropout"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fastmp.ops.adamw import UNIT
+from fastmp.ops.adamw import UNIT, split_master
 
 
 def arguments(
@@ -45,7 +45,7 @@ def arguments(
         table = (groups, factors, torch.tensor([0.1, 0.2, 0.0], dtype=main, device=device), first)
     if noisy:
         exp_avg, exp_avg_sq = exp_avg.bfloat16(), exp_avg_sq.bfloat16()
-    own, remainder = divided(param) if split else (param, None)
+    own, remainder = split_master(param) if split else (param, None)
     return (
         own,
         grad.to(dtype),
@@ -62,13 +62,6 @@ def arguments(
         remainder,
         0x0123456789ABCDEF,
     )
-
-
-def divided(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bfloat16 parameters and int16 remainders of float32 masters that are numbers."""
-    bits = master.view(torch.int32).long()
-    remainder = bits.to(torch.int16)
-    return ((bits - remainder) >> 16).to(torch.int16).view(torch.bfloat16), remainder
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
