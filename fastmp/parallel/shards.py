@@ -6,6 +6,9 @@ each starts at a multiple of 64 elements. A bucket is what is communicated at on
 the number of ranks, each of which owns an equal part, and of 128, so that parts are aligned. Elements between
 parameters, and between the last one and the end of its bucket, are padding.
 
+Where an update needs whole matrices, each parameter has a home, the one rank that owns it. It lies in that
+rank's part of its bucket; all parts are as long as the longest.
+
 Ranges are (first, behind the last), in elements.
 Rajbhandari et al., "ZeRO", 2020 (arXiv 1910.02054), stage 1.
 """
@@ -15,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import lcm
+from math import gcd, lcm
 
 __all__ = [
     "BUCKET_SIZE", "Bucket", "BucketLayout", "Buffer", "ParameterFacts", "Piece", "bucket_layout",
-    "fill_order", "plan_buffers", "shard_ranges",
+    "fill_order", "home_ranks", "plan_buffers", "shard_ranges", "whole_layout",
 ]  # fmt: skip
 
 Range = tuple[int, int]
@@ -111,7 +114,8 @@ class ParameterFacts:
 
     size: its elements. dtype: the name of its dtype. experts: it belongs to experts, whose replicas lie on
     other ranks than those of all others. partial: its gradient is a partial sum over tensor-parallel ranks.
-    alone: it has a bucket of its own.
+    alone: it has a bucket of its own. cost: of its update, in any unit, where one rank must own all of it; 0:
+    it may be cut anywhere.
     """
 
     size: int
@@ -119,16 +123,21 @@ class ParameterFacts:
     experts: bool = False
     partial: bool = False
     alone: bool = False
+    cost: int = 0
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """A flat buffer: the kind of its parameters, as in `ParameterFacts`, and where they lie."""
+    """A flat buffer: the kind of its parameters, as in `ParameterFacts`, and where they lie.
+
+    whole: each of its parameters is owned by one rank.
+    """
 
     dtype: str
     experts: bool
     partial: bool
     layout: BucketLayout
+    whole: bool = False
 
 
 def plan_buffers(
@@ -149,19 +158,20 @@ def plan_buffers(
     Raises:
         ValueError: as `bucket_layout`.
     """
-    kinds: dict[tuple[str, bool, bool], dict[str, ParameterFacts]] = {}
+    kinds: dict[tuple[str, bool, bool, bool], dict[str, ParameterFacts]] = {}
     for name, facts in parameters.items():
-        kinds.setdefault((facts.dtype, facts.experts, facts.partial), {})[name] = facts
+        kinds.setdefault((facts.dtype, facts.experts, facts.partial, facts.cost > 0), {})[name] = facts
     buffers = []
-    for (dtype, experts, partial), members in kinds.items():
-        layout = bucket_layout(
-            {name: facts.size for name, facts in members.items()},
-            num_expert_ranks if experts else num_ranks,
-            bucket_size=bucket_size,
-            alone=[name for name, facts in members.items() if facts.alone],
-            unit=unit,
-        )
-        buffers.append(Buffer(dtype, experts, partial, layout))
+    for (dtype, experts, partial, whole), members in kinds.items():
+        sizes = {name: facts.size for name, facts in members.items()}
+        ranks = num_expert_ranks if experts else num_ranks
+        if whole:
+            costs = {name: facts.cost for name, facts in members.items()}
+            layout = whole_layout(sizes, costs, ranks, bucket_size=bucket_size, unit=unit)
+        else:
+            alone = [name for name, facts in members.items() if facts.alone]
+            layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, alone=alone, unit=unit)
+        buffers.append(Buffer(dtype, experts, partial, layout, whole))
     return tuple(buffers)
 
 
@@ -257,6 +267,68 @@ def bucket_layout(
         if name in alone or (bucket_size is not None and end - start >= bucket_size):
             close()
     close()
+    return BucketLayout(num_ranks, tuple(buckets), ranges)
+
+
+def home_ranks(costs: Mapping[str, int], num_ranks: int) -> dict[str, int]:
+    """Give each of `costs` a home, so that no rank's costs are much above the others'.
+
+    The dearest comes first, to the rank that has least: at most 4/3 of the best that can be (Graham,
+    "Bounds on Multiprocessing Timing Anomalies", 1969).
+    """
+    loads, homes = [0] * num_ranks, dict[str, int]()
+    for name in sorted(costs, key=lambda name: -costs[name]):
+        homes[name] = loads.index(min(loads))
+        loads[homes[name]] += costs[name]
+    return {name: homes[name] for name in costs}
+
+
+def whole_layout(
+    sizes: Mapping[str, int],
+    costs: Mapping[str, int],
+    num_ranks: int,
+    *,
+    bucket_size: int = BUCKET_SIZE,
+    unit: int = UNIT,
+) -> BucketLayout:
+    """Lay parameters out so that each lies in the part of its bucket that its home owns.
+
+    Homes are balanced by `costs` over all parameters. A bucket is full when it has `bucket_size` elements
+    and its longest part is at most an eighth above the mean: padding is communicated, too.
+
+    Args:
+        sizes, costs: {name: elements} and {name: the cost of its update}, in the order of the model.
+        num_ranks, bucket_size, unit: see `bucket_layout`.
+
+    Raises:
+        ValueError: as `bucket_layout`.
+    """
+    _check("whole_layout", sizes, num_ranks)
+    for name, number in (("bucket_size", bucket_size), ("unit", unit)):
+        if number < 1:
+            raise ValueError(f"whole_layout: {name} must be at least 1, got {number}")
+    homes = home_ranks(costs, num_ranks)
+    multiple = lcm(ALIGNMENT, unit // gcd(unit, num_ranks))
+    buckets: list[Bucket] = []
+    ranges: dict[str, Range] = {}
+    start = 0
+    parts: list[list[str]] = [[] for _ in range(num_ranks)]
+    lengths = [0] * num_ranks
+    for number, name in enumerate(reversed(list(sizes)), 1):
+        parts[homes[name]].append(name)
+        lengths[homes[name]] += _up(sizes[name], ALIGNMENT)
+        total = sum(lengths)
+        if number < len(sizes) and (total < bucket_size or 8 * num_ranks * max(lengths) > 9 * total):
+            continue
+        each = _up(max(lengths), multiple)
+        for rank, names in enumerate(parts):
+            first = start + rank * each
+            for member in names:
+                ranges[member] = first, first + sizes[member]
+                first += _up(sizes[member], ALIGNMENT)
+        buckets.append(Bucket(start, start + num_ranks * each, tuple(n for part in parts for n in part)))
+        start += num_ranks * each
+        parts, lengths = [[] for _ in range(num_ranks)], [0] * num_ranks
     return BucketLayout(num_ranks, tuple(buckets), ranges)
 
 

@@ -1,10 +1,21 @@
 """The layout of flat buffers: which element lies where, and who owns it."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.parallel.shards import Bucket, Piece, bucket_layout, shard_ranges
+from fastmp.parallel.shards import (
+    Bucket,
+    ParameterFacts,
+    Piece,
+    bucket_layout,
+    home_ranks,
+    plan_buffers,
+    shard_ranges,
+    whole_layout,
+)
 
 SIZES = st.lists(st.integers(0, 300), max_size=12)
 
@@ -110,9 +121,71 @@ def test_bucket_layouts_cover_every_element_once(sizes, num_ranks, bucket_size, 
     assert before == layout.size
 
 
+def test_each_part_of_a_bucket_has_whole_parameters():
+    """The dearest, `a`, has a rank to itself; the parts are as long as the longest."""
+    layout = whole_layout({"a": 100, "b": 70, "c": 10}, {"a": 9, "b": 5, "c": 4}, 2)
+    assert layout.ranges == {"a": (0, 100), "c": (192, 202), "b": (256, 326)}
+    assert layout.buckets == (Bucket(0, 384, ("a", "c", "b")),)
+    assert layout.pieces(1)["b"] == Piece(2, (256, 326), (64, 134), (0, 70))
+
+
+def test_a_bucket_of_whole_parameters_closes_where_its_parts_are_even():
+    sizes = {f"w{i}": 128 for i in range(7)}
+    layout = whole_layout(sizes, sizes, 2, bucket_size=1)
+    assert [bucket.names for bucket in layout.buckets] == [("w6", "w5"), ("w4", "w3"), ("w2", "w1"), ("w0",)]
+    assert [bucket.end - bucket.start for bucket in layout.buckets] == [256] * 4
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 9)), max_size=12),
+    st.integers(1, 9),
+    st.integers(1, 700),
+    st.sampled_from([1, 128, 512]),
+)
+def test_whole_layouts_cut_no_parameter(parameters, num_ranks, bucket_size, unit):
+    sizes = {f"p{i}": size for i, (size, _) in enumerate(parameters)}
+    costs = {f"p{i}": cost for i, (_, cost) in enumerate(parameters)}
+    layout = whole_layout(sizes, costs, num_ranks, bucket_size=bucket_size, unit=unit)
+    assert {name: end - start for name, (start, end) in layout.ranges.items()} == sizes
+    pieces = [layout.pieces(rank) for rank in range(num_ranks)]
+    in_order = [sizes[name] for name in layout.ranges]
+    every_element_has_one_owner(in_order, [[*of_rank.values()] for of_rank in pieces], layout.size)
+    homes = home_ranks(costs, num_ranks)
+    for rank, of_rank in enumerate(pieces):
+        assert of_rank.keys() == {name for name in sizes if sizes[name] and homes[name] == rank}
+        assert all(piece.within == (0, sizes[name]) for name, piece in of_rank.items())
+    for bucket in layout.buckets:
+        assert (bucket.end - bucket.start) % num_ranks == (bucket.end - bucket.start) % unit == 0
+        assert all(layout.ranges[name][0] % 64 == 0 for name in bucket.names)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 3))
+def test_homes_are_at_most_a_third_above_the_best(costs, num_ranks):
+    def most(homes):
+        return max(sum(cost for cost, home in zip(costs, homes) if home == r) for r in range(num_ranks))
+
+    best = min(most(homes) for homes in product(range(num_ranks), repeat=len(costs)))
+    assert (
+        most(home_ranks({f"p{i}": cost for i, cost in enumerate(costs)}, num_ranks).values()) <= 4 / 3 * best
+    )
+
+
+def test_whole_parameters_have_buffers_of_their_own():
+    facts = {
+        "matrix": ParameterFacts(100, "float32", cost=8),
+        "vector": ParameterFacts(10, "float32"),
+        "experts": ParameterFacts(300, "float32", experts=True, cost=24),
+    }
+    buffers = plan_buffers(facts, num_ranks=2, num_expert_ranks=3)
+    found = {name: (b.whole, b.experts, b.layout.num_ranks) for b in buffers for name in b.layout.ranges}
+    assert found == {"matrix": (True, False, 2), "vector": (False, False, 2), "experts": (True, True, 3)}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: whole_layout({"w": -1}, {"w": 1}, 2), "whole_layout: parameter w must not have a negative"),
+        (lambda: whole_layout({}, {}, 2, bucket_size=0), "whole_layout: bucket_size must be at least 1"),
         (lambda: shard_ranges([1], 0), "shard_ranges: there must be at least one rank, got 0"),
         (lambda: shard_ranges([1, -2], 2), "shard_ranges: parameter 1 must not have a negative size, got -2"),
         (lambda: bucket_layout({"w": -1}, 2), "bucket_layout: parameter w must not have a negative size"),
