@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from fastmp import plan as command
-from fastmp.config import DataConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.config import (
+    DataConfig,
+    GPTConfig,
+    GraphConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from fastmp.layout import make_grid, problems
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
@@ -26,6 +35,7 @@ from fastmp.testing import run_ranks
 from fastmp.train.graphing import make_graphs
 from fastmp.train.language import gpt_and_loss
 from fastmp.train.microbatches import Chunks, WholeModel
+from fastmp.train.optimizer import make_grads
 
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
 MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=8, aux_loss=0.1))
@@ -48,6 +58,11 @@ def scoped(made, scope):
     return replace(made, graphs=GraphConfig(scope=None if scope is None else tuple(scope)))
 
 
+def in_buckets(made, size):
+    """The recipe with small buckets."""
+    return replace(made, optimizer=OptimizerConfig(bucket_size=size))
+
+
 def size_of(made, dp):
     size = dp * made.parallel.tp * made.parallel.cp * made.parallel.pp
     assert problems(made, size) == []
@@ -56,6 +71,9 @@ def size_of(made, dp):
 
 CASES = {
     "dense": (recipe(DENSE), 1, None),
+    "dense, buckets": (in_buckets(recipe(DENSE, dp=2), 5000), 2, None),
+    "experts, buckets": (in_buckets(recipe(MOE, dp=2, microbatches=4, pp=2), 3000), 2, None),
+    "tp, experts of replicas": (in_buckets(recipe(MOE, tp=2, etp=1), 3000), 1, None),
     "dense, mlp": (recipe(DENSE), 1, ["mlp"]),
     "recomputed": (recipe(DENSE, recompute=True), 1, None),
     "experts": (recipe(MOE), 1, None),
@@ -101,7 +119,10 @@ def seen_case(rank, world, made, scope):
     else:
         runner = Chunks(model, loss, groups=groups, num_microbatches=number)
     config = GraphConfig(enabled=True, scope=scope, warmup=1)
-    manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"))
+    run_size = (
+        made.optimizer.bucket_size if make_grads(runner.chunks, made.optimizer, groups).communicates else None
+    )
+    manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"), run_size=run_size)
     manager.begin_step()
     tokens = torch.zeros(2, made.data.seq_len, dtype=torch.int64)
     runner.train(lambda microbatch: {"tokens": tokens, "targets": tokens}, number)
@@ -113,17 +134,26 @@ def seen_case(rank, world, made, scope):
 def runs_of(made, size, rank, scope):
     """By formula, of the chunks of a pipeline rank."""
     shapes, layers = shapes_of(made, size), stage_layers(made)
-    found = []
+    found, run_size = [], made.optimizer.bucket_size if size > 1 else None
     for stage in range(rank, len(layers), made.parallel.pp):
         if scope == ["full"]:
             found += whole_runs(shapes, stage, len(layers), layers[stage])
         else:
-            found.append(runs(shapes, range(sum(layers[:stage]), sum(layers[: stage + 1])), scope))
+            own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
+            found.append(runs(shapes, own, scope, run_size))
     return found
 
 
 QUICK = {
-    *("dense", "experts, front", "recomputed, front", "ep, shared", "pp, vpp", "pp, zero bubble"),
+    *(
+        "dense",
+        "dense, buckets",
+        "experts, front",
+        "recomputed, front",
+        "ep, shared",
+        "pp, vpp",
+        "pp, zero bubble",
+    ),
     *("pp, uneven", "full, pp, cp, zero bubble"),
 }
 

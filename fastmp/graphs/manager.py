@@ -97,6 +97,8 @@ class GraphManager:
     backend: `RecordingBackend` on a CPU, `CudaBackend` on a GPU; one for each manager, because graphs share
         memory in the order of a step.
     scope: what to capture (see `fastmp.graphs.scope.captured_segments`); None: all that can be.
+    run_size: parameters after which a run ends, for gradients and parameters that are communicated beside
+        replays (see `fastmp.graphs.scope.layer_groups`); None: a run goes on as long as it can.
     warmup: training steps that run eagerly first, at least one; the last of them is observed.
     verify_every: every so many steps, each run is compared with its segments, run eagerly on the same inputs
         and random numbers, bit for bit; 0: never. All ranks must say the same: collectives run twice.
@@ -132,6 +134,7 @@ class GraphManager:
         *,
         backend: Backend,
         scope: Sequence[str] | None = None,
+        run_size: int | None = None,
         warmup: int = 2,
         verify_every: int = 0,
         group: dist.ProcessGroup | None = None,
@@ -139,7 +142,7 @@ class GraphManager:
     ) -> None:
         self.chains, self.order, self.backend, self.group = list(chains), tuple(order), backend, group
         self.warmup, self.verify_every, self.fallback = max(warmup, 1), verify_every, fallback
-        self.scope = scope
+        self.scope, self.run_size = scope, run_size
         self.failure: str | None = None
         self._cut()
         self._graph_sets: dict[Signature, GraphSet | None] = {}  # None: these steps run eagerly
@@ -161,7 +164,7 @@ class GraphManager:
             chain.forward = forward  # type: ignore[method-assign]
 
     def _cut(self) -> None:
-        self._parts: list[list[Part]] = [cut(chain, self.scope) for chain in self.chains]
+        self._parts: list[list[Part]] = [cut(chain, self.scope, self.run_size) for chain in self.chains]
         self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
 
     def _begin(self) -> None:

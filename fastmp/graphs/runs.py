@@ -1,7 +1,8 @@
 """Cuts a chain of layers into runs, which are captured, and the eager parts between them.
 
-A run is as many segments in a row as can be captured, across the borders of layers. While an eager step is
-watched, this module also notes what each run takes and returns.
+A run is as many segments in a row as can be captured, across the borders of layers, up to a number of
+parameters if there is one. While an eager step is watched, this module also notes what each run takes and
+returns.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from fastmp.graphs.buffers import TensorSpec
 from fastmp.graphs.hooks import called_whole
-from fastmp.graphs.scope import captured_segments
+from fastmp.graphs.scope import captured_segments, layer_groups
 from fastmp.nn.segment import Call, LayerChain, Link
 
 __all__ = [
@@ -77,8 +78,10 @@ class Observed(NamedTuple):
     keeps: bool
 
 
-def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Part]:
+def cut(chain: LayerChain, scope: Sequence[str] | None, run_size: int | None = None) -> list[Part]:
     """Cut `chain` into runs of segments that are in `scope` and can be captured, and the parts between them.
+
+    run_size: parameters of whole layers after which a run ends, see `layer_groups`; None: it goes on.
 
     A layer with a hook that a replay would skip is eager as a whole. ValueError as `captured_segments`.
     """
@@ -87,8 +90,16 @@ def cut(chain: LayerChain, scope: Sequence[str] | None) -> list[Part]:
     chosen = captured_segments(scope, {link.segment.name: link.segment.name not in eager for link in links})
     links, called = called_whole(links)
     begun: list[nn.Module] = [*called]
+    layers_of = {link.name: link.layer for link in links}
+    sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
+    group_of = dict(zip(layers_of, layer_groups(sizes, run_size), strict=True))
+
+    def kind_of(link: Link) -> tuple[bool, int]:
+        captured = _captures(link, scope, chosen)
+        return captured, group_of[link.name] if captured else -1
+
     parts: list[Part] = []
-    for captured, own in groupby(links, lambda link: _captures(link, scope, chosen)):
+    for (captured, _), own in groupby(links, kind_of):
         group = list(own)
         first, last = (link.full_name for link in (group[0], group[-1]))
         layers: list[nn.Module] = list(dict.fromkeys(link.layer for link in group))

@@ -1,10 +1,10 @@
-"""Which segments of a layer a scope names. Standard library only."""
+"""Which segments of a layer a scope names, and which layers share a run. Standard library only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["captured_segments"]
+__all__ = ["captured_segments", "layer_groups"]
 
 # What a scope can name besides a single segment, which is a part by its own name.
 _PARTS = {
@@ -45,3 +45,21 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     if behind and "shared_experts" in segments and "shared_experts" not in chosen:
         raise ValueError(f"graphs: a scope with {', '.join(behind)} needs 'shared_experts' as well")
     return chosen
+
+
+def layer_groups(sizes: Sequence[int], run_size: int | None) -> list[int]:
+    """Give each layer of a chain the number of its group; layers of two groups are never in one run.
+
+    A graph is replayed as a whole: gradients of a run can be communicated behind all of it, and its
+    parameters must be there before. So runs are cut where buckets of gradients are, by the same rule.
+
+    sizes: the parameters of each layer. run_size: parameters after which a group is full, counted from the
+        last layer; None: all layers are in one group.
+    """
+    numbers, number, held = [], 0, 0
+    for size in reversed(sizes):
+        numbers.append(number)
+        held += size
+        if run_size is not None and held >= run_size:
+            number, held = number + 1, 0
+    return numbers[::-1]

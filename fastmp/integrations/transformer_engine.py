@@ -88,6 +88,7 @@ class TransformerEngineManager(GraphManager):
         *,
         rng: RngTracker | None = None,
         scope: Sequence[str] | None = None,
+        run_size: int | None = None,
         warmup: int = 2,
     ) -> None:
         if any(chain.call is not None for chain in chains):
@@ -96,7 +97,8 @@ class TransformerEngineManager(GraphManager):
                 "impl 'fastmp'"
             )
         self._make = _make_graphed_callables()
-        super().__init__(chains, order, backend=_Backend(rng), scope=scope, warmup=warmup)
+        options = {"scope": scope, "run_size": run_size, "warmup": warmup}
+        super().__init__(chains, order, backend=_Backend(rng), **options)
 
     def begin_replays(self, graph_set: GraphSet) -> _Replays:
         """A step of `graph_set`; the first one makes the callables of all its runs, or runs eagerly."""

@@ -163,9 +163,14 @@ class GradBuffer:
         self._order = fill_order(plans, list(self.parameters))
         self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
         self._arrivals = _Arrivals(self.flats, self._order, self._start)
-        if any(group_size(flat.group) > 1 for flat in self.flats):
+        if self.communicates:
             self._hooks += self._arrivals.hooks()
         self._works: list[dist.Work] = []
+
+    @property
+    def communicates(self) -> bool:
+        """Whether there are buckets to sum over ranks."""
+        return any(group_size(flat.group) > 1 for flat in self.flats)
 
     def zero(self) -> None:
         """Set all main gradients to zero: once at the start of a step."""

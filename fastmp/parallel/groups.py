@@ -24,7 +24,7 @@ from fastmp.parallel.grid import DENSE_AXES, EXPERT_AXES, RankGrid
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 # Axes with collectives that run beside compute: reductions of buckets, tensor-parallel ones behind a product,
-# the messages of pipelines, the exchange of tokens beside a shared expert. `dp_cp` is one axis or both.
+# the messages of pipelines, the exchange of tokens beside a shared expert.
 _OVERLAPPED = (*DENSE_AXES, *EXPERT_AXES, "cp-dp")
 
 
@@ -47,11 +47,13 @@ class ParallelGroups:
 
     `tp`, `cp`, `dp`, `pp` are the dense axes, `etp`, `ep`, `edp` those of the experts. `pp_backward` has the
     ranks of `pp`: gradients travel over it, and activations over `pp`, so that neither waits behind the
-    other. Gradients of dense parameters are summed over `dp_cp`; `mp` (tp-pp) is one replica of the model,
+    other. Buckets of gradients and parameters travel over `dp_cp`, or `edp` if they are of experts. No layer
+    communicates over these two, or it would wait behind buckets. `mp` (tp-pp) is one replica of the model,
     `embedding` the first and last stage of a pipeline (None on the stages between). `expert_mp` (etp-ep-pp)
     is one replica of all experts, and `mp` itself where the ranks are the same. In an expert layer, `tp_cp`
     divides the tokens of one sequence, `tp_cp_dp` those of all microbatches that run at once, and `etp_ep`
-    holds all experts. Where only one of several axes has more than one rank, its own group serves.
+    holds all experts. Where only one of several axes has more than one rank, its own group serves, but for
+    `dp_cp`.
 
     `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
     included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
@@ -136,7 +138,7 @@ class ParallelGroups:
             return made[several]
 
         groups |= {
-            "dp_cp": join("dp", "cp"),
+            "dp_cp": make("cp-dp", "dp_cp"),
             "mp": join("tp", "pp"),
             "tp_cp": join("tp", "cp"),
             "tp_cp_dp": join("tp", "cp", "dp"),

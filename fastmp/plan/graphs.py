@@ -67,9 +67,11 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
     layers = stage_layers(recipe)
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
-    whole = "full" in (scope or ())
+    whole, grid = "full" in (scope or ()), shapes.grid
+    reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
+    run_size = recipe.optimizer.bucket_size if reduces else None
     of_stages = [
-        whole_runs(shapes, stage, len(stages), len(own)) if whole else [runs(shapes, own, scope)]
+        whole_runs(shapes, stage, len(stages), len(own)) if whole else [runs(shapes, own, scope, run_size)]
         for stage, own in enumerate(stages)
     ]
     ranks = [

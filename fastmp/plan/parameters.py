@@ -8,7 +8,7 @@ from fastmp.config import Recipe
 from fastmp.parallel.shards import Buffer, ParameterFacts, plan_buffers
 from fastmp.plan.shapes import Shapes
 
-__all__ = ["rank_buffers", "rank_parameters", "stage_layers"]
+__all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_layers"]
 
 
 def stage_layers(recipe: Recipe) -> list[int]:
@@ -40,6 +40,11 @@ def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...
         num_expert_ranks=grid.edp if optimizer.shard else 1,
         bucket_size=optimizer.bucket_size,
     )
+
+
+def layer_size(shapes: Shapes) -> int:
+    """Return how many parameters a rank has of a layer."""
+    return sum(facts.size for facts in _stage(shapes, [0], first=False, last=False).values())
 
 
 def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> dict[str, ParameterFacts]:

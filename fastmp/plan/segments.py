@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from fastmp.config import MoEConfig
 from fastmp.graphs.buffers import RunSpec, TensorSpec
-from fastmp.graphs.scope import captured_segments
+from fastmp.graphs.scope import captured_segments, layer_groups
+from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
 
 _BACK = ("dispatch", "experts", "combine")
@@ -54,17 +55,26 @@ def segments(shapes: Shapes) -> list[Segment]:
     return found
 
 
-def runs(shapes: Shapes, layers: range, scope: Sequence[str] | None = None) -> list[RunSpec]:
-    """The runs of a stage with these layers: maximal, over the borders of layers.
+def runs(
+    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, run_size: int | None = None
+) -> list[RunSpec]:
+    """The runs of a stage with these layers, over the borders of layers, up to `run_size` parameters.
 
     ValueError as `captured_segments`.
     """
     own = segments(shapes)
     chosen = captured_segments(scope, {segment.name: segment.capturable for segment in own})
-    links = [(f"{layer}.{segment.name}", segment) for layer in layers for segment in own]
+    links = [(layer, segment) for layer in layers for segment in own]
     found: list[RunSpec] = []
     tensors: Tensors = (_Parts(shapes).hidden(),)
-    for captured, part in groupby(links, lambda link: link[1].name in chosen):
+    groups = layer_groups([layer_size(shapes)] * len(layers), run_size)
+    group_of = dict(zip(layers, groups, strict=True))
+
+    def kind_of(link: tuple[int, Segment]) -> tuple[bool, int]:
+        captured = link[1].name in chosen
+        return captured, group_of[link[0]] if captured else -1
+
+    for (captured, _), part in groupby(links, kind_of):
         given, run = tensors, list(part)
         others: Tensors = ()
         for _, segment in run:
@@ -73,7 +83,7 @@ def runs(shapes: Shapes, layers: range, scope: Sequence[str] | None = None) -> l
                 tensors, others = tensors[:1], others + tensors[1:]
         made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
         if captured:
-            first, last = run[0][0], run[-1][0]
+            first, last = (f"{layer}.{segment.name}" for layer, segment in (run[0], run[-1]))
             found.append(
                 RunSpec(
                     first if first == last else f"{first} to {last}",

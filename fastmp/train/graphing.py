@@ -33,13 +33,15 @@ def make_graphs(
     rng: RngTracker | None,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    run_size: int | None = None,
     manager: Callable[..., GraphManager] | None = None,
 ) -> GraphManager | None:
     """Make a manager for what `runner` does with the microbatches of a step; None if `config` wants none.
 
     group: the ranks of a pipeline stage, which verify steps together.
-    manager: called as manager(chains, order, rng=, scope=, warmup=) in place of `GraphManager`, to have
-        another library capture: `fastmp.integrations.transformer_engine.TransformerEngineManager`.
+    run_size: parameters after which a run ends, see `GraphManager`.
+    manager: called as manager(chains, order, rng=, scope=, run_size=, warmup=) in place of `GraphManager`,
+        to have another library capture: `fastmp.integrations.transformer_engine.TransformerEngineManager`.
 
     Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk.
 
@@ -66,12 +68,13 @@ def make_graphs(
     else:
         chains, order = _layers(runner.chunks), runner.order(num_microbatches)
     if manager is not None:
-        return manager(chains, order, rng=rng, scope=scope, warmup=config.warmup)
+        return manager(chains, order, rng=rng, scope=scope, run_size=run_size, warmup=config.warmup)
     return GraphManager(
         chains,
         order,
         backend=CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng),
         scope=scope,
+        run_size=run_size,
         warmup=config.warmup,
         verify_every=config.verify_every,
         group=group,

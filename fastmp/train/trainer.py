@@ -154,6 +154,7 @@ class Trainer:
             rng=rng,
             device=self.device,
             group=groups.tp_cp_dp,
+            run_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
             manager=graph_manager,
         )
         if self.graphs is not None:

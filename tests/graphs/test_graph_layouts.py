@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 from layout_tools import DENSE_4, MOE_4, SOME, Layout, assert_same, train
+from marks import full
 
+from fastmp.graphs.scope import layer_groups
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -135,3 +137,27 @@ def test_memory_follows_the_pipeline_and_not_the_microbatches():
     for few, many in run_ranks(memory_case, 2):
         assert few[0] == few[1] == many[0] == many[1]
         assert few[2] <= many[2] <= 1.03 * few[2]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(MOE_2, **FEW, options=RECOMPUTED),
+        Layout(DENSE_2, **FEW, schedule=ZERO_BUBBLE),
+        *full([Layout(DENSE_4, vpp=2), Layout(MOE_2, **FEW)]),
+    ],
+    ids=lambda layout: f"{layout.schedule}, vpp {layout.vpp}, {layout.options}",
+)
+def test_a_layer_in_a_run_of_its_own_is_the_same_layer(layout):
+    """As where gradients are communicated beside replays; with dropout, with recomputation too."""
+    groups = ParallelGroups.alone()
+    eager = train(layout, groups, graphs=False, steps=4)
+    graphed = train(layout, groups, graphs=True, run_size=1, steps=4)
+    assert_same(graphed, eager)
+    assert [len(chunk) for chunk in graphed.manager.runs] == [2] * layout.vpp
+    assert all(len(run.layers) == 1 for chunk in graphed.manager.runs for run in chunk)
+
+
+def test_groups_of_layers_are_full_from_the_last_one_on():
+    assert layer_groups([1, 5, 1, 2, 3], 3) == [3, 2, 1, 1, 0]
+    assert layer_groups([4, 4], None) == [0, 0] and layer_groups([], 3) == []

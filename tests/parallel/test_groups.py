@@ -135,17 +135,32 @@ def prioritised(rank: int, world_size: int) -> dict[str, bool]:
 def test_groups_that_communicate_beside_compute_have_streams_of_high_priority():
     for asked in run_ranks(prioritised, 8):
         urgent = [name for name, high in asked.items() if high]
-        assert sorted(urgent) == ["dp", "edp", "ep", "pp", "pp_backward", "tp"]
+        assert sorted(urgent) == ["dp", "dp_cp", "edp", "ep", "pp", "pp_backward", "tp"]
         assert {"alone", "embedding", "pp-tp"} <= set(asked)
 
 
 def shared(rank: int, world_size: int) -> tuple[bool, ...]:
     groups = ParallelGroups.create(RankGrid(world_size=world_size, tp=2, ep=2, etp=1))
-    return groups.mp is groups.tp, groups.dp_cp is groups.dp, groups.ep is groups.tp
+    return groups.mp is groups.tp, groups.tp_cp is groups.tp, groups.ep is groups.tp
 
 
 def test_the_same_ranks_share_a_communicator_within_a_grid_but_not_across_the_two():
     assert run_ranks(shared, 4) == [(True, True, False)] * 4
+
+
+def of_buckets(rank: int, world_size: int) -> None:
+    """No axis and no joined group that a layer communicates over is one that buckets travel over."""
+    for layout in ({"cp": 2}, {"cp": 1}, {"tp": 2}, {"tp": 2, "etp": 1, "ep": 1}):
+        groups = ParallelGroups.create(RankGrid(world_size=world_size, **layout))
+        of_layers = (groups.tp, groups.cp, groups.dp, groups.pp, groups.etp, groups.ep)
+        of_layers += (groups.tp_cp, groups.tp_cp_dp, groups.etp_ep, groups.mp, groups.expert_mp)
+        buckets = [group for group in (groups.dp_cp, groups.edp) if group is not None]
+        assert buckets or layout == {"tp": 2}
+        assert not any(bucket is group for bucket in buckets for group in of_layers), layout
+
+
+def test_buckets_have_communicators_of_their_own():
+    run_ranks(of_buckets, 2)
 
 
 def too_small(rank: int, world_size: int) -> None:

@@ -154,9 +154,8 @@ def test_a_loss_that_has_made_its_gradient_runs_backward_again(monkeypatch, reco
 
 
 def test_a_manager_of_ones_own_goes_on_eagerly():
-    def manage(chains, order, *, rng, scope, warmup):
-        backend = FailsInTheEnd(rng)
-        return GraphManager(chains, order, backend=backend, scope=scope, warmup=warmup, fallback=True)
+    def manage(chains, order, *, rng, **options):
+        return GraphManager(chains, order, backend=FailsInTheEnd(rng), fallback=True, **options)
 
     one = GraphConfig(enabled=True, warmup=1)
     graphed, manager = run(one, config=DENSE, steps=3, graph_manager=manage)
