@@ -10,6 +10,7 @@ from fastmp.ops.adamw import adamw_
 from fastmp.ops.capacity import apply_capacity
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
+from fastmp.ops.finite import first_not_finite
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm, grouped_mm_choice
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
@@ -39,6 +40,7 @@ __all__ = [
     "bias_gelu",
     "cross_entropy",
     "cross_entropy_from_stats",
+    "first_not_finite",
     "geglu",
     "grouped_mlp_in",
     "grouped_mm",

@@ -145,6 +145,10 @@ def _adamw(facts, grouped=False, small=False):
     return case, (facts,)
 
 
+def _finite(facts):
+    return lambda t, wide: ("first_not_finite", (t(1 << 20), t(dtype=torch.bool))), (facts,)
+
+
 def _rope(width, rotated, interleaved, in_place, facts):
     def case(t, wide):
         q, k = t(2048, 4, 32, width), t(2048, 4, 8, width)
@@ -341,6 +345,7 @@ CASES = {
     "dropout backward": _dropout_backward("", ELEMENTWISE, ANY),
     "dropout backward no bias": _dropout_backward("no bias", ALONE),
     "dropout backward wide": _dropout_backward("wide", Facts(1, 0.5, registers=128), ANY),
+    "first_not_finite": _finite(Facts(1)),
     "adamw": _adamw(ADAMW),
     "adamw groups": _adamw(ADAMW, grouped=True),
     "adamw small": _adamw(ADAMW_SMALL, grouped=True, small=True),

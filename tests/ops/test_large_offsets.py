@@ -25,10 +25,10 @@ from every_op_tools import (
 from marks import full
 from torch import Tensor
 
-from fastmp.ops import OPS, dropout, grouped_mm_triton, norm_triton, rows
+from fastmp.ops import OPS, dropout, finite, grouped_mm_triton, norm_triton, rows
 from fastmp.testing.ops import run, samples
 
-CONTIGUOUS = ("adamw_", "cross_entropy_merge")  # ops that take nothing else, or a copy
+CONTIGUOUS = ("adamw_", "cross_entropy_merge", "first_not_finite")  # ops that take nothing else, or a copy
 IN_TURN = ("rope", "rope_")  # the programs of keys follow those of queries
 SUMS_OVER_ROWS = ("grouped_mm_wgrad", "grouped_mm_wgrad_")
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
@@ -90,6 +90,9 @@ def check_ends(op: str, results: list[Tensor], case: Stretched, tolerance: float
     if op in SUMS_OVER_ROWS:  # the rows between are zero
         torch.testing.assert_close(results, list(wanted), rtol=tolerance, atol=tolerance)
         return
+    if op == "first_not_finite":  # an index, of two rows and of all
+        assert results[0] == (0, case.num_rows - 1, case.num_rows)[wanted[0]]
+        return
     pairs = [trio for trio in zip(results, wanted, dims, strict=True) if trio[2] is not None]
     assert pairs, "no result has rows"
     ends = ((pairs[0], 0), (pairs[-1], -1)) if op in IN_TURN else itertools.product(pairs, (0, -1))
@@ -118,6 +121,7 @@ def test_first_and_last_row_of_very_many(op, backend, more_than, monkeypatch):
     monkeypatch.setattr(
         norm_triton, "num_programs", lambda num_rows, block_m, num_warps: -(-num_rows // block_m)
     )
+    monkeypatch.setattr(finite, "NUM_PROGRAMS", 1 << 40)
     # one tile a program, and no more than there are: room is left for one tile more of each of three experts
     monkeypatch.setattr(grouped_mm_triton, "num_programs", lambda tensor, tiles, each: tiles - 2)
     with NothingWalksThrough(), only_ends_run():
