@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.ops import first_not_finite
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size, reduce_scatter_
 from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.shards import BUCKET_SIZE, BucketLayout, Buffer, ParameterFacts, fill_order, plan_buffers
@@ -201,6 +202,28 @@ class GradBuffer:
                 if each is param:
                     return flat.own.get(name, flat.grad[:0])
         raise ValueError(f"GradBuffer.own: a parameter of shape {tuple(param.shape)} is not in the buffer")
+
+    def first_not_finite(self, wanted: Tensor) -> Tensor:
+        """Find, where the flag `wanted` is set, the first element of each buffer that is not finite.
+
+        After `reduce`, and before `zero`. Returns (buffers,) int64 on the device, for `culprit`.
+        """
+        return torch.stack([first_not_finite(flat.grad, wanted) for flat in self.flats])
+
+    def culprit(self, places: list[int]) -> tuple[str, bool] | None:
+        """Name the parameter nearest to the loss among the `places` that `first_not_finite` has found.
+
+        Returns (name, whether this rank's own gradient was not finite): where the element lies in this rank's
+        shard, it is a sum over ranks, and another may be the cause. None: all were finite.
+        """
+        found = []
+        for flat, place in zip(self.flats, places, strict=True):
+            for name, (start, end) in flat.layout.ranges.items():
+                if start <= place < end:
+                    summed = any(first <= place < last for first, last in flat.shards)
+                    found.append((name, not summed or group_size(flat.group) == 1))
+        order = list(self.parameters)
+        return max(found, key=lambda each: order.index(each[0]), default=None)
 
     def remove_hooks(self) -> None:
         """Take hooks and `param.main_grad` off the parameters: gradients go to `param.grad` again."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
+from fastmp.parallel.grads import GradBuffer
 from fastmp.train.checkpoint import communication_device
 
-__all__ = ["SkippedSteps", "StopSignals", "first_not_finite"]
+__all__ = ["SkippedSteps", "StopSignals"]
 
 SAME_PRESS = (
     2.0  # seconds in which a launcher may pass on a Ctrl-C that the terminal has sent to all processes
@@ -71,45 +72,86 @@ class StopSignals:
 
 
 class SkippedSteps:
-    """The number of steps in a row, up to the last one, whose gradient norm was not finite.
+    """What the host learns of steps whose gradient was not finite: which, why, and how many in a row.
 
-    The count stays on the device. It is read after every step on a CPU; elsewhere every `limit` steps, so
-    that the host does not wait for each step. The norm has the same bits on all ranks, and so has the count.
+    A step leaves a few numbers on the device. The host reads them one step later, when the next step is
+    queued, so the device never waits; on a CPU at once. All ranks read the same steps, and where one was
+    skipped, they find out together whose gradient it was.
 
-    limit: how many such steps end the run; 0: any number is let pass.
+    grads: the gradients of the trainer. world_size: ranks in the default process group. wait: called before
+        parameters are looked at.
+
+    `in_a_row` counts the skipped steps up to the last one that was read.
     """
 
-    def __init__(self, limit: int, device: torch.device) -> None:
-        self.limit = limit
-        self._count = torch.zeros((), dtype=torch.int64, device=device)
+    def __init__(self, grads: GradBuffer, world_size: int, wait: Callable[[], None] = lambda: None) -> None:
+        self._grads, self._world_size, self._wait = grads, world_size, wait
+        self._unread: deque[tuple[int, _HostCopy]] = deque(maxlen=2)
+        self.in_a_row = 0
 
-    def add(self, grad_norm: Tensor) -> None:
-        """Count the step whose gradient norm this is."""
-        if self.limit:
-            self._count.add_(1).mul_(~torch.isfinite(grad_norm))
+    def add(self, step: int, skipped: Tensor, counts: Tensor | None = None) -> None:
+        """Note a step after its reductions.
 
-    def too_many(self, step: int) -> int:
-        """The number after step `step`, if it has reached the limit and is read after this step; else 0."""
-        if not self.limit or (self._count.device.type != "cpu" and step % self.limit):
-            return 0
-        count = int(self._count)
-        return count if count >= self.limit else 0
+        skipped: 0-dim bool tensor, the same on all ranks. counts: likewise, whether a skipped step counts in
+        `in_a_row`; None: it does.
+        """
+        counted = skipped if counts is None else skipped & counts
+        numbers = [torch.stack((skipped, counted)).long(), self._grads.first_not_finite(skipped)]
+        self._unread.append((step, _HostCopy(torch.cat(numbers))))
+
+    def read(self, *, all_steps: bool = False) -> list[str]:
+        """Read the steps that are due, or all; a line for each that was skipped. Every rank calls it."""
+        lines = []
+        while self._unread and (all_steps or len(self._unread) > self._unread[0][1].steps_late):
+            step, copy = self._unread.popleft()
+            skipped, counted, *places = copy.read()
+            self.in_a_row = self.in_a_row + 1 if counted else 0
+            if skipped:
+                lines.append(f"step {step}: skipped: {self._cause(places)}")
+        return lines
+
+    def _cause(self, places: list[int]) -> str:
+        """Say whose gradient was not finite; all ranks call it."""
+        self._wait()
+        parameters = self._grads.parameters
+        wrong = next((name for name, param in parameters.items() if not torch.isfinite(param).all()), None)
+        own = wrong, self._grads.culprit(places)
+        everyones: list[Any] = [own]
+        if self._world_size > 1:
+            everyones = [None] * self._world_size
+            dist.all_gather_object(everyones, own)
+        for rank, (name, _) in enumerate(everyones):
+            if name is not None:
+                return f"the values of {name} on rank {rank} are not finite"
+        found = [(rank, *each) for rank, (_, each) in enumerate(everyones) if each is not None]
+        for rank, name, certain in found:
+            if certain:
+                return f"the gradient of {name} on rank {rank} is not finite"
+        if found:
+            rank, name, _ = found[0]
+            cause = f" on rank {rank}" if self._grads.shard else ", summed over ranks,"
+            return f"the gradient of {name}{cause} is not finite"
+        return "the norm of the gradient is not finite, though every number in it is"
 
 
-def first_not_finite(parameters: Mapping[str, Parameter], world_size: int) -> str:
-    """Say on which rank, and for which parameter, a gradient is not finite first; all ranks call it.
+class _HostCopy:
+    """Numbers of the device, copied to the host while it goes on.
 
-    parameters: the parameters of this rank in the order of the model, with main gradients that have not been
-        reduced over ranks.
+    `steps_late`: after how many further steps they are read, so that nothing is waited for.
     """
-    own = next((name for name, p in parameters.items() if not torch.isfinite(p.main_grad).all()), None)
-    if own is not None and not torch.isfinite(parameters[own]).all():
-        own = f"{own}, whose values are not finite"
-    everyones: list[Any] = [own]
-    if world_size > 1:
-        everyones = [None] * world_size
-        dist.all_gather_object(everyones, own)
-    found = next(((rank, name) for rank, name in enumerate(everyones) if name is not None), None)
-    if found is None:
-        return "run once more, every rank's own gradients are finite"
-    return f"the first parameter with such a gradient is {found[1]} on rank {found[0]}"
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._numbers, self._done = numbers, None
+        self.steps_late = int(numbers.device.type == "cuda")
+        if self.steps_late:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    _done: torch.cuda.Event | None
+
+    def read(self) -> list[int]:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._numbers.tolist()

@@ -43,7 +43,7 @@ from fastmp.train.microbatches import (
     named_parameters,
 )
 from fastmp.train.optimizer import make_grads, make_optimizer, make_scaler, state_layout
-from fastmp.train.stopping import SkippedSteps, first_not_finite
+from fastmp.train.stopping import SkippedSteps
 
 if TYPE_CHECKING:
     from fastmp.graphs.manager import GraphManager
@@ -161,7 +161,7 @@ class Trainer:
             world = dist.group.WORLD if groups.grid.world_size > 1 else None
             self._agreement = CaptureAgreement(self.graphs, world)
         self._window: _Window | None = None  # what experts did since the last line of the log
-        self._skipped = SkippedSteps(config.max_skipped_steps, self.device)
+        self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
         dtypes = {param.dtype for param in self.grads.parameters.values()}
         self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
         self.step = 0
@@ -185,7 +185,6 @@ class Trainer:
         row whose gradient was not finite.
         """
         config, evaluation, saved = self.config, None, self.step
-        skipped = int(self.optimizer.skipped_steps)
         while self.step < config.steps:
             if before_step is not None:
                 before_step(self.step)
@@ -197,9 +196,7 @@ class Trainer:
                 log.progress(self.step)
             if log is not None and log.due(self.step):
                 self._log_step(log, result)
-                skipped = self._note_skipped(log, skipped)
-            if too_many := self._skipped.too_many(self.step):
-                self._give_up(too_many)
+            self._read_skipped(log)
             if _due(self.step, config.eval_interval) and self.step < config.steps:
                 self.evaluate(log, max_batches=config.eval_batches)
             if _due(self.step, config.save_interval):
@@ -209,6 +206,7 @@ class Trainer:
                     self._save(log)
                 return None
         self.optimizer.gather.wait()
+        self._read_skipped(log, all_steps=True)
         if before_step is not None:
             before_step(self.step)
         if config.eval_interval:
@@ -256,17 +254,18 @@ class Trainer:
         lr = self._learning_rate()
         with region("fastmp.train.optimizer"):
             self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=inv_scale, clip_coefficient=clip)
-        if self.scaler is None:
-            self._skipped.add(grad_norm)
-        else:  # where the scale can halve, the next step may be finite: not a step that ends a run
-            self._skipped.add(grad_norm.masked_fill(self.scaler.scale > self.scaler.min_scale, 0.0))
-            self.scaler.update(~torch.isfinite(grad_norm))
         self.step += 1
+        skipped, ends_run = ~torch.isfinite(grad_norm), None
+        if self.scaler is not None:  # where the scale can halve, the next step may be finite
+            ends_run = self.scaler.scale <= self.scaler.min_scale
+        self._skipped.add(self.step, skipped, ends_run)
+        if self.scaler is not None:
+            self.scaler.update(skipped)
         result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
         if counts is None:
             return result
         with region("fastmp.train.balance"):
-            self._balance(counts.masked_fill(~torch.isfinite(grad_norm), 0))
+            self._balance(counts.masked_fill(skipped, 0))
         result = replace(result, aux_loss=aux_loss * per_token, expert_counts=counts)
         self._window = (self._window or _Window()).add(result.aux_loss, counts)
         return result
@@ -391,24 +390,17 @@ class Trainer:
         experts = None if window is None else ExpertStats(window.aux_loss / window.steps, window.counts)
         log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, experts=experts)
 
-    def _note_skipped(self, log: TrainLog, before: int) -> int:
-        skipped = int(self.optimizer.skipped_steps)
-        if skipped > before:
-            log.note(f"step {self.step}: skipped {skipped - before} steps: gradient norm not finite")
-        return skipped
-
-    def _give_up(self, num_skipped: int) -> None:
-        """Compute the last step's gradient once more; raise FloatingPointError that says where it breaks."""
-        self.step -= 1
-        self.grads.overlap = False
-        self._backward()
-        self.step += 1
-        where = first_not_finite(self.grads.parameters, self.groups.grid.world_size)
-        raise FloatingPointError(
-            f"Trainer: stopped after step {self.step}: the gradient was not finite in the last {num_skipped} "
-            f"steps (train.max_skipped_steps); {where}. Go on from the last checkpoint (train.resume) with a "
-            f"lower learning rate or other data"
-        )
+    def _read_skipped(self, log: TrainLog | None, *, all_steps: bool = False) -> None:
+        """Note skipped steps; raise FloatingPointError after too many in a row."""
+        lines, limit = self._skipped.read(all_steps=all_steps), self.config.max_skipped_steps
+        for line in lines if log is not None else ():
+            log.note(line)
+        if lines and limit and self._skipped.in_a_row >= limit:
+            raise FloatingPointError(
+                f"Trainer: stopped after step {self.step}: the gradient was not finite in the last "
+                f"{self._skipped.in_a_row} steps (train.max_skipped_steps); {lines[-1]}. Go on from the last "
+                "checkpoint (train.resume) with a lower learning rate or other data"
+            )
 
     def _save(self, log: TrainLog | None) -> int:
         with _paused(log, self.device):

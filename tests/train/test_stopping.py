@@ -10,16 +10,19 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from test_trainer import make_groups, make_trainer
+from torch import nn
 from train_tools import ROOT, arguments, losses
 
+from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.command import main
 from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
-from fastmp.train.stopping import StopSignals
+from fastmp.train.stopping import SkippedSteps, StopSignals
 from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,10 +53,38 @@ def test_a_run_whose_steps_are_all_skipped_stops_and_names_the_parameter_and_the
     says = [rank_main(0, 1)] if world_size == 1 else run_ranks(rank_main, world_size)
     for message in says:
         assert "stopped after step 9: the gradient was not finite in the last 5 steps" in message
-        assert (
-            f"first parameter with such a gradient is layers.1.mlp.up.bias on rank {world_size - 1}"
-            in message
-        )
+        assert f"the gradient of layers.1.mlp.up.bias on rank {world_size - 1} is not finite" in message
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_whose_gradient_it_was_is_found_wherever_it_lies(shard):
+    """Any parameter and either rank, elements of either rank's shard; where all have all sums, the name."""
+
+    def rank_main(rank, world_size):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30), nn.Linear(30, 3))
+        options = {"dp_group": dist.group.WORLD, "shard": shard, "bucket_size": 200}
+        grads, found = GradBuffer(model.named_parameters(), **options), []
+        skipped = SkippedSteps(grads, world_size)
+        for name, param in model.named_parameters():
+            for culprit, element in ((0, 0), (0, -1), (1, 0), (1, -1)):
+                grads.zero()
+                if rank == culprit:
+                    param.main_grad.view(-1)[element] = math.inf
+                grads.reduce()
+                skipped.add(len(found), torch.tensor(True))
+                found.append((name, culprit, skipped.read()))
+        grads.zero()
+        grads.reduce()
+        skipped.add(99, torch.tensor(False))
+        assert skipped.read() == [] and skipped.in_a_row == 0
+        return found
+
+    left, right = run_ranks(rank_main, 2)
+    assert left == right and len(left) == 24
+    for step, (name, culprit, lines) in enumerate(left):
+        where = f" on rank {culprit}" if shard else ", summed over ranks,"
+        assert lines == [f"step {step}: skipped: the gradient of {name}{where} is not finite"]
 
 
 @pytest.mark.parametrize(("limit", "last"), [(5, 3), (0, 11)], ids=["fewer in a row", "no limit"])
@@ -71,7 +102,7 @@ def test_weights_that_are_not_finite_are_said_to_be_and_the_last_good_checkpoint
     trainer.save()
     with torch.no_grad():
         trainer.grads.parameters["layers.0.mlp.up.weight"][0, 0] = math.inf
-    with pytest.raises(FloatingPointError, match=r"word_embedding\.weight on rank 0"):
+    with pytest.raises(FloatingPointError, match=r"values of layers\.0\.mlp\.up\.weight on rank 0 are not"):
         trainer.train()
     again = make_trainer(run_dir=str(tmp_path))
     assert again.resume() and again.step == 1
@@ -112,7 +143,7 @@ def test_all_ranks_stop_after_one_step_if_any_of_them_is_asked(tmp_path, tokens)
         train(recipe, runtime, resume=recipe.train.resume)
 
     def asked(rank, world_size):
-        step = Trainer.train_step
+        step = Trainer._train_step
 
         def train_step(self):
             if rank == 1 and self.step == 2:
@@ -120,7 +151,7 @@ def test_all_ranks_stop_after_one_step_if_any_of_them_is_asked(tmp_path, tokens)
             return step(self)
 
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as leaving:
-            patch.setattr(Trainer, "train_step", train_step)
+            patch.setattr(Trainer, "_train_step", train_step)
             rank_main(rank, world_size, "stopped")
         return leaving.value.code
 
