@@ -6,6 +6,7 @@ memory. The rest stands in the table of cubin_cases.py.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 
@@ -155,6 +156,16 @@ def test_one_kernel_of_adamw_serves_all_buckets():
     """Where a bucket begins, which of the counts is its own, and the seed compile nothing anew."""
     kept = {param.name for param in adamw.adamw_kernel.params if param.do_not_specialize}
     assert kept == {"first_element", "groups", "noise_seed", "step"}
+
+
+def test_split_masters_are_computed_like_whole_ones():
+    """The same floating-point instructions, fused alike, so that masters have the same bits."""
+    counts = []
+    for name in ("adamw groups", "adamw small"):
+        (launch,) = launches(*CASES[name][0](meta(torch.bfloat16), torch.float32), 90, 4)
+        code = re.findall(r"\b(FFMA|FMUL|FADD|MUFU\.\w+)\b", launch.sass)
+        counts.append(collections.Counter(code))
+    assert counts[0] == counts[1] and counts[0]["FFMA"]
 
 
 def test_a_product_of_philox_is_one_instruction():
