@@ -273,7 +273,7 @@ def _check(
         "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "low_precision_out": low_precision_out,
         "remainder": remainder,
     }  # fmt: skip
-    _check_dtypes(param, **buffers)
+    _check_dtypes(param, grad, exp_avg, exp_avg_sq, low_precision_out, remainder)
     checks.fits("adamw_", param.shape, to=("param", param), **buffers)
     factors = {"lr": lr, "inv_scale": inv_scale, "clip_coefficient": clip_coefficient}
     tables = {"groups": groups, "group_lr": group_lr, "group_decay": group_decay}
@@ -295,7 +295,6 @@ def _check(
 
 def _check_dtypes(
     param: Tensor,
-    *,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
@@ -310,10 +309,8 @@ def _check_dtypes(
         )  # fmt: skip
     else:
         halves = param.dtype == torch.bfloat16 and remainder.dtype == torch.int16
-        require(
-            halves, "adamw_: with a remainder in int16 param is bfloat16, got {} and {}", remainder.dtype,
-            param.dtype,
-        )  # fmt: skip
+        got = remainder.dtype, param.dtype
+        require(halves, "adamw_: remainder must be int16 and its param bfloat16, got {} and {}", *got)
         require(low_precision_out is None, "adamw_: low_precision_out is given, but param itself is bfloat16")
     narrow = () if param.dtype == torch.float64 else _NARROW
     main = torch.float64 if param.dtype == torch.float64 else torch.float32

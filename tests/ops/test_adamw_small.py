@@ -185,8 +185,11 @@ def test_bytes_of_a_step():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"remainder": torch.zeros(4, dtype=torch.int32)}, "in int16 param is bfloat16, got torch.int32 and"),
-        ({"param": torch.zeros(4)}, "in int16 param is bfloat16, got torch.int16 and torch.float32"),
+        (
+            {"remainder": torch.zeros(4, dtype=torch.int32)},
+            "must be int16 and its param bfloat16, got torch.int32 and",
+        ),
+        ({"param": torch.zeros(4)}, "its param bfloat16, got torch.int16 and torch.float32"),
         ({"remainder": None}, "or bfloat16 with a remainder, got torch.bfloat16"),
         ({"remainder": torch.zeros(5, dtype=torch.int16)}, r"remainder of shape \(5,\) does not fit param"),
         ({"low_precision_out": torch.zeros(4).half()}, "low_precision_out is given, but param itself"),
