@@ -11,7 +11,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.config import (
+    DataConfig,
+    GPTConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from fastmp.layout import make_grid, problems
 from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
 from fastmp.nn.models import ExpertLosses
@@ -61,9 +69,13 @@ MODELS = {
 }
 
 
-def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, **layout):
+CLASSIC = OptimizerConfig()
+
+
+def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, optimizer=CLASSIC, **layout):
     made = Recipe(
         model=model,
+        optimizer=optimizer,
         parallel=ParallelConfig(**layout),
         data=DataConfig(seq_len=64, micro_batch_size=2),
         train=TrainConfig(global_batch_size=2 * microbatches * dp, dtype=dtype),
@@ -176,6 +188,7 @@ def on_cpu(shapes, rank=0, recompute=False):
     return extra
 
 
+SMALL = OptimizerConfig(states="small", grad_dtype="bfloat16", bucket_size=5000)
 LAYOUTS = {
     "tp": (recipe(GPT2, tp=2), 1),
     "tp, grouped": (recipe(LLAMA, tp=2), 1),
@@ -196,6 +209,9 @@ LAYOUTS = {
     "pp": (recipe(GPT2, pp=2, microbatches=3), 1),
     "pp, vpp": (recipe(replace(LLAMA, num_layers=4), pp=2, vpp=2, microbatches=4), 1),
     "pp, uneven": (recipe(replace(GPT2, num_layers=3), pp=2, stage_layers=(1, 2), microbatches=2), 1),
+    "small, ep": (recipe(MODELS["qwen"], dtype="bfloat16", ep=2, dp=2, optimizer=SMALL), 2),
+    "small, edp": (recipe(MODELS["shared"], dtype="bfloat16", dp=2, optimizer=SMALL), 2),
+    "replicated": (recipe(MODELS["shared"], dp=2, optimizer=OptimizerConfig(shard=False)), 2),
     "tp, sp, pp": (
         recipe(MODELS["qwen"], dtype="bfloat16", tp=2, pp=2, sequence_parallel=True, microbatches=2),
         1,
@@ -216,7 +232,7 @@ RECOMPUTED = {
 }
 ALL = LAYOUTS | {f"recomputed: {name}": case for name, case in RECOMPUTED.items()}
 QUICK = {
-    *("tp, ep", "ep, all-gather", "dp, edp", "cp, qk-norm", "pp, vpp", "tp, sp, pp"),
+    *("tp, ep", "ep, all-gather", "dp, edp", "cp, qk-norm", "pp, vpp", "tp, sp, pp", "small, ep"),
     *("recomputed: ep", "recomputed: tp, shards"),
 }
 CASES = [

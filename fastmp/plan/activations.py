@@ -108,15 +108,18 @@ def loss(shapes: Shapes) -> int:
     return norm(shapes) + shapes.hidden + shapes.tokens * (_TARGET + _STATISTIC)
 
 
-def loss_workspace(shapes: Shapes) -> int:
+def loss_workspace(shapes: Shapes, narrow_gradient: bool) -> int:
     """Return what lives only while the loss is computed.
 
-    These are the logits of one or two chunks of tokens. Under sequence parallelism the hidden states of all
-    tokens and their gradient come on top.
+    These are the logits of one or two chunks of tokens. Where there are several chunks and main gradients
+    have 16 bits, the weight's gradient is summed in float32 beside. Under sequence parallelism the hidden
+    states of all tokens and their gradient come on top.
     """
-    logits = min(LOSS_WORKSPACE, shapes.tokens * shapes.vocab * shapes.itemsize)
+    all_logits = shapes.tokens * shapes.vocab * shapes.itemsize
+    logits = min(LOSS_WORKSPACE, all_logits)
+    total = shapes.vocab * shapes.model.hidden_size * 4 if narrow_gradient and logits < all_logits else 0
     whole = shapes.tokens * shapes.model.hidden_size * shapes.itemsize
-    return logits + (2 * whole if shapes.sequence_parallel else 0)
+    return logits + total + (2 * whole if shapes.sequence_parallel else 0)
 
 
 def _ffn(shapes: Shapes, width: int, rows: int) -> int:

@@ -80,7 +80,7 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
     recomputed = _peak(order, inputs, whole)
     if any(layers[stage] for stage in own):
         recomputed += whole_layer - (0 if layout.shard_recompute_input else layer_input)
-    loss = activations.loss_workspace(shapes) if last in own else 0
+    loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
     total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss
     return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, total)
 

@@ -63,12 +63,10 @@ def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> di
     if first and model.position == "learned":
         found["position_embedding.weight"] = facts(model.max_seq_len * model.hidden_size, split)
     for layer in layers:
-        found |= {f"layers.{layer}.{name}": facts(*of) for name, of in _layer(shapes)}
-        if model.moe is not None:
-            each = model.moe.num_experts * model.hidden_size * model.moe.expert_ffn_hidden_size
-            each //= shapes.grid.ep * shapes.grid.etp
-            for name, size in (("fc1", each * shapes.blocks), ("fc2", each)):
-                found[f"layers.{layer}.moe.experts.{name}"] = ParameterFacts(size, dtype, experts=True)
+        for name, (size, partial) in _layer(shapes):
+            experts = name.startswith("moe.experts.")
+            of = ParameterFacts(size, dtype, experts=True) if experts else facts(size, partial)
+            found[f"layers.{layer}.{name}"] = of
     if last:
         found |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
         if not model.tie_embeddings:
@@ -77,7 +75,7 @@ def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> di
 
 
 def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
-    """Yield (name, (elements, whether the gradient is a partial sum)) of a layer, without its experts."""
+    """Yield (name, (elements, whether the gradient is a partial sum)) of a layer."""
     model, split = shapes.model, shapes.sequence_parallel
     h, d, moe = model.hidden_size, model.head_dim, model.moe
     heads = shapes.heads * d
@@ -91,6 +89,8 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     mlp = "mlp" if moe is None else "moe.shared_experts.mlp"
     if moe is not None:
         yield "moe.router.weight", (moe.num_experts * h, True)
+        each = moe.num_experts * h * moe.expert_ffn_hidden_size // (shapes.grid.ep * shapes.grid.etp)
+        yield from (("moe.experts.fc1", (each * shapes.blocks, False)), ("moe.experts.fc2", (each, False)))
         if moe.shared_expert_gate:
             yield "moe.shared_experts.gate", (h, split)
     if ffn:
