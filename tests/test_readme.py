@@ -29,6 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         ("docs/pipeline.md", 1, [sys.executable]),
         ("docs/cuda-graphs.md", 0, [sys.executable]),
         ("docs/learning-rates.md", 0, [sys.executable]),
+        ("docs/optimizer.md", 0, [sys.executable]),
         pytest.param("docs/fsdp2.md", 0, TORCHRUN, marks=pytest.mark.full),
     ],
     ids=[
@@ -39,6 +40,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
             "simulation",
             "graphs",
             "learning rates",
+            "optimizer",
             "shards on two ranks",
         ),
     ],

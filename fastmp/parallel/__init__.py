@@ -13,6 +13,7 @@ __getattr__, __dir__, __all__ = exports(
         "grid": "RankGrid",
         "schedule": "Schedule Step",
         "simulate": "Costs",
+        "shards": "bucket_layout shard_ranges",
         "pipeline": "Pipeline PipelineError PipelineResult StageOutput",
         "groups": "ParallelGroups",
         "runtime": "Runtime init main_guard",
@@ -26,7 +27,7 @@ __getattr__, __dir__, __all__ = exports(
         "loss": "vocab_parallel_cross_entropy",
         "linear_loss": "vocab_parallel_linear_cross_entropy",
         "grads": "GradBuffer",
-        "optimizer": "AdamW clip_coefficient global_grad_norm",
+        "optimizer": "AdamW ParameterGroup clip_coefficient global_grad_norm",
         "scaler": "LossScale LossScaler next_loss_scale",
     },
 )

@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from train_tools import DENSE, EXPERTS, NoDeviceCopies, Samples, gather_main_grads, saved_tensors
 
-from fastmp.config import OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
 from fastmp.parallel.collectives import group_rank, group_size
@@ -23,7 +23,8 @@ from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.checkpoint import CheckpointError
 from fastmp.train.generate import generate
-from fastmp.train.language import gpt_and_loss, next_logits, pipeline_loss, pipeline_next_logits
+from fastmp.train.language import gpt_and_loss, next_logits, pipeline_loss, pipeline_next_logits, token_loss
+from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import PipelineLoss, evaluation_mode, named_parameters
 from fastmp.train.tokenize import ByteTokenizer
 from fastmp.train.trainer import Trainer
@@ -49,6 +50,7 @@ def make_trainer(
     dtype=torch.float64,
     micro_batch=MICRO_BATCH,
     optimizer=OPTIMIZER,
+    graphs=None,
     **train,
 ):
     """The whole model, or the stages of `layout`."""
@@ -59,7 +61,9 @@ def make_trainer(
     dp = group_size(groups.dp)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
     data = Samples(micro_batch // dp, strides=3)
-    return Trainer(model, data, loss, TrainConfig(**train), optimizer=optimizer, groups=groups, rng=rng)
+    return Trainer(
+        model, data, loss, TrainConfig(**train), optimizer=optimizer, groups=groups, rng=rng, graphs=graphs
+    )
 
 
 def whole(trainer, tensor_of):
@@ -449,3 +453,65 @@ def test_tied_tables_stay_bitwise_equal():
 
     tables = run_ranks(rank_main, 6)
     assert all(torch.equal(table, tables[0]) for table in tables)
+
+
+TWENTY, GRAPHS = 20, GraphConfig(enabled=True)
+AGAINST_TORCH = [
+    (2, case(EXPERTS, ep=2, recompute=True), None),
+    *full(
+        [
+            (1, case(EXPERTS), None),
+            (4, case(EXPERTS, ep=2), None),
+            (2, case(), GRAPHS),
+            (4, case(EXPERTS, pp=2, vpp=2), None),
+            (4, case(pp=2, schedule="zero_bubble"), GRAPHS),
+        ]
+    ),
+]
+
+
+def torch_twenty_steps(config):
+    """Parameters of one process after twenty steps of torch's AdamW, clipped, on all microbatches at once."""
+    trainer = make_trainer(config=config)  # for its model and data
+    model, data = trainer.model, trainer.data
+    trainer.grads.remove_hooks()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    decays = ((matrices, OPTIMIZER.weight_decay), (vectors, 0.0))
+    members = [{"params": params, "weight_decay": decay} for params, decay in decays]
+    optimizer = torch.optim.AdamW(members, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
+    for step in range(TWENTY):
+        losses, tokens = 0.0, 0
+        for microbatch in range(NUM_MICROBATCHES):
+            loss, number, *stats = token_loss(model, data.batch(step, microbatch, NUM_MICROBATCHES, 0, 1))
+            losses = losses + loss + (stats[0].aux_loss if stats else 0.0)
+            tokens += number
+        losses.backward()
+        for param in model.parameters():
+            param.grad /= tokens
+        nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, OPTIMIZER, 40)
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(trainer, lambda param: param)
+
+
+@pytest.mark.parametrize(("world", "case", "graphs"), AGAINST_TORCH)
+def test_twenty_steps_are_those_of_torch(world, case, graphs):
+    """Experts, tied tables, pipelines, accumulation, recomputation, graphs: to 1e-7 after twenty steps."""
+    config, layout = case
+    config = replace(config, moe=config.moe and replace(config.moe, expert_bias=False))
+
+    def rank_main(rank, world_size):
+        groups = ParallelGroups.alone() if world_size == 1 else make_groups(world_size, layout)
+        trainer = make_trainer(groups, layout, config=config, optimizer=BUCKETS, graphs=graphs)
+        for _ in range(TWENTY):
+            trainer._train_step()
+        trainer.optimizer.gather.wait()
+        return whole(trainer, lambda param: param)
+
+    expected = torch_twenty_steps(config)
+    for params in [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=180):
+        for name, param in params.items():
+            torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-7, msg=name)
