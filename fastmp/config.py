@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from fastmp.parallel.schedule import SCHEDULES
-from fastmp.parallel.shards import BUCKET_SIZE
+from fastmp.parallel.shards import BUCKET_SIZE, UNIT
 
 
 def _option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
@@ -380,6 +380,7 @@ class OptimizerConfig(_Checked):
         "float32", "dtype in which gradients of 16-bit parameters accumulate", ("float32", "bfloat16")
     )
     bucket_size: int = _option(BUCKET_SIZE, "gradients that are communicated at once")
+    bucket_unit: int = _option(UNIT, "buckets are multiples of it; 65536 suits NCCL on many nodes")
     loss_scale: float = _option(
         2.0**12, "first scale of a float16 loss (the sum over a microbatch's tokens), a power of two"
     )
@@ -398,7 +399,7 @@ class OptimizerConfig(_Checked):
             )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"betas must be in [0, 1), got {self.betas}"
-        yield from self._not_positive("eps", "decay_steps", "bucket_size")
+        yield from self._not_positive("eps", "decay_steps", "bucket_size", "bucket_unit")
         yield from self._not_positive("loss_scale_interval", "loss_scale_hysteresis")
         if not (2.0**-126 <= self.loss_scale <= 2.0**127 and math.frexp(self.loss_scale)[0] == 0.5):
             yield f"loss_scale must be a power of two, got {self.loss_scale}"

@@ -188,7 +188,7 @@ def on_cpu(shapes, rank=0, recompute=False):
     return extra
 
 
-SMALL = OptimizerConfig(states="small", grad_dtype="bfloat16", bucket_size=5000)
+SMALL = OptimizerConfig(states="small", grad_dtype="bfloat16", bucket_size=5000, bucket_unit=1024)
 LAYOUTS = {
     "tp": (recipe(GPT2, tp=2), 1),
     "tp, grouped": (recipe(LLAMA, tp=2), 1),

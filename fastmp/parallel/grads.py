@@ -21,7 +21,15 @@ from torch.nn import Parameter
 from fastmp.ops import first_not_finite
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size, reduce_scatter_
 from fastmp.parallel.layers import parallel_attributes
-from fastmp.parallel.shards import BUCKET_SIZE, BucketLayout, Buffer, ParameterFacts, fill_order, plan_buffers
+from fastmp.parallel.shards import (
+    BUCKET_SIZE,
+    UNIT,
+    BucketLayout,
+    Buffer,
+    ParameterFacts,
+    fill_order,
+    plan_buffers,
+)
 
 __all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "parameter_facts"]
 
@@ -120,7 +128,7 @@ class GradBuffer:
     edp_group: ranks that hold the same experts; parameters marked `expert_parallel` are summed over it.
     shard: each rank of `dp_group` or `edp_group` gets the sums of its own part of each bucket (ZeRO-1); else
         every rank gets all sums.
-    bucket_size: elements after which a bucket is full.
+    bucket_size: elements after which a bucket is full. bucket_unit: its size is a multiple of that.
     grad_dtype: the dtype of gradients of 16-bit parameters; None: float32.
     overlap: whether buckets are reduced while backward runs, see below.
 
@@ -145,6 +153,7 @@ class GradBuffer:
         edp_group: dist.ProcessGroup | None = None,
         shard: bool = False,
         bucket_size: int = BUCKET_SIZE,
+        bucket_unit: int = UNIT,
         grad_dtype: torch.dtype | None = None,
         overlap: bool = False,
     ) -> None:
@@ -155,6 +164,7 @@ class GradBuffer:
             num_ranks=group_size(dp_group) if shard else 1,
             num_expert_ranks=group_size(edp_group) if shard else 1,
             bucket_size=bucket_size,
+            unit=bucket_unit,
         )
         self.flats: list[FlatBuffer] = []
         for plan in plans:

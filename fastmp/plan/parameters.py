@@ -39,6 +39,7 @@ def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...
         num_ranks=grid.dp * grid.cp if optimizer.shard else 1,
         num_expert_ranks=grid.edp if optimizer.shard else 1,
         bucket_size=optimizer.bucket_size,
+        unit=optimizer.bucket_unit,
     )
 
 

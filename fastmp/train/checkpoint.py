@@ -18,7 +18,7 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.tokenfile import sync_directory, write_synced
 
-__all__ = ["CheckpointError", "Checkpointer", "communication_device"]
+__all__ = ["CheckpointError", "Checkpointer", "communication_device", "described"]
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -301,6 +301,15 @@ class Checkpointer:
                 shutil.rmtree(remove, ignore_errors=True)
             reason = "another rank failed" if error is None else error
             raise OSError(f"checkpoint: cannot write in {self.directory}: {reason}") from None
+
+
+def described(config: Any) -> dict[str, dict[str, Any]]:
+    """The `description` and the `defaults` of a `Checkpointer` for a configuration, if it is a dataclass."""
+    if not is_dataclass(config) or isinstance(config, type):
+        return {}
+    values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
+    defaults = {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}
+    return {"description": asdict(config), "defaults": defaults}
 
 
 def _name(step: int, attempt: int) -> str:

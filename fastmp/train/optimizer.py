@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import Parameter
 
 from fastmp.config import OptimizerConfig
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.optimizer import AdamW
+from fastmp.parallel.optimizer import AdamW, ParameterGroup
 from fastmp.parallel.scaler import LossScaler
 from fastmp.train.microbatches import named_parameters
 
@@ -27,15 +28,21 @@ def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: Par
         edp_group=groups.edp,
         shard=config.shard,
         bucket_size=config.bucket_size,
+        bucket_unit=config.bucket_unit,
         grad_dtype=getattr(torch, config.grad_dtype),
         overlap=True,
     )
 
 
-def make_optimizer(grads: GradBuffer, config: OptimizerConfig) -> AdamW:
-    """Make the optimizer of `grads`."""
+def make_optimizer(
+    grads: GradBuffer,
+    config: OptimizerConfig,
+    group: Callable[[str, Parameter], ParameterGroup] | None = None,
+) -> AdamW:
+    """Make the optimizer of `grads`; `group` as of `AdamW`."""
     return AdamW(
         grads,
+        group=group,
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
@@ -61,5 +68,5 @@ def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:
 def state_layout(config: OptimizerConfig) -> dict[str, Any]:
     """What decides which part of the optimizer's state a rank has; what is usual is not named."""
     usual = OptimizerConfig()
-    facts = {name: getattr(config, name) for name in ("shard", "states", "bucket_size")}
+    facts = {name: getattr(config, name) for name in ("shard", "states", "bucket_size", "bucket_unit")}
     return {name: value for name, value in facts.items() if value != getattr(usual, name)}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,7 +27,7 @@ from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import region, traced
-from fastmp.train.checkpoint import Checkpointer
+from fastmp.train.checkpoint import Checkpointer, described
 from fastmp.train.evaluate import Evaluation, evaluate
 from fastmp.train.graphing import CaptureAgreement, make_graphs
 from fastmp.train.lr import learning_rate
@@ -47,6 +47,7 @@ from fastmp.train.stopping import SkippedSteps
 
 if TYPE_CHECKING:
     from fastmp.graphs.manager import GraphManager
+    from fastmp.parallel.optimizer import ParameterGroup
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.metrics import TrainLog
 
@@ -97,7 +98,9 @@ class Trainer:
         has an `ExpertStats` as the third; modules with a method `update_expert_bias(counts (experts,))` are
         called in the order of its rows after the optimizer, with the counts of the global batch (zeros
         after a step that was skipped). Of a pipeline, a `PipelineLoss`.
-    config, optimizer: the loop and AdamW with warm-up, cosine and clipping.
+    config, optimizer: the loop, and the optimizer with its learning rates and clipping.
+    parameter_group: (name, parameter) -> the parameter's group, with its own learning rate and decay; None:
+        matrices are decayed, vectors are not.
     groups: this rank's process groups.
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
@@ -118,6 +121,7 @@ class Trainer:
         config: TrainConfig,
         *,
         optimizer: OptimizerConfig | None = None,
+        parameter_group: Callable[[str, nn.Parameter], ParameterGroup] | None = None,
         groups: ParallelGroups = ParallelGroups.alone(),
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
@@ -136,15 +140,13 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self._make_replicas_equal()
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
-        self.optimizer = make_optimizer(self.grads, self.optimizer_config)
+        self.optimizer = make_optimizer(self.grads, self.optimizer_config, parameter_group)
         self.optimizer.gather.attach(self.runner.chunks)
-        model_config = getattr(self.runner.chunks[0], "config", None)
         self.checkpointer = Checkpointer(
             Path(config.run_dir) / config.name / "checkpoints",
             groups=groups,
             layout={**self.runner.layout, **state_layout(self.optimizer_config)},
-            description=asdict(model_config) if is_dataclass(model_config) else None,
-            defaults=_defaults(model_config) if is_dataclass(model_config) else None,
+            **described(getattr(self.runner.chunks[0], "config", None)),
         )
         self._routers = [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))]
         self.graphs = make_graphs(
@@ -460,11 +462,6 @@ class _Window(NamedTuple):
 
     def add(self, aux_loss: Tensor, counts: Tensor) -> _Window:
         return _Window(self.aux_loss + aux_loss, self.counts + counts, self.steps + 1)
-
-
-def _defaults(config: Any) -> dict[str, Any]:
-    values = {field.name: field.default for field in fields(config) if field.default is not MISSING}
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in values.items()}
 
 
 def _sum_over(tensor: Tensor, *groups: dist.ProcessGroup | None) -> None:

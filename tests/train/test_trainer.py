@@ -20,6 +20,7 @@ from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import parallel_attributes
+from fastmp.parallel.optimizer import ParameterGroup
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
@@ -355,6 +356,18 @@ class Cast(Regression):
 
     def batch(self, *args):
         return {name: tensor.to(self.dtype) for name, tensor in super().batch(*args).items()}
+
+
+def test_a_group_of_parameters_has_its_own_learning_rate_and_decay():
+    def group(name, param):
+        return ParameterGroup(lr=0.0) if name.startswith("0.") else ParameterGroup(weight_decay=0.5)
+
+    config, model = TrainConfig(steps=5, global_batch_size=8, eval_interval=0), plain_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = Trainer(model, Cast("float32"), regression_loss, config, parameter_group=group)
+    trainer.train()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name]) == name.startswith("0."), name
 
 
 def test_global_batch_must_divide():
