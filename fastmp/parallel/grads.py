@@ -310,7 +310,8 @@ class _Arrivals:
         """End the step; the buckets that are still to be started."""
         if not self._expected and any(self._counts.values()):
             self._expected = dict(self._counts)
-        rest, self._started, self._missing = self._order[self._started :], len(self._order), {}
+        rest, self._started, self._missing = self._order[self._started :], 0, {}
+        self._counts.update(dict.fromkeys(self._counts, 0))
         return rest
 
 
@@ -356,6 +357,11 @@ def _unique_trainable(named_parameters: Iterable[tuple[str, Parameter]]) -> dict
         if hasattr(param, "main_grad"):
             raise ValueError(
                 f"GradBuffer: parameter {name!r} is already in one; call its remove_hooks() first"
+            )
+        if hasattr(param, "placements"):
+            raise ValueError(
+                f"GradBuffer: parameter {name!r} is a DTensor, as fully_shard makes them, which sums "
+                "gradients by itself; see docs/fsdp2.md"
             )
         seen.add(id(param))
         unique[name] = param

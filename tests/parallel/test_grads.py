@@ -220,6 +220,30 @@ def test_partial_sums_are_added_over_tensor_parallel_ranks_in_one_call():
             assert value == ([3.0] if name.startswith("1.") else [rank + 1.0]), name
 
 
+def test_reduce_without_zero_sends_everything_again():
+    """For whoever sets main gradients to zero, or writes them, without the buffer."""
+
+    def rank_main(rank, world_size):
+        sent, model = Sent(), make_model()
+        options = {"dp_group": dist.group.WORLD, "bucket_size": 64, "overlap": True}
+        grads = GradBuffer(model.named_parameters(), **options)
+        for _ in range(3):
+            for param in model.parameters():
+                param.main_grad.fill_(rank + 1.0)
+            grads.reduce()
+            assert all(bool((p.main_grad == 3.0).all()) for p in model.parameters())
+        return len(sent.calls)
+
+    assert run_ranks(rank_main, 2) == [9, 9]
+
+
+def test_parameters_of_fully_shard_are_refused():
+    param = nn.Parameter(torch.zeros(2))
+    param.placements = ()
+    with pytest.raises(ValueError, match=r"'w' is a DTensor, as fully_shard makes them, .* docs/fsdp2.md"):
+        GradBuffer([("w", param)])
+
+
 def test_buckets_are_sent_in_one_order_as_soon_as_they_are_full():
     """Rank 1 gets the gradients of the two layers the other way around: it waits with the second bucket."""
     torch.manual_seed(3)
