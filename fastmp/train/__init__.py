@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = exports(
         "microbatches": "ExpertStats PipelineLoss",
         "checkpoint": "Checkpointer",
         "metrics": "RunInfo TrainLog read_metrics",
-        "plot": "plot_learning_rates plot_loads plot_loss",
+        "plot": "plot_learning_rates plot_loads plot_loss plot_runs",
         "generate": "generate_text",
     },
 )

@@ -52,6 +52,26 @@ def plot_loads(metrics: str | Path, out: str | Path, *, title: str = "") -> Path
     return _picture("load", lambda axes: _draw_loads(axes, records), out, title)
 
 
+def plot_runs(runs: Mapping[str, str | Path], out: str | Path, *, title: str = "") -> Path | None:
+    """Draw the loss of several runs, {name: metrics.jsonl}, over steps to the PNG `out`; as `plot_loss`.
+
+    Lines are training losses, smoothed; dots are losses on held-out data. In nats per token.
+    """
+    curves = {name: read_metrics(metrics) for name, metrics in runs.items()}
+
+    def draw(axes: Any) -> None:
+        for number, (name, records) in enumerate(curves.items()):
+            color, train = CURVES[number % len(CURVES)], _points(records, "train", "loss")
+            axes.plot(*zip(*_smooth(train)), color=color, linewidth=1.4, label=name)
+            held_out = _points(records, "eval", "loss")
+            if held_out:
+                axes.plot(*zip(*held_out), color=color, linestyle="", marker="o", markersize=4)
+        axes.set_ylabel("loss, nats per token", color=INK)
+        axes.legend(frameon=False, fontsize=9, loc="upper right", labelcolor=INK)
+
+    return _picture("loss", draw, out, title)
+
+
 def plot_learning_rates(
     optimizers: Mapping[str, OptimizerConfig], total_steps: int, out: str | Path, *, title: str = ""
 ) -> Path | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastmp.train.metrics import Display, RunInfo, TrainLog, peak_flops, read_metrics
-from fastmp.train.plot import plot_loss
+from fastmp.train.plot import plot_loss, plot_runs
 
 RUN = RunInfo(total_steps=20, tokens_per_step=1000, flops_per_token=2e6, bytes_per_token=4.0)
 TRAIN_FIELDS = {
@@ -222,6 +222,17 @@ def test_loss_picture(tmp_path):
     out = plot_loss(path, tmp_path / "new" / "loss.png", title="a run")
     assert out.read_bytes().startswith(b"\x89PNG\r\n") and out.stat().st_size > 10_000
     assert [entry.name for entry in out.parent.iterdir()] == ["loss.png"]
+
+
+def test_losses_of_several_runs_are_one_picture(tmp_path):
+    import matplotlib.image
+
+    one, two = log_run(tmp_path / "a"), log_run(tmp_path / "b")
+    both = matplotlib.image.imread(
+        plot_runs({"one": one, "two": two}, tmp_path / "both.png", title="two runs")
+    )
+    alone = matplotlib.image.imread(plot_runs({"one": one}, tmp_path / "one.png"))
+    assert both.shape == alone.shape and (both != alone).any()
 
 
 def test_what_the_picture_draws(tmp_path):
