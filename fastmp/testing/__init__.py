@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = exports(
     __name__,
     {
         "ranks": "RankError run_ranks",
-        "parallel": "count_collectives full_gradient full_tensor",
+        "parallel": "count_collectives full_gradient full_tensor late_gathers",
         "ops": "check_op",
     },
 )

@@ -6,16 +6,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastmp.parallel import gather
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.layers import parallel_attributes
 
-__all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor"]
+__all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor", "late_gathers"]
 
 _NAMES = {
     "allreduce_": "all_reduce",
@@ -121,3 +123,25 @@ def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=group)
     return grad
+
+
+@contextmanager
+def late_gathers() -> Iterator[None]:
+    """Inside, an optimizer's all-gather of parameters happens when it is waited for.
+
+    Until then the parts of other ranks are nan, so a parameter that is used too early makes the loss nan.
+    """
+    real = gather.all_gather_
+
+    def late(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> Any:
+        part = x.numel() // group.size()
+        own = x[group.rank() * part :][:part].clone()
+        x.fill_(torch.nan)
+        x[group.rank() * part :][:part] = own
+        return SimpleNamespace(wait=lambda: real(x, group))
+
+    gather.all_gather_ = late  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        gather.all_gather_ = real
