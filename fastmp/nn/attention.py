@@ -82,6 +82,7 @@ class SelfAttention(GroupModule):
             qkv_size,
             bias=config.linear_bias,
             gather_output=False,
+            fused_rows=(self.queries_per_kv * self.head_dim, self.head_dim, self.head_dim),
             init_method=normal(config),
             **on.layer_options,
         )

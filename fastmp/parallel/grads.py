@@ -49,8 +49,11 @@ def is_vector(param: Parameter) -> bool:
     return param.ndim - parallel_attributes(param).expert_parallel < 2
 
 
-def parameter_facts(param: Parameter, tp_group: dist.ProcessGroup | None) -> ParameterFacts:
-    """What decides where `param` lies, from its marks: tables that stages share have buckets of their own."""
+def parameter_facts(param: Parameter, tp_group: dist.ProcessGroup | None, cost: int = 0) -> ParameterFacts:
+    """What decides where `param` lies, from its marks: tables that stages share have buckets of their own.
+
+    cost: see `ParameterFacts`.
+    """
     marks = parallel_attributes(param)
     return ParameterFacts(
         param.numel(),
@@ -58,6 +61,7 @@ def parameter_facts(param: Parameter, tp_group: dist.ProcessGroup | None) -> Par
         experts=marks.expert_parallel,
         partial=marks.sequence_parallel and group_size(tp_group) > 1,
         alone=marks.pipeline_shared,
+        cost=cost,
     )
 
 
@@ -131,6 +135,8 @@ class GradBuffer:
     bucket_size: elements after which a bucket is full. bucket_unit: its size is a multiple of that.
     grad_dtype: the dtype of gradients of 16-bit parameters; None: float32.
     overlap: whether buckets are reduced while backward runs, see below.
+    cost: (name, parameter) -> the cost of its update where one rank must own all of it, 0 where it may be
+        cut. `Muon` needs one, `muon.update_cost`; None: all may be cut.
 
     With `overlap`, a bucket is sent once its gradients are complete. How many arrive in a step for each
     parameter is counted in the first step between `zero` and `reduce`, in which nothing overlaps; every
@@ -156,11 +162,15 @@ class GradBuffer:
         bucket_unit: int = UNIT,
         grad_dtype: torch.dtype | None = None,
         overlap: bool = False,
+        cost: Callable[[str, Parameter], int] | None = None,
     ) -> None:
         self.tp_group, self.shard, self.overlap = tp_group, shard, overlap
         self.parameters = _unique_trainable(named_parameters)
         plans = plan_buffers(
-            {name: parameter_facts(param, tp_group) for name, param in self.parameters.items()},
+            {
+                name: parameter_facts(param, tp_group, 0 if cost is None else cost(name, param))
+                for name, param in self.parameters.items()
+            },
             num_ranks=group_size(dp_group) if shard else 1,
             num_expert_ranks=group_size(edp_group) if shard else 1,
             bucket_size=bucket_size,

@@ -56,6 +56,9 @@ class ParallelAttributes(NamedTuple):
     contiguous part of all experts of the `ep` group; the cut is then over the `etp` group, and replicas are
     the ranks of `edp`. `pipeline_shared`: another stage of the pipeline holds it too, and their gradients are
     added up; `pipeline_replica`: the other stage counts it in sums over the model.
+
+    Blocks are matrices of their own to an optimizer that looks at whole matrices. So are those of a weight
+    with `fused_rows`: its rows repeat in groups, of which each matrix has as many rows as stand there.
     """
 
     tensor_model_parallel: bool = False
@@ -65,6 +68,7 @@ class ParallelAttributes(NamedTuple):
     expert_parallel: bool = False
     pipeline_shared: bool = False
     pipeline_replica: bool = False
+    fused_rows: tuple[int, ...] = ()
 
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
@@ -293,9 +297,10 @@ class ColumnParallelLinear(_ParallelLinear):
     the product that makes the weight gradient; the gathered input is not kept but gathered again.
 
     `stride`: the number of blocks fused in the outputs (query-key-value 3, gate-up 2), each divided by
-    itself. `init_method(tensor)` fills the weight in place (default: Xavier normal of the full shape); the
-    bias starts at zero. `init="full"` draws the whole weight in fp32 (float64 for a float64 layer) from the
-    default stream, which must be equal on all ranks, and keeps this rank's slice: the same bits for every P.
+    itself. `fused_rows`: see `ParallelAttributes`. `init_method(tensor)` fills the weight in place (default:
+    Xavier normal of the full shape); the bias starts at zero. `init="full"` draws the whole weight in fp32
+    (float64 for a float64 layer) from the default stream, which must be equal on all ranks, and keeps this
+    rank's slice: the same bits for every P.
     `init="sharded"` draws the shard only, in the tensor-parallel stream of `rng`, with an `init_method` that
     may not depend on the shape.
 
@@ -315,18 +320,21 @@ class ColumnParallelLinear(_ParallelLinear):
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
         stride: int = 1,
+        fused_rows: tuple[int, ...] = (),
         init_method: InitMethod | None = None,
         init: str = "full",
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        self.fused_rows = fused_rows
         options = (bias, skip_bias_add, sequence_parallel, stride, init_method, init, rng, device, dtype)
         super().__init__(input_size, output_size, group, *options)
         self.gather_output = gather_output
 
     def _marks(self) -> dict[str, ParallelAttributes]:
-        return dict.fromkeys(("weight", "bias"), ParallelAttributes(True, 0, self.stride))
+        marks = ParallelAttributes(True, 0, self.stride, fused_rows=self.fused_rows)
+        return dict.fromkeys(("weight", "bias"), marks)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias: torch.Tensor | None = self.bias
@@ -444,8 +452,8 @@ class VocabParallelEmbedding(ParallelModule):
         self._init_weight((num_embeddings, embedding_dim), init_method or nn.init.normal_, init, rng)
 
     def _marks(self) -> dict[str, ParallelAttributes]:
-        shared = {"pipeline_shared": self.pipeline_shared, "pipeline_replica": self.pipeline_replica}
-        return {"weight": ParallelAttributes(True, 0, 1, **shared)}
+        shared, replica = self.pipeline_shared, self.pipeline_replica
+        return {"weight": ParallelAttributes(True, 0, pipeline_shared=shared, pipeline_replica=replica)}
 
     def mark_pipeline_shared(self, *, replica: bool) -> None:
         """Say that another stage of the pipeline has this table too; `replica`: and counts it."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastmp.ops import adamw_
-from fastmp.ops.adamw import join_master
-from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.collectives import all_reduce_, group_rank
+from fastmp.parallel.flat import FlatState, check_separate, is_small
 from fastmp.parallel.gather import ParameterGather
 from fastmp.parallel.grads import FlatBuffer, GradBuffer, is_vector, main_dtype
 from fastmp.parallel.layers import parallel_attributes
@@ -149,10 +149,13 @@ class AdamW:
         states: str = "classic",
         seed: int = 0,
     ) -> None:
+        self.name = type(self).__name__
         self.parameters = grads.parameters
         if not self.parameters:
-            raise ValueError("AdamW: no parameters given")
-        _check_separate(self.parameters)
+            raise ValueError(f"{self.name}: no parameters given")
+        if states not in ("classic", "small"):
+            raise ValueError(f"{self.name}: states must be 'classic' or 'small', got {states!r}")
+        check_separate(self.name, self.parameters)
         if group is None:
             group = _decayed_matrices(weight_decay)
         group_of = {name: group(name, param) for name, param in self.parameters.items()}
@@ -161,12 +164,18 @@ class AdamW:
         if states == "small":
             self._options["seed"] = seed
         self._flats = [
-            _Flat(flat, group_of, states, number * _RANDOM_RANGE) for number, flat in enumerate(grads.flats)
+            self._make_flat(flat, group_of, states, number * _RANDOM_RANGE)
+            for number, flat in enumerate(grads.flats)
         ]
         plans = [flat.plan for flat in grads.flats]
         self._order = fill_order(plans, list(self.parameters))[::-1]  # what forward uses first comes first
         self.gather = ParameterGather(grads.flats)
         self.skipped_steps = torch.zeros_like(self._flats[0].steps[0])
+
+    def _make_flat(
+        self, grads: FlatBuffer, group_of: Mapping[str, ParameterGroup], states: str, origin: int
+    ) -> FlatState:
+        return _AdamWFlat(grads, self.name, group_of, states, origin)
 
     @torch.no_grad()
     def step(
@@ -190,19 +199,28 @@ class AdamW:
         self.gather.wait()  # for what no forward has used since the last step
         for flat in self._flats:
             flat.check()
-        for i, j in self._order:
-            flat = self._flats[i]
-            adamw_(
-                *flat.arguments[j], **flat.options[j], lr=self.lr, inv_scale=inv_scale,
-                clip_coefficient=clip_coefficient, found_inf=skip, **self._options,
-            )  # fmt: skip
-            if flat.sharded:
-                self.gather.start((i, j), flat.bucket(j), flat.group)
+        self._update(skip, inv_scale, clip_coefficient)
         # The kernel counts a new version of its buffers, which parameters do not share.
         torch.autograd.graph.increment_version(self.parameters.values())
         if skip is not None:
             self.skipped_steps += skip
         self.gather.end_step()
+
+    def _update(self, skip: Tensor | None, inv_scale: Tensor | None, clip_coefficient: Tensor | None) -> None:
+        """Update this rank's shards of all buckets that AdamW updates, and start to gather them."""
+        for i, j in self._order:
+            flat = self._flats[i]
+            if isinstance(flat, _AdamWFlat):
+                adamw_(
+                    *flat.arguments[j], **flat.options[j], lr=self.lr, inv_scale=inv_scale,
+                    clip_coefficient=clip_coefficient, found_inf=skip, **self._options,
+                )  # fmt: skip
+                self._gather((i, j))
+
+    def _gather(self, at: tuple[int, int]) -> None:
+        flat = self._flats[at[0]]
+        if flat.sharded and flat.group is not None:
+            self.gather.start(at, flat.bucket(at[1]), flat.group)
 
     def master(self, name: str) -> Tensor:
         """The part of a parameter's master that this rank has, see `state_dict`; a copy where it is small."""
@@ -229,22 +247,24 @@ class AdamW:
         mine, loaded = self.state_dict()["state"], state_dict["state"]
         if mine.keys() != loaded.keys():
             raise ValueError(
-                f"AdamW.load_state_dict: only in the optimizer {sorted(mine.keys() - loaded.keys())[:3]}, "
-                f"only in the state {sorted(loaded.keys() - mine.keys())[:3]}"
+                f"{self.name}.load_state_dict: only in the optimizer "
+                f"{sorted(mine.keys() - loaded.keys())[:3]}, only in the state "
+                f"{sorted(loaded.keys() - mine.keys())[:3]}"
             )
         pairs = [(n, key, own, loaded[n].get(key)) for n, own_n in mine.items() for key, own in own_n.items()]
         for name, key, own, new in pairs:
             got = "nothing" if new is None else tuple(new.shape)
             if got != tuple(own.shape):
-                raise ValueError(f"AdamW.load_state_dict: {name}.{key} is {tuple(own.shape)} here, got {got}")
+                raise ValueError(
+                    f"{self.name}.load_state_dict: {name}.{key} is {tuple(own.shape)} here, got {got}"
+                )
         for _, _, own, new in pairs:
             own.copy_(new)
         for i, flat in enumerate(self._flats):
             flat.steps.fill_(state_dict["step"])
             flat.round()
-            if flat.sharded:
-                for j in range(len(flat.arguments)):
-                    self.gather.start((i, j), flat.bucket(j), flat.group)
+            for j in range(len(flat.local)):
+                self._gather((i, j))
         self.gather.wait()
         self.skipped_steps.fill_(state_dict["skipped_steps"])
 
@@ -254,102 +274,36 @@ def _decayed_matrices(weight_decay: float) -> Callable[[str, Parameter], Paramet
     return lambda name, param: vectors if is_vector(param) else matrices
 
 
-class _Flat:
-    """Parameters in a flat buffer, in the places of their gradients, and the state of this rank's shards.
+class _AdamWFlat(FlatState):
+    """A flat buffer that AdamW updates.
 
     `arguments` and `options` are those of `adamw_` for each bucket that do not change.
     """
 
-    @torch.no_grad()
     def __init__(
-        self, grads: FlatBuffer, group_of: Mapping[str, ParameterGroup], states: str, origin: int
+        self,
+        grads: FlatBuffer,
+        optimizer: str,
+        group_of: Mapping[str, ParameterGroup],
+        states: str,
+        origin: int,
     ) -> None:
-        self.grads, self.group, self.names = grads, grads.group, list(grads.parameters)
-        layout, first = grads.layout, next(iter(grads.parameters.values()))
-        main, small = main_dtype(first.dtype), _is_small(states, self.names[0], first.dtype)
-        self.sharded = layout.num_ranks > 1 and group_size(grads.group) > 1
-        self.params = torch.zeros_like(grads.grad, dtype=first.dtype)
-        self.size = layout.size // layout.num_ranks
-        empty = self.params.new_empty(self.size)
-        self.exp_avg, self.exp_avg_sq = (
-            torch.zeros_like(empty, dtype=torch.bfloat16 if small else main) for _ in range(2)
-        )
-        self.master = torch.zeros_like(empty, dtype=main) if first.dtype != main and not small else None
-        self.remainder = torch.zeros_like(empty, dtype=torch.int16) if first.dtype != main and small else None
-        self.steps = torch.zeros(len(layout.buckets), dtype=torch.int64, device=first.device)
-        for view, param in zip(grads.views(self.params), grads.parameters.values(), strict=True):
-            view.copy_(param)
-            param.data = view
-        local = list(self._locals())
-        if self.master is not None:
-            for (start, end), at in zip(grads.shards, local, strict=True):
-                self.master[at].copy_(self.params[start:end])
-        table = _GroupTable(layout.size, layout.ranges, group_of, main, first.device)
+        name, first = next(iter(grads.parameters.items()))
+        main, small = main_dtype(first.dtype), is_small(optimizer, states, name, first.dtype)
+        averages = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16 if small else main)
+        super().__init__(grads, optimizer, small, averages)
+        table = _GroupTable(grads.layout.size, grads.layout.ranges, group_of, main, first.device)
         self.arguments, self.options = [], list[dict[str, Any]]()
-        for number, ((start, end), at) in enumerate(zip(grads.shards, local, strict=True)):
-            own = self.params[start:end]
+        for number, ((start, end), at) in enumerate(zip(grads.shards, self.local, strict=True)):
+            own = self.shard(number)
             master = own if self.master is None else self.master[at]
-            state = self.exp_avg[at], self.exp_avg_sq[at], self.steps[number]
+            state = *(average[at] for average in self.averages.values()), self.steps[number]
             self.arguments.append((master, grads.grad[start:end], *state))
             out = None if self.master is None else own
             options = {"low_precision_out": out, "first": origin + start, **table.options(start, end)}
             if self.remainder is not None:
                 options["remainder"] = self.remainder[at]
             self.options.append(options)
-
-    def _locals(self) -> list[slice]:
-        """Where in the state the shard of each bucket lies."""
-        starts, found = 0, []
-        for start, end in self.grads.shards:
-            found.append(slice(starts, starts + end - start))
-            starts += end - start
-        return found
-
-    def bucket(self, number: int) -> Tensor:
-        """The parameters of a bucket."""
-        bucket = self.grads.layout.buckets[number]
-        return self.params[bucket.start : bucket.end]
-
-    def check(self) -> None:
-        """Raise ValueError where the model has been moved, as by model.to(dtype), out of the buffers."""
-        name, param = next(iter(self.grads.parameters.items()))
-        if param.untyped_storage()._cdata != self.params.untyped_storage()._cdata:
-            raise ValueError(
-                f"AdamW: parameter {name!r} was {self.params.dtype} on {self.params.device} when the "
-                f"optimizer was made, but has been moved to {param.dtype} on {param.device}; move the model "
-                "first"
-            )
-
-    def round(self) -> None:
-        """Write this rank's shards of low-precision parameters from their masters."""
-        if self.master is not None:
-            for (start, end), at in zip(self.grads.shards, self._locals(), strict=True):
-                self.params[start:end].copy_(self.master[at])
-
-    def _piece(self, flat: Tensor, name: str) -> Tensor:
-        """The part of a parameter in a tensor of this rank's elements, with its shape if it is whole."""
-        piece, param = self.grads.pieces[name], self.grads.parameters[name]
-        part = flat[slice(*piece.local)]
-        whole = piece.within == (0, param.numel())
-        return part.as_strided(param.shape, param.stride()) if whole else part
-
-    def master_of(self, name: str) -> Tensor:
-        if self.master is not None:
-            return self._piece(self.master, name)
-        piece, param = self.grads.pieces[name], self.grads.parameters[name]
-        own = self.params[slice(*piece.world)]
-        if self.remainder is not None:
-            own = join_master(own, self.remainder[slice(*piece.local)])
-        whole = piece.within == (0, param.numel())
-        return own.as_strided(param.shape, param.stride()) if whole else own
-
-    def entries(self) -> dict[str, dict[str, Tensor]]:
-        """{name: {key: this rank's part}}, views, of the parameters of which it has one."""
-        tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        tensors |= {} if self.master is None else {"master": self.master}
-        tensors |= {} if self.remainder is None else {"remainder": self.remainder}
-        names = self.grads.pieces
-        return {name: {key: self._piece(each, name) for key, each in tensors.items()} for name in names}
 
 
 class _GroupTable:
@@ -381,28 +335,3 @@ class _GroupTable:
             return {"weight_decay": self._groups[0].weight_decay}
         own = self._table[start // ALIGNMENT : -(-end // ALIGNMENT)]
         return {"groups": own.to(self._device, copy=True), **self._numbers}
-
-
-def _is_small(states: str, name: str, dtype: torch.dtype) -> bool:
-    if states not in ("classic", "small"):
-        raise ValueError(f"AdamW: states must be 'classic' or 'small', got {states!r}")
-    if states == "small" and dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"AdamW: small states need parameters in bfloat16 or float32, but {name!r} is {dtype}; use "
-            "states='classic'"
-        )
-    return states == "small"
-
-
-def _check_separate(parameters: Mapping[str, Parameter]) -> None:
-    """Raise ValueError where two Parameters share memory: each would move to a place of its own."""
-
-    def place(param: Parameter) -> tuple[int, int]:
-        return param.untyped_storage()._cdata, int(param.storage_offset()) * param.element_size()
-
-    storage, end, before = 0, 0, ""
-    for name, param in sorted(parameters.items(), key=lambda item: place(item[1])):
-        if place(param) < (storage, end) and param.numel():
-            raise ValueError(f"AdamW: {before!r} and {name!r} share memory; tie them as one Parameter")
-        storage, begin = place(param)
-        end, before = begin + param.nbytes, name

@@ -22,7 +22,7 @@ from math import gcd, lcm
 
 __all__ = [
     "BUCKET_SIZE", "Bucket", "BucketLayout", "Buffer", "ParameterFacts", "Piece", "bucket_layout",
-    "fill_order", "home_ranks", "plan_buffers", "shard_ranges", "whole_layout",
+    "fill_order", "home_ranks", "matrix_cost", "plan_buffers", "shard_ranges", "whole_layout",
 ]  # fmt: skip
 
 Range = tuple[int, int]
@@ -268,6 +268,11 @@ def bucket_layout(
             close()
     close()
     return BucketLayout(num_ranks, tuple(buckets), ranges)
+
+
+def matrix_cost(rows: int, columns: int) -> int:
+    """Return what it costs to orthogonalise a matrix, in proportion to its products."""
+    return max(rows, columns) * min(rows, columns) ** 2
 
 
 def home_ranks(costs: Mapping[str, int], num_ranks: int) -> dict[str, int]:
