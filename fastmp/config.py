@@ -352,8 +352,13 @@ class DataConfig(_Checked):
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Checked):
-    """AdamW with decoupled weight decay, and the learning rate as a function of the step."""
+    """AdamW, or Muon with AdamW, with decoupled weight decay; the learning rate as a function of the step."""
 
+    name: str = _option(
+        "adamw",
+        "adamw, or muon: orthogonal updates of the matrices between hidden states, AdamW for all else",
+        ("adamw", "muon"),
+    )
     lr: float = _option(1e-3, "highest learning rate")
     min_lr: float = _option(1e-4, "learning rate that the run decays to; constant does not")
     schedule: str = _option(
@@ -367,6 +372,7 @@ class OptimizerConfig(_Checked):
         None, "last steps, in which the learning rate of wsd falls; none: a fifth of the run"
     )
     betas: tuple[float, float] = _option((0.9, 0.95), "decay of the two averages")
+    momentum: float = _option(0.95, "decay of the average of muon")
     eps: float = _option(1e-8, "added to the root of the second average")
     weight_decay: float = _option(0.01, "decoupled weight decay")
     clip_grad_norm: float = _option(1.0, "largest norm of all gradients together; 0: no clipping")
@@ -399,6 +405,8 @@ class OptimizerConfig(_Checked):
             )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             yield f"betas must be in [0, 1), got {self.betas}"
+        if not 0.0 <= self.momentum < 1.0:
+            yield f"momentum must be in [0, 1), got {self.momentum}"
         yield from self._not_positive("eps", "decay_steps", "bucket_size", "bucket_unit")
         yield from self._not_positive("loss_scale_interval", "loss_scale_hysteresis")
         if not (2.0**-126 <= self.loss_scale <= 2.0**127 and math.frexp(self.loss_scale)[0] == 0.5):

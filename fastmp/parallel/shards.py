@@ -299,7 +299,7 @@ def whole_layout(
     """Lay parameters out so that each lies in the part of its bucket that its home owns.
 
     Homes are balanced by `costs` over all parameters. A bucket is full when it has `bucket_size` elements
-    and its longest part is at most an eighth above the mean: padding is communicated, too.
+    and its longest part is at most a fiftieth above the mean: padding is communicated, too.
 
     Args:
         sizes, costs: {name: elements} and {name: the cost of its update}, in the order of the model.
@@ -323,7 +323,7 @@ def whole_layout(
         parts[homes[name]].append(name)
         lengths[homes[name]] += _up(sizes[name], ALIGNMENT)
         total = sum(lengths)
-        if number < len(sizes) and (total < bucket_size or 8 * num_ranks * max(lengths) > 9 * total):
+        if number < len(sizes) and (total < bucket_size or 50 * num_ranks * max(lengths) > 51 * total):
             continue
         each = _up(max(lengths), multiple)
         for rank, names in enumerate(parts):

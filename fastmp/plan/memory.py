@@ -2,8 +2,9 @@
 
 Parameters, gradients and the optimizer's state lie in flat buffers, whose padding counts. A rank has the
 state of its own shards: two averages and, for bfloat16 parameters, a master, 8 or 12 bytes a parameter; with
-small states, 4 or 6. Activations come and go in the order of the schedule. Gradients of activations and other
-short-lived tensors, communication buffers and what allocators waste are not counted.
+small states, 4 or 6. A matrix that Muon updates has one average, in float32, and a master: 4 or 8 bytes a
+parameter; with small states, 4 or 6. Activations come and go in the order of the schedule. Gradients of
+activations and other short-lived tensors, communication buffers and what allocators waste are not counted.
 """
 
 from __future__ import annotations
@@ -40,9 +41,11 @@ class Memory:
     total: int
 
 
-def state_bytes(recipe: Recipe, shapes: Shapes) -> int:
-    """Return the bytes that the optimizer keeps for a parameter."""
+def state_bytes(recipe: Recipe, shapes: Shapes, whole: bool = False) -> int:
+    """Return the bytes that the optimizer keeps for a parameter; whole: for one that Muon updates."""
     small, wide = recipe.optimizer.states == "small", shapes.itemsize == _FLOAT32
+    if whole:  # a float32 average, and a master
+        return _FLOAT32 + (0 if wide else 2 if small else _FLOAT32)
     return (2 if small else 4) * (2 if wide else 3)
 
 
@@ -62,11 +65,13 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
     own = range(rank, len(layers), pp)
     facts = rank_parameters(recipe, shapes, rank).values()
     experts, others = (sum(each.size for each in facts if each.experts is kind) for kind in (True, False))
-    layouts = [buffer.layout for buffer in rank_buffers(recipe, shapes, rank)]
-    elements = sum(layout.size for layout in layouts)
+    buffers = rank_buffers(recipe, shapes, rank)
+    elements = sum(buffer.layout.size for buffer in buffers)
     weights, gradients = elements * shapes.itemsize, elements * grad_bytes(recipe, shapes)
-    own_elements = sum(layout.size // layout.num_ranks for layout in layouts)
-    optimizer = own_elements * state_bytes(recipe, shapes)
+    optimizer = sum(
+        buffer.layout.size // buffer.layout.num_ranks * state_bytes(recipe, shapes, buffer.whole)
+        for buffer in buffers
+    )
     whole_layer = sum(activations.layer_parts(shapes).values())
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [

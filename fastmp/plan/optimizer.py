@@ -48,6 +48,7 @@ def optimizer_facts(recipe: Recipe, world_size: int, stage: int) -> dict[str, An
             "weight": shapes.itemsize,
             "gradient": grad_bytes(recipe, shapes),
             "state": state_bytes(recipe, shapes),
+            "matrix_state": state_bytes(recipe, shapes, whole=recipe.optimizer.name == "muon"),
         },
         "shard": recipe.optimizer.shard,
         "buffers": [_of_buffer(recipe, shapes, buffer) for buffer in buffers],
@@ -59,7 +60,8 @@ def _of_buffer(recipe: Recipe, shapes: Shapes, buffer: Buffer) -> dict[str, Any]
     layout, grid = buffer.layout, shapes.grid
     held = sum(end - start for start, end in layout.ranges.values())
     return {
-        "of": "experts" if buffer.experts else "partial sums" if buffer.partial else "all others",
+        "of": ("experts" if buffer.experts else "partial sums" if buffer.partial else "all others")
+        + (", matrices" if buffer.whole else ""),
         "dtype": buffer.dtype,
         "parameters": len(layout.ranges),
         "elements": layout.size,
@@ -69,7 +71,7 @@ def _of_buffer(recipe: Recipe, shapes: Shapes, buffer: Buffer) -> dict[str, Any]
         "buckets": len(layout.buckets),
         "weights": layout.size * shapes.itemsize,
         "gradients": layout.size * grad_bytes(recipe, shapes),
-        "state": layout.size // layout.num_ranks * state_bytes(recipe, shapes),
+        "state": layout.size // layout.num_ranks * state_bytes(recipe, shapes, buffer.whole),
         "ranges": {name: list(place) for name, place in layout.ranges.items()},
     }
 
@@ -77,10 +79,12 @@ def _of_buffer(recipe: Recipe, shapes: Shapes, buffer: Buffer) -> dict[str, Any]
 def describe_optimizer(facts: dict[str, Any]) -> Iterator[str]:
     """Yield the lines that a person reads."""
     each = facts["bytes"]
+    differs = each["matrix_state"] != each["state"]
+    of_matrix = f" (in matrices of muon {each['matrix_state']})" if differs else ""
     yield facts["layout"]
     yield (
         f"{facts['states']} states: a parameter has {each['weight']} bytes, a gradient {each['gradient']}, "
-        f"its state {each['state']}, divided by the ranks that share it"
+        f"its state {each['state']}{of_matrix}, divided by the ranks that share it"
     )
     yield ""
     total = sum(buffer["weights"] + buffer["gradients"] + buffer["state"] for buffer in facts["buffers"])
@@ -116,7 +120,7 @@ def _describe_replicas(facts: dict[str, Any]) -> Iterator[str]:
     """Yield why nothing is divided where it is not."""
     for buffer in facts["buffers"]:
         if buffer["replicas"] == 1:
-            axis = "edp is 1" if buffer["of"] == "experts" else "dp x cp is 1"
+            axis = "edp is 1" if buffer["of"].startswith("experts") else "dp x cp is 1"
             yield f"{buffer['of']}: {axis}: a rank holds the whole state, as no other has these parameters"
         elif not facts["shard"]:
             yield f"{buffer['of']}: optimizer.shard is off: {buffer['replicas']} ranks hold the same state"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from fastmp.config import Recipe
-from fastmp.parallel.shards import Buffer, ParameterFacts, plan_buffers
+from fastmp.parallel.shards import Buffer, ParameterFacts, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
 __all__ = ["layer_size", "rank_buffers", "rank_parameters", "stage_layers"]
@@ -28,6 +29,10 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
     for stage in own:
         before = sum(layers[:stage])
         found |= _stage(shapes, range(before, before + layers[stage]), stage == 0, stage == len(layers) - 1)
+    if recipe.optimizer.name == "muon":
+        costs = _update_costs(shapes)
+        for name, facts in found.items():
+            found[name] = replace(facts, cost=costs.get(name.partition(".")[2].partition(".")[2], 0))
     return found
 
 
@@ -97,6 +102,20 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     if ffn:
         yield from _linear(shapes, f"{mlp}.up", h, shapes.blocks * ffn // shapes.grid.tp)
         yield from _linear(shapes, f"{mlp}.down", ffn // shapes.grid.tp, h, row=True)
+
+
+def _update_costs(shapes: Shapes) -> dict[str, int]:
+    """Return {name in its layer: what Muon's update of it costs}, for the weights that Muon updates."""
+    model, h, d, moe = shapes.model, shapes.model.hidden_size, shapes.model.head_dim, shapes.model.moe
+    query, key = matrix_cost(model.num_heads * d, h), matrix_cost(model.kv_heads * d, h)
+    costs = {"attention.qkv.weight": query + 2 * key, "attention.proj.weight": query}
+    ffn = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
+    mlp, each = "mlp" if moe is None else "moe.shared_experts.mlp", matrix_cost(ffn, h)
+    costs |= {f"{mlp}.up.weight": shapes.blocks * each, f"{mlp}.down.weight": each}
+    if moe is not None:
+        each = matrix_cost(moe.expert_ffn_hidden_size, h) * (moe.num_experts // shapes.grid.ep)
+        costs |= {"moe.experts.fc1": shapes.blocks * each, "moe.experts.fc2": each}
+    return costs
 
 
 def _linear(

@@ -18,6 +18,7 @@ from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
 _PROBABILITY, _INDEX = 4, 4
+_UPDATE = 2  # bytes of a number that Muon orthogonalises, on a GPU
 
 
 @dataclass(frozen=True)
@@ -161,12 +162,17 @@ def _gradients(recipe: Recipe, shapes: Shapes, rank: int) -> Counter[str]:
     """Return what the sums of gradients and the gathers of parameters send in a step.
 
     Where shards are, a ring's reduce-scatter and all-gather send what its all-reduce does, of other dtypes.
+    Slices of matrices that Muon updates go to their homes and come back.
     """
     grid, found, itemsize = shapes.grid, Counter[str](), grad_bytes(recipe, shapes)
     back = shapes.itemsize if recipe.optimizer.shard else itemsize
     for buffer in rank_buffers(recipe, shapes, rank):
         group, ranks = ("edp", grid.edp) if buffer.experts else ("dp-cp", grid.dp * grid.cp)
         found[group] += _ring(buffer.layout.size * (itemsize + back), ranks)
+        if buffer.whole:
+            own = sum(end - start for start, end in buffer.layout.ranges.values()) / buffer.layout.num_ranks
+            axis = "etp" if buffer.experts else "tp"
+            found[axis] += 2 * _ring(own * _UPDATE, grid.size(axis))
         if buffer.partial:
             found["tp"] += 2 * _ring(buffer.layout.size * itemsize, grid.tp)
     for facts in rank_parameters(recipe, shapes, rank).values():

@@ -171,7 +171,7 @@ def _run_once(recipe: Recipe, world_size: int) -> None:
     model, loss = gpt_and_loss(recipe.model, groups, layout, rng=rng, device=_META, dtype=dtype)
     chunks = [model] if isinstance(model, nn.Module) else model
     grads = make_grads(chunks, recipe.optimizer, groups)
-    optimizer = make_optimizer(grads, recipe.optimizer)
+    optimizer = make_optimizer(grads, recipe.optimizer, groups)
     shape = recipe.data.micro_batch_size, recipe.data.seq_len
     batch = {name: torch.empty(shape, dtype=torch.int64, device=_META) for name in ("tokens", "targets")}
     _microbatch(chunks, loss, batch, groups, layout.sequence_parallel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 from fastmp.config import OptimizerConfig
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.muon import Muon, update_cost
 from fastmp.parallel.optimizer import AdamW, ParameterGroup
 from fastmp.parallel.scaler import LossScaler
 from fastmp.train.microbatches import named_parameters
@@ -21,6 +23,7 @@ __all__ = ["make_grads", "make_optimizer", "make_scaler", "state_layout"]
 
 def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: ParallelGroups) -> GradBuffer:
     """Make the gradient buffer of this rank's chunks of a model."""
+    cost = partial(update_cost, tp_group=groups.tp, etp_group=groups.etp)
     return GradBuffer(
         named_parameters(chunks),
         dp_group=groups.dp_cp,
@@ -31,24 +34,24 @@ def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: Par
         bucket_unit=config.bucket_unit,
         grad_dtype=getattr(torch, config.grad_dtype),
         overlap=True,
+        cost=cost if config.name == "muon" else None,
     )
 
 
 def make_optimizer(
     grads: GradBuffer,
     config: OptimizerConfig,
+    groups: ParallelGroups,
     group: Callable[[str, Parameter], ParameterGroup] | None = None,
 ) -> AdamW:
     """Make the optimizer of `grads`; `group` as of `AdamW`."""
-    return AdamW(
-        grads,
-        group=group,
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        states=config.states,
-    )
+    options: dict[str, Any] = {
+        name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay", "states")
+    }
+    options["group"] = group
+    if config.name == "muon":
+        return Muon(grads, tp_group=groups.tp, etp_group=groups.etp, momentum=config.momentum, **options)
+    return AdamW(grads, **options)
 
 
 def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:
@@ -68,5 +71,6 @@ def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:
 def state_layout(config: OptimizerConfig) -> dict[str, Any]:
     """What decides which part of the optimizer's state a rank has; what is usual is not named."""
     usual = OptimizerConfig()
-    facts = {name: getattr(config, name) for name in ("shard", "states", "bucket_size", "bucket_unit")}
-    return {name: value for name, value in facts.items() if value != getattr(usual, name)}
+    names = "name", "shard", "states", "bucket_size", "bucket_unit"
+    unusual = {name: value for name in names if (value := getattr(config, name)) != getattr(usual, name)}
+    return {"optimizer" if name == "name" else name: value for name, value in unusual.items()}

@@ -140,7 +140,7 @@ class Trainer:
         self.device = next(self.model.parameters()).device
         self._make_replicas_equal()
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
-        self.optimizer = make_optimizer(self.grads, self.optimizer_config, parameter_group)
+        self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
         self.optimizer.gather.attach(self.runner.chunks)
         self.checkpointer = Checkpointer(
             Path(config.run_dir) / config.name / "checkpoints",
