@@ -314,9 +314,11 @@ def test_bytes_on_ranks(made, dp):
         stage = rank // (size // layout.pp)
         assert list(facts.items()) == list(rank_parameters(made, shapes, stage).items())
         assert owned == {name: getattr(held[stage], name) for name in owned}
-        planned = sum(expected[stage].values())
-        planned += planned - sum(adamw[stage].values())  # on a CPU muon exchanges float32
-        assert sum(sent.values()) == pytest.approx(planned, rel=CLOSE), sent
+        planned, total = sum(expected[stage].values()), sum(sent.values())
+        if made.optimizer.name == "muon":  # ranks have unequal homes; on a CPU they exchange float32
+            planned += planned - sum(adamw[stage].values())
+            total = sum(sum(sent.values()) for sent, *_ in results) / size
+        assert total == pytest.approx(planned, rel=CLOSE), sent
         whole = held[stage].activations
         if layout.recompute:  # what is kept while a layer runs again, a checkpoint hides
             whole = held[stage].recomputed - sum(activations.layer_parts(shapes).values())

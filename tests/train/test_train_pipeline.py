@@ -222,8 +222,9 @@ def test_gradients_are_summed_once_a_step():
         assert calls == [*scattered, between_stages, *numbers, *gathered]
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("schedule", ["zero_bubble", *full(["1f1b"])])
-def test_a_step_never_waits_for_the_device(schedule):
+def test_a_step_never_waits_for_the_device(schedule, name):
     """The chunks of one rank on tensors without values, on a device that is not the host's."""
 
     class OnDevice(Trainer):
@@ -234,7 +235,7 @@ def test_a_step_never_waits_for_the_device(schedule):
     with FakeTensorMode(allow_non_fake_inputs=True):
         stages = gpt_stages(EXPERTS, Placement(device="meta"), vpp=2)
         loss, config = pipeline_loss(stages, ParallelGroups.alone(), layout), TrainConfig(global_batch_size=8)
-        trainer = OnDevice(stages, Samples(2), loss, config)
+        trainer = OnDevice(stages, Samples(2), loss, config, optimizer=OptimizerConfig(name=name))
         with NoDeviceCopies():
             for _ in range(2):
                 result = trainer.train_step()
