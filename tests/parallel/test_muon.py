@@ -349,7 +349,7 @@ def test_small_masters_are_those_of_classic_states():
 
 
 def test_what_muon_updates_by_default():
-    grads, optimizer = make(ParallelGroups.alone())
+    _, optimizer = make(ParallelGroups.alone())
     state = optimizer.state_dict()["state"]
     first = {name for name in state if name.startswith("layers.0.") and "momentum" in state[name]}
     assert {name.removeprefix("layers.0.") for name in first} == {
