@@ -97,8 +97,8 @@ class TransformerEngineManager(GraphManager):
                 "impl 'fastmp'"
             )
         self._make = _make_graphed_callables()
-        options = {"scope": scope, "run_size": run_size, "warmup": warmup}
-        super().__init__(chains, order, backend=_Backend(rng), **options)
+        backend = _Backend(rng)
+        super().__init__(chains, order, backend=backend, scope=scope, run_size=run_size, warmup=warmup)
 
     def begin_replays(self, graph_set: GraphSet) -> _Replays:
         """A step of `graph_set`; the first one makes the callables of all its runs, or runs eagerly."""
