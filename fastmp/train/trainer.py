@@ -178,7 +178,8 @@ class Trainer:
     ) -> Evaluation | None:
         """Train from `self.step` to `config.steps`, reporting to `log`.
 
-        before_step: called with the number of steps done before each step, and once after the last one.
+        before_step: called with the number of steps done before each step, and once after the last one. Other
+            ranks' parameters may be on their way: to read them, call `optimizer.gather.wait()` first.
         stop: called after each step. Where it returns True, on all ranks alike, the step is saved and the run
             ends there.
 
