@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = exports(
         "linear_loss": "vocab_parallel_linear_cross_entropy",
         "grads": "GradBuffer",
         "optimizer": "AdamW ParameterGroup clip_coefficient global_grad_norm",
+        "muon": "Muon update_cost",
         "scaler": "LossScale LossScaler next_loss_scale",
     },
 )

@@ -277,8 +277,8 @@ class Checkpointer:
         if saved == current:
             return
         differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
-        theirs = ", ".join(f"{key}={saved.get(key)}" for key in differing)
-        ours = ", ".join(f"{key}={current.get(key)}" for key in differing)
+        theirs = ", ".join(f"{key}={saved.get(key, 'the default')}" for key in differing)
+        ours = ", ".join(f"{key}={current.get(key, 'the default')}" for key in differing)
         raise CheckpointError(f"checkpoint {path}: another {what}: saved with {theirs}; this run has {ours}")
 
     @contextmanager

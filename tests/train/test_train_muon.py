@@ -8,9 +8,11 @@ import pytest
 import torch
 from marks import full
 from test_train_pipeline import BUCKETS, case, make_groups, make_trainer, run
-from train_tools import DENSE, EXPERTS
+from train_tools import DENSE, EXPERTS, saved_tensors
 
+from fastmp.config import ParallelConfig
 from fastmp.testing.ranks import run_ranks
+from fastmp.train.checkpoint import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,3 +42,32 @@ def test_muon_on_every_layout_is_that_of_one_rank(world):
             for name, param in params.items():
                 message = f"{layout}: {name}"
                 torch.testing.assert_close(param, whole_params[name], rtol=0, atol=1e-8, msg=message)
+
+
+def test_resume_is_bitwise_and_of_muon_alone(tmp_path):
+    """Four steps, and two, a checkpoint, new objects, two more; each rank saves the matrices it owns."""
+
+    def rank_main(rank, world_size):
+        layout = ParallelConfig(ep=2)
+        groups = make_groups(world_size, layout)
+        options = {"dtype": torch.float32, "run_dir": str(tmp_path)}
+        straight = make_trainer(groups, layout, optimizer=MUON, **options)
+        expected = [straight.train_step().loss.item() for _ in range(4)]
+        first = make_trainer(groups, layout, optimizer=MUON, **options)
+        losses = [first.train_step().loss.item() for _ in range(2)]
+        first.save()
+        second = make_trainer(groups, layout, optimizer=MUON, seed=99, **options)
+        assert second.resume() and second.step == 2
+        losses += [second.train_step().loss.item() for _ in range(2)]
+        assert losses == expected
+        tensors = saved_tensors(second)
+        for name, tensor in saved_tensors(straight).items():
+            assert torch.equal(tensor, tensors[name]), name
+        with pytest.raises(
+            CheckpointError, match="saved with optimizer=muon; this run has optimizer=the default"
+        ):
+            make_trainer(groups, layout, optimizer=BUCKETS, **options).resume()
+        return {name for name in tensors if name.endswith("attention.proj.weight/momentum")}
+
+    left, right = run_ranks(rank_main, 2)
+    assert left and right and not left & right
