@@ -25,8 +25,9 @@ from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops.registry import can_read_values
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_rank, group_size, reduce_from_group
-from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding, parallel_attributes
+from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
 from fastmp.parallel.linear import parallel_logits
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
 from fastmp.sizes import flops_per_token, num_parameters, pad_vocab

@@ -16,9 +16,10 @@ from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
 from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
+from fastmp.parallel.attributes import ParallelAttributes
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.context import cut_sequence
-from fastmp.parallel.layers import GroupModule, ParallelAttributes, ParallelModule
+from fastmp.parallel.layers import GroupModule, ParallelModule
 
 __all__ = ["LayerNorm", "PositionEmbedding", "RMSNorm", "RotaryPositions", "make_norm"]
 

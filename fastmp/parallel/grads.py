@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastmp.ops import first_not_finite
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size, reduce_scatter_
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.shards import (
     BUCKET_SIZE,
     UNIT,

@@ -16,7 +16,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch import nn
 
 from fastmp.ops.registry import can_read_values
 from fastmp.ops.wgrad import linear
+from fastmp.parallel.attributes import ParallelAttributes, shard_of
 from fastmp.parallel.collectives import (
     gather_from_group,
     group_rank,
@@ -38,43 +39,11 @@ from fastmp.parallel.rng import RngTracker
 
 __all__ = [
     "ColumnParallelLinear",
-    "ParallelAttributes",
     "RowParallelLinear",
     "VocabParallelEmbedding",
-    "parallel_attributes",
 ]
 
 InitMethod = Callable[[torch.Tensor], Any]
-
-
-class ParallelAttributes(NamedTuple):
-    """How a parameter is divided over the tensor-parallel group.
-
-    `tensor_model_parallel`: it is a shard, cut along `partition_dim` in each of the `partition_stride` blocks
-    that are fused there. When False, it is replicated; with `sequence_parallel` its gradient is a partial
-    sum, to be added over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a
-    contiguous part of all experts of the `ep` group; the cut is then over the `etp` group, and replicas are
-    the ranks of `edp`. `pipeline_shared`: another stage of the pipeline holds it too, and their gradients are
-    added up; `pipeline_replica`: the other stage counts it in sums over the model.
-
-    Blocks are matrices of their own to an optimizer that looks at whole matrices. So are those of a weight
-    with `fused_rows`: its rows repeat in groups, of which each matrix has as many rows as stand there.
-    """
-
-    tensor_model_parallel: bool = False
-    partition_dim: int = -1
-    partition_stride: int = 1
-    sequence_parallel: bool = False
-    expert_parallel: bool = False
-    pipeline_shared: bool = False
-    pipeline_replica: bool = False
-    fused_rows: tuple[int, ...] = ()
-
-
-def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
-    """The marks of `param`; a parameter without marks is replicated and has a complete gradient."""
-    defaults = ParallelAttributes._field_defaults.items()
-    return ParallelAttributes._make(getattr(param, name, default) for name, default in defaults)
 
 
 def _refuse(name: str = "a tensor", *_: object) -> NoReturn:
@@ -88,14 +57,6 @@ def _refuse(name: str = "a tensor", *_: object) -> NoReturn:
 # Attributes of a shard in a state dict: torch.distributed.checkpoint asks a tensor for the first two before
 # it saves or loads it. By the third, a pickled shard is a tensor like any other.
 _NO_DCP = {"__create_write_items__": _refuse, "__create_chunk_list__": _refuse, "__getstate__": lambda: None}
-
-
-def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
-    """Rank `rank`'s shard of `full`, whose `stride` blocks along `dim` are each cut into `size` parts.
-
-    A fused weight of query, key and value (stride 3) gives each rank its part of every block.
-    """
-    return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
 
 
 class GroupModule(nn.Module):

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from fastmp.parallel.attributes import ParallelAttributes, parallel_attributes
 from fastmp.parallel.collectives import all_to_all, group_rank, group_size
 from fastmp.parallel.flat import FlatState, is_small
 from fastmp.parallel.grads import FlatBuffer, GradBuffer, main_dtype
-from fastmp.parallel.layers import ParallelAttributes, parallel_attributes
 from fastmp.parallel.newton_schulz import orthogonalize
 from fastmp.parallel.optimizer import AdamW, ParameterGroup
 from fastmp.parallel.shards import home_ranks, matrix_cost

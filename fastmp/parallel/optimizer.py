@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fastmp.ops import adamw_
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import all_reduce_, group_rank
 from fastmp.parallel.flat import FlatState, check_separate, is_small
 from fastmp.parallel.gather import ParameterGather
 from fastmp.parallel.grads import FlatBuffer, GradBuffer, is_vector, main_dtype
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.shards import ALIGNMENT, fill_order
 
 __all__ = ["AdamW", "ParameterGroup", "clip_coefficient", "global_grad_norm"]

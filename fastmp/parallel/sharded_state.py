@@ -16,8 +16,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fastmp.parallel.attributes import ParallelAttributes, parallel_attributes
 from fastmp.parallel.collectives import group_size
-from fastmp.parallel.layers import ParallelAttributes, ParallelModule, parallel_attributes
+from fastmp.parallel.layers import ParallelModule
 
 __all__ = ["sharded_state_dict"]
 

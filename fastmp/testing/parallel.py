@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.parallel import gather
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_size
-from fastmp.parallel.layers import parallel_attributes
 
 __all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor", "late_gathers"]
 

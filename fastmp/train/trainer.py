@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import GraphConfig, OptimizerConfig, TrainConfig
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import region, traced

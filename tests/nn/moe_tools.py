@@ -12,9 +12,9 @@ from nn_tools import PLAIN_ACTIVATIONS
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
 from fastmp.nn.moe import MoELayer
+from fastmp.parallel.attributes import parallel_attributes, shard_of
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes, shard_of
 from fastmp.parallel.rng import RngTracker
 
 SEED = 4321

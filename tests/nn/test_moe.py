@@ -15,8 +15,8 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
 from fastmp.nn.moe import GroupedExperts, MoELayer
 from fastmp.nn.moe import layer as layer_module
+from fastmp.parallel.attributes import ParallelAttributes, parallel_attributes
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.layers import ParallelAttributes, parallel_attributes
 from fastmp.parallel.rng import RngTracker
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-11}

@@ -11,9 +11,9 @@ from stage_tools import GPT2, LLAMA, MIXTRAL, TIED, compare
 
 from fastmp.nn import Placement, gpt_stages
 from fastmp.nn.stages import layers_of_stages
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,10 +13,10 @@ from nn_tools import EXPERTS, SEED, SMALL, placed, tp_groups
 
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.dropout import Dropout
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
 from fastmp.testing.parallel import count_collectives

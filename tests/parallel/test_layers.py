@@ -14,14 +14,10 @@ from torch import nn
 
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel import layers
+from fastmp.parallel.attributes import parallel_attributes, shard_of
 from fastmp.parallel.collectives import gather_from_group
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    parallel_attributes,
-)
+from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from fastmp.parallel.linear import parallel_logits
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import count_collectives, full_gradient, full_tensor
@@ -58,7 +54,7 @@ def same_weights(make, group):
             sharded.bias.copy_(
                 whole.bias
                 if not marks.tensor_model_parallel
-                else layers.shard_of(whole.bias, 0, marks.partition_stride, sharded.tp_size, sharded.tp_rank)
+                else shard_of(whole.bias, 0, marks.partition_stride, sharded.tp_size, sharded.tp_rank)
             )
     return sharded, whole
 
@@ -93,7 +89,7 @@ def check_column(rank, tp, sp):
             group,
         )
         gathered = options.get("gather_output", True)
-        dy = probe if gathered else layers.shard_of(probe, 2, sharded.stride, tp, rank)
+        dy = probe if gathered else shard_of(probe, 2, sharded.stride, tp, rank)
 
         x_part = mine(x, rank, tp, sp)
         with count_collectives() as forward:
@@ -109,7 +105,7 @@ def check_column(rank, tp, sp):
         reference = whole(x_full)
         reference = reference[0] + reference[1] if options.get("skip_bias_add") else reference
         reference.backward(probe)
-        close(y, reference if gathered else layers.shard_of(reference, 2, sharded.stride, tp, rank))
+        close(y, reference if gathered else shard_of(reference, 2, sharded.stride, tp, rank))
         close(x_part.grad, mine(x_full.grad, rank, tp, sp))
         check_gradients(sharded, whole, group)
 
@@ -146,7 +142,7 @@ def check_row(rank, tp, sp):
         )
         is_parallel = options.get("input_is_parallel", False)
 
-        x_part = layers.shard_of(x, 2, sharded.stride, tp, rank) if is_parallel else x
+        x_part = shard_of(x, 2, sharded.stride, tp, rank) if is_parallel else x
         x_part = x_part.clone().requires_grad_()
         with count_collectives() as forward:
             y = sharded(x_part)
@@ -164,7 +160,7 @@ def check_row(rank, tp, sp):
         close(y, mine(reference, rank, tp, sp))
         close(
             x_part.grad,
-            layers.shard_of(x_full.grad, 2, sharded.stride, tp, rank) if is_parallel else x_full.grad,
+            shard_of(x_full.grad, 2, sharded.stride, tp, rank) if is_parallel else x_full.grad,
         )
         check_gradients(sharded, whole, group)
 

@@ -14,11 +14,11 @@ from torch import nn
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
+from fastmp.parallel.attributes import parallel_attributes, shard_of
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes, shard_of
 from fastmp.parallel.muon import Muon, is_hidden_matrix, update_cost
 from fastmp.parallel.newton_schulz import A, B, C, orthogonalize
 from fastmp.parallel.optimizer import AdamW, ParameterGroup

@@ -18,6 +18,7 @@ from torch import nn
 from train_tools import gather_main_grads, saved_tensors
 
 from fastmp.config import OptimizerConfig, TrainConfig
+from fastmp.parallel.attributes import parallel_attributes, shard_of
 from fastmp.parallel.collectives import (
     copy_to_group,
     gather_from_group,
@@ -30,7 +31,7 @@ from fastmp.parallel.collectives import (
 )
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear, parallel_attributes, shard_of
+from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.checkpoint import CheckpointError

@@ -14,10 +14,10 @@ from train_tools import EXPERTS, NoDeviceCopies, Samples, check_on_a_gpu, gather
 from fastmp.config import OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.models import GPT
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import full_tensor
 from fastmp.testing.ranks import run_ranks

@@ -16,10 +16,10 @@ from train_tools import NoDeviceCopies, Samples, check_on_a_gpu, gather_main_gra
 from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn import Placement
 from fastmp.nn.models import GPT
+from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.layers import parallel_attributes
 from fastmp.parallel.optimizer import ParameterGroup
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import count_collectives, full_tensor

@@ -24,8 +24,9 @@ from fastmp.nn.moe.router import moe_config
 from fastmp.nn.placement import Placement
 from fastmp.ops import grouped_mlp_in, grouped_mm
 from fastmp.ops.wgrad import linear
+from fastmp.parallel.attributes import ParallelAttributes, shard_of
 from fastmp.parallel.collectives import group_rank, group_size
-from fastmp.parallel.layers import ParallelAttributes, ParallelModule, shard_of
+from fastmp.parallel.layers import ParallelModule
 from fastmp.parallel.rng import seeded
 
 __all__ = ["GroupedExperts", "SharedExperts"]

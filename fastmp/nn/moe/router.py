@@ -47,8 +47,9 @@ from fastmp.nn.placement import Placement
 from fastmp.ops import RouterOutput, checks, topk_router
 from fastmp.ops.registry import without_autocast
 from fastmp.ops.wgrad import main_grad_of, weight_grad
+from fastmp.parallel.attributes import ParallelAttributes
 from fastmp.parallel.collectives import all_reduce_, group_size
-from fastmp.parallel.layers import ParallelAttributes, ParallelModule
+from fastmp.parallel.layers import ParallelModule
 
 __all__ = ["Router", "moe_config"]
 

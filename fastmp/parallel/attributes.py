@@ -1,0 +1,47 @@
+"""Marks on parameters: how one is divided over ranks, and which matrices are fused in it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["ParallelAttributes", "parallel_attributes", "shard_of"]
+
+
+class ParallelAttributes(NamedTuple):
+    """How a parameter is divided over the tensor-parallel group.
+
+    `tensor_model_parallel`: it is a shard, cut along `partition_dim` in each of the `partition_stride` blocks
+    that are fused there. When False, it is replicated; with `sequence_parallel` its gradient is a partial
+    sum, to be added over the group. `expert_parallel`: dimension 0 counts the experts of this rank, a
+    contiguous part of all experts of the `ep` group; the cut is then over the `etp` group, and replicas are
+    the ranks of `edp`. `pipeline_shared`: another stage of the pipeline holds it too, and their gradients are
+    added up; `pipeline_replica`: the other stage counts it in sums over the model.
+
+    Blocks are matrices of their own to an optimizer that looks at whole matrices. So are those of a weight
+    with `fused_rows`: its rows repeat in groups, of which each matrix has as many rows as stand there.
+    """
+
+    tensor_model_parallel: bool = False
+    partition_dim: int = -1
+    partition_stride: int = 1
+    sequence_parallel: bool = False
+    expert_parallel: bool = False
+    pipeline_shared: bool = False
+    pipeline_replica: bool = False
+    fused_rows: tuple[int, ...] = ()
+
+
+def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:
+    """The marks of `param`; a parameter without marks is replicated and has a complete gradient."""
+    defaults = ParallelAttributes._field_defaults.items()
+    return ParallelAttributes._make(getattr(param, name, default) for name, default in defaults)
+
+
+def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) -> torch.Tensor:
+    """Rank `rank`'s shard of `full`, whose `stride` blocks along `dim` are each cut into `size` parts.
+
+    A fused weight of query, key and value (stride 3) gives each rank its part of every block.
+    """
+    return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
