@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import GPT, Placement
-from fastmp.parallel.attributes import shard_of
+from fastmp.parallel import attributes
 from fastmp.parallel.collectives import gather_from_group, group_rank, group_size
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -109,7 +109,7 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
     if wanted != full.shape[dim]:
         assert dim == 0 and full.dim() == 2, "only the vocabulary is padded"
         full = F.pad(full, (0, 0, 0, wanted - full.shape[0]))
-    return shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
+    return attributes.shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
 
 
 def part_of(full: torch.Tensor, param: torch.nn.Parameter, groups: ParallelGroups) -> torch.Tensor:

@@ -464,16 +464,16 @@ def marks(layer):
 
 def check_marks(rank, tp):
     group = dist.group.WORLD
-    column = ColumnParallelLinear(H, 12, group=group, stride=3, device="meta")
+    column = ColumnParallelLinear(H, 12, group=group, stride=3, fused_rows=(1, 1), device="meta")
     row = RowParallelLinear(12, H, group=group, sequence_parallel=True, device="meta")
     table = VocabParallelEmbedding(V, H, group=group, device="meta")
     model = nn.ModuleDict({"column": column, "row": row, "table": table})
     expected = {
-        "column.weight": (True, 0, 3, False, False, False, False),
-        "column.bias": (True, 0, 3, False, False, False, False),
-        "row.weight": (True, 1, 1, False, False, False, False),
-        "row.bias": (False, -1, 1, True, False, False, False),
-        "table.weight": (True, 0, 1, False, False, False, False),
+        "column.weight": (True, 0, 3, False, False, False, False, (1, 1)),
+        "column.bias": (True, 0, 3, False, False, False, False, (1, 1)),
+        "row.weight": (True, 1, 1, False, False, False, False, ()),
+        "row.bias": (False, -1, 1, True, False, False, False, ()),
+        "table.weight": (True, 0, 1, False, False, False, False, ()),
     }
     assert marks(model) == expected
     model.to_empty(device="cpu")
@@ -491,7 +491,16 @@ def check_marks(rank, tp):
 
 def test_marks_survive_conversion_and_copies():
     run_ranks(check_marks, 2)
-    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (False, -1, 1, False, False, False, False)
+    assert tuple(parallel_attributes(nn.Linear(2, 2).weight)) == (
+        False,
+        -1,
+        1,
+        False,
+        False,
+        False,
+        False,
+        (),
+    )
 
 
 class Conv1D(nn.Module):
