@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmp.profiling import traced
+
 __all__ = ["STEPS", "orthogonalize"]
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -17,6 +19,7 @@ STEPS = 5
 _SMALLEST = 1e-7  # norm of a matrix that is divided by its norm; smaller ones stay smaller
 
 
+@traced("fastmp.orthogonalize")
 def orthogonalize(matrices_NRC: Tensor, *, steps: int = STEPS) -> Tensor:
     """The nearly orthogonal factors (N, R, C) of N matrices of R rows and C columns, in their dtype.
 

@@ -44,12 +44,15 @@ def make_optimizer(
     groups: ParallelGroups,
     group: Callable[[str, Parameter], ParameterGroup] | None = None,
 ) -> AdamW:
-    """Make the optimizer of `grads`; `group` as of `AdamW`."""
+    """Make the optimizer of `grads`; `group` as of `AdamW`.
+
+    A rank whose stages have no matrices for Muon has AdamW alone.
+    """
     options: dict[str, Any] = {
         name: getattr(config, name) for name in ("lr", "betas", "eps", "weight_decay", "states")
     }
     options["group"] = group
-    if config.name == "muon":
+    if any(flat.plan.whole for flat in grads.flats):
         return Muon(grads, tp_group=groups.tp, etp_group=groups.etp, momentum=config.momentum, **options)
     return AdamW(grads, **options)
 

@@ -130,7 +130,7 @@ STEPS = 4
 SKIPPED = 2  # the step whose gradient is not finite
 
 
-def make(groups, *, optimizer=Muon, dtype=torch.float64, bucket_size=20_000, **options):
+def make(groups, *, optimizer=Muon, dtype=torch.float64, bucket_size=20_000, shard=True, **options):
     """This rank's part of the model, its gradients and optimizer."""
     torch.manual_seed(3)
     chunks = gpt_stages(MODEL, Placement(groups, dtype=dtype), vpp=1)
@@ -140,7 +140,7 @@ def make(groups, *, optimizer=Muon, dtype=torch.float64, bucket_size=20_000, **o
         dp_group=groups.dp_cp,
         tp_group=groups.tp,
         edp_group=groups.edp,
-        shard=True,
+        shard=shard,
         bucket_size=bucket_size,
         cost=partial(update_cost, **slices) if optimizer is Muon else None,
     )
@@ -211,7 +211,14 @@ def one_process():
 
 LAYOUTS = {
     2: [{"tp": 2}],
-    4: [{}, {"tp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2, "ep": 2}, {"cp": 2, "ep": 4}],
+    4: [
+        {},
+        {"shard": False},
+        {"tp": 2},
+        {"tp": 2, "ep": 2, "etp": 1},
+        {"pp": 2, "ep": 2},
+        {"cp": 2, "ep": 4},
+    ],
     8: [
         {},
         {"tp": 4, "etp": 2},
@@ -225,10 +232,12 @@ LAYOUTS = {
 @pytest.mark.parametrize("world", [4, *full([2, 8])])
 def test_every_layout_is_one_process_bit_for_bit(one_process, world):
     def rank_main(rank, world_size):
-        return [
-            run_layout(ParallelGroups.create(RankGrid(world_size=world_size, **layout)))
-            for layout in LAYOUTS[world]
-        ]
+        found = []
+        for layout in LAYOUTS[world]:
+            sizes = {axis: size for axis, size in layout.items() if axis != "shard"}
+            groups = ParallelGroups.create(RankGrid(world_size=world_size, **sizes))
+            found.append(run_layout(groups, shard=layout.get("shard", True)))
+        return found
 
     results = run_ranks(rank_main, world, timeout=120)
     for number, layout in enumerate(LAYOUTS[world]):

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MUON = replace(BUCKETS, name="muon")
 UNDER_MUON = {
-    2: [case(EXPERTS, ep=2), case(tp=2, sequence_parallel=True)],
+    2: [
+        case(EXPERTS, ep=2),
+        case(tp=2, sequence_parallel=True),
+        # the second rank has no layers, and nothing for Muon
+        case(EXPERTS, pp=2, vpp=2, stage_layers=(1, 0, 3, 0), microbatch_group_size=4),
+    ],
     4: [case(EXPERTS, pp=2, vpp=2, ep=2), case(EXPERTS, tp=2, ep=2), case(EXPERTS, tp=4, etp=2), case()],
 }
 
