@@ -298,8 +298,9 @@ def whole_layout(
 ) -> BucketLayout:
     """Lay parameters out so that each lies in the part of its bucket that its home owns.
 
-    Homes are balanced by `costs` over all parameters. A bucket is full when it has `bucket_size` elements
-    and its longest part is at most a fiftieth above the mean: padding is communicated, too.
+    Homes are balanced by `costs` over all parameters. Padding is communicated, too: a bucket is full when it
+    has `bucket_size` elements, its longest part is at most a fiftieth above the mean, and the next parameter
+    would not bring the two closer.
 
     Args:
         sizes, costs: {name: elements} and {name: the cost of its update}, in the order of the model.
@@ -319,12 +320,17 @@ def whole_layout(
     start = 0
     parts: list[list[str]] = [[] for _ in range(num_ranks)]
     lengths = [0] * num_ranks
-    for number, name in enumerate(reversed(list(sizes)), 1):
+    left = list(sizes)  # the last one comes first
+    while left:
+        name = left.pop()
         parts[homes[name]].append(name)
         lengths[homes[name]] += _up(sizes[name], ALIGNMENT)
-        total = sum(lengths)
-        if number < len(sizes) and (total < bucket_size or 50 * num_ranks * max(lengths) > 51 * total):
-            continue
+        if left:
+            longest, total, more = max(lengths), sum(lengths), _up(sizes[left[-1]], ALIGNMENT)
+            then = max(longest, lengths[homes[left[-1]]] + more)
+            uneven = 50 * num_ranks * longest > 51 * total or then * total < longest * (total + more)
+            if total < bucket_size or uneven:
+                continue
         each = _up(max(lengths), multiple)
         for rank, names in enumerate(parts):
             first = start + rank * each
