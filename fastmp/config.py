@@ -385,6 +385,9 @@ class OptimizerConfig(_Checked):
     grad_dtype: str = _option(
         "float32", "dtype in which gradients of 16-bit parameters accumulate", ("float32", "bfloat16")
     )
+    overlap: bool = _option(
+        True, "sum gradients and gather parameters beside compute; off: for gradients whose number varies"
+    )
     bucket_size: int = _option(BUCKET_SIZE, "gradients that are communicated at once")
     bucket_unit: int = _option(UNIT, "buckets are multiples of it; 65536 suits NCCL on many nodes")
     loss_scale: float = _option(

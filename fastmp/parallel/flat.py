@@ -101,7 +101,9 @@ class FlatState:
                 self.shard(number).copy_(self.master[at])
 
     def master_of(self, name: str) -> Tensor:
-        """The part of a parameter's master that this rank has; a copy where it is small."""
+        """The part of a parameter's master that this rank has, perhaps none; a copy where it is small."""
+        if name not in self.grads.pieces:
+            return self.params[:0].to(main_dtype(self.params.dtype))
         if self.master is not None:
             return self._piece(self.master, name)
         piece, param = self.grads.pieces[name], self.grads.parameters[name]

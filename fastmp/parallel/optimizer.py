@@ -61,11 +61,18 @@ def global_grad_norm(
     world_group: all ranks. Where gradients are sharded, they hold one copy of everything together, and one
         all-reduce over them takes the place of the others.
 
+    Raises ValueError for a buffer without parameters, and for sharded gradients without `world_group`.
+
     Returns a 0-dim float64 tensor on the gradients' device, with the same bits on every rank. It is not
     finite where one gradient on one rank is not, even a replicated one on a rank that does not count it.
     """
     if not grads.flats:
         raise ValueError("global_grad_norm: no parameters given")
+    if world_group is None and any(flat.layout.num_ranks > 1 for flat in grads.flats):
+        raise ValueError(
+            "global_grad_norm: gradients are divided over ranks, each of which has a part of the norm; give "
+            "all ranks as world_group"
+        )
     device = grads.flats[0].grad.device
     totals = torch.zeros(2, dtype=torch.float64, device=device)  # of all but experts, of experts
     for flat in grads.flats:
@@ -127,7 +134,9 @@ class AdamW:
 
     The parameters move: `param.data` becomes a view of a flat buffer, with the strides it had, and no longer
     shares memory with a `param.data` taken before. So make the optimizer once the model has its device and
-    dtype. Tied weights, which are one Parameter, stay tied.
+    dtype. Tied weights, which are one Parameter, stay tied. What is written to a low-precision parameter
+    later is lost at the next step, which writes it from its master: load weights before. A parameter that is
+    frozen later has a gradient of zero, and is decayed and moved by its averages.
 
     Attributes: `parameters` {name: parameter}; `gather`, by which forward waits for parameters, see
     `ParameterGather.attach`; `skipped_steps`, a 0-dim int64 tensor that counts the steps dropped for a
@@ -224,6 +233,8 @@ class AdamW:
 
     def master(self, name: str) -> Tensor:
         """The part of a parameter's master that this rank has, see `state_dict`; a copy where it is small."""
+        if name not in self.parameters:
+            raise ValueError(f"{self.name}.master: there is no parameter {name!r}")
         return next(flat for flat in self._flats if name in flat.names).master_of(name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +255,7 @@ class AdamW:
         The parameters of a sharded optimizer are gathered: every rank calls it. Raises ValueError naming the
         parameters that only one side has, or the entry whose shape differs.
         """
+        self.gather.wait()
         mine, loaded = self.state_dict()["state"], state_dict["state"]
         if mine.keys() != loaded.keys():
             raise ValueError(

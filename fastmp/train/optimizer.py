@@ -33,7 +33,7 @@ def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: Par
         bucket_size=config.bucket_size,
         bucket_unit=config.bucket_unit,
         grad_dtype=getattr(torch, config.grad_dtype),
-        overlap=True,
+        overlap=config.overlap,
         cost=cost if config.name == "muon" else None,
     )
 

@@ -141,7 +141,8 @@ class Trainer:
         self._make_replicas_equal()
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
         self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
-        self.optimizer.gather.attach(self.runner.chunks)
+        if self.optimizer_config.overlap:
+            self.optimizer.gather.attach(self.runner.chunks)
         self.checkpointer = Checkpointer(
             Path(config.run_dir) / config.name / "checkpoints",
             groups=groups,
@@ -291,6 +292,7 @@ class Trainer:
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
         """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
+        self.optimizer.gather.wait()  # evaluation may use parameters otherwise than training
         with _paused(log, self.device):
             evaluation = evaluate(
                 self.runner, self.data, groups=self.groups, device=self.device, max_batches=max_batches

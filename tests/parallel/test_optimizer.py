@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from marks import full
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -257,25 +258,27 @@ def test_norm_counts_each_parameter_once_and_has_the_same_bits_everywhere():
     assert abs(float.fromhex(results[0][0]) - expected) < 1e-10
 
 
-@pytest.mark.parametrize("layout", ["dp", "tp"])
+@pytest.mark.parametrize("layout", ["tp", "sharded", *full(["dp", "small"])])
 def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(layout):
     """40 injections at a random (rank, parameter, element, value), with good steps in between."""
     num_injections = 40
 
     def rank_main(rank, world_size):
         group = dist.group.WORLD
-        model = make_model(torch.float32)
+        dtype = torch.bfloat16 if layout == "small" else torch.float32
+        model = make_model(dtype)
         for param in model.parameters():
             param.tensor_model_parallel = layout == "tp" and param.ndim > 1
-        groups = {"dp_group": group} if layout == "dp" else {"tp_group": group}
-        grads = GradBuffer(model.named_parameters(), **groups)
-        optimizer = AdamW(grads, lr=1e-2)
+        groups = {"tp_group": group} if layout == "tp" else {"dp_group": group}
+        shard = layout in ("sharded", "small")
+        grads = GradBuffer(model.named_parameters(), **groups, shard=shard, bucket_size=64)
+        optimizer = AdamW(grads, lr=1e-2, states="small" if layout == "small" else "classic")
         choice = random.Random(7)  # the same on every rank
         tp_group = group if layout == "tp" else None
         for step in range(2 * num_injections):
             grads.zero()
             torch.manual_seed(step)
-            model(torch.randn(4, 6)).square().sum().backward()
+            model(torch.randn(4, 6).to(dtype)).square().sum().backward()
             injected = step % 2 == 1
             if injected:
                 victim, index = choice.randrange(world_size), choice.randrange(6)
@@ -285,7 +288,7 @@ def test_non_finite_gradient_on_one_rank_skips_the_step_on_all(layout):
                 if rank == victim:
                     param.main_grad.view(-1)[element] = value
             grads.reduce()
-            norm = global_grad_norm(grads, tp_group=tp_group, mp_group=tp_group)
+            norm = global_grad_norm(grads, tp_group=tp_group, mp_group=tp_group, world_group=group)
             clip = clip_coefficient(norm, 1.0)
             before = [p.detach().clone() for p in model.parameters()]
             state = clone_state(optimizer)
@@ -366,6 +369,8 @@ def test_bad_arguments_are_named():
         optimizer.load_state_dict(state)
     with pytest.raises(ValueError, match="no parameters"):
         global_grad_norm(GradBuffer([]))
+    with pytest.raises(ValueError, match=r"AdamW.master: there is no parameter 'nobody'"):
+        optimizer.master("nobody")
     with pytest.raises(ValueError, match="AdamW: no parameters"):
         AdamW(GradBuffer([]))
     with pytest.raises(ValueError, match="states must be 'classic' or 'small', got 'tiny'"):

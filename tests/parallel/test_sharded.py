@@ -240,6 +240,17 @@ def test_bytes_that_a_rank_holds(world):
         )
 
 
+def test_a_norm_of_parts_is_refused():
+    def rank_main(rank, world):
+        grads = GradBuffer(Model().named_parameters(), dp_group=dist.group.WORLD, shard=True)
+        with pytest.raises(
+            ValueError, match=r"gradients are divided over ranks, .* give all ranks as world_group"
+        ):
+            global_grad_norm(grads)
+
+    run_ranks(rank_main, 2)
+
+
 def test_a_state_dict_waits_for_parameters(monkeypatch):
     def rank_main(rank, world):
         Late(monkeypatch)
