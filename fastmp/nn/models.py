@@ -140,6 +140,9 @@ class GPT(nn.Module):
                     **on.layer_options,
                 ),
             )
+        if self.final_norm is not None:  # both are called, or their weights used, in this order
+            table = self.word_embedding if self.output_layer is None else self.output_layer
+            self.final_norm.used_behind = (table,)  # type: ignore[assignment]
         self._clear_padding()
 
     @property

@@ -3,8 +3,9 @@
 After a step of a sharded optimizer each rank has its own part of every bucket. The rest comes while the next
 forward runs: a hook before each module waits for the buckets of that module's own parameters, so that none is
 used before it is there, whatever the order of use. In graphs, which call no module, the graph manager calls
-these hooks before a replay. Parameters that are used though their module is not called, as a tied table may
-be, are found in the first step; their buckets are waited for at once.
+these hooks before a replay. A module may be used though nobody calls it, as an output layer is by a fused
+loss. Where another module that is called before it names it in a tuple `used_behind`, the hook of that one
+waits for both. Else this is found in the first step, and its buckets are waited for at once.
 """
 
 from __future__ import annotations
@@ -42,16 +43,26 @@ class ParameterGather:
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Let every module inside `modules` wait for its own parameters before its forward.
 
-        The state dict of one of `modules` waits for all.
+        It also waits for those of the modules in its attribute `used_behind`. The state dict of one of
+        `modules` waits for all.
         """
         self._attached = True
+        behind: set[nn.Module] = set()
         for root in modules:
             for module in root.modules():
-                own = {self._where[id(p)] for p in module.parameters(recurse=False) if id(p) in self._where}
+                more = getattr(module, "used_behind", ())
+                behind.update(more)
+                own = {at for each in (module, *more) for at in self._buckets(each)}
                 if own and module not in self._uncalled:
                     self._uncalled[module] = own
                     module.register_forward_pre_hook(self._before(own))
             root.register_state_dict_pre_hook(lambda *_: self.wait())
+        for module in behind:
+            self._uncalled.pop(module, None)
+
+    def _buckets(self, module: nn.Module) -> set[At]:
+        """The buckets of a module's own parameters."""
+        return {self._where[id(p)] for p in module.parameters(recurse=False) if id(p) in self._where}
 
     def _before(self, own: set[At]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:

@@ -114,6 +114,47 @@ def test_twenty_steps_are_those_of_torch(plain, world, overlap):
         assert all(torch.equal(params[name], results[0][0][name]) for name in params)
 
 
+class Fused(nn.Module):
+    """The weight of its last layer is used by a loss, behind the norm."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(10, 10, dtype=torch.float64), nn.LayerNorm(10, dtype=torch.float64)
+        self.last = nn.Linear(10, 3, bias=False, dtype=torch.float64)
+        self.norm.used_behind = (self.last,)
+
+    def forward(self, x):
+        return self.norm(torch.tanh(self.first(x))) @ self.last.weight.t()
+
+
+def test_a_module_that_nobody_calls_is_waited_for_by_the_one_before_it(monkeypatch):
+    def steps(rank, world, group=None):
+        model = Fused()
+        grads = GradBuffer(model.named_parameters(), dp_group=group, shard=True, bucket_size=1, overlap=True)
+        optimizer, pending = AdamW(grads), []
+        optimizer.gather.attach([model])
+        for step in range(3):
+            grads.zero()
+            model(inputs(step)[0].chunk(world)[rank]).square().sum().backward()
+            grads.reduce()
+            optimizer.step(1e-2)
+            pending.append({name for name, param in model.named_parameters() if param.isnan().any()})
+        optimizer.gather.wait()
+        return {name: p.detach() for name, p in model.named_parameters()}, pending
+
+    def rank_main(rank, world):
+        Late(monkeypatch)
+        return steps(rank, world, dist.group.WORLD)
+
+    expected, _ = steps(0, 1)
+    results = run_ranks(rank_main, 2)
+    for params, _ in results:
+        close(params, expected, 1e-10)
+    for pending in zip(*(pending for _, pending in results), strict=True):
+        assert set.union(*pending) == set(expected), "something is waited for at once"
+
+
 class Late:
     """An all-gather that happens when it is waited for; until then the parts of other ranks are nan."""
 
