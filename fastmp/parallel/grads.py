@@ -12,6 +12,7 @@ each rank has the sums of its own shard, or all-reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from fastmp.parallel.shards import (
     fill_order,
     plan_buffers,
 )
+from fastmp.parallel.streams import side_stream
 
 __all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "parameter_facts"]
 
@@ -187,6 +189,7 @@ class GradBuffer:
         if self.communicates:
             self._hooks += self._arrivals.hooks()
         self._works: list[dist.Work] = []
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}  # from which buckets are sent
 
     @property
     def communicates(self) -> bool:
@@ -206,14 +209,32 @@ class GradBuffer:
         for work in self._works:
             work.wait()
         self._works = []
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
 
     def _start(self, at: tuple[int, int]) -> None:
         flat, number = self.flats[at[0]], at[1]
-        if flat.plan.partial and self.tp_group is not None:
-            all_reduce_(flat.bucket(number), self.tp_group)
-        work = flat.start_reduce(number)
+        with self._behind_gradients(flat.grad.device):
+            if flat.plan.partial and self.tp_group is not None:
+                all_reduce_(flat.bucket(number), self.tp_group)
+            work = flat.start_reduce(number)
         if work is not None:
             self._works.append(work)
+
+    def _behind_gradients(self, device: torch.device) -> AbstractContextManager:
+        """Let what a GPU is given inside wait for all gradients so far, of the side stream too.
+
+        Autograd makes the current stream wait for gradients that it is handed, but not for those that a
+        product on another stream has added to `main_grad` by itself. Compute itself does not wait here.
+        """
+        if device.type != "cuda":
+            return nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        for other in (torch.cuda.current_stream(device), side_stream(device)):
+            stream.wait_stream(other)
+        return torch.cuda.stream(stream)
 
     def own(self, param: Parameter) -> Tensor:
         """The part of a parameter's main gradient that this rank has the sum of after `reduce`, flat."""

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from marks import full
 from torch import nn
 
+from fastmp.ops.wgrad import linear
 from fastmp.parallel import grads as grads_module
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from fastmp.parallel.streams import side_stream
 from fastmp.testing.ranks import run_ranks
 
 
@@ -289,6 +291,33 @@ def test_buckets_are_sent_in_one_order_as_soon_as_they_are_full():
     for rank, quiet in enumerate((["microbatch", "second", "first"], ["microbatch", "first", "second"])):
         last = [sent, "second", sent, "first"] if rank == 0 else ["first", sent, sent, "second"]
         assert found[rank] == [*quiet * 3, "reduce", sent, sent, *quiet * 2, "microbatch", *last, "reduce"]
+
+
+class Pair:
+    """A group of two ranks, this one the first."""
+
+    size = staticmethod(lambda: 2)
+    rank = staticmethod(lambda: 0)
+
+
+@pytest.mark.gpu
+def test_a_bucket_is_sent_behind_gradients_that_a_product_adds_on_the_side_stream(monkeypatch):
+    weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
+    grads = GradBuffer([("weight", weight)], dp_group=Pair(), overlap=True)
+    sent, side = [], side_stream(weight.device)
+    monkeypatch.setattr(grads_module, "all_reduce_", lambda x, group, overlap: sent.append(x.clone()))
+    x = torch.randn(8, 64, device="cuda", requires_grad=True)
+    for _ in range(2):
+        grads.zero()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            y = linear(x, weight)
+        torch.cuda.current_stream().wait_stream(side)
+        y.register_hook(lambda grad: torch.cuda._sleep(100_000_000))
+        y.sum().backward()
+        grads.reduce()
+    torch.cuda.synchronize()
+    assert weight.main_grad.any() and torch.equal(sent[-1].view(64, 64), weight.main_grad)
 
 
 def test_a_step_with_fewer_gradients_is_complete_at_its_end():

@@ -17,7 +17,6 @@ chosen of each token.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,6 +34,7 @@ from fastmp.nn.moe.router import Router, moe_config
 from fastmp.nn.placement import Placement
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.ops import apply_capacity
+from fastmp.parallel import streams
 from fastmp.parallel.collectives import gather_from_group, group_rank, group_size, split_to_group
 
 __all__ = ["MoELayer"]
@@ -217,12 +217,7 @@ def side_stream(x: Tensor) -> torch.cuda.Stream | None:
     """
     if not x.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return None
-    return _stream(x.device)
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return streams.side_stream(x.device)
 
 
 def _agree(config: GPTConfig, moe: MoEConfig, on: Placement) -> None:
