@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ LAYERS, SIZE = 32, 1 << 15
 # of a table, which are also the arithmetic of the output.
 ATTENTION, BUCKET, TABLE = (0.19, 0.25), 0.73, 2.4
 TIMES = Times(0.004, 0.004, 0.004)
-WARM_STEPS = 5  # the first one counts gradients, the second one captures, the others are timed
+WARM_STEPS = 3  # the first one counts gradients, the second one captures
 MODES = ("free", "overlapped", "at once")
 
 
@@ -111,7 +110,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Row:
-    """A case's figures in ms: medians over steps, means over stages. `trace` has one step of each stage."""
+    """A case's figures in ms, means over stages. `trace` has one step of each stage.
+
+    Times of steps are the least of some, which other work only prolongs; the others are medians.
+    """
 
     name: str
     ranks: int
@@ -221,10 +223,11 @@ class _Stopwatch:
         """Begin a step: the previous one is over."""
         now = time.perf_counter()
         if number > WARM_STEPS and (number - WARM_STEPS) % 2 == 0:
-            self._note(MODES[(number - WARM_STEPS) // 2 % len(MODES) - 1], self.starts[-1], now)
+            mode = MODES[(number - WARM_STEPS) // 2 % len(MODES) - 1]
+            self._note(mode, self.starts[-1], now)
+            if mode == "free":  # the machine may be busier than in the round before
+                self.rate = self._rate(now - self.starts[-1])
         self.starts.append(now)
-        if number == WARM_STEPS:
-            self.rate = self._rate(statistics.median(b - a for a, b in pairwise(self.starts[2:])))
         mode = MODES[max(0, number - WARM_STEPS) // 2 % len(MODES)]
         self.link.rate = math.inf if mode == "free" else self.rate
         self.link.at_once = mode == "at once"
@@ -280,12 +283,12 @@ def measure(case: Case, rounds: int) -> Row:
     results = run_ranks(run_case, case.world, case, rounds, timeout=580)
 
     def mean(mode: str, name: str) -> float:
-        medians = []
+        found, middle = [], min if name == "step" else statistics.median
         for stage in range(case.pp):
             replicas = [seen[mode] for number, seen, _ in results if number == stage]
             least = [min(getattr(each, name) for each in step) for step in zip(*replicas, strict=True)]
-            medians.append(statistics.median(least))
-        return 1e3 * statistics.mean(medians)
+            found.append(middle(least))
+        return 1e3 * statistics.mean(found)
 
     communication, exposed = mean("overlapped", "communication"), mean("overlapped", "exposed")
     traces = {stage: trace for stage, _, trace in results}
@@ -301,6 +304,12 @@ def test_overlap(benchmark, case):
     row = measure(case, 1 if benchmark.disabled else 3)
     benchmark.extra_info.update({name: value for name, value in asdict(row).items() if name != "trace"})
     benchmark.pedantic(CLOCK.play([row.overlapped_ms]), rounds=1)
+
+
+def _saved(row: Row) -> dict[str, Any]:
+    """Round the figures of a row for a file; of traces it gets those that are drawn."""
+    values = {n: float(f"{v:.5g}") if isinstance(v, float) else v for n, v in asdict(row).items()}
+    return {**values, "trace": row.trace[:1] if row.name in DRAWN else []}
 
 
 def _compact(text: str) -> str:
@@ -333,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows.append(measure(case, options.rounds))
             print(rows[-1].line(), flush=True)
     if options.out:
-        result = {**environment("cpu"), "rounds": options.rounds, "rows": [asdict(row) for row in rows]}
+        result = {**environment("cpu"), "rounds": options.rounds, "rows": [_saved(row) for row in rows]}
         options.out.write_text(_compact(json.dumps(result, indent=1)) + "\n")
     if options.plot:
         draw_rows([asdict(row) for row in rows], options.plot)
