@@ -299,8 +299,15 @@ def measure(case: Case, rounds: int) -> Row:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("eager", "graphs")], ids=str)
-def test_overlap(benchmark, case):
+def test_eager(benchmark):
+    _benchmark(benchmark, CASES[0])
+
+
+def test_graphs(benchmark):
+    _benchmark(benchmark, CASES[1])
+
+
+def _benchmark(benchmark: Any, case: Case) -> None:
     row = measure(case, 1 if benchmark.disabled else 3)
     benchmark.extra_info.update({name: value for name, value in asdict(row).items() if name != "trace"})
     benchmark.pedantic(CLOCK.play([row.overlapped_ms]), rounds=1)
