@@ -30,6 +30,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         ("docs/cuda-graphs.md", 0, [sys.executable]),
         ("docs/learning-rates.md", 0, [sys.executable]),
         ("docs/optimizer.md", 0, [sys.executable]),
+        ("docs/muon.md", 0, [sys.executable]),
         pytest.param("docs/fsdp2.md", 0, TORCHRUN, marks=pytest.mark.full),
     ],
     ids=[
@@ -41,6 +42,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
             "graphs",
             "learning rates",
             "optimizer",
+            "muon",
             "shards on two ranks",
         ),
     ],

@@ -366,6 +366,17 @@ def test_what_muon_updates_by_default():
         *("moe.shared_experts.mlp.up.weight", "moe.shared_experts.mlp.down.weight"),
     }
     assert all("momentum" not in each for name, each in state.items() if not name.startswith("layers."))
+    names = {
+        "h.0.attn.c_attn.weight": True,
+        "layers.0.mlp.gate_proj.weight": True,
+        **dict.fromkeys(
+            ("model.embed_tokens.weight", "lm_head.weight", "wpe.weight", "mlp.gate.weight"), False
+        ),
+    }
+    matrix = nn.Parameter(torch.zeros(3, 4))
+    assert {name: is_hidden_matrix(name, matrix) for name in names} == names
+    assert not is_hidden_matrix("up.weight", nn.Parameter(torch.zeros(1, 4)))
+    assert not is_hidden_matrix("conv.weight", nn.Parameter(torch.zeros(3, 4, 5)))
 
 
 @pytest.mark.parametrize(
