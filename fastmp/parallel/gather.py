@@ -10,11 +10,12 @@ waits for both. Else this is found in the first step, and its buckets are waited
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from fastmp.parallel.collectives import all_gather_
 from fastmp.parallel.grads import FlatBuffer
@@ -38,21 +39,28 @@ class ParameterGather:
                 self._where |= {id(flat.parameters[name]): (i, j) for name in bucket.names}
         self._attached = False
         self._uncalled: dict[nn.Module, set[At]] = {}  # modules that no forward has called yet
+        self._compiled: set[At] = set()
         self._at_once: set[At] | None = None  # None: the first step is not over
 
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Let every module inside `modules` wait for its own parameters before its forward.
 
         It also waits for those of the modules in its attribute `used_behind`. The state dict of one of
-        `modules` waits for all.
+        `modules` waits for all. What `torch.compile` returned waits for all its parameters; those of a module
+        that was compiled in place, whose hooks would be compiled too, are awaited at the end of a step. So
+        compile before.
         """
         self._attached = True
         behind: set[nn.Module] = set()
         for root in modules:
-            for module in root.modules():
+            for module in _outside_of_compiled(root):
+                if getattr(module, "_compiled_call_impl", None) is not None:
+                    self._compiled |= self._buckets(module.parameters())
+                    continue
                 more = getattr(module, "used_behind", ())
                 behind.update(more)
-                own = {at for each in (module, *more) for at in self._buckets(each)}
+                inside = _is_compiled(module)
+                own = self._buckets(p for each in (module, *more) for p in each.parameters(recurse=inside))
                 if own and module not in self._uncalled:
                     self._uncalled[module] = own
                     module.register_forward_pre_hook(self._before(own))
@@ -60,9 +68,8 @@ class ParameterGather:
         for module in behind:
             self._uncalled.pop(module, None)
 
-    def _buckets(self, module: nn.Module) -> set[At]:
-        """The buckets of a module's own parameters."""
-        return {self._where[id(p)] for p in module.parameters(recurse=False) if id(p) in self._where}
+    def _buckets(self, parameters: Iterable[Parameter]) -> set[At]:
+        return {self._where[id(param)] for param in parameters if id(param) in self._where}
 
     def _before(self, own: set[At]) -> Callable[[nn.Module, Any], None]:
         def before(module: nn.Module, args: Any) -> None:
@@ -86,7 +93,7 @@ class ParameterGather:
             self.wait()
             return
         if self._at_once is None:
-            self._at_once = {at for own in self._uncalled.values() for at in own}
+            self._at_once = self._compiled.union(*self._uncalled.values())
             self._uncalled = {}
         self._wait(self._at_once)
 
@@ -99,3 +106,17 @@ class ParameterGather:
             work = self._works.pop(at, None)
             if work is not None:
                 work.wait()
+
+
+def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside it, but none inside a compiled one."""
+    yield module
+    if not _is_compiled(module):
+        for child in module.children():
+            yield from _outside_of_compiled(child)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` has returned the module, or its `compile` was called."""
+    in_place = getattr(module, "_compiled_call_impl", None) is not None
+    return in_place or type(module).__name__ == "OptimizedModule"

@@ -75,19 +75,20 @@ def plain():
     return {name: p.detach() for name, p in named.items()}, norms
 
 
-def train(rank, world, *, overlap=True, bucket_size=100, shard=True, steps=STEPS):
-    """Parameters and norms of this rank."""
-    model, group = Model(), dist.group.WORLD if world > 1 else None
+def train(rank, world, *, overlap=True, bucket_size=100, shard=True, steps=STEPS, model=None, run=None):
+    """Parameters and norms of this rank. run: what is called in place of the model."""
+    model, group = model or Model(), dist.group.WORLD if world > 1 else None
+    run = model if run is None else run
     grads = GradBuffer(
         model.named_parameters(), dp_group=group, shard=shard, bucket_size=bucket_size, overlap=overlap
     )
     optimizer, norms = AdamW(grads, group=groups_of), []
     if overlap:
-        optimizer.gather.attach([model])
+        optimizer.gather.attach([run])
     for step in range(steps):
         grads.zero()
         for microbatch in inputs(step):
-            model(microbatch.chunk(world)[rank]).square().sum().backward()
+            run(microbatch.chunk(world)[rank]).square().sum().backward()
         grads.reduce()
         norm = global_grad_norm(grads, world_group=group)
         optimizer.step(lr(step), grad_norm=norm, clip_coefficient=clip_coefficient(norm, 20.0))
@@ -386,3 +387,20 @@ def test_small_states_train_like_classic_ones():
     classic = last_losses("classic", torch.float32)
     assert classic < 0.8
     assert last_losses("small", torch.bfloat16) == pytest.approx(classic, rel=0.05)
+
+
+@pytest.mark.parametrize("how", ["in place", *full(["returned"])])
+def test_compiled_modules_wait_outside_of_what_is_compiled(plain, monkeypatch, how):
+    """One graph and no recompilation: no hook is compiled, and no parameter used too early."""
+
+    def rank_main(rank, world):
+        Late(monkeypatch)
+        model = Model()
+        run = torch.compile(model, backend="eager", fullgraph=True) if how == "returned" else model
+        if how == "in place":
+            model.compile(backend="eager", fullgraph=True)
+        params, _ = train(rank, world, model=model, run=run)
+        return params
+
+    for params in run_ranks(rank_main, 2):
+        close(params, plain[0], 1e-10)
