@@ -1,18 +1,21 @@
 """All-gathers of updated parameters, bucket by bucket, and the hooks that wait for them.
 
 After a step of a sharded optimizer each rank has its own part of every bucket. The rest comes while the next
-forward runs: a hook before each module waits for the buckets of that module's own parameters, so that none is
-used before it is there, whatever the order of use. In graphs, which call no module, the graph manager calls
+forward runs: a hook before each module waits for the buckets of that module's own parameters, so that none
+is used before it is there, whatever the order of modules. In graphs, which call no module, the manager calls
 these hooks before a replay. A module may be used though nobody calls it, as an output layer is by a fused
 loss. Where another module that is called before it names it in a tuple `used_behind`, the hook of that one
-waits for both. Else this is found in the first step, and its buckets are waited for at once.
+waits for both. Else this is found in the first step, and its buckets are waited for at once. What reads
+parameters before their module is called, or outside of any forward, calls `ParameterGather.wait` first; a
+module's state dict does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -45,10 +48,10 @@ class ParameterGather:
     def attach(self, modules: Iterable[nn.Module]) -> None:
         """Let every module inside `modules` wait for its own parameters before its forward.
 
-        It also waits for those of the modules in its attribute `used_behind`. The state dict of one of
-        `modules` waits for all. What `torch.compile` returned waits for all its parameters; those of a module
-        that was compiled in place, whose hooks would be compiled too, are awaited at the end of a step. So
-        compile before.
+        It also waits for those of the modules in its attribute `used_behind`. A state dict of one of them
+        waits for all, and so does loading one. What `torch.compile` returned waits for all its parameters;
+        those of a module that was compiled in place, whose hooks would be compiled too, are awaited at the
+        end of a step. So compile before.
         """
         self._attached = True
         behind: set[nn.Module] = set()
@@ -63,23 +66,22 @@ class ParameterGather:
                 own = self._buckets(p for each in (module, *more) for p in each.parameters(recurse=inside))
                 if own and module not in self._uncalled:
                     self._uncalled[module] = own
-                    module.register_forward_pre_hook(self._before(own))
-            root.register_state_dict_pre_hook(lambda *_: self.wait())
+                    module.register_forward_pre_hook(_Wait(self, own), prepend=True)
+            for module in root.modules():
+                module.register_state_dict_pre_hook(_Wait(self, None))
+                module.register_load_state_dict_pre_hook(_Wait(self, None))
         for module in behind:
             self._uncalled.pop(module, None)
 
     def _buckets(self, parameters: Iterable[Parameter]) -> set[At]:
         return {self._where[id(param)] for param in parameters if id(param) in self._where}
 
-    def _before(self, own: set[At]) -> Callable[[nn.Module, Any], None]:
-        def before(module: nn.Module, args: Any) -> None:
-            if self._at_once is None:
-                self._uncalled.pop(module, None)
-            elif self._works:
-                self._wait(own)
-
-        before.replayed = True  # type: ignore[attr-defined]  # graphs call it too
-        return before
+    def before(self, module: nn.Module, own: set[At]) -> None:
+        """Wait before the forward of a module, whose parameters lie in the buckets `own`."""
+        if self._works:
+            self._wait(own)
+        if self._at_once is None and torch.is_grad_enabled():  # evaluation may use it otherwise
+            self._uncalled.pop(module, None)
 
     def start(self, at: At, bucket: Tensor, group: dist.ProcessGroup) -> None:
         """Start to gather a bucket, of which this rank has updated its part."""
@@ -103,9 +105,30 @@ class ParameterGather:
 
     def _wait(self, some: Iterable[At]) -> None:
         for at in some:
-            work = self._works.pop(at, None)
+            work = self._works.get(at)
             if work is not None:
                 work.wait()
+                self._works.pop(at, None)  # only now: another thread may be about to use the bucket, too
+
+
+class _Wait:
+    """A hook that waits for buckets of parameters, or for all. In a pickled model it does nothing."""
+
+    replayed = True  # graphs call it too
+
+    def __init__(self, gather: ParameterGather | None, own: set[At] | None) -> None:
+        self._gather, self._own = gather, own
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        if self._gather is None:
+            return
+        if self._own is None:
+            self._gather.wait()
+        else:
+            self._gather.before(module, self._own)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Wait, (None, None)
 
 
 def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -198,14 +198,22 @@ class GradBuffer:
 
     def zero(self) -> None:
         """Set all main gradients to zero: once at the start of a step."""
+        self._wait()  # for what a step that failed has left
         for flat in self.flats:
             flat.grad.zero_()
         self._arrivals.begin(self.overlap)
+
+    def recount(self) -> None:
+        """Count gradients anew in the next step: their number changes where a model is run in another way."""
+        self._arrivals.forget()
 
     def reduce(self) -> None:
         """Sum over ranks, once a step after the last backward. Every rank of all groups calls it."""
         for at in self._arrivals.end():
             self._start(at)
+        self._wait()
+
+    def _wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works = []
@@ -316,6 +324,10 @@ class _Arrivals:
 
         return arrived
 
+    def forget(self) -> None:
+        """Expect nothing until a step has been counted again."""
+        self._expected = {}
+
     def begin(self, overlap: bool) -> None:
         """Begin a step."""
         self._counts.update(dict.fromkeys(self._counts, 0))
@@ -331,7 +343,7 @@ class _Arrivals:
             raise ValueError(
                 f"GradBuffer: parameter {name!r} got its gradient number {self._counts[name]} of a step; the "
                 f"first step had {self._expected[name]}, after which it is sent. With overlap=True all steps "
-                "need the same number of microbatches; make it with overlap=False where they vary"
+                "need as many; where they vary, use overlap=False (optimizer.overlap of a recipe)"
             )
         while self._started < len(self._order) and not self._missing[self._order[self._started]]:
             self._started += 1

@@ -3,8 +3,8 @@
 A layout is made from names and sizes alone. A buffer has parameters of one dtype whose replicas lie on the
 same ranks. They come in reverse order of the model, so that backward fills the buffer from its start, and
 each starts at a multiple of 64 elements. A bucket is what is communicated at once. Its size is a multiple of
-the number of ranks, each of which owns an equal part, and of 128, so that parts are aligned. Elements between
-parameters, and between the last one and the end of its bucket, are padding.
+the number of ranks, each of which owns an equal part, and of 128. Elements between parameters, and between
+the last one and the end of its bucket, are padding.
 
 Where an update needs whole matrices, each parameter has a home, the one rank that owns it. It lies in that
 rank's part of its bucket; all parts are as long as the longest.
@@ -170,7 +170,8 @@ def plan_buffers(
             layout = whole_layout(sizes, costs, ranks, bucket_size=bucket_size, unit=unit)
         else:
             alone = [name for name, facts in members.items() if facts.alone]
-            layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, alone=alone, unit=unit)
+            aligned = lcm(unit, ALIGNMENT * ranks)  # so that every rank's part is, as parameters are
+            layout = bucket_layout(sizes, ranks, bucket_size=bucket_size, alone=alone, unit=aligned)
         buffers.append(Buffer(dtype, experts, partial, layout, whole))
     return tuple(buffers)
 

@@ -127,18 +127,22 @@ def full_gradient(param: torch.Tensor, group: dist.ProcessGroup | None) -> torch
 
 @contextmanager
 def late_gathers() -> Iterator[None]:
-    """Inside, an optimizer's all-gather of parameters happens when it is waited for.
+    """Inside, what an optimizer's all-gather of parameters brings arrives when it is waited for.
 
     Until then the parts of other ranks are nan, so a parameter that is used too early makes the loss nan.
     """
     real = gather.all_gather_
 
     def late(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False) -> Any:
-        part = x.numel() // group.size()
-        own = x[group.rank() * part :][:part].clone()
+        part, sent = x.numel() // group.size(), x.clone()
         x.fill_(torch.nan)
-        x[group.rank() * part :][:part] = own
-        return SimpleNamespace(wait=lambda: real(x, group))
+        x[group.rank() * part :][:part] = sent[group.rank() * part :][:part]
+
+        def wait() -> None:
+            real(sent, group)
+            x.copy_(sent)
+
+        return SimpleNamespace(wait=wait)
 
     gather.all_gather_ = late  # type: ignore[assignment]
     try:

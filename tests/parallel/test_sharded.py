@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
+import warnings
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +17,12 @@ from marks import full
 from torch import nn
 
 from fastmp.parallel import gather as gather_module
+from fastmp.parallel import grads as grads_module
+from fastmp.parallel.collectives import reduce_scatter_
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.optimizer import AdamW, ParameterGroup, clip_coefficient, global_grad_norm
 from fastmp.parallel.shards import Bucket, BucketLayout
+from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
 
 STEPS, MICROBATCHES, ROWS = 20, 2, 12
@@ -129,7 +136,7 @@ class Fused(nn.Module):
         return self.norm(torch.tanh(self.first(x))) @ self.last.weight.t()
 
 
-def test_a_module_that_nobody_calls_is_waited_for_by_the_one_before_it(monkeypatch):
+def test_a_module_that_nobody_calls_is_waited_for_by_the_one_before_it():
     def steps(rank, world, group=None):
         model = Fused()
         grads = GradBuffer(model.named_parameters(), dp_group=group, shard=True, bucket_size=1, overlap=True)
@@ -144,8 +151,8 @@ def test_a_module_that_nobody_calls_is_waited_for_by_the_one_before_it(monkeypat
         optimizer.gather.wait()
         return {name: p.detach() for name, p in model.named_parameters()}, pending
 
+    @late_gathers()
     def rank_main(rank, world):
-        Late(monkeypatch)
         return steps(rank, world, dist.group.WORLD)
 
     expected, _ = steps(0, 1)
@@ -156,29 +163,8 @@ def test_a_module_that_nobody_calls_is_waited_for_by_the_one_before_it(monkeypat
         assert set.union(*pending) == set(expected), "something is waited for at once"
 
 
-class Late:
-    """An all-gather that happens when it is waited for; until then the parts of other ranks are nan."""
-
-    def __init__(self, monkeypatch):
-        self.real = gather_module.all_gather_
-        monkeypatch.setattr(gather_module, "all_gather_", self)
-
-    def __call__(self, x, group, overlap):
-        part = x.numel() // group.size()
-        own = x[group.rank() * part :][:part].clone()
-        x.fill_(torch.nan)
-        x[group.rank() * part :][:part] = own
-
-        class Work:
-            wait = staticmethod(lambda: self.real(x, group))
-
-        return Work()
-
-
-def test_parameters_are_never_used_before_they_are_there(plain, monkeypatch):
-    def rank_main(rank, world):
-        Late(monkeypatch)
-        return train(rank, world)
+def test_parameters_are_never_used_before_they_are_there(plain):
+    rank_main = late_gathers()(train)
 
     for params, _ in run_ranks(rank_main, 2):
         close(params, plain[0], 1e-10)
@@ -187,15 +173,12 @@ def test_parameters_are_never_used_before_they_are_there(plain, monkeypatch):
 def test_a_late_wait_is_seen(monkeypatch):
     """What the test above finds where hooks do not wait."""
 
-    def without_waiting(self, own):
-        def called(module, args):
-            self._uncalled.pop(module, None)
+    def without_waiting(self, module, own):
+        self._uncalled.pop(module, None)
 
-        return called
-
+    @late_gathers()
     def rank_main(rank, world):
-        Late(monkeypatch)
-        monkeypatch.setattr(gather_module.ParameterGather, "_before", without_waiting)
+        monkeypatch.setattr(gather_module.ParameterGather, "before", without_waiting)
         return train(rank, world, steps=2)[1]
 
     for first, second in run_ranks(rank_main, 2):
@@ -293,23 +276,157 @@ def test_a_norm_of_parts_is_refused():
     run_ranks(rank_main, 2)
 
 
-def test_a_state_dict_waits_for_parameters(monkeypatch):
-    def rank_main(rank, world):
-        Late(monkeypatch)
-        model = Model()
-        grads = GradBuffer(model.named_parameters(), dp_group=dist.group.WORLD, shard=True, bucket_size=100)
-        optimizer = AdamW(grads)
-        optimizer.gather.attach([model])
-        for _ in range(2):
-            grads.zero()
-            model(inputs(0)[0]).square().sum().backward()
-            grads.reduce()
-            optimizer.step()
-        pending = any(p.isnan().any() for p in model.parameters())
-        return pending, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+class Two(nn.Module):
+    """Two layers; in evaluation, or `functional`, the second one is used without being called."""
 
-    for pending, state in run_ranks(rank_main, 2):
-        assert pending and not any(tensor.isnan().any() for tensor in state.values())
+    def __init__(self, functional=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Linear(16, 16, dtype=torch.float64) for _ in range(2))
+        self.functional = functional
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        if self.functional:
+            return nn.functional.linear(x, self.second.weight, self.second.bias)
+        return self.second(x)
+
+
+def make_two(model, **options):
+    options = {"dp_group": dist.group.WORLD, "shard": True, "bucket_size": 64, **options}
+    grads = GradBuffer(model.named_parameters(), **options)
+    optimizer = AdamW(grads, lr=1e-2)
+    optimizer.gather.attach([model])
+    return grads, optimizer
+
+
+def step_of_two(model, grads, optimizer, step=0):
+    grads.zero()
+    loss = model(inputs(step).flatten()[:160].reshape(10, 16)).square().sum()
+    loss.backward()
+    grads.reduce()
+    optimizer.step()
+    return loss.item()
+
+
+def test_hooks_that_were_there_before_find_the_parameters_there():
+    """nn.utils.weight_norm computes a weight in a hook before the forward."""
+
+    def rank_main(rank, world):
+        losses = []
+        for gathers in (nullcontext(), late_gathers()):
+            model = Two()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                nn.utils.weight_norm(model.second)
+            made = make_two(model)
+            with gathers:
+                losses.append([step_of_two(model, *made, step) for step in range(4)])
+        return losses
+
+    for expected, late in run_ranks(rank_main, 2):
+        assert late == expected
+
+
+def test_what_evaluation_calls_is_not_what_training_calls():
+    @late_gathers()
+    def rank_main(rank, world):
+        model = Two()
+        made = make_two(model)
+        with torch.no_grad():
+            model(torch.zeros(1, 16, dtype=torch.float64))
+        model.functional = True
+        return [step_of_two(model, *made, step) for step in range(3)]
+
+    for losses in run_ranks(rank_main, 2):
+        assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("reader", ["state dict", "of a submodule", "loaded", "optimizer loaded"])
+def test_reading_and_loading_states_waits(reader):
+    @late_gathers()
+    def rank_main(rank, world):
+        model = Two()
+        _, optimizer = made = make_two(model)
+        for step in range(2):
+            step_of_two(model, *made, step)
+        pending = any(p.isnan().any() for p in model.parameters())
+        found = model
+        if reader == "state dict":
+            found = model.state_dict()
+        elif reader == "of a submodule":
+            found = model.second.state_dict()
+        elif reader == "loaded":
+            model.load_state_dict({name: torch.ones_like(p) for name, p in model.named_parameters()})
+            optimizer.gather.wait()
+            assert all(bool((p == 1).all()) for p in model.parameters())
+        else:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        tensors = found.values() if isinstance(found, dict) else found.parameters()
+        return pending, any(bool(tensor.isnan().any()) for tensor in tensors)
+
+    assert run_ranks(rank_main, 2) == [(True, False)] * 2
+
+
+def test_a_step_that_fails_leaves_nothing_to_the_next(monkeypatch):
+    """Its first bucket is on its way when backward fails; it must not arrive in the next step's gradients."""
+
+    link = []  # what is on its way, which arrives before anything that is sent later
+
+    def slow(x, group, overlap=False):
+        for wait in list(link):
+            wait()
+        kept, part = x.clone(), x.numel() // group.size()
+
+        def wait():
+            if wait in link:
+                link.remove(wait)
+                reduce_scatter_(kept, group)
+                x[group.rank() * part :][:part] = kept[group.rank() * part :][:part]
+
+        link.append(wait)
+        return SimpleNamespace(wait=wait)
+
+    def rank_main(rank, world):
+        monkeypatch.setattr(grads_module, "reduce_scatter_", slow)
+        model, plain = Two(), Two()
+        grads, optimizer = make_two(model, overlap=True)
+        step_of_two(model, grads, optimizer)
+        plain.load_state_dict(model.state_dict())
+        grads.zero()
+        handle = model.first.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(3, 16, dtype=torch.float64)).sum().backward()
+        handle.remove()
+        assert grads._works, "a bucket was sent"
+        x = inputs(1).flatten()[:160].reshape(10, 16)
+        grads.zero()
+        model(x).square().sum().backward()
+        grads.reduce()
+        (world * plain(x).square().sum()).backward()
+        for name, own in grads.flats[0].own.items():
+            expected = plain.get_parameter(name).grad.flatten()[slice(*grads.flats[0].pieces[name].within)]
+            torch.testing.assert_close(own, expected, rtol=0, atol=1e-10)
+        return True
+
+    assert run_ranks(rank_main, 2) == [True, True]
+
+
+def test_a_model_with_hooks_can_be_pickled_and_copied():
+    def rank_main(rank, world):
+        model = Two()
+        made = make_two(model)
+        step_of_two(model, *made)
+        made[1].gather.wait()
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        x = torch.ones(2, 16, dtype=torch.float64)
+        for twin in (torch.load(buffer, weights_only=False), copy.deepcopy(model)):
+            assert torch.equal(twin(x), model(x))
+        return True
+
+    assert run_ranks(rank_main, 2) == [True, True]
 
 
 def test_state_continues_bitwise_where_it_is_sharded():
@@ -390,11 +507,11 @@ def test_small_states_train_like_classic_ones():
 
 
 @pytest.mark.parametrize("how", ["in place", *full(["returned"])])
-def test_compiled_modules_wait_outside_of_what_is_compiled(plain, monkeypatch, how):
+def test_compiled_modules_wait_outside_of_what_is_compiled(plain, how):
     """One graph and no recompilation: no hook is compiled, and no parameter used too early."""
 
+    @late_gathers()
     def rank_main(rank, world):
-        Late(monkeypatch)
         model = Model()
         run = torch.compile(model, backend="eager", fullgraph=True) if how == "returned" else model
         if how == "in place":

@@ -518,3 +518,26 @@ def test_twenty_steps_are_those_of_torch(world, case, graphs):
     for params in [rank_main(0, 1)] if world == 1 else run_ranks(rank_main, world, timeout=180):
         for name, param in params.items():
             torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-7, msg=name)
+
+
+def test_a_weight_that_graphs_and_eager_code_share_is_counted_anew_once_graphs_run():
+    """Its hook is called once by each, where an eager backward calls it once: buckets must wait for both."""
+
+    def rank_main(rank, world_size):
+        found = []
+        for graphs in (None, GRAPHS):
+            groups = make_groups(world_size, ParallelConfig())
+            trainer = make_trainer(groups, config=DENSE, optimizer=BUCKETS, graphs=graphs)
+
+            def with_penalty(model, batch):
+                loss, tokens = token_loss(model, batch)
+                return loss + model.layers[1].mlp.up.weight.square().sum(), tokens
+
+            trainer.runner.loss_fn = with_penalty
+            results = [trainer.train_step() for _ in range(7)]
+            found.append([(result.loss.item(), result.grad_norm.item()) for result in results])
+        assert trainer.graphs.num_graphs and trainer.graphs.failure is None
+        return found
+
+    for eager, graphed in run_ranks(rank_main, 2):
+        torch.testing.assert_close(torch.tensor(graphed), torch.tensor(eager), rtol=0, atol=1e-10)
