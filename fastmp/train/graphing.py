@@ -91,6 +91,12 @@ class CaptureAgreement:
 
     def __init__(self, manager: GraphManager, group: dist.ProcessGroup | None) -> None:
         self._manager, self._group, self._steps, self._settled = manager, group, 0, group is None
+        self._last: tuple[int, str | None] | None = None
+
+    def unsettled(self) -> bool:
+        """Whether the next step may run otherwise than the last: graphs are being captured, or just were."""
+        before, self._last = self._last, (self._manager.num_graphs, self._manager.failure)
+        return self._manager.pending or before != self._last
 
     def end_step(self) -> None:
         """End a step of the manager; after this, a failure on any rank is the `failure` of all managers."""

@@ -163,7 +163,6 @@ class Trainer:
         if self.graphs is not None:
             world = dist.group.WORLD if groups.grid.world_size > 1 else None
             self._agreement = CaptureAgreement(self.graphs, world)
-        self._counted: tuple[Any, ...] = ()  # the graphs with which gradients were counted
         self._window: _Window | None = None  # what experts did since the last line of the log
         self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
         dtypes = {param.dtype for param in self.grads.parameters.values()}
@@ -278,8 +277,7 @@ class Trainer:
     def _backward(self) -> Sums:
         """Run forward and backward of this step's microbatches; nothing is summed over ranks yet."""
         if self.graphs is not None:
-            if (state := (self.graphs.pending, *self._graph_state())) != self._counted or state[0]:
-                self._counted = state
+            if self._agreement.unsettled():
                 self.grads.recount()  # replays tell of gradients otherwise than eager steps
             self.graphs.begin_step()
         self.grads.zero()
