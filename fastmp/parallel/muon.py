@@ -168,6 +168,10 @@ class Muon(AdamW):
                 self._gather(at)
 
 
+def _orthogonal_dtype(main: torch.dtype, device: torch.device) -> torch.dtype:
+    return torch.bfloat16 if main == torch.float32 and device.type == "cuda" else main
+
+
 class _MuonFlat(FlatState):
     """A flat buffer of whole matrices. dtype: the one in which they are orthogonalised."""
 
@@ -177,7 +181,7 @@ class _MuonFlat(FlatState):
         name, first = next(iter(grads.parameters.items()))
         main, small = main_dtype(first.dtype), is_small(optimizer, states, name, first.dtype)
         super().__init__(grads, optimizer, small, {"momentum": main})
-        self.dtype = torch.bfloat16 if main == torch.float32 and first.device.type == "cuda" else main
+        self.dtype = _orthogonal_dtype(main, first.device)
         self._runs = [self._runs_of(shard, group_of) for shard in grads.shards]
 
     def _runs_of(

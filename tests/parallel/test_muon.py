@@ -14,6 +14,7 @@ from torch import nn
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn import Placement
 from fastmp.nn.stages import gpt_stages
+from fastmp.parallel import muon
 from fastmp.parallel.attributes import parallel_attributes, shard_of
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
@@ -247,6 +248,22 @@ def test_every_layout_is_one_process_bit_for_bit(one_process, world):
             for name, param in found.items():
                 assert torch.equal(param, one_process[name]), (layout, name)
         assert seen == one_process.keys()
+
+
+def test_a_gpus_dtype_gives_the_bits_of_one_process(monkeypatch):
+    """Updates in bfloat16, exchanged so, near those in float32."""
+    wide = run_layout(ParallelGroups.alone(), dtype=torch.bfloat16)
+    monkeypatch.setattr(muon, "_orthogonal_dtype", lambda main, device: torch.bfloat16)
+    alone = run_layout(ParallelGroups.alone(), dtype=torch.bfloat16)
+
+    def rank_main(rank, world_size):
+        return run_layout(ParallelGroups.create(RankGrid(world_size=world_size, tp=2)), dtype=torch.bfloat16)
+
+    for found in run_ranks(rank_main, 2):
+        assert all(torch.equal(param, alone[name]) for name, param in found.items())
+    for name, param in wide.items():
+        torch.testing.assert_close(alone[name], param, rtol=0.02, atol=2e-3, msg=name)
+    assert any(not torch.equal(alone[name], param) for name, param in wide.items())
 
 
 def test_fused_matrices_are_updated_each_by_itself():
