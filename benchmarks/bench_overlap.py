@@ -202,12 +202,12 @@ def _summed(x: Tensor) -> tuple[Tensor, Tensor]:
 class _Stopwatch:
     """Switches the link from mode to mode, two steps each, and notes the second one."""
 
-    def __init__(self, case: Case, trainer: Trainer, link: Link, rounds: int) -> None:
-        self.case, self.trainer, self.link = case, trainer, link
-        self.seen: dict[str, list[Seen]] = {mode: [] for mode in MODES}
-        self.last = WARM_STEPS + 2 * len(MODES) * rounds
+    def __init__(self, case: Case, trainer: Trainer, link: Link, rounds: int, modes: Sequence[str]) -> None:
+        self.case, self.trainer, self.link, self.modes = case, trainer, link, modes
+        self.seen: dict[str, list[Seen]] = {mode: [] for mode in modes}
+        self.last = WARM_STEPS + 2 * len(modes) * rounds
         self.starts: list[float] = []
-        self.rate = math.inf
+        self.rate = math.inf if case.computes else self._rate(0.0)
         self.traced = (0.0, 0.0)
         self.optimizing: list[tuple[float, float]] = []
         step = trainer.optimizer.step
@@ -223,12 +223,12 @@ class _Stopwatch:
         """Begin a step: the previous one is over."""
         now = time.perf_counter()
         if number > WARM_STEPS and (number - WARM_STEPS) % 2 == 0:
-            mode = MODES[(number - WARM_STEPS) // 2 % len(MODES) - 1]
+            mode = self.modes[(number - WARM_STEPS) // 2 % len(self.modes) - 1]
             self._note(mode, self.starts[-1], now)
             if mode == "free":  # the machine may be busier than in the round before
                 self.rate = self._rate(now - self.starts[-1])
         self.starts.append(now)
-        mode = MODES[max(0, number - WARM_STEPS) // 2 % len(MODES)]
+        mode = self.modes[max(0, number - WARM_STEPS) // 2 % len(self.modes)]
         self.link.rate = math.inf if mode == "free" else self.rate
         self.link.at_once = mode == "at once"
 
@@ -266,13 +266,15 @@ class _Stopwatch:
         )
 
 
-def run_case(rank: int, world: int, case: Case, rounds: int) -> tuple[int, dict[str, list[Seen]], list]:
+def run_case(
+    rank: int, world: int, case: Case, rounds: int, modes: Sequence[str] = MODES
+) -> tuple[int, dict[str, list[Seen]], list]:
     """Train; return this rank's stage, what it has seen in each mode, and a trace; for `run_ranks`."""
     groups = ParallelGroups.create(RankGrid(world_size=world, pp=case.pp))
     link = Link()
     with link.installed():
         trainer = make_trainer(case, groups)
-        watch = _Stopwatch(case, trainer, link, rounds)
+        watch = _Stopwatch(case, trainer, link, rounds, modes)
         trainer.config = replace(trainer.config, steps=watch.last + 1)
         trainer.train(before_step=watch.begin)
         trainer.close()
