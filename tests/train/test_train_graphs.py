@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from train_tools import Samples
 
-from fastmp.config import GPTConfig, GraphConfig, MoEConfig, ParallelConfig, TrainConfig
+from fastmp.config import (
+    GPTConfig,
+    GraphConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordedGraph, RecordingBackend
 from fastmp.parallel.collectives import group_rank
@@ -22,6 +29,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
+from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
 from fastmp.train import graphing, main
 from fastmp.train.corpus import build
@@ -78,6 +86,30 @@ def pipelines_case(rank, world):
 
 def test_pipelines():
     run_ranks(pipelines_case, 2)
+
+
+def late_case(rank, world, grid, layout):
+    groups, found = ParallelGroups.create(RankGrid(world_size=world, **grid)), []
+    recipe = TrainConfig(steps=6, global_batch_size=16, eval_interval=0)
+    for graphs in (None, GraphConfig(enabled=True), GraphConfig(enabled=True, scope=("full",))):
+        rng = RngTracker(3)
+        model, loss = gpt_and_loss(EXPERTS, groups, layout, rng=rng, dtype=torch.float64)
+        options = {"optimizer": OptimizerConfig(bucket_size=1), "rng": rng, "graphs": graphs}
+        trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, **options)
+        with late_gathers():
+            trainer.train()
+        found.append([tensor.detach().clone() for tensor in trainer.model.state_dict().values()])
+        if graphs is not None:
+            runs = EXPERTS.num_layers // layout.pp if graphs.scope is None else 1
+            assert trainer.graphs.num_graphs and len(trainer.graphs.runs[0]) == runs
+    assert not any(each.isnan().any() for each in found[0])
+    assert all(map(torch.equal, [*found[1], *found[2]], [*found[0], *found[0]]))
+
+
+@pytest.mark.parametrize("layout", [ONE, *full([ParallelConfig(pp=2)])], ids=("", "pipeline"))
+def test_parameters_that_come_late_are_there_when_graphs_read_them(layout):
+    """Those of other ranks are nan until they are waited for."""
+    run_ranks(late_case, 2 * layout.pp, {"pp": layout.pp}, layout)
 
 
 class FailsOnRankOne(RecordingBackend):
