@@ -190,6 +190,7 @@ class GradBuffer:
             self._hooks += self._arrivals.hooks()
         self._works: list[dist.Work] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}  # from which buckets are sent
+        self._compute: dict[torch.device, torch.cuda.Stream] = {}  # on which the step runs
 
     @property
     def communicates(self) -> bool:
@@ -201,6 +202,8 @@ class GradBuffer:
         self._wait()  # for what a step that failed has left
         for flat in self.flats:
             flat.grad.zero_()
+            if flat.grad.is_cuda:
+                self._compute[flat.grad.device] = torch.cuda.current_stream(flat.grad.device)
         self._arrivals.begin(self.overlap)
 
     def recount(self) -> None:
@@ -230,17 +233,18 @@ class GradBuffer:
             self._works.append(work)
 
     def _behind_gradients(self, device: torch.device) -> AbstractContextManager:
-        """Let what a GPU is given inside wait for all gradients so far, of the side stream too.
+        """Let what a GPU is given inside wait for all gradients so far, of every stream.
 
         Autograd makes the current stream wait for gradients that it is handed, but not for those that a
-        product on another stream has added to `main_grad` by itself. Compute itself does not wait here.
+        product on another stream has added to `main_grad` by itself; and the current stream, of the last
+        gradient, may be the side stream. Compute itself does not wait here.
         """
         if device.type != "cuda":
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
-        stream = self._streams[device]
-        for other in (torch.cuda.current_stream(device), side_stream(device)):
+        stream, current = self._streams[device], torch.cuda.current_stream(device)
+        for other in (self._compute.get(device, current), current, side_stream(device)):
             stream.wait_stream(other)
         return torch.cuda.stream(stream)
 
