@@ -362,6 +362,7 @@ def train_with_routers(groups):
     results, gates = [], []
     for _ in range(3):
         results.append(trainer.train_step())
+        gather_main_grads(trainer.grads)
         gates.append(trainer.model.gate.main_grad.clone())
     curve = [(r.loss.item(), r.aux_loss.item(), r.grad_norm.item()) for r in results]
     routers = trainer.model.routers
