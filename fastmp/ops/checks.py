@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastmp.config import unknown_choice
+from fastmp.ops.registry import compute_dtype
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST = 4096  # calls that a check remembers; more come from sizes that do not repeat
@@ -120,7 +121,7 @@ def main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
     ((name, given),) = weight.items()
     fits(op, given.shape, to=(name, given), main_grad=total)
     same_device(op, **weight, main_grad=total)
-    wide = torch.float64 if given.dtype == torch.float64 else torch.float32
+    wide = compute_dtype(given.dtype)
     if total.dtype not in (given.dtype, wide):
         either = f"{wide} or {given.dtype}" if wide != given.dtype else f"{wide}"
         raise ValueError(f"{op}: main_grad is {total.dtype} but {name} is {given.dtype}: make it {either}")

@@ -6,7 +6,7 @@ averages, and a name for each part of them in a state dict.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +16,15 @@ from fastmp.ops.adamw import join_master, split_master
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.grads import FlatBuffer, main_dtype
 
-__all__ = ["FlatState", "check_separate", "is_small"]
+__all__ = ["FlatState", "check_separate"]
 
 
 class FlatState:
     """The parameters of `grads` in a flat buffer of their own, and the state of this rank's shards.
 
-    optimizer: the name that errors begin with. small: bfloat16 parameters get a remainder in place of a
-    master. averages: {name: dtype} of the other state, one number for each element.
+    optimizer: the name that errors begin with. states: as of `AdamW`; with small ones bfloat16 parameters get
+    a remainder in place of a master. averages: the names of the other state, one number for each element.
+    narrow: whether small averages are bfloat16.
 
     Attributes: `params`, the buffer; `local`, where in the state the shard of each bucket lies; `master` or
     `remainder` (None: the parameters are their own master); `averages` {name: tensor}; `steps`, the number of
@@ -32,16 +33,16 @@ class FlatState:
 
     @torch.no_grad()
     def __init__(
-        self, grads: FlatBuffer, optimizer: str, small: bool, averages: Mapping[str, torch.dtype]
+        self, grads: FlatBuffer, optimizer: str, states: str, averages: Sequence[str], *, narrow: bool
     ) -> None:
-        self.grads, self.group, self.names = grads, grads.group, list(grads.parameters)
-        self.optimizer = optimizer
-        layout, first = grads.layout, next(iter(grads.parameters.values()))
-        main = main_dtype(first.dtype)
+        self.grads, self.optimizer = grads, optimizer
+        layout, (name, first) = grads.layout, next(iter(grads.parameters.items()))
+        main, small = main_dtype(first.dtype), _is_small(optimizer, states, name, first.dtype)
         self.sharded = layout.num_ranks > 1 and group_size(grads.group) > 1
         self.params = torch.zeros_like(grads.grad, dtype=first.dtype)
         empty = self.params.new_empty(layout.size // layout.num_ranks)
-        self.averages = {name: torch.zeros_like(empty, dtype=dtype) for name, dtype in averages.items()}
+        average = torch.bfloat16 if small and narrow else main
+        self.averages = {name: torch.zeros_like(empty, dtype=average) for name in averages}
         self.master = torch.zeros_like(empty, dtype=main) if first.dtype != main and not small else None
         self.remainder = torch.zeros_like(empty, dtype=torch.int16) if first.dtype != main and small else None
         self.steps = torch.zeros(len(layout.buckets), dtype=torch.int64, device=first.device)
@@ -104,29 +105,28 @@ class FlatState:
         """The part of a parameter's master that this rank has, perhaps none; a copy where it is small."""
         if name not in self.grads.pieces:
             return self.params[:0].to(main_dtype(self.params.dtype))
+        piece = self.grads.pieces[name]
         if self.master is not None:
-            return self._piece(self.master, name)
-        piece, param = self.grads.pieces[name], self.grads.parameters[name]
+            return self._shaped(self.master[slice(*piece.local)], name)
         own = self.params[slice(*piece.world)]
         if self.remainder is not None:
             own = join_master(own, self.remainder[slice(*piece.local)])
-        whole = piece.within == (0, param.numel())
-        return own.as_strided(param.shape, param.stride()) if whole else own
+        return self._shaped(own, name)
 
     def entries(self) -> dict[str, dict[str, Tensor]]:
         """{name: {key: this rank's part}}, views, of the parameters of which it has one."""
         tensors = dict(self.averages)
         tensors |= {} if self.master is None else {"master": self.master}
         tensors |= {} if self.remainder is None else {"remainder": self.remainder}
-        names = self.grads.pieces
-        return {name: {key: self._piece(each, name) for key, each in tensors.items()} for name in names}
+        return {
+            name: {key: self._shaped(each[slice(*piece.local)], name) for key, each in tensors.items()}
+            for name, piece in self.grads.pieces.items()
+        }
 
-    def _piece(self, flat: Tensor, name: str) -> Tensor:
-        """The part of a parameter in a tensor of this rank's elements, with its shape if it is whole."""
-        piece, param = self.grads.pieces[name], self.grads.parameters[name]
-        part = flat[slice(*piece.local)]
-        whole = piece.within == (0, param.numel())
-        return part.as_strided(param.shape, param.stride()) if whole else part
+    def _shaped(self, part: Tensor, name: str) -> Tensor:
+        """This rank's part of something of a parameter, with the parameter's shape if it is whole."""
+        param = self.grads.parameters[name]
+        return part.as_strided(param.shape, param.stride()) if part.numel() == param.numel() else part
 
 
 def check_separate(optimizer: str, parameters: Mapping[str, Parameter]) -> None:
@@ -143,7 +143,7 @@ def check_separate(optimizer: str, parameters: Mapping[str, Parameter]) -> None:
         end, before = begin + param.nbytes, name
 
 
-def is_small(optimizer: str, states: str, name: str, dtype: torch.dtype) -> bool:
+def _is_small(optimizer: str, states: str, name: str, dtype: torch.dtype) -> bool:
     """Whether states are small; ValueError where parameters of this dtype cannot have such."""
     if states == "small" and dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(

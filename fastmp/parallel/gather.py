@@ -57,7 +57,7 @@ class ParameterGather:
         behind: set[nn.Module] = set()
         for root in modules:
             for module in _outside_of_compiled(root):
-                if getattr(module, "_compiled_call_impl", None) is not None:
+                if _is_compiled_in_place(module):
                     self._compiled |= self._buckets(module.parameters())
                     continue
                 more = getattr(module, "used_behind", ())
@@ -67,9 +67,10 @@ class ParameterGather:
                 if own and module not in self._uncalled:
                     self._uncalled[module] = own
                     module.register_forward_pre_hook(_Wait(self, own), prepend=True)
+            everything = _Wait(self, None)
             for module in root.modules():
-                module.register_state_dict_pre_hook(_Wait(self, None))
-                module.register_load_state_dict_pre_hook(_Wait(self, None))
+                module.register_state_dict_pre_hook(everything)
+                module.register_load_state_dict_pre_hook(everything)
         for module in behind:
             self._uncalled.pop(module, None)
 
@@ -141,5 +142,8 @@ def _outside_of_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether `torch.compile` has returned the module, or its `compile` was called."""
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or type(module).__name__ == "OptimizedModule"
+    return _is_compiled_in_place(module) or type(module).__name__ == "OptimizedModule"
+
+
+def _is_compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None

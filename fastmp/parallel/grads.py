@@ -145,8 +145,8 @@ class GradBuffer:
     further step must have as many, so the number of microbatches cannot vary. Buckets are sent in one order,
     the same on all ranks.
 
-    Attributes: `parameters` {name: parameter}, `flats` the buffers. A parameter without a gradient in a step
-    keeps a main gradient of zero.
+    Attributes: `parameters` {name: parameter}, `flats` the buffers, `order` in which backward fills their
+    buckets, as (buffer, bucket). A parameter without a gradient in a step keeps a main gradient of zero.
 
     Raises ValueError for a parameter that already has a GradBuffer or leaves gaps in memory, for parameters
     of one kind on two devices, and for a `grad_dtype` that is neither float32 nor the parameters' own.
@@ -183,9 +183,9 @@ class GradBuffer:
             members = {name: self.parameters[name] for name in plan.layout.ranges}
             dtype = _grad_dtype(members, grad_dtype)
             self.flats.append(FlatBuffer(plan, members, dtype, edp_group if plan.experts else dp_group))
-        self._order = fill_order(plans, list(self.parameters))
+        self.order = fill_order(plans, list(self.parameters))
         self._hooks = [p.register_post_accumulate_grad_hook(_accumulate) for p in self.parameters.values()]
-        self._arrivals = _Arrivals(self.flats, self._order, self._start)
+        self._arrivals = _Arrivals(self.flats, self.order, self._start)
         if self.communicates:
             self._hooks += self._arrivals.hooks()
         self._works: list[dist.Work] = []

@@ -29,8 +29,8 @@ from torch.nn import Parameter
 
 from fastmp.parallel.attributes import ParallelAttributes, parallel_attributes
 from fastmp.parallel.collectives import all_to_all, group_rank, group_size
-from fastmp.parallel.flat import FlatState, is_small
-from fastmp.parallel.grads import FlatBuffer, GradBuffer, main_dtype
+from fastmp.parallel.flat import FlatState
+from fastmp.parallel.grads import FlatBuffer, GradBuffer
 from fastmp.parallel.newton_schulz import orthogonalize
 from fastmp.parallel.optimizer import AdamW, ParameterGroup
 from fastmp.parallel.shards import home_ranks, matrix_cost
@@ -178,10 +178,8 @@ class _MuonFlat(FlatState):
     def __init__(
         self, grads: FlatBuffer, optimizer: str, group_of: Mapping[str, ParameterGroup], states: str
     ) -> None:
-        name, first = next(iter(grads.parameters.items()))
-        main, small = main_dtype(first.dtype), is_small(optimizer, states, name, first.dtype)
-        super().__init__(grads, optimizer, small, {"momentum": main})
-        self.dtype = _orthogonal_dtype(main, first.device)
+        super().__init__(grads, optimizer, states, ("momentum",), narrow=False)
+        self.dtype = _orthogonal_dtype(self.averages["momentum"].dtype, self.params.device)
         self._runs = [self._runs_of(shard, group_of) for shard in grads.shards]
 
     def _runs_of(

@@ -22,10 +22,10 @@ from torch.nn import Parameter
 from fastmp.ops import adamw_
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import all_reduce_, group_rank
-from fastmp.parallel.flat import FlatState, check_separate, is_small
+from fastmp.parallel.flat import FlatState, check_separate
 from fastmp.parallel.gather import ParameterGather
 from fastmp.parallel.grads import FlatBuffer, GradBuffer, is_vector, main_dtype
-from fastmp.parallel.shards import ALIGNMENT, fill_order
+from fastmp.parallel.shards import ALIGNMENT
 
 __all__ = ["AdamW", "ParameterGroup", "clip_coefficient", "global_grad_norm"]
 
@@ -176,8 +176,7 @@ class AdamW:
             self._make_flat(flat, group_of, states, number * _RANDOM_RANGE)
             for number, flat in enumerate(grads.flats)
         ]
-        plans = [flat.plan for flat in grads.flats]
-        self._order = fill_order(plans, list(self.parameters))[::-1]  # what forward uses first comes first
+        self._order = grads.order[::-1]  # what forward uses first comes first
         self.gather = ParameterGather(grads.flats)
         self.skipped_steps = torch.zeros_like(self._flats[0].steps[0])
 
@@ -228,14 +227,14 @@ class AdamW:
 
     def _gather(self, at: tuple[int, int]) -> None:
         flat = self._flats[at[0]]
-        if flat.sharded and flat.group is not None:
-            self.gather.start(at, flat.bucket(at[1]), flat.group)
+        if flat.sharded and flat.grads.group is not None:
+            self.gather.start(at, flat.bucket(at[1]), flat.grads.group)
 
     def master(self, name: str) -> Tensor:
         """The part of a parameter's master that this rank has, see `state_dict`; a copy where it is small."""
         if name not in self.parameters:
             raise ValueError(f"{self.name}.master: there is no parameter {name!r}")
-        return next(flat for flat in self._flats if name in flat.names).master_of(name)
+        return next(flat for flat in self._flats if name in flat.grads.parameters).master_of(name)
 
     def state_dict(self) -> dict[str, Any]:
         """{"step", "skipped_steps": 0-dim tensors, "state": {name: {"exp_avg", "exp_avg_sq"}}}, not copied.
@@ -300,11 +299,9 @@ class _AdamWFlat(FlatState):
         states: str,
         origin: int,
     ) -> None:
-        name, first = next(iter(grads.parameters.items()))
-        main, small = main_dtype(first.dtype), is_small(optimizer, states, name, first.dtype)
-        averages = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16 if small else main)
-        super().__init__(grads, optimizer, small, averages)
-        table = _GroupTable(grads.layout.size, grads.layout.ranges, group_of, main, first.device)
+        super().__init__(grads, optimizer, states, ("exp_avg", "exp_avg_sq"), narrow=True)
+        layout, main = grads.layout, main_dtype(self.params.dtype)
+        table = _GroupTable(layout.size, layout.ranges, group_of, main, self.params.device)
         self.arguments, self.options = [], list[dict[str, Any]]()
         for number, ((start, end), at) in enumerate(zip(grads.shards, self.local, strict=True)):
             own = self.shard(number)

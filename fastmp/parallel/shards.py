@@ -239,10 +239,7 @@ def bucket_layout(
         ValueError: a negative size, less than one rank, a bucket_size or unit below one, or a name in `alone`
             that no parameter has.
     """
-    _check("bucket_layout", sizes, num_ranks)
-    for name, number in (("bucket_size", bucket_size), ("unit", unit)):
-        if number is not None and number < 1:
-            raise ValueError(f"bucket_layout: {name} must be at least 1, got {number}")
+    _check("bucket_layout", sizes, num_ranks, bucket_size=bucket_size, unit=unit)
     if unknown := [name for name in alone if name not in sizes]:
         raise ValueError(f"bucket_layout: {unknown[0]!r} shall be alone, but is no parameter")
     multiple = lcm(num_ranks, unit, ALIGNMENT)
@@ -310,10 +307,7 @@ def whole_layout(
     Raises:
         ValueError: as `bucket_layout`.
     """
-    _check("whole_layout", sizes, num_ranks)
-    for name, number in (("bucket_size", bucket_size), ("unit", unit)):
-        if number < 1:
-            raise ValueError(f"whole_layout: {name} must be at least 1, got {number}")
+    _check("whole_layout", sizes, num_ranks, bucket_size=bucket_size, unit=unit)
     homes = home_ranks(costs, num_ranks)
     multiple = lcm(ALIGNMENT, unit // gcd(unit, num_ranks))
     buckets: list[Bucket] = []
@@ -344,12 +338,15 @@ def whole_layout(
     return BucketLayout(num_ranks, tuple(buckets), ranges)
 
 
-def _check(name: str, sizes: Mapping[str, int], num_ranks: int) -> None:
+def _check(name: str, sizes: Mapping[str, int], num_ranks: int, **positive: int | None) -> None:
     if num_ranks < 1:
         raise ValueError(f"{name}: there must be at least one rank, got {num_ranks}")
     for parameter, size in sizes.items():
         if size < 0:
             raise ValueError(f"{name}: parameter {parameter} must not have a negative size, got {size}")
+    for argument, number in positive.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: {argument} must be at least 1, got {number}")
 
 
 def _up(number: int, multiple: int) -> int:

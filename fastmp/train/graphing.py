@@ -93,9 +93,14 @@ class CaptureAgreement:
         self._manager, self._group, self._steps, self._settled = manager, group, 0, group is None
         self._last: tuple[int, str | None] | None = None
 
+    @property
+    def state(self) -> tuple[int, str | None]:
+        """How many graphs are captured, and why there will be none."""
+        return self._manager.num_graphs, self._manager.failure
+
     def unsettled(self) -> bool:
         """Whether the next step may run otherwise than the last: graphs are being captured, or just were."""
-        before, self._last = self._last, (self._manager.num_graphs, self._manager.failure)
+        before, self._last = self._last, self.state
         return self._manager.pending or before != self._last
 
     def end_step(self) -> None:

@@ -289,7 +289,7 @@ class Trainer:
 
     def _graph_state(self) -> tuple[int, str | None]:
         """How many graphs are captured, and why there will be none."""
-        return (0, None) if self.graphs is None else (self.graphs.num_graphs, self.graphs.failure)
+        return (0, None) if self.graphs is None else self._agreement.state
 
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
