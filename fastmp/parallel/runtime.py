@@ -1,13 +1,14 @@
 """Joining and leaving a job: `init()` for every rank, and a guard around a rank's main function.
 
-Works under torchrun, under any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT, and with no launcher at all (a world of one, without torch.distributed). A rank that fails says
-so in one line and leaves at once: its peers see the closed connection, or torchrun ends them, so that none
-waits for a collective's timeout.
+Ranks come from torchrun, from any launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT, from srun, mpirun and mpiexec, or from whoever has initialised torch.distributed. Without any of
+these a process is a world of one. A rank that fails says so in one line and leaves at once: its peers see the
+closed connection, or torchrun ends them, so that none waits for a collective's timeout.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -19,22 +20,17 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fastmp.config import Environment, Launched
+from fastmp.config import Environment, set_default_variables
 
+LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
-# What to type under a launcher that names ranks otherwise.
-_VARIABLES = {
-    "srun": "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS",
-    "mpirun": "RANK=$OMPI_COMM_WORLD_RANK LOCAL_RANK=$OMPI_COMM_WORLD_LOCAL_RANK "
-    "WORLD_SIZE=$OMPI_COMM_WORLD_SIZE",
-    "mpiexec": "RANK=$PMI_RANK LOCAL_RANK=$MPI_LOCALRANKID WORLD_SIZE=$PMI_SIZE",
-}
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
@@ -46,16 +42,23 @@ _LOST_PEER = (
 
 @dataclass(frozen=True)
 class Runtime:
-    """This rank's place in the job and the device it computes on."""
+    """This rank's place in the job and the device it computes on.
+
+    `owns_group`: `init` made the default process group, and `close` destroys it.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
+    owns_group: bool = False
 
     def close(self) -> None:
-        """Leave the job. Every group made from it is gone; calling it twice is harmless."""
-        if dist.is_available() and dist.is_initialized():
+        """Leave the job; calling it twice is harmless.
+
+        All process groups are gone then. Nothing happens where somebody else made the default one.
+        """
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
             # A thread of gloo lets go of a collective's tensors after the caller has gone on, and takes the
             # GIL for it. A thread that asks for the GIL while the interpreter ends aborts the process
@@ -70,36 +73,42 @@ def init(
 
     With a GPU the device is `cuda:LOCAL_RANK`, CUDA tensors travel over NCCL and CPU tensors over gloo;
     without one, or with `backend="gloo"`, all is on the CPU. `timeout_minutes` bounds every collective of the
-    default group, `join_seconds` the wait for ranks that are not there yet: 5 by default, and as long as
-    a collective under torchrun, which itself ends a job one of whose ranks does not start. Without a RANK
-    variable this is a world of one and no process group is made.
+    default group, `join_seconds` the wait for ranks that are not there yet: as long as a collective under a
+    launcher that starts all ranks (torchrun, srun, mpirun, mpiexec), 5 by default elsewhere.
+
+    A launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun does. Where RANK
+    is not set, the variables of srun, mpirun and mpiexec count: on one machine the ranks meet at localhost,
+    under srun on several at the first machine of the step, at a port made from the job's id. Without any of
+    these this is a world of one, and no process group is made.
+
+    A default process group that is there already, such as that of Ray Train, Accelerate, Lightning or verl,
+    is adopted: rank and world size are its own, and `Runtime.close` leaves it alone. The device is the
+    current CUDA device where NCCL serves it, else the CPU. `local_rank` is LOCAL_RANK, or counts the ranks
+    with this host's name. All ranks call `init` then. `join_seconds` and `timeout_minutes` do nothing.
 
     Safe under `torchrun --max-restarts`: a restarted job never reads what dead workers left in the agent's
     store.
 
-    Raises ValueError for variables that contradict each other or the machine, and for several processes that
-    srun or mpirun started without RANK; RuntimeError where ranks are missing when the time is up (they are
-    named), where another program has the port, and where torch.distributed is already initialised.
+    Raises ValueError for variables that contradict each other or the machine, for launchers that do not say
+    where ranks meet, and for an adopted group whose backends do not serve the device; RuntimeError where
+    ranks are missing when the time is up (they are named), and where another program has the port.
     """
     if backend not in (None, "gloo", "nccl"):
         raise ValueError(f"fastmp.init: backend must be None, 'gloo' or 'nccl', got {backend!r}")
     for name, value in (("timeout_minutes", timeout_minutes), ("join_seconds", join_seconds)):
         if value is not None and value <= 0:
             raise ValueError(f"fastmp.init: {name} must be positive, got {value}")
-    if dist.is_available() and dist.is_initialized():
-        raise RuntimeError(
-            f"fastmp.init: torch.distributed is already initialised (rank {dist.get_rank()} of "
-            f"{dist.get_world_size()}); call init once, or Runtime.close() before a second time"
-        )
     env = Environment.read()
+    if dist.is_available() and dist.is_initialized():
+        return _adopt(env, backend)
+    if env.missing:
+        raise ValueError(f"fastmp.init: {env.missing}")
     device = _device(env, backend)
     if env.rank is None:
-        if env.launched is not None:
-            raise ValueError(_no_ranks(env.launched))
         if env.world_size > 1:
             raise ValueError(
                 f"fastmp.init: WORLD_SIZE is {env.world_size} but RANK is not set; "
-                f"start the ranks with torchrun --nproc-per-node {env.world_size}"
+                f"start the ranks with fastmp launch --nproc-per-node {env.world_size}"
             )
         return Runtime(rank=0, world_size=1, local_rank=0, device=device)
     rank, world_size = env.rank, env.world_size
@@ -107,7 +116,8 @@ def init(
         raise ValueError(f"fastmp.init: RANK {rank} is outside 0 .. WORLD_SIZE - 1 = {world_size - 1}")
     timeout = timedelta(minutes=timeout_minutes)
     if join_seconds is None:
-        join_seconds = timeout.total_seconds() if env.agent_store else _JOIN_SECONDS
+        join_seconds = timeout.total_seconds() if env.agent_store or env.launcher else _JOIN_SECONDS
+    set_default_variables(TORCH_FR_BUFFER_SIZE="256")  # the default, 2000, takes 150 ms to read
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_join_store(env, rank, timedelta(seconds=join_seconds)),
@@ -115,7 +125,7 @@ def init(
         world_size=world_size,
         timeout=timeout,
     )
-    return Runtime(rank=rank, world_size=world_size, local_rank=env.local_rank, device=device)
+    return Runtime(rank, world_size, env.local_rank or 0, device, owns_group=True)
 
 
 def main_guard(main: Callable[[], int | None]) -> int:
@@ -149,7 +159,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
         if env.debug:
             traceback.print_exc()
         _say(env, _summary(error, env))
-        if has_peers and _lost_peer(error):
+        if has_peers and lost_peer(error):
             time.sleep(1)  # so that torchrun reports the rank that failed first, and not this one
     if has_peers:
         sys.stdout.flush()
@@ -164,43 +174,67 @@ def _device(env: Environment, backend: str | None) -> torch.device:
         raise ValueError("fastmp.init: backend 'nccl' needs a CUDA GPU, and torch sees none")
     if backend == "gloo" or num_gpus == 0:
         return torch.device("cpu")
-    if env.local_rank >= num_gpus:
+    index = env.local_rank or 0
+    if env.launcher and num_gpus == 1:
+        index = 0  # srun --gpus-per-task=1: each rank sees a GPU of its own
+    if index >= num_gpus:
         raise ValueError(
-            f"fastmp.init: LOCAL_RANK is {env.local_rank} of {env.local_world_size} ranks "
-            f"on this machine, which has {num_gpus} GPU(s); start one rank per GPU, or use backend 'gloo'"
+            f"fastmp.init: LOCAL_RANK is {index}, but torch sees {num_gpus} GPU(s) on this machine; start "
+            "one rank per GPU, or use backend 'gloo'"
         )
-    device = torch.device("cuda", env.local_rank)
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
 
 
-def _no_ranks(launched: Launched) -> str:
-    """Why processes that know nothing of each other are refused; one of them says it all."""
-    launcher, index, count = launched
-    if index:
-        return f"fastmp.init: process {index} of {count} has no RANK; process 0 says what to type"
-    return (
-        f"fastmp.init: {launcher} started {count} processes, but RANK is not set: each would be a run of its "
-        "own; use torchrun on every machine, or\n  "
-        f"{launcher} ... bash -c '{_VARIABLES[launcher]} MASTER_ADDR=HOST_OF_RANK_0 MASTER_PORT=29500 "
-        'exec "$@"\' - COMMAND\n  '
-        "RANK=0 WORLD_SIZE=1 COMMAND, for runs that are meant to be alone"
-    )
+def _adopt(env: Environment, backend: str | None) -> Runtime:
+    """This rank's place in the default process group; ValueError where that does not serve the device."""
+    rank, world_size, served = dist.get_rank(), dist.get_world_size(), dist.get_backend_config()
+    has_nccl = "cuda:nccl" in served.split(",") and torch.cuda.is_available()
+    device = torch.device("cpu")
+    if has_nccl and backend != "gloo":
+        device = torch.device("cuda", torch.cuda.current_device())
+    lacks_nccl = backend == "nccl" and not has_nccl
+    if lacks_nccl or (device.type == "cpu" and "cpu:" not in served):
+        tensors, wanted = ("CUDA", "nccl") if lacks_nccl else ("CPU", "gloo")
+        raise ValueError(
+            f"fastmp.init: torch.distributed is already initialised with {served}, and {wanted} serves no "
+            f"{tensors} tensors there; initialise it with 'cpu:gloo,cuda:nccl', or with 'gloo' where there "
+            "is no GPU"
+        )
+    local_rank = env.local_rank
+    if local_rank is None or (env.rank, env.world_size) != (rank, world_size):
+        hosts: list[str] = [""] * world_size
+        dist.all_gather_object(hosts, socket.gethostname())
+        local_rank = hosts[:rank].count(hosts[rank])
+    return Runtime(rank, world_size, local_rank, device)
+
+
+def loopback_listener(port: int = 0) -> socket.socket:
+    """Listen at the loopback address alone, for the `master_listen_fd` of a TCPStore; port 0 is any.
+
+    torch's own socket listens on every interface, whatever address it is told.
+    """
+    return socket.create_server((LOOPBACK, port))
 
 
 def _join_store(env: Environment, rank: int, timeout: timedelta) -> dist.Store:
     """The store that rank 0, or torchrun's agent, serves at the master address."""
     address, deadline = f"{env.master_addr}:{env.master_port}", time.monotonic() + timeout.total_seconds()
+    host = LOOPBACK if env.master_addr == "localhost" else env.master_addr
     serves = rank == 0 and not env.agent_store
+    options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
     if not serves:
         _wait_for_listener(env, rank, deadline, timeout)
+    elif host == LOOPBACK:
+        with contextlib.suppress(OSError):  # the port is taken: by a store of this process, or torch says so
+            options["master_listen_fd"] = loopback_listener(env.master_port).detach()
     left = max(deadline - time.monotonic(), 1.0)
-    options = {"is_master": serves, "wait_for_workers": False, "multi_tenant": True}
     try:
         store = _within(
             left + 1.0,
             lambda: dist.TCPStore(
-                env.master_addr, env.master_port, env.world_size, timeout=timedelta(seconds=left), **options
+                host, env.master_port, env.world_size, timeout=timedelta(seconds=left), **options
             ),
         )
     except RuntimeError as error:
@@ -328,7 +362,7 @@ def _say(env: Environment, message: str) -> None:
     sys.stderr.flush()
 
 
-def _lost_peer(error: BaseException) -> bool:
+def lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST_PEER)
 
 
@@ -343,7 +377,7 @@ def _summary(error: BaseException, env: Environment) -> str:
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
     kind = [] if type(error) is ValueError and message else [type(error).__name__]
     text = ": ".join([*notes, *kind, *([message] if message else [])])
-    if env.world_size > 1 and _lost_peer(error):
+    if env.world_size > 1 and lost_peer(error):
         return f"another rank is gone ({text.split('. ')[0]})"
     if isinstance(error, (ValueError, OSError)) or env.debug:
         return text
