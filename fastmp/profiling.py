@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import profiler
 
+from fastmp.pulse import pulse
+
 _OFF = nullcontext()
 _nvtx = False
 
@@ -44,6 +46,12 @@ def region(name: str) -> AbstractContextManager:
     if torch.compiler.is_compiling() or not (_nvtx or profiler._is_profiler_enabled):
         return _OFF
     return _Range(name)
+
+
+def phase(name: str) -> AbstractContextManager:
+    """A phase of training, such as "forward": its range for profilers, and what other ranks see."""
+    pulse.phase = name
+    return region(f"fastmp.train.{name}")
 
 
 def traced(name: str) -> Callable[[Callable], Callable]:

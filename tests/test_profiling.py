@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from fastmp import profiling
-from fastmp.config import GPTConfig, OptimizerConfig, TrainConfig
+from fastmp.config import CheckpointConfig, GPTConfig, OptimizerConfig, TrainConfig
 from fastmp.nn.models import GPT
 from fastmp.nn.transformer import TransformerLayer
 from fastmp.ops import bias_gelu
@@ -90,20 +90,19 @@ class Counting:
 
 
 def test_phases_of_training_are_ranges(tmp_path):
-    config = TrainConfig(
-        steps=1, global_batch_size=4, eval_interval=1, save_interval=1, run_dir=str(tmp_path)
-    )
+    config = TrainConfig(steps=1, global_batch_size=4, eval_interval=1, run_dir=str(tmp_path))
     trainer = Trainer(
         GPT(CONFIG),
         Counting(),
         token_loss,
         config,
         optimizer=OptimizerConfig(warmup_steps=1),
+        checkpoint=CheckpointConfig(interval=1),
     )
     phases = [name for name in names(trainer.train) if name.startswith("fastmp.train.")]
     step = ["data", "forward", "backward"] * 2 + ["reduce", "clip", "optimizer"]  # two microbatches
-    # the checkpoint of the last step is written before its evaluation
-    assert phases == [f"fastmp.train.{phase}" for phase in (*step, "save", "eval")]
+    # the checkpoint of the last step is begun before its evaluation, and awaited behind it
+    assert phases == [f"fastmp.train.{phase}" for phase in (*step, "save", "eval", "save")]
 
 
 def test_there_are_no_ranges_in_compiled_code():

@@ -36,6 +36,11 @@ __all__ = [
 _RENAMED = hasattr(dist, "all_gather_single")
 
 
+def communication_device() -> str:
+    """The device of tensors for the default process group: the host where one of its backends takes them."""
+    return "cpu" if "gloo" in dist.get_backend_config() else "cuda"
+
+
 def group_size(group: dist.ProcessGroup | None) -> int:
     """Number of ranks in `group`; 1 for None."""
     return 1 if group is None else group.size()

@@ -28,6 +28,7 @@ from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.messages import Message, Program, forward_orders, program
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step
 from fastmp.profiling import region
+from fastmp.pulse import pulse
 
 __all__ = ["Pipeline", "PipelineError", "PipelineResult", "StageOutput"]
 
@@ -91,6 +92,24 @@ class _Live(NamedTuple):
     edges: tuple[GradientEdge, ...]
     loss: Tensor | None  # of the stage itself
     final: tuple[Tensor, Tensors] | None  # of the loss function, with its inputs
+
+
+class _Message(NamedTuple):
+    """Tensors on their way to or from rank `peer` of `group`: `op` is "send" or "recv"."""
+
+    op: str
+    group: dist.ProcessGroup | None
+    peer: int
+    works: list[dist.Work]
+    tensors: Tensors
+
+    def wait(self) -> Tensors:
+        """Return the tensors once they have come or gone."""
+        pulse.message = self
+        for work in self.works:
+            work.wait()
+        pulse.message = None
+        return self.tensors
 
 
 class Pipeline:
@@ -197,8 +216,8 @@ class Pipeline:
         self._live: dict[tuple[int, int], _Live] = {}
         self._queue = WgradQueue()
         self._outbox: dict[tuple[str, int, int], Tensors] = {}
-        self._arriving: dict[tuple[str, int, int], tuple[list[dist.Work], Tensors]] = {}
-        self._sending: deque[tuple[list[dist.Work], Sequence[Tensor]]] = deque()
+        self._arriving: dict[tuple[str, int, int], _Message] = {}
+        self._sending: deque[_Message] = deque()
         self._deferred: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
         self._new_specs: dict[int, tuple[_Spec, ...]] = {}  # which the next stage does not know yet
         self._losses: dict[str, Tensor] = {}
@@ -210,6 +229,7 @@ class Pipeline:
         trace, peak = [], 0
         for step, messages in zip(given.steps, given.posts[:-1], strict=True):
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
+            pulse.phase = step
             try:
                 self._post(messages)
                 with region(name), defer_wgrad(self._queue if splits else None):
@@ -329,9 +349,7 @@ class Pipeline:
         if self.size == 1:
             tensors = self._outbox.pop((kind, stage, microbatch))
         else:
-            works, tensors = self._arriving.pop((kind, stage, microbatch))
-            for work in works:
-                work.wait()
+            tensors = self._arriving.pop((kind, stage, microbatch)).wait()
         if kind == FORWARD:
             for tensor, spec in zip(tensors, self._known[stage], strict=True):
                 tensor.requires_grad_(spec.requires_grad)
@@ -359,17 +377,16 @@ class Pipeline:
         group = self.backward_group if key[0] == BACKWARD else self.group
         if sends:
             works += [dist.isend(x, group=group, tag=tag, group_dst=peer) for x in tensors]
-            self._sending.append((works, tensors))
+            self._sending.append(_Message("send", group, peer, works, tensors))
         else:
             works += [dist.irecv(x, group=group, tag=tag, group_src=peer) for x in tensors]
-            self._arriving[key] = (works, tensors)
+            self._arriving[key] = _Message("recv", group, peer, works, tensors)
 
     def _finish_sending(self, most: int) -> None:
         """Free what has been sent; wait for the oldest messages until at most `most` are on their way."""
         queue = self._sending
-        while queue and (len(queue) > most or all(work.is_completed() for work in queue[0][0])):
-            for work in queue.popleft()[0]:
-                work.wait()
+        while queue and (len(queue) > most or all(work.is_completed() for work in queue[0].works)):
+            queue.popleft().wait()
 
     def _exchange_specs(self, message: Message) -> None:
         """Send or receive the shapes that a stage hands on, ahead of its first activations."""
@@ -381,8 +398,7 @@ class Pipeline:
         else:
             header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
             self._start(key, False, message.source, tag, (header,))
-            for work in self._arriving.pop(key)[0]:
-                work.wait()
+            self._arriving.pop(key).wait()
             specs = _decode(header.tolist())
         self._known[message.stage] = specs
 

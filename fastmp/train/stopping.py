@@ -1,9 +1,10 @@
-"""Why a run ends before its last step: a signal, or gradients that are not finite step after step."""
+"""Why a run ends before its last step: a signal, a time limit, or gradients that are not finite."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -14,46 +15,57 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastmp.parallel.collectives import communication_device
 from fastmp.parallel.grads import GradBuffer
-from fastmp.train.checkpoint import communication_device
 
-__all__ = ["SkippedSteps", "StopSignals"]
+__all__ = ["SkippedSteps", "StopRequests"]
 
-SAME_PRESS = (
-    2.0  # seconds in which a launcher may pass on a Ctrl-C that the terminal has sent to all processes
-)
+# Seconds in which a launcher may pass on a signal that the terminal, or Slurm, has sent to all processes.
+SAME_PRESS = 2.0
+TIME_LIMIT = 1000  # stands beside the numbers of signals, and above them
 
 
-class StopSignals:
-    """Ctrl-C and SIGTERM as a request to stop after the current step, on which all ranks agree.
+class StopRequests:
+    """Requests to stop after the current step, by a signal or a time limit, on which all ranks agree.
 
-    Inside a `with` block the first signal is a request, and the first rank says so on stderr; the second one
-    raises KeyboardInterrupt. Called by all ranks after a step, the object says whether any of them has been
-    asked to stop. That is one all-reduce of 8 bytes between the hosts; no device is waited for.
+    Inside a `with` block the first Ctrl-C, SIGTERM or SIGUSR1 (which Slurm sends ahead of its time limit) is
+    a request, and the first rank says so on stderr. A second Ctrl-C or SIGTERM ends the process at once, by
+    KeyboardInterrupt or by SystemExit with the status that shells give to the signal. Called by all ranks
+    after a step, the object says whether any of them has been asked to stop. That is one all-reduce of 8
+    bytes between the hosts; no device is waited for.
 
     rank, world_size: this process in the default process group. In a job of several ranks, signals within
         `SAME_PRESS` seconds are one: torchrun passes on what its ranks have got from the terminal, too.
+    deadline: the value of `time.monotonic()` at which the time limit is reached; None: there is none.
 
-    `number` is the signal that all ranks have agreed to stop for, 0 until then.
+    Signals are left alone in a thread that is not the main one, such as Ray Train's: only that one may
+    handle them.
+
+    `reason` says what all ranks have agreed to stop for, "" until then.
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
-        self.number = 0
-        self._rank, self._distributed = rank, world_size > 1
+    def __init__(self, rank: int = 0, world_size: int = 1, deadline: float | None = None) -> None:
+        self.reason = ""
+        self._rank, self._distributed, self._deadline = rank, world_size > 1, deadline
         self._received, self._when = 0, 0.0
         self._handlers: dict[int, Any] = {}
 
     def __call__(self) -> bool:
-        number = torch.tensor(self._received)
+        own = self._received
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            own = TIME_LIMIT
+        number = torch.tensor(own)
         if self._distributed:
             number = number.to(communication_device())
             dist.all_reduce(number, dist.ReduceOp.MAX)
-        self.number = int(number)
-        return self.number != 0
+        if agreed := int(number):
+            self.reason = "time limit" if agreed == TIME_LIMIT else _name(agreed)
+        return bool(self.reason)
 
-    def __enter__(self) -> StopSignals:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._handlers[number] = signal.signal(number, self._receive)
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                self._handlers[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -65,10 +77,16 @@ class StopSignals:
         if not self._received:
             self._received, self._when = number, now
             if self._rank == 0:  # not by print: the signal may have come in the middle of one
-                name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-                os.write(2, f"\n{name}: stopping after this step; once more stops at once\n".encode())
-        elif not self._distributed or now - self._when > SAME_PRESS:
-            raise KeyboardInterrupt
+                text = f"\n{_name(number)}: stopping after this step; Ctrl-C or SIGTERM stops at once\n"
+                os.write(2, text.encode())
+        elif number != signal.SIGUSR1 and (not self._distributed or now - self._when > SAME_PRESS):
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + number)
+
+
+def _name(number: int) -> str:
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class SkippedSteps:

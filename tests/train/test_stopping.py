@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed as dist
+from marks import full
 from test_trainer import make_groups, make_trainer
 from torch import nn
 from train_tools import ROOT, arguments, losses
 
+from fastmp.config import CheckpointConfig
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
@@ -22,7 +27,7 @@ from fastmp.train.command import main
 from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
-from fastmp.train.stopping import SkippedSteps, StopSignals
+from fastmp.train.stopping import SkippedSteps, StopRequests
 from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,7 +47,11 @@ def poison(trainer, *, rank, first, last, name="layers.1.mlp.up.bias"):
 def test_a_run_whose_steps_are_all_skipped_stops_and_names_the_parameter_and_the_rank(tmp_path, world_size):
     def rank_main(rank, world_size):
         trainer = make_trainer(
-            make_groups(world_size, 1), steps=40, save_interval=2, max_skipped_steps=5, run_dir=str(tmp_path)
+            make_groups(world_size, 1),
+            steps=40,
+            checkpoint=CheckpointConfig(interval=2),
+            max_skipped_steps=5,
+            run_dir=str(tmp_path),
         )
         poison(trainer, rank=world_size - 1, first=4, last=39)
         with pytest.raises(FloatingPointError) as error:
@@ -97,7 +106,9 @@ def test_skipped_steps_do_not_stop_a_run(limit, last):
 
 
 def test_weights_that_are_not_finite_are_said_to_be_and_the_last_good_checkpoint_stays(tmp_path):
-    trainer = make_trainer(steps=40, save_interval=1, max_skipped_steps=6, run_dir=str(tmp_path))
+    trainer = make_trainer(
+        steps=40, checkpoint=CheckpointConfig(interval=1), max_skipped_steps=6, run_dir=str(tmp_path)
+    )
     trainer.train_step()
     trainer.save()
     with torch.no_grad():
@@ -122,17 +133,37 @@ def test_a_run_that_cannot_go_on_fails_with_one_line(tmp_path, tokens, capsys):
     assert len(losses(tmp_path / "tiny")) < 10
 
 
-def test_the_first_signal_is_a_request_and_the_second_ends_at_once():
-    numbers = (signal.SIGINT, signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [
+        (signal.SIGTERM, signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGINT, signal.SIGTERM, SystemExit),
+        (signal.SIGUSR1, signal.SIGTERM, SystemExit),
+    ],
+)
+def test_the_first_signal_is_a_request_and_the_second_ends_at_once(first, second, error):
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
-    with pytest.raises(KeyboardInterrupt), StopSignals() as stop:
-        assert not stop() and stop.number == 0
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop() and stop.number == signal.SIGTERM
-        os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(error) as ended, StopRequests() as stop:
+        assert not stop() and stop.reason == ""
+        os.kill(os.getpid(), first)
+        os.kill(os.getpid(), signal.SIGUSR1)  # never ends a process
+        assert stop() and stop.reason == ("Ctrl-C" if first == signal.SIGINT else first.name)
+        os.kill(os.getpid(), second)
+    assert getattr(ended.value, "code", 143) == 143
     assert [signal.getsignal(number) for number in numbers] == before
 
 
+def test_in_another_thread_a_run_leaves_signals_alone():
+    """Ray Train calls a program in a thread of its worker, where Python allows no handlers."""
+    before = signal.getsignal(signal.SIGTERM)
+    with ThreadPoolExecutor(1) as pool:
+        stop = pool.submit(StopRequests().__enter__).result(timeout=10)
+        assert signal.getsignal(signal.SIGTERM) is before and not stop()
+        pool.submit(stop.__exit__).result(timeout=10)
+
+
+@pytest.mark.full
 def test_all_ranks_stop_after_one_step_if_any_of_them_is_asked(tmp_path, tokens):
     """Rank 1 gets the signal in its third step; both save that step, and what follows is a run in one go."""
     changes = {"parallel__tp": 2, "train__eval_interval": 0}
@@ -140,26 +171,45 @@ def test_all_ranks_stop_after_one_step_if_any_of_them_is_asked(tmp_path, tokens)
     def rank_main(rank, world_size, name, *extra):
         recipe = parse_arguments([*arguments(tmp_path, tokens, name, **changes), *extra])
         runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
-        train(recipe, runtime, resume=recipe.train.resume)
+        train(recipe, runtime)
 
     def asked(rank, world_size):
         step = Trainer._train_step
 
         def train_step(self):
             if rank == 1 and self.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), signal.SIGUSR1)
             return step(self)
 
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as leaving:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Trainer, "_train_step", train_step)
-            rank_main(rank, world_size, "stopped")
-        return leaving.value.code
+            return rank_main(rank, world_size, "stopped")
 
     run_ranks(rank_main, 2, "straight")
-    assert run_ranks(asked, 2) == [143, 143]
+    assert run_ranks(asked, 2) == [None, None]
     assert [step for step, _ in losses(tmp_path / "stopped")] == [1, 2, 3]
-    run_ranks(rank_main, 2, "stopped", "--resume")
+    run_ranks(rank_main, 2, "stopped", "--resume", "auto")
     assert losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+
+
+def test_a_time_limit_saves_and_says_the_next_command(tmp_path, tokens, capsys):
+    options = arguments(tmp_path, tokens, train__steps=100_000, train__log_interval=1000)
+    assert main([*options, "--max-time", "0:01"]) == 0
+    said = capsys.readouterr().out
+    step = re.search(
+        r"stopped after step (\d+) \(time limit\); to go on: fastmp train (.*) --resume auto$", said, re.M
+    )
+    assert step is not None and 1 < int(step[1]) < 100_000
+    assert "--max-time 0:01" in step[2] and "a sample" not in said
+    assert (tmp_path / "tiny" / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
+
+
+def test_any_rank_s_clock_stops_all_of_them():
+    def rank_main(rank, world_size):
+        stop = StopRequests(rank, world_size, time.monotonic() + (1e9 if rank == 0 else 0.0))
+        return stop(), stop.reason
+
+    assert run_ranks(rank_main, 2) == [(True, "time limit")] * 2
 
 
 def start(options, *launcher):
@@ -184,19 +234,16 @@ def read_until(process, sign):
     raise AssertionError("".join(lines))
 
 
-@pytest.mark.parametrize(
-    ("number", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)],
-)
-def test_a_signal_saves_and_says_how_to_resume(tmp_path, tokens, number, status):
+@pytest.mark.parametrize("number", [signal.SIGINT, *full([signal.SIGTERM, signal.SIGUSR1])])
+def test_a_signal_saves_and_says_how_to_resume(tmp_path, tokens, number):
     options = arguments(tmp_path, tokens, train__steps=100_000)
     process = start(options)
     read_until(process, "step      2/")
     os.killpg(process.pid, number)
     said = process.stdout.read()
-    assert process.wait(timeout=60) == status, said
+    assert process.wait(timeout=60) == 0, said
     assert "Traceback" not in said and "a sample" not in said
-    assert "saved" in said and "--resume" in said
+    assert "saved" in said and "--resume auto" in said
     saved = sorted(path.name for path in (tmp_path / "tiny" / "checkpoints").iterdir())
     steps = [r["step"] for r in read_metrics(tmp_path / "tiny" / "metrics.jsonl") if r["kind"] == "train"]
     assert saved == ["latest", f"step-{steps[-1]:08d}"]
@@ -214,6 +261,6 @@ def test_the_launcher_passes_the_signal_on_and_its_ranks_save(tmp_path, tokens, 
         os.kill(process.pid, signal.SIGTERM)
     said = process.stdout.read()
     assert process.wait(timeout=60) == (130 if everyone else 143), said
-    assert "saved" in said and said.count("--resume") == 1, said
+    assert "saved" in said and said.count("--resume auto") == 1, said
     assert "Traceback" not in said and "fastmp: rank" not in said, said
     assert (tmp_path / "tiny" / "checkpoints" / "latest").exists()

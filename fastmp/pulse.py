@@ -1,0 +1,28 @@
+"""What this process is doing: two attributes that training sets as it goes, and a watching thread reads.
+
+To set one costs less than a tenth of a microsecond and waits for nothing. Standard library only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["Pulse", "pulse"]
+
+
+class Pulse:
+    """The `step` that is being done, from 1, and the `phase` of it: anything that str() turns into words.
+
+    `message` is what the process waits for in a pipeline, (op, group, rank in the group, works,
+    tensors), else None.
+    """
+
+    __slots__ = ("message", "phase", "step")
+
+    def __init__(self) -> None:
+        self.step: int = 0
+        self.phase: Any = "start"
+        self.message: tuple[Any, ...] | None = None
+
+
+pulse = Pulse()
