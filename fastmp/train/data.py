@@ -27,7 +27,15 @@ from fastmp.commands import Parser
 from fastmp.config import DataConfig
 from fastmp.train.corpus import DatasetExists, build
 from fastmp.train.sampling import sample_starts
-from fastmp.train.tokenfile import FORMAT, Split, open_split, open_tokenizer, read_index, verify
+from fastmp.train.tokenfile import (
+    FORMAT,
+    Split,
+    damaged,
+    open_split,
+    open_tokenizer,
+    read_index,
+    verify,
+)
 from fastmp.train.tokenize import load_tokenizer
 
 if TYPE_CHECKING:
@@ -160,9 +168,7 @@ def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.N
         if head <= seq_len:
             result[row, head:] = split.read(0, seq_len + 1 - head)
     if result.max(initial=0) > split.info.max_token:
-        raise ValueError(
-            f"{split.path}: damaged: token id {result.max()}, the index says {split.info.max_token} at most"
-        )
+        raise damaged(split.path, f"token id {result.max()}, the index says {split.info.max_token} at most")
     return result
 
 

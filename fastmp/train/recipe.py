@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import io
+import math
 import re
+import reprlib
 import tomllib
 import types
 import typing
@@ -28,8 +31,15 @@ from typing import Any, NamedTuple
 
 from fastmp.commands import Parser
 from fastmp.config import Recipe
+from fastmp.files import read_file
 
 __all__ = ["Reading", "add_options", "given_options", "load_recipe", "parse_arguments", "read_recipe"]
+
+LIMIT = 1 << 16  # bytes; a recipe that names every field has 4 kB
+LARGEST = (1 << 63) - 1  # which is TOML's own limit, too
+DEEPEST = 200  # dots of a line, which separate the parts of keys
+LONGEST = 4096  # characters of a text, which may be a path
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 SHORT = {
     "parallel.tp": "--tp",
@@ -39,8 +49,9 @@ SHORT = {
     "parallel.ep": "--ep",
     "parallel.etp": "--etp",
     "train.steps": "--steps",
+    "train.max_time": "--max-time",
     "train.name": "--name",
-    "train.resume": "--resume",
+    "checkpoint.resume": "--resume",
     "train.profile": "--profile",
     "graphs.enabled": "--graphs",
     "graphs.scope": "--scope",
@@ -78,7 +89,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for table, cls in _tables(Recipe, ""):
         group = parser.add_argument_group(f"[{table}]", (cls.__doc__ or "").partition("\n")[0])
-        hints = typing.get_type_hints(cls)
+        hints = _hints(cls)
         for field in fields(cls):
             if _table_of(hints[field.name]) is None:
                 _add_option(group, f"{table}.{field.name}", field, hints[field.name])
@@ -99,7 +110,7 @@ def given_options(options: argparse.Namespace) -> dict[str, Any]:
 
 def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
     """Every dataclass below `cls` with the name of its table, those that hold others before them."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     for field in fields(cls):
         if below := _table_of(hints[field.name]):
             name = f"{table}.{field.name}" if table else field.name
@@ -151,7 +162,7 @@ class _Steps(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         first, colon, last = values.partition(":")
-        if not (first.isdecimal() and (last.isdecimal() if colon else True)):
+        if not all(part.isdecimal() and len(part) < 20 for part in ((first, last) if colon else (first,))):
             parser.error(f"{option_string} needs a number, or two as in 10:13, got {values!r}")
         if colon:
             setattr(namespace, "train.profile_steps", [int(first), int(last)])
@@ -189,14 +200,26 @@ def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
     ValueError where there is no such file, or it is not TOML.
     """
     try:
-        content = {} if path is None else tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = {} if path is None else _parse(read_file(path, LIMIT).decode())
     except OSError as error:
         raise ValueError(f"recipe {path}: cannot be read ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ValueError(f"recipe {path}: nested too deeply: a recipe has tables of values") from None
+    except ValueError as error:  # also of bytes that are not UTF-8, and of numbers of thousands of digits
         raise ValueError(f"recipe {path}: not TOML: {error}") from None
     errors: list[str] = []
     unused: set[str] = set()
     return Reading(_build(Recipe, _over(content, options or {}), "", errors, unused), errors, unused)
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    A key of very many parts is refused before tomllib takes memory by the square of their number.
+    """
+    if any(line.count(".") > DEEPEST for line in text.splitlines()):
+        raise RecursionError
+    return tomllib.loads(text)
 
 
 def _over(content: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +237,7 @@ def _over(content: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, A
 
 def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], unused: set[str]) -> Any:
     """An object of `cls` from a table; what is wrong goes to `errors`, fields left out for it to `unused`."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     known = [field.name for field in fields(cls)]
     values: dict[str, Any] = {}
     unclear: set[str] = set()
@@ -223,7 +246,7 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
             where = f"in [{table}]" if table else "table"
             meant = difflib.get_close_matches(key, known, n=1)
             there_are = f"; did you mean {meant[0]!r}?" if meant else f"; there are {', '.join(known)}"
-            errors.append(f"unknown key {key!r} {where}{there_are}")
+            errors.append(f"unknown key {_shown(key)} {where}{there_are}")
             unclear.update(meant)
             continue
         hint, name = _without_none(hints[key]), f"{table}.{key}" if table else key
@@ -233,7 +256,7 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
             continue
         try:
             if below:
-                raise ValueError(f"[{name}] must be a table, got {value!r}")
+                raise ValueError(f"[{name}] must be a table, got {_shown(value)}")
             values[key] = _convert(value, hint, name)
         except ValueError as error:
             errors.append(str(error))
@@ -273,12 +296,38 @@ def _convert(value: Any, hint: Any, name: str) -> Any:
         items = typing.get_args(hint)
         if not isinstance(value, list) or (items[-1] is not ... and len(value) != len(items)):
             size = "" if items[-1] is ... else f" of {len(items)} values"
-            raise ValueError(f"{name} must be a list{size}, got {value!r}")
+            raise ValueError(f"{name} must be a list{size}, got {_shown(value)}")
         if items[-1] is ...:
             items = items[:1] * len(value)
         return tuple(_convert(v, item, name) for v, item in zip(value, items))
+    if type(value) is int and hint in (int, float) and abs(value) > LARGEST:
+        raise ValueError(f"{name} must be a number of 64 bits, got one of {value.bit_length()}")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ValueError(f"{name} must be of type {hint.__name__}, got {value!r}")
+        raise ValueError(f"{name} must be of type {hint.__name__}, got {_shown(value)}")
+    if hint is float and not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value}")
+    if hint is str and (len(value) > LONGEST or _CONTROL.search(value)):
+        raise ValueError(
+            f"{name} must be at most {LONGEST} characters, none of them a control character, "
+            f"got {_shown(value)}"
+        )
     return value
+
+
+_hints = functools.cache(typing.get_type_hints)  # which evaluates the text of annotations
+
+
+class _Short(reprlib.Repr):
+    """Shows a value of a file in a message, however long or deep it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 100
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) <= LARGEST else f"a number of {x.bit_length()} bits"
+
+
+_shown = _Short().repr

@@ -31,11 +31,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fastmp.train.tokenize import BpeTokenizer, ByteTokenizer, TokenIds, Tokenizer, unigram_entropy
+from fastmp.files import read_file
+from fastmp.layout import INDEX_LIMIT
+from fastmp.train.tokenize import (
+    TOKENIZER_LIMIT,
+    BpeTokenizer,
+    ByteTokenizer,
+    TokenIds,
+    Tokenizer,
+    unigram_entropy,
+)
 
 FORMAT = "fastmp-tokens-2"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
-INDEX_LIMIT = 1 << 20  # bytes; an index is about 1 kB whatever the size of the data
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -179,11 +187,19 @@ class Split:
         data = memoryview(self.tokens).cast("B")[begin:end]
         found, expected = zlib.crc32(data), int(self.checksums[block])
         if found != expected:
-            raise ValueError(
-                f"{self.path}: damaged: block {block} (bytes {begin} to {end - 1}) has checksum "
-                f"{found:08x}, {self.path.stem}.checksums says {expected:08x}"
+            raise damaged(
+                self.path,
+                f"block {block} (bytes {begin} to {end - 1}) has checksum {found:08x}, "
+                f"{self.path.stem}.checksums says {expected:08x}",
             )
         self.checked[block] = True
+
+
+def damaged(path: Path, what: str) -> ValueError:
+    """The error for a file of a token dataset that is not as it was written."""
+    return ValueError(
+        f"{path}: damaged: {what}; copy the dataset again, or build it again (fastmp data build)"
+    )
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -196,24 +212,21 @@ def read_index(directory: Path) -> Index:
     """Read and check `directory`/index.json; ValueError names the file and what is wrong with it."""
     path = directory / "index.json"
     try:
-        with path.open("rb") as file:
-            raw = file.read(INDEX_LIMIT + 1)
+        raw = read_file(path, INDEX_LIMIT)
     except FileNotFoundError:
         raise ValueError(
             f"{path}: not found, so {directory} is not a token dataset (fastmp data build)"
         ) from None
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    if len(raw) > INDEX_LIMIT:
-        raise ValueError(f"{path}: damaged: larger than any index ({INDEX_LIMIT} bytes)")
     try:
-        document = json.loads(raw)
+        document = json.loads(raw.decode())
         content, crc = document["content"], document["crc32"]
         intact = _crc_of(content) == crc
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{path}: damaged: not an index in JSON") from None
+        raise damaged(path, "not an index in JSON") from None
     if not intact:
-        raise ValueError(f"{path}: damaged: its checksum does not match its content")
+        raise damaged(path, "its checksum does not match its content")
     if isinstance(content, dict) and content.get("format") != FORMAT:
         raise ValueError(
             f"{path}: format {content.get('format')!r}, this version reads {FORMAT!r}: build it again "
@@ -221,8 +234,8 @@ def read_index(directory: Path) -> Index:
         )
     try:
         return _index_of(content)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise ValueError(f"{path}: damaged: {error}") from None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+        raise damaged(path, str(error)) from None
 
 
 def open_split(directory: Path, index: Index, name: str) -> Split:
@@ -232,9 +245,7 @@ def open_split(directory: Path, index: Index, name: str) -> Split:
     tokens = _map(path, dtype, info.num_tokens)
     documents = _map(directory / f"{name}.documents", np.dtype("<i8"), info.num_documents + 1)
     if documents[0] != 0 or documents[-1] != info.num_tokens:
-        raise ValueError(
-            f"{directory / name}.documents: damaged: offsets do not run from 0 to {info.num_tokens}"
-        )
+        raise damaged(directory / f"{name}.documents", f"offsets do not run from 0 to {info.num_tokens}")
     num_blocks = -(-tokens.nbytes // BLOCK_BYTES)
     checksums = _map(path.with_suffix(".checksums"), np.dtype("<u4"), num_blocks)
     _compare(path.with_suffix(".checksums"), checksums, info.checksums_crc32)
@@ -247,14 +258,12 @@ def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
         return ByteTokenizer()
     path = directory / "tokenizer.json"
     try:
-        raw = path.read_bytes()
+        raw = read_file(path, TOKENIZER_LIMIT)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if zlib.crc32(raw) != index.tokenizer_crc32:
-        raise ValueError(
-            f"{path}: damaged, or not the tokenizer this dataset was written with: wrong checksum"
-        )
-    tokenizer = BpeTokenizer(raw.decode(), source=str(path))
+        raise damaged(path, "its checksum is not that of the tokenizer that the dataset was written with")
+    tokenizer = BpeTokenizer(raw, source=str(path))
     if tokenizer.vocab_size != index.vocab_size:
         raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, the index says {index.vocab_size}")
     return tokenizer
@@ -351,7 +360,7 @@ def _crc_of(content: Any) -> int:
 def _compare(path: Path, data: npt.NDArray[Any], expected: int) -> None:
     found = zlib.crc32(memoryview(data).cast("B"))
     if found != expected:
-        raise ValueError(f"{path}: damaged: checksum {found:08x}, the index says {expected:08x}")
+        raise damaged(path, f"checksum {found:08x}, the index says {expected:08x}")
 
 
 def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
@@ -359,7 +368,7 @@ def _map(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         size = path.stat().st_size
         if size != count * dtype.itemsize:
             state = "cut short" if size < count * dtype.itemsize else "too long"
-            raise ValueError(f"{path}: {state}: {size} bytes, the index says {count * dtype.itemsize}")
+            raise damaged(path, f"{state}: {size} bytes, the index says {count * dtype.itemsize}")
         return np.memmap(path, dtype, mode="r", shape=(count,))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
@@ -378,6 +387,9 @@ def _index_of(content: Any) -> Index:
         )
     if not isinstance(content["source"], dict) or not isinstance(content["splits"], dict):
         raise ValueError("source and splits must be objects")
+    for value in content["source"].values():
+        if any(isinstance(item, list | dict) for item in (value if isinstance(value, list) else [value])):
+            raise ValueError("source must hold numbers and texts, and lists of these")
     if set(content["splits"]) not in ({"train"}, {"train", "validation"}):
         raise ValueError(f"splits are {sorted(content['splits'])}, not train and validation")
     return Index(

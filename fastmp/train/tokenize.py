@@ -7,19 +7,23 @@ JSON as written by the `tokenizers` library, which only BPE needs.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.files import read_file
+
 if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_BPE = 257  # 256 bytes and end-of-text
+TOKENIZER_LIMIT = 1 << 28  # bytes of a file; those of 256,000 tokens have about 35 MB
 
 TokenIds = npt.NDArray[np.int64]
 
@@ -73,10 +77,14 @@ class BpeTokenizer:
 
     name = "bpe"
 
-    def __init__(self, description: str, *, source: str = "BpeTokenizer") -> None:
+    def __init__(self, description: str | bytes, *, source: str = "BpeTokenizer") -> None:
         """`description` is JSON; ValueError names `source` if it is not a lossless byte-level BPE."""
-        self._description = description
-        self._tokenizer = _parse(description, source)
+        try:
+            self._description = description if isinstance(description, str) else description.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{source}: not UTF-8 at byte {error.start}") from None
+        self._source = source
+        self._tokenizer = _parse(self._description, source)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = len(ids)
         if set(ids.values()) != set(range(self.vocab_size)):
@@ -135,7 +143,9 @@ class BpeTokenizer:
         return self.encode_batch([_as_bytes(text)])[0]
 
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]:
-        encoded = self._tokenizer.encode_batch([_as_str(text) for text in texts], add_special_tokens=False)
+        strings = [_as_str(text) for text in texts]
+        with _named(self._source):
+            encoded = self._tokenizer.encode_batch(strings, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -158,9 +168,9 @@ def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
     if path_or_name == "byte":
         return ByteTokenizer()
     try:
-        description = Path(path_or_name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"tokenizer {path_or_name}: cannot be read ({error})") from None
+        description = read_file(path_or_name, TOKENIZER_LIMIT)
+    except OSError as error:
+        raise ValueError(f"tokenizer {path_or_name}: cannot be read ({error.strerror})") from None
     return BpeTokenizer(description, source=f"tokenizer {path_or_name}")
 
 
@@ -195,16 +205,23 @@ def _parse(description: str, source: str) -> tokenizers.Tokenizer:
         raise ValueError(f"{source}: not a tokenizer description in JSON") from None
     if kind != "BPE":
         raise ValueError(f"{source}: model type {kind!r} is not the byte-level BPE that fastmp reads")
-    try:
+    with _named(source):
         tokenizer = library.Tokenizer.from_str(description)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # text that spells a marker stays text
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and PanicException outside its tree
-        raise ValueError(f"{source}: {error}") from None
     return tokenizer
+
+
+@contextlib.contextmanager
+def _named(source: str) -> Iterator[None]:
+    """Turn what the library raises, Exception itself or a PanicException, into a ValueError with `source`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(f"{source}: {error}") from None
 
 
 def _byte_characters() -> list[str]:

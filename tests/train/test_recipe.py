@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from pathlib import Path
 
@@ -49,7 +50,7 @@ MISTAKES = {
     "[optimizer]\nlearning_rate = 1": r"unknown key 'learning_rate' in \[optimizer\]",
     "[optimizer]\nwarmup_step = 1": r"unknown key .* in \[optimizer\]; did you mean 'warmup_steps'\?",
     "[optimiser]\nlr = 1": r"unknown key 'optimiser' table; did you mean 'optimizer'\?",
-    "lr = 1": r"unknown key 'lr' table; there are model, parallel, data, optimizer, train, graphs",
+    "lr = 1": r"unknown key .lr. table; there are model, .*optimizer, train, checkpoint, graphs",
     "model = 3": r"\[model\] must be a table, got 3",
     "[model]\nnum_layers = '4'": r"model\.num_layers must be of type int, got '4'",
     "[model]\nnum_layers = true": r"model\.num_layers must be of type int, got True",
@@ -66,6 +67,20 @@ MISTAKES = {
     "[parallel]\nvpp = 2\nstage_layers = [4]": r"stage_layers must be 2 numbers .*, got \(4,\)",
     "[parallel]\netp = 0": r"ParallelConfig: etp must be positive, got 0",
     "[train\n": "not TOML",
+    "[train]\nsteps = 9223372036854775808": r"train\.steps must be a number of 64 bits, got one of 64",
+    f"[optimizer]\nlr = {'9' * 400}": r"optimizer\.lr must be a number of 64 bits, got one of 1329",
+    f"[train]\nname = 0x{'f' * 5000}": r"train\.name must be of type str, got a number of 20000 bits",
+    f"[train]\nsteps = {'9' * 5000}": "not TOML",
+    "[model]\nnum_layers = 70000": r"GPTConfig: num_layers must be at most 65536, got 70000",
+    "[optimizer]\nlr = nan": r"optimizer\.lr must be a finite number, got nan",
+    "[optimizer]\nclip_grad_norm = inf": r"optimizer\.clip_grad_norm must be a finite number, got inf",
+    "[data]\npath = 'a\u0000b'": "not TOML",
+    '[data]\npath = "a\\u0000b"': r"data\.path must be at most 4096 characters, none of them a control",
+    f"[train]\nname = '{'x' * 5000}'": r"train\.name must be at most 4096 characters, .*, got 'x+\.\.\.x+'",
+    f"[train]\nsteps = {'[' * 5000}": "nested too deeply",
+    f"[train]\nsteps{'.a' * 150} = 1": r"train\.steps must be of type int, got {'a': {'a': .*\.\.\.",
+    f"[train]\nsteps{'.a' * 20_000} = 1": "nested too deeply",  # gigabytes, if it were read
+    "#" * 65_537: "cannot be read .larger than any file of its kind, 65536 bytes",
     "[train]\nsteps = 1\nsteps = 2": "not TOML",
 }
 
@@ -102,7 +117,7 @@ def test_all_mistakes_in_a_file_are_named_at_once(tmp_path):
         load_recipe(path)
     assert str(raised.value).splitlines() == [
         f"recipe {path}: 12 problems:",
-        "  unknown key 'rate' table; there are model, parallel, data, optimizer, train, graphs",
+        "  unknown key 'rate' table; there are model, parallel, data, optimizer, train, checkpoint, graphs",
         "  unknown key 'hiden_size' in [model]; did you mean 'hidden_size'?",  # so 192 % 7 says nothing
         "  model.moe.top_k must be of type int, got '2'",
         "  MoEConfig: score must be one of softmax, sigmoid, got 'relu'",
@@ -129,6 +144,21 @@ def test_a_file_that_is_not_there(tmp_path):
         load_recipe(path)
 
 
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (os.mkfifo, "not a regular file"),  # which would be waited for
+        (lambda path: path.symlink_to("/dev/zero"), "not a regular file"),  # which never ends
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    ],
+)
+def test_what_is_no_file_is_refused_at_once(tmp_path, make, said):
+    make(tmp_path / "recipe.toml")
+    with pytest.raises(ValueError, match=rf"recipe\.toml: cannot be read \({said}"):
+        load_recipe(tmp_path / "recipe.toml")
+
+
 def test_the_command_line_goes_over_the_file(tmp_path):
     path = write(tmp_path, "[optimizer]\nlr = 0.5\neps = 1e-6\n[train]\nsteps = 50\n")
     for recipe_option in (["--recipe", str(path)], [f"--recipe={path}"]):
@@ -143,11 +173,12 @@ def test_the_command_line_goes_over_the_file(tmp_path):
                 "--name",
                 "mine",
                 "--resume",
+                "auto",
             ]
         )
         assert recipe.optimizer.lr == 1e-2 and recipe.optimizer.eps == 1e-6
         assert recipe.parallel.tp == 2
-        assert (recipe.train.steps, recipe.train.name, recipe.train.resume) == (60, "mine", True)
+        assert (recipe.train.steps, recipe.train.name, recipe.checkpoint.resume) == (60, "mine", "auto")
     assert parse_arguments([]) == Recipe()
     assert parse_arguments(["--parallel.sequence-parallel"]).parallel.sequence_parallel
     assert parse_arguments(["--optimizer.betas", "0.1", "0.2"]).optimizer.betas == (0.1, 0.2)
@@ -194,6 +225,7 @@ def test_experts_are_a_table_of_their_own(tmp_path):
         ("gpt-small", "gpt-small"),
         ("--recipe", "--recipe: expected one argument"),
         ("--recipe nothing.toml", "recipe nothing.toml: cannot be read"),
+        (f"--steps {'9' * 5000}", "--steps needs a number, or two as in 10:13, got '999"),
         ("--steps 3:x", "--steps needs a number, or two as in 10:13, got '3:x'"),
     ],
 )

@@ -41,6 +41,10 @@ def open_all(directory):
     return TokenDataset(directory, seq_len=8, micro_batch_size=2, seed=0)
 
 
+def make_fifo(path):
+    os.mkfifo(path)
+
+
 def cut(path):
     path.write_bytes(path.read_bytes()[:-1])
 
@@ -179,7 +183,9 @@ def test_an_impossible_token_is_noticed_when_it_is_read(out):
 def test_another_tokenizer_is_noticed(out, tmp_path):
     other = build([str(tmp_path / "texts/0*.txt")], tmp_path / "e", tokenizer="bpe", vocab_size=262)
     (out / "tokenizer.json").write_bytes((other / "tokenizer.json").read_bytes())
-    with pytest.raises(ValueError, match=r"tokenizer\.json: damaged, or not the tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json: damaged: its checksum is not that of the tokenizer"
+    ):
         open_all(out)
 
 
@@ -227,6 +233,30 @@ def test_an_index_that_lies_is_refused(out, path, value, named):
         ValueError, match=rf"index\.json: damaged: .*{named}" if path else r"index\.json: damaged"
     ):
         read_index(out)
+
+
+def test_notes_on_the_source_are_flat(out):
+    content = content_of(out)
+    content["source"]["inputs"] = [["deep"]]
+    rewrite(out, content)
+    with pytest.raises(ValueError, match=r"index\.json: damaged: source must hold numbers and texts, and li"):
+        read_index(out)
+
+
+@pytest.mark.parametrize("name", ["index.json", "tokenizer.json"])
+@pytest.mark.parametrize("make", [make_fifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_refused_at_once(out, name, make):
+    (out / name).unlink()
+    make(out / name)
+    with pytest.raises(ValueError, match=rf"{name}: cannot be read \((not a regular file|Is a directory)\)"):
+        open_all(out)
+
+
+def test_a_tokenizer_that_is_not_utf8_is_named_though_its_checksum_is_right(out):
+    (out / "tokenizer.json").write_bytes(b'{"model": "\xff"}')
+    rewrite(out, {**content_of(out), "tokenizer_crc32": zlib.crc32(b'{"model": "\xff"}')})
+    with pytest.raises(ValueError, match=r"/tokenizer\.json: not UTF-8 at byte 11"):
+        open_all(out)
 
 
 def test_an_older_format_says_what_to_do(out):
@@ -332,7 +362,7 @@ def test_index_that_hurts_parsers(sample, raw):
         (sample / "index.json").write_bytes(raw)
         assert accept_or_value_error(sample) is None
         (sample / "index.json").write_bytes(b" " * (tokenfile.INDEX_LIMIT + 1))
-        with pytest.raises(ValueError, match="larger than any index"):
+        with pytest.raises(ValueError, match="larger than any file of its kind"):
             read_index(sample)
     finally:
         (sample / "index.json").write_bytes(original)
@@ -354,10 +384,6 @@ def assert_nothing_built(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) in (["texts"], ["d", "texts"]), list(
         tmp_path.iterdir()
     )
-
-
-def make_fifo(path):
-    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,23 @@ def test_other_tokenizers_are_refused_by_file_name(bpe, tmp_path, change, named)
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAA/////w=="}),  # panics
+        (
+            "pre_tokenizer",
+            {"type": "Split", "pattern": {"Regex": "(.+)+\\1x"}, "behavior": "Isolated", "invert": False},
+        ),
+    ],
+)
+def test_a_tokenizer_whose_parts_fail_on_text_is_named(bpe, tmp_path, part, value):
+    path = tmp_path / "strange.json"
+    path.write_text(json.dumps({**json.loads(bpe.to_json()), part: value}))
+    with pytest.raises(ValueError, match=r"strange\.json: "):
+        load_tokenizer(path).encode("A line of text, and numbers, " * 9)
+
+
 @settings(max_examples=150)
 @given(data=st.data())
 def test_a_damaged_tokenizer_file_loads_right_or_raises_value_error(bpe, tmp_path_factory, data):

@@ -1,0 +1,44 @@
+"""Reading files that somebody else may have written. Standard library only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+__all__ = ["open_regular", "read_file"]
+
+
+def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
+    """Open a regular file to read it; returns its descriptor. links: whether links to one are followed.
+
+    OSError, whose `strerror` fits into a message, where that cannot be done. A pipe, which would be waited
+    for, and a device, which may never end, are refused.
+    """
+    try:
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
+        descriptor = os.open(path, flags)
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name holds a null byte") from None
+    except OSError:
+        if not links and os.path.islink(path):
+            raise OSError(errno.ELOOP, "it is a link") from None
+        raise
+    kind = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(kind):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(kind):
+        raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError(errno.EINVAL, "not a regular file")
+
+
+def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -> bytes:
+    """Read a regular file of at most `limit` bytes, whole; OSError as `open_regular`, or for a larger one."""
+    descriptor = open_regular(path, links=links)
+    with open(descriptor, "rb") as file:
+        size = os.fstat(descriptor).st_size
+        content = file.read(limit + 1) if size <= limit else b""
+        if size > limit or len(content) > limit:
+            raise OSError(errno.EFBIG, f"larger than any file of its kind, {limit} bytes")
+    return content
