@@ -9,14 +9,16 @@ import fastmp
 from fastmp.commands import run_command
 
 COMMANDS = {
-    "train": ("fastmp.train.command", "train a model from a recipe; under torchrun on several ranks"),
-    "launch": ("fastmp.launch", "start ranks: torchrun and its options, without its tracebacks"),
+    "train": ("fastmp.train.command", "train a model from a recipe; on several ranks: fastmp launch train"),
+    "launch": ("fastmp.launch", "start ranks: torchrun and its options, with one rank a GPU by default"),
     "data": ("fastmp.train.data", "turn text into token files"),
     "warm": (
         "fastmp.train.warm",
         "compile a recipe's kernels before training, for a GPU that may be elsewhere",
     ),
+    "checkpoint": ("fastmp.train.checkpoint.command", "verify, inspect, reshard and compare checkpoints"),
     "plan": ("fastmp.plan", "what a layout means before it runs: groups, memory, traffic, schedules, graphs"),
+    "hang": ("fastmp.hang", "why a job stood still or lost a rank, from what it left in its directory"),
     "doctor": ("fastmp.doctor", "versions, devices, and which implementation serves each op"),
 }
 

@@ -12,8 +12,10 @@ import math
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
+from fastmp.durations import duration_seconds
+from fastmp.parallel.launchers import Place, integer, read_place
 from fastmp.parallel.schedule import SCHEDULES
 from fastmp.parallel.shards import BUCKET_SIZE, UNIT
 
@@ -62,42 +64,18 @@ class _Checked:
 _FIELDS = {"kv_heads": "num_kv_heads", "ffn_size": "ffn_hidden_size"}  # property: the field behind it
 
 
-class Launched(NamedTuple):
-    """One of `processes` that `launcher` ("srun", "mpirun" or "mpiexec") started together, by its number."""
-
-    launcher: str
-    number: int
-    processes: int
-
-
-# What a launcher calls a process's number, and the processes of a step: in a batch script, Slurm's job may
-# have more tasks than the step that runs.
-_LAUNCHERS = {
-    "mpirun": ("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",)),
-    "srun": ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")),
-    "mpiexec": ("PMI_RANK", ("PMI_SIZE",)),
-}
-
-
 @dataclass(frozen=True)
-class Environment:
+class Environment(Place):
     """What fastmp reads from environment variables, and the only place that reads them.
 
-    `rank` is None outside torchrun. `launched` is how srun or mpirun started this process, if not alone.
-    `agent_store` says that torchrun's agent already serves a store at
+    A `Place` is what launchers say. `agent_store` says that torchrun's agent already serves a store at
     `master_addr:master_port` (else rank 0 does). `ops` is FASTMP_OPS (which implementation serves an op),
     `debug` is FASTMP_DEBUG (full tracebacks), `profiled` FASTMP_PROFILED (this process runs under Nsight).
     `registers_segments`: NCCL registers the memory of graphs, and torch's allocator moves borders in it.
-    `connections` is CUDA_DEVICE_MAX_CONNECTIONS (hardware queues of a GPU) as it stands, or "".
+    `connections` is CUDA_DEVICE_MAX_CONNECTIONS (hardware queues of a GPU) as it stands, or "";
+    `ranks_per_machine` likewise PET_NPROC_PER_NODE, which torchrun takes for its option.
     """
 
-    rank: int | None = None
-    launched: Launched | None = None
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = "localhost"
-    master_port: int = 6000
     restart_count: int = 0
     agent_store: bool = False
     ops: str = ""
@@ -105,36 +83,16 @@ class Environment:
     profiled: bool = False
     registers_segments: bool = False
     connections: str = ""
+    ranks_per_machine: str = ""
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Environment:
         """Read `environ` (the process's own by default); ValueError names a variable that is no number."""
         variables = os.environ if environ is None else environ
-
-        def integer(name: str, default: int) -> int:
-            text = variables.get(name, str(default))
-            try:
-                return int(text)
-            except ValueError:
-                raise ValueError(f"environment: {name} must be an integer, got {text!r}") from None
-
-        def launched() -> Launched | None:
-            for launcher, (index, counts) in _LAUNCHERS.items():
-                count = next((name for name in counts if name in variables), None)
-                if index in variables and count is not None and integer(count, 1) > 1:
-                    return Launched(launcher, integer(index, 0), integer(count, 1))
-            return None
-
         allocator = variables.get("PYTORCH_CUDA_ALLOC_CONF", "") + variables.get("PYTORCH_ALLOC_CONF", "")
         return cls(
-            rank=integer("RANK", 0) if "RANK" in variables else None,
-            launched=launched(),
-            world_size=integer("WORLD_SIZE", 1),
-            local_rank=integer("LOCAL_RANK", 0),
-            local_world_size=integer("LOCAL_WORLD_SIZE", 1),
-            master_addr=variables.get("MASTER_ADDR", "localhost"),
-            master_port=integer("MASTER_PORT", 6000),
-            restart_count=integer("TORCHELASTIC_RESTART_COUNT", 0),
+            **vars(read_place(variables)),
+            restart_count=integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
             agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             ops=variables.get("FASTMP_OPS", ""),
             debug=variables.get("FASTMP_DEBUG", "0") not in ("", "0"),
@@ -142,7 +100,14 @@ class Environment:
             registers_segments="expandable_segments:True" in allocator
             and variables.get("NCCL_GRAPH_REGISTER") != "0",
             connections=variables.get("CUDA_DEVICE_MAX_CONNECTIONS", ""),
+            ranks_per_machine=variables.get("PET_NPROC_PER_NODE", ""),
         )
+
+
+def set_default_variables(**variables: str) -> None:
+    """Set those `variables` of this process, and of all that it starts, that are not set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True)
@@ -237,6 +202,9 @@ ACTIVATIONS = {
 }
 
 
+MOST_LAYERS = 1 << 16  # plans list them
+
+
 @dataclass(frozen=True)
 class GPTConfig(_Checked):
     """The model, a pre-LN GPT: with its defaults GPT-2, with other values Llama, Mixtral or Qwen3."""
@@ -273,6 +241,8 @@ class GPTConfig(_Checked):
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"
         yield from self._not_positive("init_std", "layernorm_epsilon", "rope_base", "ffn_size")
         yield from self._negative("vocab_size")
+        if self.num_layers > MOST_LAYERS:
+            yield f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}"
         sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
         wrong = list(self._not_positive(*sizes, "head_size"))
         yield from wrong or self._head_problems()
@@ -432,23 +402,56 @@ class TrainConfig(_Checked):
     log_interval: int = _option(10, "steps between two lines of the log")
     eval_interval: int = _option(100, "steps between two evaluations on held-out text")
     eval_batches: int = _option(16, "batches of an evaluation")
-    save_interval: int = _option(0, "steps between two checkpoints; one more at the end")
     max_skipped_steps: int = _option(20, "skipped steps in a row that end the run; 0: none do")
     name: str = _option("gpt", "name of the run, and of its directory")
     run_dir: str = _option("runs", "directory of all runs")
-    resume: bool = _option(False, "go on from the latest checkpoint of this name")
+    check_replicas: int = _option(0, "steps between comparisons, bit for bit, of what ranks hold alike")
+    stall_seconds: float = _option(
+        300.0,
+        "no progress for so long ends the job with a verdict; in first steps and saves 4 times; 0: never",
+    )
+    max_time: str = _option(
+        "", "save and end at the first step after this time: minutes, [days-]hours:minutes:seconds"
+    )
     join_seconds: float = _option(0.0, "how long ranks wait for each other at first; 0: as fastmp.init")
     profile: str = _option("none", "profiler of the first rank", ("none", "torch", "nsys", "ncu"))
     profile_steps: tuple[int, int] = _option((10, 13), "steps it looks at: from FIRST to before LAST")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("steps", "global_batch_size", "log_interval", "eval_batches")
-        yield from self._negative("eval_interval", "save_interval", "max_skipped_steps", "join_seconds")
+        yield from self._negative(
+            "eval_interval", "max_skipped_steps", "check_replicas", "join_seconds", "stall_seconds"
+        )
         if self.name in ("", ".", "..") or "/" in self.name:
             yield f"name must be the name of a directory, got {self.name!r}"
+        try:
+            if self.max_time and not duration_seconds(self.max_time):
+                yield f"max_time must not be zero, got {self.max_time!r}"
+        except ValueError as error:
+            yield f"max_time: {error}"
         first, last = self.profile_steps
         if not (0 <= first < last and (self.profile == "none" or first < self.steps)):
             yield f"profile_steps {first}:{last} must be a range within the {self.steps} steps of the run"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(_Checked):
+    """What is saved of a run, and what it goes on from."""
+
+    interval: int = _option(0, "steps between two checkpoints; one more at the end; 0: none")
+    keep: int = _option(2, "newest checkpoints that stay; 0: all")
+    keep_every: int = _option(0, "those of steps that it divides stay, too; 0: none")
+    keep_hours: float = _option(0.0, "so does one of every so many hours; 0: none")
+    asynchronous: bool = _option(True, "go on with training while a checkpoint is written")
+    weights_interval: int = _option(
+        0, "of checkpoints of steps that it divides, also write the weights for transformers; 0: none"
+    )
+    resume: str = _option(
+        "", "go on from the latest checkpoint of this name, if there is one (auto), or from one at a path"
+    )
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._negative("interval", "keep", "keep_every", "keep_hours", "weights_interval")
 
 
 @dataclass(frozen=True)
@@ -491,4 +494,5 @@ class Recipe:
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastmp.config import DataConfig, ParallelConfig, Recipe
+from fastmp.files import read_file
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.schedule import Schedule
 
 __all__ = ["Problem", "check_layout", "expected_vocab_size", "make_grid", "make_schedule", "problems"]
 
+MOST_MICROBATCHES = 1 << 16  # schedules list them
+INDEX_LIMIT = 1 << 20  # bytes; the index of token files is about 1 kB whatever the size of the data
 VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe learns fewer where text is short
 
 
@@ -48,7 +51,9 @@ def expected_vocab_size(data: DataConfig) -> int:
     if data.path is None:
         return VOCAB_SIZES.get(data.tokenizer, 0)
     try:
-        size = json.loads((Path(data.path) / "index.json").read_bytes())["content"]["vocab_size"]
+        size = json.loads(read_file(Path(data.path) / "index.json", INDEX_LIMIT).decode())["content"][
+            "vocab_size"
+        ]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0
     return size if type(size) is int else 0
@@ -111,7 +116,13 @@ def _microbatch_problems(recipe: Recipe, dp: int) -> Iterator[Problem]:
             "ranks",
         )
         return
-    message = _refused(layout, batch // (samples * dp))
+    if (number := batch // (samples * dp)) > MOST_MICROBATCHES:
+        yield Problem(
+            ("train.global_batch_size", "data.micro_batch_size"),
+            f"global_batch_size {batch} is {number} microbatches of a rank, more than {MOST_MICROBATCHES}",
+        )
+        return
+    message = _refused(layout, number)
     if message and not _refused(layout):
         fields = ("train.global_batch_size", "parallel.microbatch_group_size", "parallel.vpp")
         yield Problem(fields, message)

@@ -47,6 +47,12 @@ PROBLEMS = [
     (recipe(tp=3), 4, "parallel.tp", "world_size 4 is not a multiple of tp 3 x cp 1 x pp 1 = 3"),
     (recipe(EXPERTS, ep=8), 4, "parallel.ep", "world_size 4 is not a multiple of tp 1 x ep 8 x pp 1 = 8"),
     (recipe(EXPERTS, tp=2, etp=3, ep=2), 4, "parallel.etp", "is not a multiple of etp 3 x ep 2 x pp 1 = 6"),
+    (
+        recipe(global_batch_size=1 << 50),
+        1,
+        "train.global_batch_size",
+        "microbatches of a rank, more than 65536",
+    ),
     (recipe(), 0, "world_size", "world_size must be positive, got 0"),
     (recipe(tp=8), 8, "parallel.tp", "num_kv_heads 4 is not divisible by tp 8"),
     (recipe(tp=3), 3, "parallel.tp", "num_heads 8 is not divisible by tp 3"),

@@ -161,6 +161,7 @@ class GPT(nn.Module):
     def _clear_padding(self) -> None:
         for table in (self.word_embedding, self.output_layer):
             if table is not None:
+                table.mark_padding(self.config.vocab_size)
                 first = group_rank(self.group) * table.weight.shape[0]
                 table.weight[max(self.config.vocab_size - first, 0) :].zero_()
 

@@ -17,6 +17,8 @@ __getattr__, __dir__, __all__ = exports(
         "pipeline": "Pipeline PipelineError PipelineResult StageOutput",
         "groups": "ParallelGroups",
         "runtime": "Runtime init main_guard",
+        "verdict": "RankRecord Verdict judge",
+        "watch": "PeerLost Watch",
         "collectives": "all_to_all copy_to_group gather_from_group gather_sequence group_rank group_size "
         "reduce_from_group reduce_scatter_sequence split_to_group",
         "context": "cut_sequence join_sequence",

@@ -20,7 +20,8 @@ class ParallelAttributes(NamedTuple):
     added up; `pipeline_replica`: the other stage counts it in sums over the model.
 
     Blocks are matrices of their own to an optimizer that looks at whole matrices. So are those of a weight
-    with `fused_rows`: its rows repeat in groups, of which each matrix has as many rows as stand there.
+    with `fused_rows`: its rows repeat in groups, of which each matrix has as many rows as stand there. `rows`
+    are those of the undivided tensor where the ones behind them are padding, which checkpoints leave out.
     """
 
     tensor_model_parallel: bool = False
@@ -31,6 +32,7 @@ class ParallelAttributes(NamedTuple):
     pipeline_shared: bool = False
     pipeline_replica: bool = False
     fused_rows: tuple[int, ...] = ()
+    rows: int = 0
 
 
 def parallel_attributes(param: torch.Tensor) -> ParallelAttributes:

@@ -11,6 +11,7 @@ each rank has the sums of its own shard, or all-reduced.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -320,11 +321,15 @@ class _Arrivals:
 
     def _hook(self, name: str) -> Callable[[Parameter], None]:
         counts, at = self._counts, self._where[name]
+        # torch keeps hooks where no garbage collector looks: one that kept the buffer, which has the
+        # parameter, would keep both for ever.
+        weak = weakref.ref(self)
 
         def arrived(param: Parameter) -> None:
             counts[name] += 1
-            if self._missing:
-                self._note(name, at)
+            arrivals = weak()
+            if arrivals is not None and arrivals._missing:
+                arrivals._note(name, at)
 
         return arrived
 

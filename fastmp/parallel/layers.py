@@ -78,6 +78,7 @@ class ParallelModule(GroupModule):
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__()
         self.group = group
+        self.rows = 0
         self.tp_size = group_size(group)
         self.tp_rank = group_rank(group)
 
@@ -98,8 +99,13 @@ class ParallelModule(GroupModule):
         for name, marks in self._marks().items():
             param = getattr(self, name)
             if param is not None:
-                for field, value in marks._asdict().items():
+                for field, value in marks._replace(rows=self.rows)._asdict().items():
                     setattr(param, field, value)
+
+    def mark_padding(self, rows: int) -> None:
+        """Say that only the first `rows` rows of the undivided parameters are no padding."""
+        self.rows = rows
+        self._mark()
 
     def _is_shard(self, marks: ParallelAttributes) -> bool:
         """Whether other ranks hold other parts of a parameter with these marks."""

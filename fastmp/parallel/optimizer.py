@@ -245,7 +245,7 @@ class AdamW:
         """
         entries = {name: each for flat in self._flats for name, each in flat.entries().items()}
         state = {name: entries[name] for name in self.parameters if name in entries}
-        return {"step": self._flats[0].steps[0], "skipped_steps": self.skipped_steps, "state": state}
+        return {"step": self.counts()["steps"], "skipped_steps": self.skipped_steps, "state": state}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -271,13 +271,27 @@ class AdamW:
                 )
         for _, _, own, new in pairs:
             own.copy_(new)
+        self.counts()["steps"].fill_(state_dict["step"])
+        self.skipped_steps.fill_(state_dict["skipped_steps"])
+        self.loaded()
+
+    def counts(self) -> dict[str, Tensor]:
+        """{"steps", "skipped_steps": 0-dim int64 tensors}, not copied."""
+        return {"steps": self._flats[0].steps[0], "skipped_steps": self.skipped_steps}
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """Go on from what was written to `counts` and `state_dict()["state"]`: masters go into parameters.
+
+        The parameters of a sharded optimizer are gathered: every rank calls it.
+        """
+        self.gather.wait()
         for i, flat in enumerate(self._flats):
-            flat.steps.fill_(state_dict["step"])
+            flat.steps.fill_(self.counts()["steps"])
             flat.round()
             for j in range(len(flat.local)):
                 self._gather((i, j))
         self.gather.wait()
-        self.skipped_steps.fill_(state_dict["skipped_steps"])
 
 
 def _decayed_matrices(weight_decay: float) -> Callable[[str, Parameter], ParameterGroup]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -64,13 +65,16 @@ class RngTracker:
         torch.manual_seed(stage_seed)
         self._default = _default_generator(self.device)
         sharded_seed = stage_seed + _TENSOR_PARALLEL_OFFSET + tp_rank
-        seeds = {"tensor-parallel": sharded_seed}
+        seeds = {"default": stage_seed, "tensor-parallel": sharded_seed}
         if cp_rank is not None:
             offset = _CONTEXT_OFFSET * (1 + cp_rank)
             seeds["context-parallel"] = stage_seed + offset
             seeds["tensor-context-parallel"] = sharded_seed + offset
+        self._seeds = seeds
         self._streams = {
-            name: torch.Generator(self._default.device).manual_seed(number) for name, number in seeds.items()
+            name: torch.Generator(self._default.device).manual_seed(number)
+            for name, number in seeds.items()
+            if name != "default"
         }
         self.current = "default"
         self._keeper: Callable[[], Mapping[str, torch.Generator] | None] | None = None
@@ -203,6 +207,21 @@ class RngTracker:
                 self._default.graphsafe_set_state(state)
             else:
                 self._streams[self.current if name == "default" else name] = state
+
+    def follow(self, other: RngTracker) -> None:
+        """Go on as `other` would, which has streams of the same names."""
+        self.restore(other.states())
+        self._seeds = other._seeds
+
+    def restart(self, step: int) -> None:
+        """Seed every stream anew, by its first seed and `step`: its state at that step is not known."""
+        numbers = {
+            name: int.from_bytes(blake2b(f"{seed} {step}".encode(), digest_size=7).digest(), "little")
+            for name, seed in self._seeds.items()
+        }
+        torch.manual_seed(numbers["default"])
+        for name, generator in self._by_name().items():
+            generator.manual_seed(numbers[name])
 
     def _by_name(self) -> dict[str, torch.Generator]:
         streams = {"default": self._default, **self._streams}

@@ -36,7 +36,7 @@ def first_rank_speaks(rank: int) -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, FloatingPointError, SystemExit) as error:
+    except (ValueError, ArithmeticError, SystemExit) as error:
         if rank and not (isinstance(error, SystemExit) and int(error.code or 0) > 128):  # by a signal
             time.sleep(PATIENCE)
         raise

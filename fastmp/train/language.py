@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastmp.config import GPTConfig, ParallelConfig
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.placement import Placement
-from fastmp.nn.stages import GPTStage, gpt_stages, layers_of_stages, sum_tied_gradients
+from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
 from fastmp.parallel.collectives import all_reduce_, group_size
 from fastmp.parallel.context import cut_sequence, own_positions
 from fastmp.parallel.groups import ParallelGroups
@@ -74,15 +74,13 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
         )
         return losses_BS.sum(), (targets_BS != IGNORE_INDEX).sum()
 
-    cp_group, num_stages = stages[0].cp_group, layout.pp * layout.vpp
-    layers = layers_of_stages(stages[0].config.num_layers, num_stages, layout.stage_layers)
+    cp_group = stages[0].cp_group
     return PipelineLoss(
         inputs=lambda batch: cut_sequence(batch["tokens"], cp_group),
         loss=loss,
         schedule=layout.schedule,
         group_size=layout.microbatch_group_size,
         after_reduce=lambda grads: sum_tied_gradients(stages, groups, grads),
-        layout={"stage_layers": [len(each) for each in layers]},
     )
 
 

@@ -10,8 +10,10 @@ import fcntl
 import json
 import math
 import os
+import shlex
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
@@ -22,14 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.config import Environment, Recipe
+from fastmp.durations import duration_seconds
 from fastmp.integrations.transformer_engine import TransformerEngineManager
+from fastmp.integrations.transformers_weights import check_family, export_weights
 from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import GPT, flops_per_token, num_parameters
 from fastmp.nn.stages import GPTStage
-from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.collectives import communication_device, group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime, init, main_guard
+from fastmp.parallel.watch import Watch
+from fastmp.train.checkpoint.checkpointer import Loaded
 from fastmp.train.command import first_rank_speaks
 from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
@@ -41,7 +47,7 @@ from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
-from fastmp.train.stopping import StopSignals
+from fastmp.train.stopping import StopRequests
 from fastmp.train.trainer import DTYPES, Trainer
 
 SAMPLE_PROMPT = "The "
@@ -64,17 +70,26 @@ def _job(recipe: Recipe, arguments: Sequence[str]) -> int:
         runtime = init(join_seconds=recipe.train.join_seconds or None)
         if runtime.device.type == "cpu":
             map_large_blocks()
-        train(recipe, runtime, resume=recipe.train.resume or environment.restart_count > 0)
+        train(recipe, runtime, restarted=environment.restart_count > 0, arguments=arguments)
     runtime.close()
     return 0
 
 
-def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluation | None:
+def train(
+    recipe: Recipe, runtime: Runtime, *, restarted: bool = False, arguments: Sequence[str] = ()
+) -> Evaluation | None:
     """Train the GPT of `recipe` on this rank of the job; all ranks call it. Returns the last evaluation.
+
+    A job that a launcher has restarted, as any of its ranks knows, goes on from its latest checkpoint,
+    whatever the recipe says. A run that is stopped, by a signal or `recipe.train.max_time`, is saved, says
+    which command goes on from there, for which it needs its `arguments`, and returns None. Its time counts
+    from this call.
 
     ValueError, before anything is written, for a layout that does not fit the world or the model, and for
     text that cannot be read or does not fit the model. ValueError too where another process is at this run.
     """
+    limit = recipe.train.max_time
+    deadline = time.monotonic() + duration_seconds(limit) if limit else None
     groups = make_groups(recipe, runtime)
     data = open_data(recipe, runtime)
     if not recipe.model.vocab_size:
@@ -87,11 +102,13 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
         loss,
         recipe.train,
         optimizer=recipe.optimizer,
+        checkpoint=recipe.checkpoint,
         groups=groups,
         rng=rng,
         device=runtime.device,
         graphs=recipe.graphs,
         graph_manager=TransformerEngineManager if recipe.graphs.impl == "transformer_engine" else None,
+        after_save=_weights_writer(recipe),
     )
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:
@@ -101,25 +118,73 @@ def train(recipe: Recipe, runtime: Runtime, *, resume: bool = False) -> Evaluati
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
             held.enter_context(_claimed(run_dir))
-        if resume and trainer.resume():
-            notes.append(f"resumed after step {trainer.step}")
-        elif runtime.rank == 0:
-            if resume:
-                notes.append(f"no checkpoint in {run_dir}: starting at step 0")
+        loaded = _resume(recipe, trainer, _on_any_rank(restarted, runtime))
+        if loaded is not None or recipe.checkpoint.resume:
+            notes.append(_describe_start(trainer, loaded))
+        own = trainer.saving.checkpointer.directory.resolve()
+        if runtime.rank == 0 and (loaded is None or loaded.path.resolve().parent != own):
             if existed:
                 notes.append(f"the earlier run of this name is now {_move_aside(run_dir)}")
             run_dir.mkdir(parents=True, exist_ok=True)
             held.enter_context(_claimed(run_dir))
-        return _run(recipe, runtime, trainer, run_dir, notes)
+        stop = StopRequests(runtime.rank, runtime.world_size, deadline)
+        return _run(recipe, runtime, trainer, run_dir, notes, stop, arguments)
+
+
+def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
+    """Whether the `flag` of any rank is set: only the torchrun whose rank died counts a restart."""
+    number = torch.tensor(int(flag))
+    if runtime.world_size > 1:
+        number = number.to(communication_device())
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return bool(number)
+
+
+def _weights_writer(recipe: Recipe) -> Callable[[Path, int], str] | None:
+    """What writes the weights of checkpoints for transformers; ValueError where that has no such model."""
+    interval = recipe.checkpoint.weights_interval
+    if not interval:
+        return None
+    check_family(recipe.model)
+
+    def write(checkpoint: Path, step: int) -> str:
+        if step % interval:
+            return ""
+        out = Path(recipe.train.run_dir) / recipe.train.name / "weights" / checkpoint.name
+        return f"weights for transformers in {export_weights(checkpoint, recipe.model, out)}"
+
+    return write
+
+
+def _resume(recipe: Recipe, trainer: Trainer, restarted: bool) -> Loaded | None:
+    """Load what the recipe says the run goes on from, if it does."""
+    wanted, loaded = recipe.checkpoint.resume, None
+    if restarted or wanted == "auto":
+        loaded = trainer.resume()
+    if loaded is None and wanted not in ("", "auto"):
+        loaded = trainer.resume(wanted)
+    return loaded
+
+
+def _describe_start(trainer: Trainer, loaded: Loaded | None) -> str:
+    if loaded is None:
+        return f"no checkpoint in {trainer.saving.checkpointer.directory}: starting at step 0"
+    before, now = loaded.layout, trainer.saving.checkpointer.layout
+    other = [f"{axis} {size}" for axis, size in sorted(before.items()) if now.get(axis) != size]
+    layout = f", which was saved with {', '.join(other)}: random streams start anew" if other else ""
+    return f"resumed after step {trainer.step} from {loaded.path}{layout}"
 
 
 def _run(
-    recipe: Recipe, runtime: Runtime, trainer: Trainer, run_dir: Path, notes: Sequence[str]
+    recipe: Recipe,
+    runtime: Runtime,
+    trainer: Trainer,
+    run_dir: Path,
+    notes: Sequence[str],
+    stop: StopRequests,
+    arguments: Sequence[str],
 ) -> Evaluation | None:
-    """Run it, into a directory that is this job's own; `notes` open its log.
-
-    SystemExit with the status that shells give to the signal, where one has stopped the run.
-    """
+    """Run it, into a directory that is this job's own; `notes` open its log."""
     data = trainer.data
     run = RunInfo(
         total_steps=recipe.train.steps,
@@ -135,16 +200,17 @@ def _run(
             log.note(note)
         if runtime.rank == 0:
             (run_dir / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n")
+        # A launcher that has lost a rank ends the others by SIGTERM: they say why first.
         with (
             _profiled(recipe, runtime, run_dir, log) as profiler,
-            StopSignals(runtime.rank, runtime.world_size) as stop,
+            stop,
+            _watch(recipe, runtime, run_dir, log),
         ):
             evaluation = trainer.train(log, before_step=profiler, stop=stop)
-            if stop.number:
-                log.note(
-                    f"stopped after step {trainer.step}; go on from there with the same command and --resume"
-                )
-                raise SystemExit(128 + stop.number)
+        if stop.reason:
+            to_go_on = _next_command(recipe, runtime, arguments)
+            log.note(f"stopped after step {trainer.step} ({stop.reason}); {to_go_on}")
+            return None
     grid = trainer.groups.grid
     with evaluation_mode(trainer.runner.chunks):
         sample = generate_text(
@@ -162,6 +228,22 @@ def _run(
     if runtime.rank == 0:
         _report(recipe, run_dir, evaluation, sample)
     return evaluation
+
+
+def _watch(recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog) -> AbstractContextManager[Any]:
+    """What ends a job of several ranks that stands still, and says why."""
+    if runtime.world_size == 1 or not recipe.train.stall_seconds:
+        return nullcontext()
+    dist.barrier()  # the first rank has made the directory
+    seconds = recipe.train.stall_seconds
+    return Watch(run_dir / "hang", runtime.rank, runtime.world_size, seconds, note=log.note)
+
+
+def _next_command(recipe: Recipe, runtime: Runtime, arguments: Sequence[str]) -> str:
+    """Say what to type to go on with a run that was started with these `arguments`."""
+    resume = [] if recipe.checkpoint.resume == "auto" else ["--resume", "auto"]
+    launcher = "" if runtime.world_size == 1 else " under the same launcher"
+    return f"to go on{launcher}: {shlex.join(['fastmp', 'train', *arguments, *resume])}"
 
 
 def _next_logits(trainer: Trainer) -> Callable[[Tensor, int], Tensor]:
@@ -196,7 +278,7 @@ def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
             others = "".join(f"\n  {problem}" for problem in problems(recipe, ranks))
             raise ValueError(
                 f"parallel.{name} is {size}, but world_size is 1; start the ranks with "
-                f"torchrun --nproc-per-node {ranks} -m fastmp train{others}"
+                f"fastmp launch -n {ranks} train{others}"
             )
     check_layout(recipe, runtime.world_size)
     return ParallelGroups.create(make_grid(recipe, runtime.world_size))
@@ -215,7 +297,7 @@ def build_model(
     model, loss = gpt_and_loss(recipe.model, groups, recipe.parallel, **options)
     if isinstance(loss, PipelineLoss):
         own = RngTracker(recipe.train.seed, device=device, pp_rank=group_rank(groups.pp), **_streams(groups))
-        rng.restore(own.states())
+        rng.follow(own)
     return model, loss
 
 

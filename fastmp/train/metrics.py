@@ -26,7 +26,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from fastmp.files import read_file
+
 SCHEMA = 1
+METRICS_LIMIT = 1 << 31  # bytes of a file; a record has about 250
 # Dense bf16 peak of one device in FLOP/s (data sheets give twice that, with sparsity). Boards with
 # other clocks, such as the PCIe ones, are left out rather than guessed.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
@@ -277,20 +280,38 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     bad line.
     """
     try:
-        lines = Path(path).read_bytes().split(b"\n")
+        lines = read_file(path, METRICS_LIMIT).split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            record = json.loads(line)
-            step = record["step"]
-            if record["kind"] == "run":
-                records = [old for old in records if old["kind"] == "run" or old["step"] <= step]
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError(f"{path}: line {number} is not a metrics record") from None
-        records.append(record)
-    return records
+    records = [_record(path, number, line) for number, line in enumerate(lines[:-1], start=1)]
+    kept, start = [], math.inf  # backwards: the earliest step from which a later run began
+    for record in reversed(records):
+        if record["kind"] == "run":
+            start = min(start, record["step"])
+        elif record["step"] > start:
+            continue
+        kept.append(record)
+    return kept[::-1]
+
+
+def _record(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
+    """The record in line `number` of a metrics file."""
+    try:
+        record = json.loads(line.decode())
+        kind, step = record["kind"], record["step"]
+        others = [] if kind == "run" else [value for key, value in record.items() if key != "kind"]
+        if isinstance(kind, str) and type(step) is int and 0 <= step < 1 << 63 and all(map(_plain, others)):
+            return record
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ValueError(f"{path}: line {number} is not a metrics record")
+
+
+def _plain(value: Any) -> bool:
+    """Whether `value` is a finite number, null, or a list of these."""
+    if isinstance(value, list):
+        return not any(isinstance(item, list) for item in value) and all(map(_plain, value))
+    return value is None or (isinstance(value, int | float) and abs(value) < math.inf)
 
 
 def _open_for_append(path: Path) -> TextIO:

@@ -7,9 +7,9 @@ loads of experts where the experts are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fastmp.nn.segment import LayerChain
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
 from fastmp.parallel.schedule import Schedule, Step, with_loss
-from fastmp.profiling import region
+from fastmp.profiling import phase
 from fastmp.train.function_chain import FunctionChain
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ class PipelineLoss:
     schedule, group_size: `name` and `group_size` of the `fastmp.parallel.schedule.Schedule`.
     after_reduce: called on every rank, with the gradients of a step once they are summed over data-parallel
         ranks: for parameters that several stages share. Later sums could give their copies different bits.
-    layout: JSON-able facts that say which stage holds what; a checkpoint with others is refused.
 
     A stage with experts returns a `StageOutput` with their losses and, as stats, their counts (layers of the
     stage, experts), as in `ExpertStats`.
@@ -78,7 +77,6 @@ class PipelineLoss:
     schedule: str = "1f1b"
     group_size: int | None = None
     after_reduce: Callable[[GradBuffer], None] | None = None
-    layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sums(NamedTuple):
@@ -97,7 +95,6 @@ class WholeModel:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
         self.model, self.loss_fn, self.chunks = model, loss_fn, [model]
-        self.layout: dict[str, Any] = {}
         self._microbatch: Callable[[Batch], tuple] = lambda batch: self.loss_fn(self.model, batch)
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
@@ -123,12 +120,12 @@ class WholeModel:
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         counts: Tensor | None = None
         for microbatch in range(num_microbatches):
-            with region("fastmp.train.data"):
+            with phase("data"):
                 batch = fetch(microbatch)
-            with region("fastmp.train.forward"):
+            with phase("forward"):
                 loss, num_tokens, *more = self._microbatch(batch)
                 aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
-            with region("fastmp.train.backward"):
+            with phase("backward"):
                 whole = loss if aux_loss is None else loss + aux_loss
                 whole.backward(None if loss_grad is None else loss_grad.to(whole.dtype))
             totals += _stack(loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
@@ -173,7 +170,6 @@ class Chunks:
         self.chunks, self.functions = list(chunks), functions
         self.group = groups.pp
         pp, vpp = group_size(self.group), len(self.chunks)
-        self.layout = {"vpp": vpp, **functions.layout}
         _check_something_to_train(self.chunks, self.group)
         self.pipeline = Pipeline(
             self.chunks,
@@ -222,7 +218,7 @@ class Chunks:
         self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
     ) -> Sums:
         """Train like `WholeModel`, in the order of the schedule; every rank of the pipeline calls it."""
-        with region("fastmp.train.data"):
+        with phase("data"):
             batches = [fetch(i) if self.needs_batches else None for i in range(num_microbatches)]
         result = self.pipeline.train(batches, loss_grad)
         totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))

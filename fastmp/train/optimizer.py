@@ -18,7 +18,7 @@ from fastmp.parallel.optimizer import AdamW, ParameterGroup
 from fastmp.parallel.scaler import LossScaler
 from fastmp.train.microbatches import named_parameters
 
-__all__ = ["make_grads", "make_optimizer", "make_scaler", "state_layout"]
+__all__ = ["make_grads", "make_optimizer", "make_scaler"]
 
 
 def make_grads(chunks: Sequence[nn.Module], config: OptimizerConfig, groups: ParallelGroups) -> GradBuffer:
@@ -69,11 +69,3 @@ def make_scaler(config: OptimizerConfig, device: torch.device) -> LossScaler:
         growth_interval=config.loss_scale_interval,
         hysteresis=config.loss_scale_hysteresis,
     )
-
-
-def state_layout(config: OptimizerConfig) -> dict[str, Any]:
-    """What decides which part of the optimizer's state a rank has; what is usual is not named."""
-    usual = OptimizerConfig()
-    names = "name", "shard", "states", "bucket_size", "bucket_unit"
-    unusual = {name: value for name in names if (value := getattr(config, name)) != getattr(usual, name)}
-    return {"optimizer" if name == "name" else name: value for name, value in unusual.items()}

@@ -11,7 +11,7 @@ reported as the loss, and how many tokens each expert got, from which routers co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,14 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.config import GraphConfig, OptimizerConfig, TrainConfig
+from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
-from fastmp.profiling import region, traced
-from fastmp.train.checkpoint import Checkpointer, described
+from fastmp.profiling import phase, traced
+from fastmp.pulse import pulse
+from fastmp.train.checkpoint.checkpointer import Loaded
 from fastmp.train.evaluate import Evaluation, evaluate
 from fastmp.train.graphing import CaptureAgreement, make_graphs
 from fastmp.train.lr import learning_rate
@@ -39,10 +40,10 @@ from fastmp.train.microbatches import (
     PipelineLoss,
     Sums,
     WholeModel,
-    named_buffers,
-    named_parameters,
 )
-from fastmp.train.optimizer import make_grads, make_optimizer, make_scaler, state_layout
+from fastmp.train.optimizer import make_grads, make_optimizer, make_scaler
+from fastmp.train.replicas import Replicas
+from fastmp.train.saving import Saving, paused
 from fastmp.train.stopping import SkippedSteps
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class Trainer:
         called in the order of its rows after the optimizer, with the counts of the global batch (zeros
         after a step that was skipped). Of a pipeline, a `PipelineLoss`.
     config, optimizer: the loop, and the optimizer with its learning rates and clipping.
+    checkpoint: when the run is saved, and what stays of that.
     parameter_group: (name, parameter) -> the parameter's group, with its own learning rate and decay; None:
         matrices are decayed, vectors are not.
     groups: this rank's process groups.
@@ -107,6 +109,7 @@ class Trainer:
     graphs: whether layers, or under scope "full" whole microbatches, are captured as graphs and replayed;
         None: they are not. Where a capture fails on a rank, all ranks go on eagerly.
     graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
+    after_save: called with each checkpoint, see `Checkpointer`.
 
     `config.dtype` other than "auto" casts the model first. Where parameters are float16, the loss is scaled
     by `scaler`, a `LossScaler`, whose state is in checkpoints. ValueError where microbatches and ranks do not
@@ -121,12 +124,14 @@ class Trainer:
         config: TrainConfig,
         *,
         optimizer: OptimizerConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
         parameter_group: Callable[[str, nn.Parameter], ParameterGroup] | None = None,
         groups: ParallelGroups = ParallelGroups.alone(),
         rng: RngTracker | None = None,
         device: torch.device | str | None = None,
         graphs: GraphConfig | None = None,
         graph_manager: Callable[..., GraphManager] | None = None,
+        after_save: Callable[[Path, int], str] | None = None,
     ) -> None:
         dtype = DTYPES.get(config.dtype)
         chunks = [model] if isinstance(model, nn.Module) else list(model)
@@ -143,12 +148,6 @@ class Trainer:
         self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
         if self.optimizer_config.overlap:
             self.optimizer.gather.attach(self.runner.chunks)
-        self.checkpointer = Checkpointer(
-            Path(config.run_dir) / config.name / "checkpoints",
-            groups=groups,
-            layout={**self.runner.layout, **state_layout(self.optimizer_config)},
-            **described(getattr(self.runner.chunks[0], "config", None)),
-        )
         self._routers = [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))]
         self.graphs = make_graphs(
             self.runner,
@@ -164,9 +163,22 @@ class Trainer:
             world = dist.group.WORLD if groups.grid.world_size > 1 else None
             self._agreement = CaptureAgreement(self.graphs, world)
         self._window: _Window | None = None  # what experts did since the last line of the log
+        self._replicas: Replicas | None = None
         self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
         dtypes = {param.dtype for param in self.grads.parameters.values()}
         self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
+        self.saving = Saving(
+            Path(config.run_dir) / config.name / "checkpoints",
+            CheckpointConfig() if checkpoint is None else checkpoint,
+            self.runner.chunks,
+            self.grads,
+            self.optimizer,
+            groups=groups,
+            scaler=self.scaler,
+            rng=rng,
+            device=self.device,
+            after=after_save,
+        )
         self.step = 0
         self.model.train()
 
@@ -186,11 +198,12 @@ class Trainer:
 
         Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0 or the
         run was stopped. Raises FloatingPointError, on all ranks, after `config.max_skipped_steps` steps in a
-        row whose gradient was not finite.
+        row whose gradient was not finite; ReplicaError as `check_replicas`.
         """
-        config, evaluation, saved = self.config, None, self.step
+        config, evaluation = self.config, None
         while self.step < config.steps:
             if before_step is not None:
+                self.saving.before_change()
                 before_step(self.step)
             before = self._graph_state()
             result = self._train_step()
@@ -201,31 +214,43 @@ class Trainer:
             if log is not None and log.due(self.step):
                 self._log_step(log, result)
             self._read_skipped(log)
+            if _due(self.step, config.check_replicas):
+                self.check_replicas()
             if _due(self.step, config.eval_interval) and self.step < config.steps:
                 self.evaluate(log, max_batches=config.eval_batches)
-            if _due(self.step, config.save_interval):
-                saved = self._save(log)
+            self.saving.after_step(self.step, log)
             if stop():
-                if saved != self.step:
-                    self._save(log)
+                self.saving.end(self.step, log, save=True)
                 return None
         self.optimizer.gather.wait()
         self._read_skipped(log, all_steps=True)
         if before_step is not None:
+            self.saving.before_change()
             before_step(self.step)
         if config.eval_interval:
             evaluation = self.evaluate(log)
-        if config.save_interval and saved != self.step:
-            self._save(log)
+        self.saving.end(self.step, log, save=self.saving.config.interval > 0)
         return evaluation
 
+    def check_replicas(self) -> None:
+        """Compare, bit for bit, what ranks hold alike after a step; all ranks call it, and wait for the step.
+
+        ReplicaError, on all ranks, names the rank and the tensor that differ. See `Replicas`.
+        """
+        if self.groups.grid.world_size > 1:
+            self.optimizer.gather.wait()
+            if self._replicas is None:
+                self._replicas = Replicas(self.runner.chunks, self.grads, self.groups)
+            self._replicas.check(self.step)
+
     def close(self) -> None:
-        """Remove the graphs; training after that runs eagerly.
+        """Remove the graphs, and wait for a save that is on its way; training after that runs eagerly.
 
         Graphs of collectives hold on to communicators, and `Runtime.close` would wait for them.
         """
         if self.graphs is not None:
             self.graphs.remove()
+        self.saving.checkpointer.close()
 
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch. Queues work on the device and does not wait for it.
@@ -238,25 +263,27 @@ class Trainer:
 
     def _train_step(self) -> StepResult:
         """A step, after which parameters come while the next one runs."""
-        with _step_named(self.step + 1):
+        pulse.step = self.step + 1
+        with _step_named(pulse.step):
             return self._run_step()
 
     def _run_step(self) -> StepResult:
         totals, counts = self._backward()
-        with region("fastmp.train.reduce"):
+        with phase("reduce"):
             self.grads.reduce()
             self.runner.sum_shared_gradients(self.grads)
             _sum_over(totals, self.groups.dp_cp, self.groups.pp)
             if counts is not None:
                 _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
-        with region("fastmp.train.clip"):
+        with phase("clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
             inv_scale = per_token if self.scaler is None else per_token * self.scaler.inv_scale
             grad_norm = inv_scale * global_grad_norm(self.grads, **self.groups.norm)
             clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
-        with region("fastmp.train.optimizer"):
+        self.saving.before_change()
+        with phase("optimizer"):
             self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=inv_scale, clip_coefficient=clip)
         self.step += 1
         skipped, ends_run = ~torch.isfinite(grad_norm), None
@@ -268,7 +295,7 @@ class Trainer:
         result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
         if counts is None:
             return result
-        with region("fastmp.train.balance"):
+        with phase("balance"):
             self._balance(counts.masked_fill(skipped, 0))
         result = replace(result, aux_loss=aux_loss * per_token, expert_counts=counts)
         self._window = (self._window or _Window()).add(result.aux_loss, counts)
@@ -294,8 +321,9 @@ class Trainer:
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
         """Loss on the held-out data (its first `max_batches` batches), reported to `log`."""
+        pulse.phase = "evaluate"
         self.optimizer.gather.wait()  # evaluation may use parameters otherwise than training
-        with _paused(log, self.device):
+        with paused(log, self.device):
             evaluation = evaluate(
                 self.runner, self.data, groups=self.groups, device=self.device, max_batches=max_batches
             )
@@ -308,31 +336,21 @@ class Trainer:
             )
         return evaluation
 
-    @traced("fastmp.train.save")
     def save(self) -> Path:
         """Write a checkpoint of everything the next step depends on; returns its directory."""
-        self.optimizer.gather.wait()
-        shard, experts, own = self._shards()
-        own |= self._random_states()
-        return self.checkpointer.save(self.step, shard, own, self._scalars(), experts=experts)
+        return self.saving.save(self.step)
 
-    def resume(self) -> bool:
-        """Continue from the latest checkpoint of this run; False where there is none.
+    def resume(self, path: str | Path | None = None) -> Loaded | None:
+        """Continue from the latest checkpoint of this run, or from the one at `path`; None if there is none.
 
-        The next steps are bitwise those of the run that saved it. CheckpointError where the checkpoint is
-        another model's or another layout's.
+        The layout may be another one than that which saved it. At the same layout the next steps are bitwise
+        those of the run that saved it; at another one, random streams start anew. CheckpointError where the
+        checkpoint is another model's.
         """
-        self.optimizer.gather.wait()
-        random_states = self._random_states()
-        shard, experts, own = self._shards()
-        own |= random_states
-        loaded = self.checkpointer.load(shard, own, self._scalars(), experts=experts)
-        if loaded is None:
-            return False
-        self.step = loaded["step"]
-        self.optimizer.load_state_dict({**loaded["optimizer"], "state": self.optimizer.state_dict()["state"]})
-        self._restore_random_states(random_states)
-        return True
+        loaded = self.saving.load(path)
+        if loaded is not None:
+            self.step = loaded.step
+        return loaded
 
     def _count_microbatches(self) -> int:
         dp_size = group_size(self.groups.dp)
@@ -406,56 +424,8 @@ class Trainer:
             raise FloatingPointError(
                 f"Trainer: stopped after step {self.step}: the gradient was not finite in the last "
                 f"{self._skipped.in_a_row} steps (train.max_skipped_steps); {lines[-1]}. Go on from the last "
-                "checkpoint (train.resume) with a lower learning rate or other data"
+                "checkpoint (--resume auto) with a lower learning rate or other data"
             )
-
-    def _save(self, log: TrainLog | None) -> int:
-        with _paused(log, self.device):
-            path = self.save()
-        if log is not None:
-            log.note(f"step {self.step}: saved {path}")
-        return self.step
-
-    def _shards(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-        """Tensors to save: that data-parallel ranks hold alike, that replicas of experts do, and this rank's.
-
-        They are parameters (tied ones once), buffers and optimizer state, which is a rank's own where it is
-        sharded.
-        """
-        shard: dict[str, Tensor] = {}
-        experts: dict[str, Tensor] = {}
-        own: dict[str, Tensor] = {}
-        state = self.optimizer.state_dict()["state"]
-        for name, param in named_parameters(self.runner.chunks):
-            of_experts = parallel_attributes(param).expert_parallel
-            into = experts if of_experts else shard
-            into[f"model/{name}"] = param
-            group = self.groups.edp if of_experts else self.groups.dp_cp
-            into = own if self.grads.shard and group is not None else into
-            into |= {f"optimizer/{name}/{key}": tensor for key, tensor in state.get(name, {}).items()}
-        shard |= {f"model/{name}": buffer for name, buffer in named_buffers(self.runner.chunks)}
-        if self.scaler is not None:
-            shard |= {f"scaler/{name}": tensor for name, tensor in self.scaler.state_dict().items()}
-        return shard, experts, own
-
-    def _scalars(self) -> dict[str, Any]:
-        state = self.optimizer.state_dict()
-        return {"optimizer": {key: int(state[key]) for key in ("step", "skipped_steps")}}
-
-    def _random_states(self) -> dict[str, Tensor]:
-        states = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            states["cuda"] = torch.cuda.get_rng_state(self.device)
-        if self.rng is not None:
-            states |= {f"stream/{name}": state for name, state in self.rng.states().items()}
-        return states
-
-    def _restore_random_states(self, states: dict[str, Tensor]) -> None:
-        torch.set_rng_state(states["cpu"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], self.device)
-        if self.rng is not None:
-            self.rng.restore({name: states[f"stream/{name}"] for name in self.rng.states()})
 
 
 class _Window(NamedTuple):
@@ -488,12 +458,3 @@ def _step_named(number: int) -> Iterator[None]:
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _paused(log: TrainLog | None, device: torch.device) -> AbstractContextManager[None]:
-    """Stops the log's clock, once the steps queued so far are done."""
-    if log is None:
-        return nullcontext()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return log.paused()

@@ -6,6 +6,8 @@ A failure's seed is in the test's id or in hypothesis's output.
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import random
 
 import pytest
@@ -69,6 +71,34 @@ def scale_of(values: torch.Tensor) -> float:
 @pytest.mark.parametrize("seed", range(8))
 def test_equals_plain_torch_in_float64(name, seed):
     agree(name, *drawn(name, random.Random(seed)), torch.float64)
+
+
+class HeapInfo(ctypes.Structure):
+    """glibc's struct mallinfo2; `uordblks` is the bytes in use."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    ]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33 or later")
+@EVERY
+def test_calls_leave_no_memory_behind(name):
+    """The least that is left of some windows of calls: what is kept once is not a leak."""
+    heap = ctypes.CDLL(None)
+    heap.mallinfo2.restype = HeapInfo
+    positional, keywords = drawn(name, random.Random(0), torch.float32)
+    left = []
+    gc.freeze()  # collecting looks at nothing that is older
+    for _ in range(8):
+        before = heap.mallinfo2().uordblks
+        for _ in range(50):
+            evaluate(FUNCTIONS[name].call, positional, keywords)
+        gc.collect()
+        left.append((heap.mallinfo2().uordblks - before) / 50)
+    gc.unfreeze()
+    assert min(left[1:]) < 8, f"bytes a call: {left}"
 
 
 def fuzz(name: str, examples: int, dtypes, record, **options) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -220,6 +222,24 @@ def test_partial_sums_are_added_over_tensor_parallel_ranks_in_one_call():
         assert calls == [("all_reduce_", 128)]
         for name, value in values.items():
             assert value == ([3.0] if name.startswith("1.") else [rank + 1.0]), name
+
+
+def test_a_buffer_over_ranks_goes_with_its_model():
+    """Groups have threads and sockets, which a buffer that nobody can reach would keep."""
+
+    def rank_main(rank, world_size):
+        model = make_model()
+        buffer = GradBuffer(model.named_parameters(), dp_group=dist.group.WORLD, overlap=True)
+        for _ in range(2):
+            buffer.zero()
+            model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+            buffer.reduce()
+        gone = weakref.ref(buffer), weakref.ref(model[0].weight)
+        del model, buffer
+        gc.collect()
+        return [each() is None for each in gone]
+
+    assert run_ranks(rank_main, 2) == [[True, True]] * 2
 
 
 def test_reduce_without_zero_sends_everything_again():

@@ -467,13 +467,14 @@ def check_marks(rank, tp):
     column = ColumnParallelLinear(H, 12, group=group, stride=3, fused_rows=(1, 1), device="meta")
     row = RowParallelLinear(12, H, group=group, sequence_parallel=True, device="meta")
     table = VocabParallelEmbedding(V, H, group=group, device="meta")
+    table.mark_padding(V - 1)
     model = nn.ModuleDict({"column": column, "row": row, "table": table})
     expected = {
-        "column.weight": (True, 0, 3, False, False, False, False, (1, 1)),
-        "column.bias": (True, 0, 3, False, False, False, False, (1, 1)),
-        "row.weight": (True, 1, 1, False, False, False, False, ()),
-        "row.bias": (False, -1, 1, True, False, False, False, ()),
-        "table.weight": (True, 0, 1, False, False, False, False, ()),
+        "column.weight": (True, 0, 3, False, False, False, False, (1, 1), 0),
+        "column.bias": (True, 0, 3, False, False, False, False, (1, 1), 0),
+        "row.weight": (True, 1, 1, False, False, False, False, (), 0),
+        "row.bias": (False, -1, 1, True, False, False, False, (), 0),
+        "table.weight": (True, 0, 1, False, False, False, False, (), V - 1),
     }
     assert marks(model) == expected
     model.to_empty(device="cpu")
@@ -500,6 +501,7 @@ def test_marks_survive_conversion_and_copies():
         False,
         False,
         (),
+        0,
     )
 
 

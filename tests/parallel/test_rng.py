@@ -168,3 +168,31 @@ def test_streams_of_a_gpu():
         with rng.fork("tensor-parallel"):
             assert torch.equal(torch.rand(4, device="cuda"), second)
         rng.restore(start)
+
+
+def test_streams_that_start_anew_are_functions_of_seed_step_and_place():
+    def numbers(step, **places):
+        tracker = RngTracker(5, **places)
+        torch.rand(3)
+        tracker.restart(step)
+        drawn = [torch.rand(2)]
+        with tracker.fork():
+            drawn.append(torch.rand(2))
+        return drawn
+
+    first, again = numbers(7, tp_rank=1), numbers(7, tp_rank=1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    other_rank, other_step, other_stage = numbers(7), numbers(8, tp_rank=1), numbers(7, tp_rank=1, pp_rank=1)
+    assert torch.equal(first[0], other_rank[0]) and not torch.equal(first[1], other_rank[1])
+    for other in (other_step, other_stage):
+        assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_tracker_that_follows_another_starts_anew_as_it_would():
+    stage = RngTracker(5, pp_rank=1)
+    stage.restart(3)
+    expected = torch.rand(4)
+    whole = RngTracker(5)
+    whole.follow(RngTracker(5, pp_rank=1))
+    whole.restart(3)
+    assert torch.equal(torch.rand(4), expected)

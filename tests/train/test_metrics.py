@@ -7,6 +7,7 @@ import json
 import math
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -174,6 +175,33 @@ def test_a_restart_continues_the_file(tmp_path):
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 5, 10, 15, 20]
     assert [r["step"] for r in records if r["kind"] == "run"] == [0, 10]
     assert [r["tokens_per_second"] for r in records if r["kind"] == "train"] == pytest.approx([500.0] * 5)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(
+            '{"kind": "train", "step": "1"}',
+            '{"kind": "train", "step": -1}',
+            '{"kind": "train", "step": true}',
+        ),
+        *('{"kind": 1, "step": 1}', '{"kind": "train", "step": 1e3}', f'{{"kind": "x", "step": {1 << 63}}}'),
+        *('{"kind": "train", "step": 1, "loss": "low"}', '{"kind": "train", "step": 1, "loss": NaN}'),
+        *('{"kind": "experts", "step": 1, "max_load": [[1]]}', '[{"kind": "train", "step": 1}]', "[" * 9999),
+    ],
+)
+def test_a_record_that_no_run_writes_is_named(tmp_path, record):
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "run", "step": 0}\n' + record + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not a metrics record"):
+        read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_many_restarts_are_read_in_no_more_than_linear_time(tmp_path):
+    lines = ['{"kind": "run", "step": 1}\n', '{"kind": "train", "step": 1}\n'] * 50_000
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    began = time.process_time()
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 100_000
+    assert time.process_time() - began < 20  # by the square: minutes
 
 
 def test_damaged_metrics_are_named(tmp_path):

@@ -35,7 +35,7 @@ class Terminal(io.StringIO):
 
 def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
     run = tmp_path / "runs" / "tiny"
-    assert main(arguments(tmp_path / "runs", tokens, train__save_interval=3)) == 0
+    assert main(arguments(tmp_path / "runs", tokens, checkpoint__interval=3)) == 0
     said = capsys.readouterr().out
     assert re.search(r"held-out loss \d\.\d+ nats per byte, .* unigram entropy of the same text, \d", said)
     assert "a sample:\nThe " in said
@@ -50,7 +50,7 @@ def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
     first = losses(run)
 
     # On from step 6, with no other change than the number of steps.
-    assert main([*arguments(tmp_path / "runs", tokens, train__steps=8), "--resume"]) == 0
+    assert main([*arguments(tmp_path / "runs", tokens, train__steps=8), "--resume", "auto"]) == 0
     assert "resumed after step 6" in capsys.readouterr().out
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert losses(run)[:6] == first
@@ -62,8 +62,59 @@ def test_a_whole_run_then_more_of_it_then_anew(tmp_path, tokens, capsys):
 
 
 def test_resume_without_a_checkpoint_says_so(tmp_path, tokens, capsys):
-    assert main([*arguments(tmp_path, tokens), "--resume"]) == 0
-    assert f"no checkpoint in {tmp_path / 'tiny'}: starting at step 0" in capsys.readouterr().out
+    assert main([*arguments(tmp_path, tokens), "--resume", "auto"]) == 0
+    none = f"no checkpoint in {tmp_path / 'tiny' / 'checkpoints'}: starting at step 0"
+    assert none in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_a_run_goes_on_from_a_path_at_another_layout(tmp_path, tokens, capsys):
+    """Another run starts, over two ranks, from the first one's checkpoint after three of its six steps."""
+    assert main(arguments(tmp_path, tokens, checkpoint__interval=3)) == 0
+    expected = losses(tmp_path / "tiny")
+    path = tmp_path / "tiny" / "checkpoints" / "step-00000003"
+
+    def rank_main(rank, world_size):
+        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        options = ["--resume", str(path), "--tp", "2"]
+        train(parse_arguments([*arguments(tmp_path, tokens, "second"), *options]), runtime)
+
+    run_ranks(rank_main, 2)
+    again = losses(tmp_path / "second")
+    assert [step for step, _ in again] == [4, 5, 6]
+    assert all(abs(ours - theirs) < 1e-4 for (_, ours), (_, theirs) in zip(again, expected[3:], strict=True))
+    capsys.readouterr()
+    assert main([*arguments(tmp_path, tokens, train__steps=4), "--resume", str(path)]) == 0
+    assert f"resumed after step 3 from {path}\n" in capsys.readouterr().out
+    assert losses(tmp_path / "tiny") == expected[:4], "the run itself goes on from there"
+    assert main([*arguments(tmp_path, tokens), "--resume", str(tmp_path / "nothing")]) == 1
+    assert "nothing is no checkpoint, and no directory of a run that has one" in capsys.readouterr().err
+
+
+def test_checkpoints_on_another_disk_stay_where_they_are(tmp_path, tokens, capsys):
+    """A link takes the place of the directory; the run goes on in place."""
+    assert main(arguments(tmp_path, tokens, checkpoint__interval=3)) == 0
+    directory, other = tmp_path / "tiny" / "checkpoints", tmp_path / "disk"
+    directory.rename(other)
+    directory.symlink_to(other)
+    more = arguments(tmp_path, tokens, train__steps=7, checkpoint__interval=3)
+    assert main([*more, "--resume", "auto"]) == 0
+    assert "resumed after step 6" in capsys.readouterr().out
+    assert directory.is_symlink() and not (tmp_path / "tiny.1").exists()
+    assert (other / "step-00000007").is_dir()
+
+
+def test_weights_for_transformers_are_written_with_checkpoints(tmp_path, tokens, capsys):
+    options = {"checkpoint__interval": 2, "checkpoint__weights_interval": 4, "checkpoint__keep": 1}
+    assert main(arguments(tmp_path, tokens, **options)) == 0
+    out = tmp_path / "tiny" / "weights" / "step-00000004"
+    assert f"step 4: weights for transformers in {out}" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    assert [path.name for path in out.parent.iterdir()] == ["step-00000004"]
+    options["model__position"] = "rope"
+    assert main(arguments(tmp_path, tokens, "other", **options)) == 1
+    assert "no family of transformers computes this model" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_vocabulary_is_that_of_the_data_unless_given(tmp_path, capsys):
@@ -93,7 +144,7 @@ def test_a_run_that_another_process_is_at_is_left_alone(tmp_path, tokens, capsys
     descriptor = os.open(tmp_path / "tiny", os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        for more in ([], ["--resume"]):
+        for more in ([], ["--resume", "auto"]):
             assert main([*arguments(tmp_path, tokens), *more]) == 1
             assert f"another process is training into {tmp_path / 'tiny'}" in capsys.readouterr().err
     finally:
@@ -135,7 +186,7 @@ BIAS = "--model.moe.expert-bias"
 def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     """Dense and with experts: the same losses to 1e-4, saved and resumed."""
     # One position more than the text uses: TP does not divide it, so generation must do without it too.
-    changes = {"train__save_interval": 3, "model__max_seq_len": 33, **model}
+    changes = {"checkpoint__interval": 3, "model__max_seq_len": 33, **model}
     flags_of_model = [flag for flag in flags if flag.startswith("--model")]
     assert main([*arguments(tmp_path, tokens, "one", **changes), *flags_of_model]) == 0
     sizes = {f"parallel.{axis}": size for axis, size in layout.items()}
@@ -144,17 +195,30 @@ def test_two_ranks_train_as_one(tmp_path, tokens, layout, model, flags):
     def rank_main(rank, world_size, extra):
         recipe = parse_arguments([*options, *extra])
         runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
-        return train(recipe, runtime, resume=recipe.train.resume)
+        return train(recipe, runtime)
 
     evaluations = run_ranks(rank_main, 2, [])
     assert evaluations[0] == evaluations[1]
     for (step, loss), (_, expected) in zip(losses(tmp_path / "two"), losses(tmp_path / "one"), strict=True):
         assert abs(loss - expected) < 1e-4, f"step {step}"
-    run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
+    run_ranks(rank_main, 2, ["--train.steps", "8", "--resume", "auto"])
     assert [step for step, _ in losses(tmp_path / "two")] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert (tmp_path / "two" / "load.png").exists() == (EXPERTS.items() <= model.items())
     (tmp_path / "two" / "metrics.jsonl").unlink()  # nothing is left to train, and nothing of the loads known
-    run_ranks(rank_main, 2, ["--train.steps", "8", "--resume"])
+    run_ranks(rank_main, 2, ["--train.steps", "8", "--resume", "auto"])
+
+
+def test_ranks_go_on_together_though_one_alone_knows_of_the_restart(tmp_path, tokens):
+    """Over several machines, only the torchrun whose rank died counts it."""
+
+    def rank_main(rank, world_size, steps):
+        recipe = parse_arguments(arguments(tmp_path, tokens, checkpoint__interval=2, train__steps=steps))
+        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        train(recipe, runtime, restarted=rank == 1 and steps == 3)
+
+    run_ranks(rank_main, 2, 2)
+    run_ranks(rank_main, 2, 3, timeout=30)
+    assert [step for step, _ in losses(tmp_path / "tiny")] == [1, 2, 3]
 
 
 def test_stages_have_the_weights_of_the_whole_and_random_numbers_of_their_own(tmp_path, tokens):
@@ -208,15 +272,15 @@ def cut_tokens(tmp_path, tokens):
 
 
 BAD = {
-    "tp without torchrun": ({"parallel__tp": 2}, r"tp is 2, but world_size is 1; .*torchrun .*-node 2"),
-    "pp without torchrun": ({"parallel__pp": 2}, r"pp is 2, but world_size is 1; .*torchrun .*-node 2"),
-    "pp without torchrun, and layers that it does not divide": (
+    "tp without ranks": ({"parallel__tp": 2}, r"tp is 2, but world_size is 1; .*fastmp launch -n 2 train"),
+    "pp without ranks": ({"parallel__pp": 2}, r"pp is 2, but world_size is 1; .*fastmp launch -n 2 train"),
+    "pp without ranks, and layers that it does not divide": (
         {"parallel__pp": 2, "model__num_layers": 3},
-        r"torchrun .*-node 2 .*num_layers 3 is not divisible by pp 2 .* change parallel",
+        r"fastmp launch -n 2 train .*num_layers 3 is not divisible by pp 2 .* change parallel",
     ),
-    "ep without torchrun": (
+    "ep without ranks": (
         {"parallel__ep": 4, "parallel__etp": 1, "model.moe.num-experts": 4},
-        r"ep is 4, but world_size is 1; .*torchrun .*-node 4",
+        r"ep is 4, but world_size is 1; .*fastmp launch -n 4 train",
     ),
     "token ids beyond the vocabulary": ({"model__vocab_size": 200}, r"vocabulary of 257 .*vocab_size is 200"),
     "a run in the place of the data": ({"train__name": "data"}, r"/data is for token files"),
@@ -244,7 +308,7 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(tmp_path, tokens, case
     changes, message = BAD[case]
     resume = "checkpoint" in case
     if resume:
-        assert main(arguments(tmp_path, tokens, train__save_interval=6)) == 0
+        assert main(arguments(tmp_path, tokens, checkpoint__interval=6)) == 0
         if "whole" in case:
             next((tmp_path / "tiny" / "checkpoints" / "step-00000006").glob("*.safetensors")).unlink()
     if case == "nothing held out":
@@ -254,7 +318,7 @@ def test_what_does_not_fit_is_one_line_and_leaves_nothing(tmp_path, tokens, case
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     try:
-        status = main(arguments(tmp_path, tokens, **changes) + (["--resume"] if resume else []))
+        status = main(arguments(tmp_path, tokens, **changes) + (["--resume", "auto"] if resume else []))
     except SystemExit as leaving:  # the command line itself is wrong
         status = leaving.code
     captured = capsys.readouterr()
@@ -304,6 +368,7 @@ def torchrun(options, marker, ranks=2, program=("-m", "fastmp", "train")):
     return status, "".join(lines), None if first is None else time.monotonic() - first
 
 
+@pytest.mark.full
 def test_torchrun_trains_over_two_ranks(tmp_path, tokens):
     options = arguments(tmp_path, tokens, "by-torchrun", parallel__tp=2, parallel__ep=2, **EXPERTS)
     status, output, _ = torchrun(options, str(tmp_path))

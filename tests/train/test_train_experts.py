@@ -34,7 +34,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from fastmp.testing.parallel import count_collectives, full_tensor
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.checkpoint import CheckpointError
+from fastmp.train.checkpoint.format import read_manifest
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.plot import plot_loads
 from fastmp.train.trainer import ExpertStats, Trainer
@@ -332,28 +332,9 @@ def test_resume_is_bitwise(tmp_path, world, tp, ep, etp):
 
     run_ranks(rank_main, world)
     (path,) = (tmp_path / "gpt" / "checkpoints").glob("step-*")
-    stored = b"".join(file.read_bytes() for file in path.glob("*.safetensors"))
-    for i in range(etp):
-        for j in range(ep):
-            assert stored.count(b'"etp%d.ep%d.pp0/model/experts.up"' % (i, j)) == 1, "saved by one replica"
-    for t in range(tp):
-        assert stored.count(b'"tp%d.pp0/model/up.weight"' % t) == 1
-    assert b'"tp0.pp0/model/experts' not in stored
-
-
-def test_a_checkpoint_of_another_layout_of_experts_is_refused(tmp_path):
-    def save(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 2, 2, 1), run_dir=str(tmp_path))
-        trainer.train_step()
-        trainer.save()
-
-    def load(rank, world_size):
-        trainer = make_trainer(make_groups(world_size, 2, 1, 1), run_dir=str(tmp_path))
-        with pytest.raises(CheckpointError, match=r"another layout: saved with ep=2; this run has ep=1"):
-            trainer.resume()
-
-    run_ranks(save, 2)
-    run_ranks(load, 2)
+    tensors = read_manifest(path).tensors
+    assert len(tensors["model/experts.up"].parts) == ep * etp, "saved by one replica"
+    assert len(tensors["model/up.weight"].parts) == tp
 
 
 def train_with_routers(groups):

@@ -139,8 +139,13 @@ def one_rank_fails_case(rank, world, grid, layout, of_backward, scope=None, conf
 @pytest.mark.parametrize(
     ("grid", "layout", "of_backward"),
     [
-        ({"tp": 2}, ParallelConfig(tp=2), True),
-        *full([({"tp": 2}, ParallelConfig(tp=2), False), ({"pp": 2}, ParallelConfig(pp=2), True)]),
+        *full(
+            [
+                ({"tp": 2}, ParallelConfig(tp=2), True),
+                ({"tp": 2}, ParallelConfig(tp=2), False),
+                ({"pp": 2}, ParallelConfig(pp=2), True),
+            ]
+        ),
     ],
     ids=("tensor, backward", "tensor, forward", "pipeline, backward"),
 )
@@ -314,7 +319,7 @@ def train_recipe(tmp_path, monkeypatch):
         arguments = [
             *("--recipe", str(Path(__file__).parents[2] / "configs" / "moe-small.toml")),
             *("--tp", str(world_size), "--ep", str(world_size), "--steps", "5", "--name", name),
-            *("--train.log-interval", "1", "--train.eval-interval", "0", "--train.save-interval", "0"),
+            *("--train.log-interval", "1", "--train.eval-interval", "0", "--checkpoint.interval", "0"),
             *("--train.run-dir", str(tmp_path), "--data.path", str(tokens), *more),
         ]
         recipe = parse_arguments(arguments)

@@ -68,9 +68,7 @@ def test_resume_is_bitwise_and_of_muon_alone(tmp_path):
         tensors = saved_tensors(second)
         for name, tensor in saved_tensors(straight).items():
             assert torch.equal(tensor, tensors[name]), name
-        with pytest.raises(
-            CheckpointError, match="saved with optimizer=muon; this run has optimizer=the default"
-        ):
+        with pytest.raises(CheckpointError, match=r"optimizer/.*weight/(momentum|exp_avg) is .*here"):
             make_trainer(groups, layout, optimizer=BUCKETS, **options).resume()
         return {name for name in tensors if name.endswith("attention.proj.weight/momentum")}
 

@@ -73,8 +73,13 @@ EXPERTS = replace(
 def saved_tensors(trainer):
     """All that a checkpoint holds of this rank's model and optimizer."""
     trainer.optimizer.gather.wait()
-    shard, experts, own = trainer._shards()
-    return shard | experts | own
+    state, random = trainer.saving.state.to_load()
+    found = dict(random)
+    for name, tensor in state.items():
+        if name not in random and not name.startswith("counts/"):
+            for at, part in tensor.parts:
+                found[name if len(tensor.parts) == 1 else f"{name} at {at}"] = part
+    return found
 
 
 def gather_main_grads(grads):

@@ -1,0 +1,14 @@
+"""Checkpoints that any layout can load, that survive a kill at any moment, and that hold no pickle."""
+
+from __future__ import annotations
+
+from fastmp._lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "checkpointer": "Checkpointer Loaded described",
+        "format": "CheckpointError",
+        "storage": "CheckpointReader CheckpointWriter Parts",
+    },
+)
