@@ -1,0 +1,283 @@
+"""Ways in which a job of several ranks stands still or loses a rank, as data, and what runs them.
+
+Ranks are forked, walk through steps of collectives under a `Watch` with a short limit, and one of them goes
+wrong in its sixth step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import soak
+import torch
+import torch.distributed as dist
+
+from fastmp.config import set_default_variables
+from fastmp.parallel.collectives import all_gather, all_reduce_
+from fastmp.parallel.runtime import main_guard
+from fastmp.parallel.watch import Watch
+from fastmp.pulse import pulse
+
+LIMIT = 2.0  # seconds without progress
+BAD_STEP, STEPS = 6, 12
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one rank does in its sixth step, and the verdict on it.
+
+    kinds, ranks: of the verdict. op: of the call that it names. store: whose process serves the store, a
+    "launcher" or "rank 0".
+    """
+
+    fault: str
+    world_size: int
+    rank: int
+    kinds: tuple[str, ...]
+    op: str
+    ranks: tuple[int, ...] | None = None
+    store: str = "launcher"
+
+    @property
+    def name(self) -> str:
+        at = ", which serves the store" if self.store == "rank 0" else ""
+        return f"{self.fault}: rank {self.rank} of {self.world_size}{at}"
+
+    @property
+    def expected(self) -> tuple[int, ...]:
+        return (self.rank,) if self.ranks is None else self.ranks
+
+
+BOTH = {"ranks": (0, 1)}  # of two that differ, neither is known to be the one that is wrong
+SCENARIOS = [
+    Scenario("killed", 2, 1, ("gone",), "all_reduce"),
+    Scenario("killed", 4, 3, ("gone",), "all_reduce"),
+    Scenario("killed", 2, 0, ("gone",), "all_reduce", store="rank 0"),
+    Scenario("stopped", 2, 1, ("stopped",), "all_reduce"),
+    Scenario("stopped", 4, 2, ("stopped",), "all_reduce"),
+    Scenario("stopped", 4, 0, ("stopped",), "all_reduce", store="rank 0"),
+    Scenario("sleeps", 2, 1, ("hung",), "all_reduce"),
+    Scenario("sleeps", 4, 0, ("hung",), "all_reduce", store="rank 0"),
+    Scenario("holds the interpreter", 2, 1, ("silent",), "all_reduce"),
+    Scenario("other order", 2, 1, ("order",), "all_reduce", **BOTH),
+    Scenario("other order", 4, 1, ("order",), "all_reduce"),
+    Scenario("other op", 2, 1, ("mismatch",), "broadcast", **BOTH),
+    Scenario("other op", 4, 2, ("mismatch",), "broadcast"),
+    Scenario("other shape", 2, 1, ("mismatch",), "all_reduce", **BOTH),
+    Scenario("other shape", 4, 3, ("mismatch",), "all_reduce"),
+    Scenario("skips a collective", 2, 1, ("mismatch", "order"), "all_reduce", **BOTH),
+    Scenario("skips a collective", 4, 2, ("mismatch", "order"), "all_reduce"),
+    Scenario("fewer steps", 2, 1, ("finished",), "all_reduce"),
+    Scenario("fewer steps", 4, 3, ("finished",), "all_reduce"),
+    Scenario("raises", 4, 1, ("failed",), "all_reduce"),
+    Scenario("raises", 2, 0, ("failed",), "all_reduce", store="rank 0"),
+    Scenario("sends what nobody receives", 2, 0, ("message",), "send", **BOTH),
+    Scenario("receives what nobody sends", 4, 2, ("message",), "recv", ranks=(2, 3)),
+    Scenario("slow", 4, 2, ("slow",), "all_reduce"),
+    Scenario("all are suspended and resumed", 2, 0, ("no verdict",), ""),
+]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """verdict: the content of its file; None if there is none. statuses: how the ranks ended. seconds: from
+    the fault until the last rank had ended. orphans: ranks that had to be killed. said: by rank."""
+
+    verdict: dict | None
+    statuses: list[int]
+    seconds: float
+    orphans: list[int]
+    said: list[str]
+
+    def problems(self, scenario: Scenario) -> list[str]:
+        """What is not as the scenario expects it."""
+        found = [f"ranks {self.orphans} had to be killed"] if self.orphans else []
+        if scenario.kinds in (("slow",), ("no verdict",)):
+            warned = f"rank {scenario.rank} (" in self.said[0] and "is slow" in self.said[0]
+            warned = warned or scenario.kinds == ("no verdict",)
+            found += [] if warned else ["no warning"]
+            return found + ([] if not any(self.statuses) and self.verdict is None else ["it ended"])
+        if self.verdict is None:
+            return [*found, "no verdict"]
+        verdict, call = self.verdict, self.verdict["call"] or {"op": ""}
+        if verdict["kind"] not in scenario.kinds or tuple(verdict["ranks"]) != scenario.expected:
+            found.append(f"{verdict['kind']} by ranks {verdict['ranks']}: {verdict['text']}")
+        if call["op"] != scenario.op and not (scenario.ranks and scenario.op in verdict["text"]):
+            found.append(f"the call is {call['op']!r}: {verdict['text']}")
+        if sum("stacks are in" in said for said in self.said) != 1:
+            found.append("the verdict was not printed once")
+        for rank, status in enumerate(self.statuses):
+            if status == 0 and not (scenario.fault == "fewer steps" and rank == scenario.rank):
+                found.append(f"rank {rank} ended with status 0")
+        if self.seconds > LIMIT + 3:
+            found.append(f"it took {self.seconds:.1f} s")
+        return found
+
+
+def run_scenario(scenario: Scenario, directory: Path) -> Outcome:
+    """Fork the ranks of a scenario, wait until they have ended, and collect what they left in `directory`."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    world_size, store = scenario.world_size, None
+    pids = []
+    for rank in range(world_size):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                _live(scenario, rank, port, directory)
+            finally:
+                os._exit(99)
+        pids.append(pid)
+    if scenario.store == "launcher":  # after the forks, which its threads would not survive
+        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + 30
+    while len(statuses) < world_size and time.monotonic() < deadline:
+        for rank, pid in enumerate(pids):
+            if rank not in statuses:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    statuses[rank] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    ended, orphans = time.time(), [rank for rank in range(world_size) if rank not in statuses]
+    for rank in orphans:
+        os.kill(pids[rank], signal.SIGKILL)
+        os.waitpid(pids[rank], 0)
+    del store
+    verdict = None
+    with suppress(FileNotFoundError):
+        verdict = json.loads((directory / "hang" / "verdict.json").read_text())
+    said = [(directory / f"said-{rank}").read_text() for rank in range(world_size)]
+    began = float((directory / "fault").read_text()) if (directory / "fault").exists() else ended
+    return Outcome(
+        verdict, [statuses.get(rank, -9) for rank in range(world_size)], ended - began, orphans, said
+    )
+
+
+def _live(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
+    """The life of a rank, to its last status."""
+    torch.set_num_threads(1)
+    with open(directory / f"said-{rank}", "w") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.__stderr__ = sys.stderr
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(scenario.world_size), "GLOO_SOCKET_IFNAME": "lo"}
+    set_default_variables(TORCH_FR_BUFFER_SIZE="256")
+    os._exit(main_guard(lambda: _train(scenario, rank, port, directory)))
+
+
+def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
+    serves = rank == 0 and scenario.store == "rank 0"
+    store = dist.TCPStore("localhost", port, is_master=serves, wait_for_workers=False)
+    world_size = scenario.world_size
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    halves = [list(range(first, first + 2)) for first in range(0, world_size, 2)]
+    tp = [dist.new_group(ranks, group_desc="tp") for ranks in halves][rank // 2]
+    pulse.step, pulse.phase = 1, "start"
+    slow = scenario.fault == "slow"
+    with Watch(directory / "hang", rank, world_size, LIMIT, interval=0.2):
+        for step in range(1, (30 if slow else STEPS) + 1):
+            bad = rank == scenario.rank and step == BAD_STEP
+            if bad:
+                (directory / "fault").write_text(str(time.time()))
+            if bad and scenario.fault == "fewer steps":
+                return
+            pulse.step, pulse.phase = step, "data"
+            time.sleep(0.3 if slow and rank == scenario.rank else 0.1)
+            pulse.phase = "forward"
+            if bad and not slow:
+                _fault(scenario, rank, tp, directory / "hang")
+            else:
+                _collectives(tp)
+            pulse.phase = "optimizer"
+    dist.destroy_process_group()
+
+
+def _collectives(tp: dist.ProcessGroup) -> None:
+    all_reduce_(torch.ones(4), tp)
+    all_reduce_(torch.ones(8), dist.group.WORLD)
+    all_gather(torch.ones(2), tp)
+
+
+def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> None:
+    """Go wrong, in place of this step's collectives."""
+    fault, world, other = scenario.fault, dist.group.WORLD, rank ^ 1
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "all are suspended and resumed":  # as by scontrol suspend
+        records = [json.loads(path.read_text())["record"] for path in hang.glob("rank-?????.json")]
+        pids = sorted((record["pid"] for record in records), key=lambda pid: pid == os.getpid())
+        subprocess.Popen(["sh", "-c", f"sleep {2 * LIMIT}; kill -CONT {' '.join(map(str, pids))}"])
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        _collectives(tp)
+    elif fault == "sleeps":
+        pulse.phase = "data"
+        time.sleep(60)
+    elif fault == "holds the interpreter":
+        ctypes.PyDLL(None).sleep(60)
+    elif fault == "raises":
+        raise KeyError("the reader has no shard 7")
+    elif fault == "sends what nobody receives":
+        dist.send(torch.ones(4_000_000), other)
+    elif fault == "receives what nobody sends":
+        dist.recv(torch.ones(4), other)
+    elif fault == "other order":
+        all_reduce_(torch.ones(8), world)
+        all_reduce_(torch.ones(4), tp)
+    elif fault == "other op":
+        dist.broadcast(torch.ones(4), scenario.rank, group=tp)
+    elif fault == "other shape":
+        all_reduce_(torch.ones(6), tp)
+    elif fault == "skips a collective":
+        all_reduce_(torch.ones(8), world)
+        all_gather(torch.ones(2), tp)
+
+
+def run(quick: bool) -> soak.Outcome:
+    """Run the scenarios, or the first of each fault on two ranks."""
+    outcome = soak.Outcome()
+    torch.set_num_threads(1)
+    chosen = [s for s in SCENARIOS if not quick or (s.world_size == 2 and s.fault in ("killed", "sleeps"))]
+    progress = soak.Progress("scenarios", len(chosen))
+    for number, scenario in enumerate(chosen):
+        with tempfile.TemporaryDirectory() as home:
+            seen = run_scenario(scenario, Path(home))
+        problems = seen.problems(scenario)
+        verdict = seen.verdict or {"kind": "a warning" if scenario.fault == "slow" else "none", "ranks": []}
+        outcome.rows.append(
+            {
+                "scenario": scenario.name,
+                "verdict": verdict["kind"],
+                "ranks": verdict["ranks"],
+                "right": not problems,
+                "seconds to the end": round(seen.seconds, 1),
+                "statuses": seen.statuses,
+                "orphans": len(seen.orphans),
+            }
+        )
+        outcome.failures += [f"{scenario.name}: {problem}" for problem in problems]
+        progress.at(number)
+    return outcome
+
+
+if __name__ == "__main__":
+    sys.exit(soak.main("hangs", run))
