@@ -19,11 +19,8 @@ train:
 	@$(SETUP) train
 	@gpus=$$($(VENV) -c 'import torch; print(torch.cuda.device_count())'); \
 	ranks=2; [ "$$gpus" = 1 ] && ranks=1; ranks=$${RANKS:-$$ranks}; \
-	cores=$$($(VENV) -c 'import os; print(len(os.sched_getaffinity(0)))'); \
-	threads=$$((cores / ranks)); [ $$threads -ge 1 ] || threads=1; \
-	export OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$threads}; set -x; \
-	$(VENV) -m fastmp launch --standalone --nproc-per-node $$ranks \
-	    -m fastmp train --recipe configs/moe-small.toml --tp $$ranks --ep $$ranks $(ARGS)
+	set -x; \
+	$(VENV) -m fastmp launch -n $$ranks train --recipe configs/moe-small.toml --tp $$ranks --ep $$ranks $(ARGS)
 
 # Two runs, one in which Triton interprets its kernels and one in which it compiles them; before them a third where
 # there is a GPU, for a process that has used it cannot fork ranks. Status 5 is that PYTEST selected nothing in one.
@@ -56,10 +53,10 @@ test-ci:
 	done; \
 	exit $$status
 
-# All there is, with those against transformers.
+# All there is, with those against transformers and under other launchers; Lightning's where it is installed.
 test-full:
 	@rm -f tests/results/full.json
-	$(call run_tests,test hf,--exhaustive --record tests/results/full.json)
+	$(call run_tests,test hf launchers,--exhaustive --record tests/results/full.json)
 	@$(MAKE) --no-print-directory test-newest-triton
 
 # All that needs no GPU, in an environment with the oldest torch that is supported, which is one with CUDA, and

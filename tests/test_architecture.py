@@ -20,15 +20,20 @@ ALLOWED = {
     "fastmp.__main__": {"cli"},
     "fastmp.commands": set(),
     "fastmp.host": {"_host"},
-    "fastmp.config": {"parallel.schedule", "parallel.shards"},
-    "fastmp.profiling": set(),
+    "fastmp.config": {"durations", "parallel.launchers", "parallel.schedule", "parallel.shards"},
+    "fastmp.durations": set(),
+    "fastmp.files": set(),
+    "fastmp.profiling": {"pulse"},
+    "fastmp.pulse": set(),
     "fastmp.parallel.grid": set(),
+    "fastmp.parallel.launchers": set(),
     "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
     "fastmp.parallel.schedule": set(),
     "fastmp.parallel.shards": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
+    "fastmp.parallel.verdict": set(),
     "fastmp.sizes": {"config"},
-    "fastmp.layout": {"config", "parallel.grid", "parallel.schedule"},
+    "fastmp.layout": {"config", "files", "parallel.grid", "parallel.schedule"},
     "fastmp.plan": {
         "plan",
         "commands",
@@ -44,11 +49,13 @@ ALLOWED = {
         "train.recipe",
     },
     "fastmp.ops": {"ops", "config", "host", "profiling"},
-    "fastmp.parallel": {"parallel", "ops", "config", "profiling", "_lazy"},
+    "fastmp.parallel": {"parallel", "ops", "config", "profiling", "pulse", "_lazy"},
     "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy"},
     "fastmp.graphs.buffers": {"parallel.schedule"},
     "fastmp.graphs.scope": set(),
-    "fastmp.integrations": {"integrations", "graphs", "nn", "parallel", "ops", "profiling"},
+    "fastmp.integrations": {
+        *("integrations", "config", "graphs", "nn", "ops", "parallel", "profiling", "train"),
+    },
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {
         *(
@@ -59,9 +66,11 @@ ALLOWED = {
             "parallel",
             "ops",
             "config",
+            "files",
             "layout",
             "plan.recipe",
             "profiling",
+            "pulse",
             "host",
             "_lazy",
         ),
@@ -72,13 +81,16 @@ ALLOWED = {
         "nn",
         "parallel",
         "config",
+        "durations",
         "layout",
         "profiling",
         "_host",
     },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
+    "fastmp.launch": {"config", "parallel.runtime"},
     "fastmp.doctor": {"commands", "config", "ops", "testing"},
-    "fastmp.cli": {"commands", "train", "plan", "doctor"},
+    "fastmp.hang": {"commands", "parallel.verdict"},
+    "fastmp.cli": {"commands", "train", "plan", "doctor", "hang"},
 }
 STDLIB_ONLY = (
     *(
@@ -87,11 +99,18 @@ STDLIB_ONLY = (
         "fastmp.cli",
         "fastmp.commands",
         "fastmp.config",
+        "fastmp.durations",
+        "fastmp.files",
         "fastmp.layout",
+        "fastmp.pulse",
         "fastmp.sizes",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
-    *(f"fastmp.parallel.{name}" for name in ("grid", "messages", "schedule", "shards", "simulate")),
+    *(
+        f"fastmp.parallel.{name}"
+        for name in ("grid", "launchers", "messages", "schedule", "shards", "simulate", "verdict")
+    ),
+    "fastmp.train.checkpoint.boxes",
     *(
         "fastmp.plan",
         *(
@@ -161,6 +180,7 @@ def test_pure_modules_use_the_standard_library_only(module):
     [
         "--help",
         "train --help",
+        "hang --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",

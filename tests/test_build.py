@@ -147,7 +147,7 @@ def test_doctor_of_the_wheel(installed, tmp_path):
 def test_wheel_trains_five_steps(installed, tmp_path):
     recipe = ROOT / "configs" / "gpt-small.toml"
     command = (installed.with_name("fastmp"), "train", "--recipe", recipe, "--steps", "5", "--name", "five")
-    loop = "--train.eval-batches=1 --train.log-interval=1 --train.save-interval=0"
+    loop = "--train.eval-batches=1 --train.log-interval=1 --checkpoint.interval=0"
     small = "--model.num-layers=1 --data.seq-len=64 --data.micro-batch-size=4 --train.global-batch-size=4"
     succeed(*command, *loop.split(), *small.split(), cwd=tmp_path)
     lines = (tmp_path / "runs" / "five" / "metrics.jsonl").read_text().splitlines()

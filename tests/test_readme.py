@@ -31,7 +31,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
         ("docs/learning-rates.md", 0, [sys.executable]),
         ("docs/optimizer.md", 0, [sys.executable]),
         ("docs/muon.md", 0, [sys.executable]),
+        pytest.param("docs/many-machines.md", 0, [sys.executable], marks=pytest.mark.full),
         pytest.param("docs/fsdp2.md", 0, TORCHRUN, marks=pytest.mark.full),
+        pytest.param("docs/faults.md", 0, TORCHRUN, marks=pytest.mark.full),
     ],
     ids=[
         *("swapped layers alone", "swapped layers on two ranks", "experts"),
@@ -43,7 +45,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
             "learning rates",
             "optimizer",
             "muon",
+            "an adopted group",
             "shards on two ranks",
+            "a watch over two ranks",
         ),
     ],
 )
@@ -62,6 +66,9 @@ def test_the_plan_is_what_is_printed(capsys):
         assert capsys.readouterr().out == expected
 
 
-def test_every_file_it_names_is_there():
-    for path in re.findall(r"(?:configs|docs|benchmarks)/[\w./-]+\.\w+", README):
+@pytest.mark.parametrize("page", ["README.md", "docs/many-machines.md"])
+def test_every_file_it_names_is_there(page):
+    paths = re.findall(r"(?:configs|docs|benchmarks|scripts)/[\w./-]+\.\w+", (ROOT / page).read_text())
+    assert paths
+    for path in paths:
         assert (ROOT / path).exists(), path
