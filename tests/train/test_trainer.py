@@ -221,10 +221,8 @@ def test_resume_is_bitwise(tmp_path, world_size, tp, dtype):
     if world_size == 1:
         rank_main(0, 1)
         return
-    left, right = (
-        {n for n in tensors if "mlp.up.weight" in n} for tensors in run_ranks(rank_main, world_size)
-    )
-    assert len(left) == len(right) and any(name.startswith("optimizer/") for name in left)
+    for tensors in run_ranks(rank_main, world_size):  # each rank has states: of its own shards
+        assert any(name.startswith("optimizer/") for name in tensors)
 
 
 def test_a_step_with_a_nan_on_one_rank_is_skipped_everywhere_and_noted(tmp_path):
