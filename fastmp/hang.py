@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastmp.commands import Parser
+from fastmp.files import read_file
 from fastmp.parallel.verdict import RankRecord, judge
 
 __all__ = ["explain", "main"]
+
+T = TypeVar("T")
+LIMIT = 1 << 26  # bytes of a file: a verdict has the records of all ranks
+RANKS = 1 << 20
 
 
 def explain(directory: Path) -> str | None:
@@ -25,31 +30,40 @@ def explain(directory: Path) -> str | None:
         raise ValueError(f"{directory} is not a directory; give it that of a run, such as runs/gpt")
     for name in ("verdict.json", "earlier-verdict.json"):
         if (directory / name).exists():
-            said = f"{_read(directory / name)['text']}"
+            said = _read(directory / name, _text)
             break
     else:
-        contents = [_read(path) for path in sorted(directory.glob("rank-?????.json"))]
-        if not contents:
+        left = [_read(path, _record) for path in sorted(directory.glob("rank-?????.json"))]
+        if not left:
             return None
-        last = max(content["time"] for content in contents)
-        records = [_aged(content, last) for content in contents]
+        last = max(time for time, _ in left)
+        records = [
+            replace(record, silent=last - time, still=record.still + last - time) for time, record in left
+        ]
         verdict = judge(records, 1 + max(record.rank for record in records))
         said = f"no rank has taken a verdict; by what they wrote last: {verdict.text}"
     stacks = [path.name for path in sorted(directory.glob("rank-?????.stacks")) if path.stat().st_size]
     return "\n".join([said, *([f"stacks in {directory}: {', '.join(stacks)}"] if stacks else [])])
 
 
-def _aged(content: dict[str, Any], last: float) -> RankRecord:
-    record, age = RankRecord.from_json(content["record"]), last - content["time"]
-    return replace(record, silent=age, still=record.still + age)
+def _text(content: Any) -> str:
+    return f"{content['text']}"
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _record(content: Any) -> tuple[float, RankRecord]:
+    """What a rank wrote of itself, and when."""
+    record = RankRecord.from_json(content["record"])
+    if not 0 <= record.rank < RANKS:
+        raise ValueError(f"rank {record.rank}")
+    return float(content["time"]), replace(record, silent=float(record.silent), still=float(record.still))
+
+
+def _read(path: Path, part: Callable[[Any], T]) -> T:
+    """The part of a file that is wanted; ValueError where somebody else wrote it, or it was cut off."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: cannot be read: {error}") from None
-    return content
+        return part(json.loads(read_file(path, LIMIT)))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: cannot be read: {type(error).__name__}: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

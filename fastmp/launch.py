@@ -11,6 +11,7 @@ import socket
 import sys
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
+from traceback import walk_tb
 
 import torch
 from torch.distributed import TCPStore
@@ -55,13 +56,13 @@ class _Loopback(StaticTCPRendezvous):
 def main(argv: Sequence[str] | None = None) -> int:
     """Start ranks with torchrun's options `argv`; return the exit status of the first rank that failed.
 
-    A signal, SIGUSR1 too, is passed on to the ranks, which have two minutes to save; the status is then 128
-    and its number, as in shells. 2 means that the options were wrong.
+    A signal, SIGUSR1 too, is passed on to the ranks, which have two minutes to save. The status is then 0 where
+    all of them end with 0, else 128 and the signal's number, as in shells. 2: the options were wrong.
     """
     try:
         run(_read_options(list(argv or [])))
     except SignalException as error:
-        return 128 + int(error.sigval)
+        return 0 if _all_ended_well(error) else 128 + int(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"fastmp launch: rank {rank} ended first, with status {failure.exitcode}", file=sys.stderr)
@@ -70,6 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fastmp launch: {error}", file=sys.stderr)
         return 1 if isinstance(error, RendezvousError) else 2
     return 0
+
+
+def _all_ended_well(error: SignalException) -> bool:
+    """Whether all ranks of this machine ended with 0 after the signal, as torchrun's agent saw."""
+    for frame, _ in walk_tb(error.__traceback__):
+        ranks = getattr(getattr(frame.f_locals.get("agent"), "_pcontext", None), "subprocess_handlers", {})
+        if ranks:
+            return all(rank.proc.returncode == 0 for rank in ranks.values())
+    return False
 
 
 def _read_options(argv: list[str]) -> Namespace:

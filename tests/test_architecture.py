@@ -89,7 +89,7 @@ ALLOWED = {
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.launch": {"config", "parallel.runtime"},
     "fastmp.doctor": {"commands", "config", "ops", "testing"},
-    "fastmp.hang": {"commands", "parallel.verdict"},
+    "fastmp.hang": {"commands", "files", "parallel.verdict"},
     "fastmp.cli": {"commands", "train", "plan", "doctor", "hang"},
 }
 STDLIB_ONLY = (

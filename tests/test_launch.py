@@ -17,7 +17,7 @@ from fastmp.config import Environment
 SET = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PET_NPROC_PER_NODE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
 
 WORKER = """
-import os, signal, sys
+import os, signal, sys, time
 import torch, torch.distributed as dist
 import fastmp
 
@@ -28,6 +28,8 @@ def listening(pid):
     return [line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets]
 
 who, how, folder = sys.argv[1:]
+if how == "saves":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 runtime = fastmp.init(backend="gloo") if who == "fastmp" else dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"]
 total = torch.ones(1)
@@ -35,6 +37,9 @@ for step in range(10):
     dist.all_reduce(total.fill_(rank + 1.0))
     if how == "killed" and (rank, step, attempt) == (1, 5, "0"):
         os.kill(os.getpid(), signal.SIGKILL)
+    if how in ("saves", "does not save"):
+        os.kill(os.getppid(), signal.SIGTERM) if step == 9 and rank == 0 else None
+        time.sleep(3600 if step == 9 else 0)
 with open(f"{folder}/{rank}", "w") as file:
     file.write(f"{total.item()} {attempt} {sorted({*listening(os.getpid()), *listening(os.getppid())})}")
 dist.barrier()
@@ -164,3 +169,9 @@ def test_the_status_is_that_of_the_rank_that_ended_first(tmp_path):
     done = launched(tmp_path, "fastmp", "killed")
     assert done.returncode == 128 + 9
     assert "fastmp launch: rank 1 ended first, with status -9" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "status"), [("saves", 0), ("does not save", 128 + 15)])
+def test_a_signal_is_a_failure_only_where_a_rank_fails(tmp_path, how, status):
+    assert launched(tmp_path, "fastmp", how).returncode == status

@@ -19,14 +19,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from datetime import timedelta
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from fastmp.parallel.doing import Doing, crash, flight_records, process_state, this_machine
+from fastmp.parallel.mail import VERDICT, Mail
 from fastmp.parallel.runtime import lost_peer
 from fastmp.parallel.verdict import Call, RankRecord, judge, latecomers
 from fastmp.pulse import pulse
@@ -38,7 +35,6 @@ WARN_SECONDS = 600.0  # between two warnings of one slow rank
 COMPARE_BEATS = 20  # between two comparisons of when ranks come to their collectives
 FIRST_STEPS = 4  # which may compile, capture graphs, read data for the first time
 PATIENCE = 4.0  # times the limit, in these steps and in the phases that take long
-VERDICT = "verdict"  # its key in the store
 LONG_PHASES = ("start", "save", "evaluate", "end")
 
 
@@ -103,7 +99,7 @@ class Watch:
         self._next_calls = self._after(time.time())  # when all ranks send their calls
         self._compare_at: float | None = None
         self._warned: dict[int, float] = {}
-        self._mail = _Mail(self.interval)
+        self._mail = Mail(self.interval)
         self._thread = threading.Thread(target=self._run, name="fastmp-watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -415,79 +411,6 @@ class Watch:
                     f"warning: {record} is slow: the others wait for it {late.share:.0%} of the time; to "
                     f"{late.op} it came {late.seconds:.3g} s after them"
                 )
-
-
-class _Mail:
-    """The connection of a rank to the store, in a thread of its own, which may block as long as it likes.
-
-    `wanted` are the keys whose last letters come into `received` at the next round, `verdict` what a rank has
-    announced.
-    """
-
-    _made = count()  # every watch of a process has keys of its own
-
-    def __init__(self, interval: float) -> None:
-        self.interval = interval
-        self.wanted: Sequence[str] = ()
-        self.received: dict[str, str] = {}
-        self.verdict: str | None = None
-        self._out: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self.rounds = 0
-        self._round, self._open = time.monotonic(), True
-        self._wake, self._sent = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="fastmp-watch-mail", daemon=True)
-        self._prefix = f"fastmp-watch-{next(self._made)}"
-        self._store: Any = None
-
-    def start(self) -> None:
-        with contextlib.suppress(Exception):  # a store that cannot be cloned: files have to do
-            store: Any = dist.distributed_c10d._get_default_store()
-            own = store.clone()
-            own.set_timeout(timedelta(seconds=max(2.0, 2 * self.interval)))
-            self._store = dist.PrefixStore(self._prefix, own)
-        self._open = self._store is not None
-        if self._open:
-            self._thread.start()
-
-    def send(self, key: str, text: str) -> None:
-        with self._lock:
-            self._out[key] = text
-        self._wake.set()
-
-    def answers(self, seconds: float) -> bool:
-        """Whether the store has answered within the last `seconds`."""
-        return self._open and time.monotonic() - self._round < seconds + 2 * self.interval
-
-    def close(self) -> None:
-        """Wait a moment for the last letter to go."""
-        self._sent.clear()
-        self._wake.set()
-        if self._open:
-            self._sent.wait(1.0)
-        self._open = False
-        self._wake.set()
-
-    def _run(self) -> None:
-        try:
-            while self._open:
-                self._wake.wait(self.interval)
-                self._wake.clear()
-                with self._lock:
-                    out, self._out = self._out, {}
-                for key, text in out.items():
-                    self._store.set(key, text)
-                for key in list(self.wanted):
-                    if self._store.check([key]):
-                        self.received[key] = self._store.get(key).decode()
-                if self._store.check([VERDICT]):  # in every round: it tells whether the store answers
-                    self.verdict = self._store.get(VERDICT).decode()
-                self._round, self.rounds = time.monotonic(), self.rounds + 1
-                if not self._out:
-                    self._sent.set()
-        except Exception:  # the store is gone
-            self._open = False
-            self._sent.set()
 
 
 def _name(rank: int) -> str:

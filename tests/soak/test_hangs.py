@@ -49,7 +49,24 @@ def test_the_command_prints_the_verdict_or_what_can_be_known_without_one(tmp_pat
     said = capsys.readouterr().out
     assert "no rank has taken a verdict" in said and "rank 0 (host a, process 9), in step 4, data" in said
     assert "rank-00000.stacks" in said
-    (tmp_path / "hang" / "verdict.json").write_text("{")
+
+
+RECORD = RankRecord(0, "a", 9).as_json()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *(("verdict.json", content) for content in ("{", "[]", "{}", "[" * 100_000)),
+        ("rank-00000.json", json.dumps({"time": "now", "record": RECORD})),
+        *(
+            ("rank-00000.json", json.dumps({"time": 1.0, "record": {**RECORD, **change}}))
+            for change in ({"rank": 10**12}, {"rank": "x"}, {"calls": 3}, {"calls": [{}]}, {"other": 1})
+        ),
+    ],
+)
+def test_a_file_that_no_rank_wrote_is_one_line(tmp_path, capsys, name, content):
+    (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit):
         main(["hang", str(tmp_path)])
-    assert "verdict.json: cannot be read" in capsys.readouterr().err
+    assert f"{name}: cannot be read" in capsys.readouterr().err.splitlines()[-1]

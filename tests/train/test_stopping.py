@@ -260,7 +260,7 @@ def test_the_launcher_passes_the_signal_on_and_its_ranks_save(tmp_path, tokens, 
     else:
         os.kill(process.pid, signal.SIGTERM)
     said = process.stdout.read()
-    assert process.wait(timeout=60) == (130 if everyone else 143), said
+    assert process.wait(timeout=60) == 0, said
     assert "saved" in said and said.count("--resume auto") == 1, said
     assert "Traceback" not in said and "fastmp: rank" not in said, said
     assert (tmp_path / "tiny" / "checkpoints" / "latest").exists()
