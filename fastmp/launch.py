@@ -56,8 +56,8 @@ class _Loopback(StaticTCPRendezvous):
 def main(argv: Sequence[str] | None = None) -> int:
     """Start ranks with torchrun's options `argv`; return the exit status of the first rank that failed.
 
-    A signal, SIGUSR1 too, is passed on to the ranks, which have two minutes to save. The status is then 0 where
-    all of them end with 0, else 128 and the signal's number, as in shells. 2: the options were wrong.
+    A signal, SIGUSR1 too, is passed on to the ranks, which have two minutes to save. The status is then 0
+    where all of them end with 0, else 128 and the signal's number, as in shells. 2: wrong options.
     """
     try:
         run(_read_options(list(argv or [])))
