@@ -90,30 +90,11 @@ def train(
     """
     limit = recipe.train.max_time
     deadline = time.monotonic() + duration_seconds(limit) if limit else None
-    groups = make_groups(recipe, runtime)
-    data = open_data(recipe, runtime)
-    if not recipe.model.vocab_size:
-        recipe = replace(recipe, model=replace(recipe.model, vocab_size=data.vocab_size))
-    rng = RngTracker(recipe.train.seed, device=runtime.device, **_streams(groups))
-    model, loss = build_model(recipe, groups, rng, runtime.device)
-    trainer = Trainer(
-        model,
-        data,
-        loss,
-        recipe.train,
-        optimizer=recipe.optimizer,
-        checkpoint=recipe.checkpoint,
-        groups=groups,
-        rng=rng,
-        device=runtime.device,
-        graphs=recipe.graphs,
-        graph_manager=TransformerEngineManager if recipe.graphs.impl == "transformer_engine" else None,
-        after_save=_weights_writer(recipe),
-    )
+    recipe, trainer = make_trainer(recipe, runtime)
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:
         held.callback(trainer.close)
-        notes = [_describe(recipe, groups, runtime, trainer)]
+        notes = [_describe(recipe, runtime, trainer)]
         warm_up_ranks(recipe, runtime)
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
@@ -129,6 +110,30 @@ def train(
             held.enter_context(_claimed(run_dir))
         stop = StopRequests(runtime.rank, runtime.world_size, deadline)
         return _run(recipe, runtime, trainer, run_dir, notes, stop, arguments)
+
+
+def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
+    """Make the trainer of `recipe` on this rank, and the recipe with the size of its data's vocabulary."""
+    groups = make_groups(recipe, runtime)
+    data = open_data(recipe, runtime)
+    if not recipe.model.vocab_size:
+        recipe = replace(recipe, model=replace(recipe.model, vocab_size=data.vocab_size))
+    rng = RngTracker(recipe.train.seed, device=runtime.device, **_streams(groups))
+    model, loss = build_model(recipe, groups, rng, runtime.device)
+    return recipe, Trainer(
+        model,
+        data,
+        loss,
+        recipe.train,
+        optimizer=recipe.optimizer,
+        checkpoint=recipe.checkpoint,
+        groups=groups,
+        rng=rng,
+        device=runtime.device,
+        graphs=recipe.graphs,
+        graph_manager=TransformerEngineManager if recipe.graphs.impl == "transformer_engine" else None,
+        after_save=_weights_writer(recipe),
+    )
 
 
 def _on_any_rank(flag: bool, runtime: Runtime) -> bool:
@@ -352,8 +357,8 @@ def _move_aside(run_dir: Path) -> Path:
     return run_dir.rename(other)
 
 
-def _describe(recipe: Recipe, groups: ParallelGroups, runtime: Runtime, trainer: Trainer) -> str:
-    grid, layout = groups.grid, recipe.parallel
+def _describe(recipe: Recipe, runtime: Runtime, trainer: Trainer) -> str:
+    grid, layout = trainer.groups.grid, recipe.parallel
     dtype = str(next(trainer.model.parameters()).dtype).removeprefix("torch.")
     sequence = " with sequence parallelism" if layout.sequence_parallel and grid.tp > 1 else ""
     context = f", CP {grid.cp}" if grid.cp > 1 else ""

@@ -17,11 +17,9 @@ from pathlib import Path
 import torch
 
 from fastmp.config import Recipe
-from fastmp.parallel.collectives import group_rank
-from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
+from fastmp.train import main
 from fastmp.train.corpus import build
-from fastmp.train.main import build_model, make_groups, open_data
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.trainer import Trainer
 
@@ -83,21 +81,7 @@ def make_runtime(rank: int, world_size: int) -> Runtime:
 
 
 def make_trainer(recipe: Recipe, runtime: Runtime) -> Trainer:
-    """The trainer of `recipe` on this rank, as `fastmp train` makes it."""
-    groups, data = make_groups(recipe, runtime), open_data(recipe, runtime)
-    rng = RngTracker(recipe.train.seed, device=runtime.device, tp_rank=group_rank(groups.tp))
-    model, loss = build_model(recipe, groups, rng, runtime.device)
-    return Trainer(
-        model,
-        data,
-        loss,
-        recipe.train,
-        optimizer=recipe.optimizer,
-        checkpoint=recipe.checkpoint,
-        groups=groups,
-        rng=rng,
-        device=runtime.device,
-    )
+    return main.make_trainer(recipe, runtime)[1]
 
 
 def _warm(home: Path) -> None:
