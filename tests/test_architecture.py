@@ -54,7 +54,8 @@ ALLOWED = {
     "fastmp.graphs.buffers": {"parallel.schedule"},
     "fastmp.graphs.scope": set(),
     "fastmp.integrations": {
-        *("integrations", "config", "graphs", "nn", "ops", "parallel", "profiling", "train"),
+        *("integrations", "commands", "config", "files", "graphs", "nn", "ops", "parallel", "profiling"),
+        *("sizes", "train", "_lazy"),
     },
     "fastmp.nn": {"nn", "parallel", "ops", "config", "sizes", "profiling", "_lazy"},
     "fastmp.train": {

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.integrations import transformers_weights
-from fastmp.integrations.transformers_weights import check_family, export_weights
+from fastmp.integrations.huggingface import weights as transformers_weights
+from fastmp.integrations.huggingface.weights import check_family, export_weights
 from fastmp.train.checkpoint.checkpointer import Checkpointer
 from fastmp.train.checkpoint.storage import Parts
 

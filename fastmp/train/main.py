@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fastmp.config import Environment, Recipe
 from fastmp.durations import duration_seconds
+from fastmp.integrations.huggingface.weights import check_family, export_weights
 from fastmp.integrations.transformer_engine import TransformerEngineManager
-from fastmp.integrations.transformers_weights import check_family, export_weights
 from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import GPT, flops_per_token, num_parameters
 from fastmp.nn.stages import GPTStage
