@@ -7,7 +7,7 @@ from fastmp._lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "tokenize": "BpeTokenizer ByteTokenizer load_tokenizer",
+        "tokenize": "ByteTokenizer FileTokenizer load_tokenizer train_bpe",
         "corpus": "build",
         "data": "TokenDataset",
         "lr": "learning_rate",

@@ -31,7 +31,7 @@ from fastmp.train.tokenfile import (
     staged,
     write_synced,
 )
-from fastmp.train.tokenize import BpeTokenizer, Tokenizer, load_tokenizer
+from fastmp.train.tokenize import Tokenizer, load_tokenizer, train_bpe
 
 RECIPES = ("pydoc", "stdlib")
 SPLIT_KEY = epoch_key(0, 0)  # names the order of documents from which the tail is held out
@@ -64,15 +64,16 @@ def build(
     *,
     tokenizer: str = "byte",
     vocab_size: int | None = None,
+    end_of_text: str | None = None,
     validation_fraction: float = 0.05,
     overwrite: bool = False,
 ) -> Path:
     """Tokenize `inputs` into the directory `out` and return it.
 
     Inputs are file patterns (`**` included) or the built-in "pydoc" and "stdlib". `tokenizer` is "byte",
-    "bpe" (learns `vocab_size` tokens, 4096 by default, from the training text) or the path of a tokenizer
-    file. The directory appears whole or not at all; several processes may build the same one at once.
-    `overwrite` replaces a token dataset that is there, once the new one is complete.
+    "bpe" (learns `vocab_size` tokens, 4096 by default, from the training text) or what `load_tokenizer`
+    takes, with `end_of_text`. The directory appears whole or not at all; several processes may build the same
+    one at once. `overwrite` replaces a token dataset that is there, once the new one is complete.
 
     ValueError names what is wrong: a pattern without a match, a file that is empty or cannot be read or
     tokenized, too little text, an `out` that holds something else; DatasetExists for one that holds a token
@@ -83,6 +84,8 @@ def build(
         raise ValueError(f"validation_fraction must be in [0, 0.5], got {validation_fraction}")
     if vocab_size is not None and tokenizer != "bpe":
         raise ValueError(f"vocab_size {vocab_size} goes with tokenizer bpe, not {tokenizer!r}")
+    if end_of_text is not None and tokenizer in ("byte", "bpe"):
+        raise ValueError(f"end_of_text {end_of_text!r} goes with a tokenizer.json, not {tokenizer!r}")
     _check_free(out, overwrite)
     documents = find_documents(inputs)
     train, held_out = split_documents(documents, validation_fraction)
@@ -99,7 +102,8 @@ def build(
     }
     try:
         with staged(out, replace=overwrite) as stage:
-            index = _write(stage, train, held_out, _tokenizer(tokenizer, vocab_size, train), source)
+            made = _tokenizer(tokenizer, vocab_size, end_of_text, train)
+            index = _write(stage, train, held_out, made, source)
     except FileExistsError:
         if read_index(out) != index:
             raise DatasetExists(
@@ -156,15 +160,15 @@ def _cut(text: bytes, near: int) -> int:
     return near
 
 
-def _tokenizer(name: str, vocab_size: int | None, train: Sequence[Document]) -> Tokenizer:
+def _tokenizer(
+    name: str, vocab_size: int | None, end_of_text: str | None, train: Sequence[Document]
+) -> Tokenizer:
     if name != "bpe":
-        return load_tokenizer(name)
+        return load_tokenizer(name, end_of_text=end_of_text)
     for document in train:  # an error raised inside the library's iterator would lose its message
         text = document.text()
         _named(document, lambda text=text: text.decode())
-    return BpeTokenizer.train(
-        (document.text() for document in train), 4096 if vocab_size is None else vocab_size
-    )
+    return train_bpe((document.text() for document in train), 4096 if vocab_size is None else vocab_size)
 
 
 def _write(
@@ -189,6 +193,7 @@ def _write(
         vocab_size=tokenizer.vocab_size,
         tokenizer=tokenizer.name,
         tokenizer_crc32=0 if description is None else zlib.crc32(description.encode()),
+        end_of_text=tokenizer.end_of_text,
         source=source,
         splits=splits,
     )

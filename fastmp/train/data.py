@@ -79,7 +79,8 @@ class TokenDataset:
         else:
             tokenizer = config.tokenizer
             if tokenizer not in ("byte", "bpe"):  # a file: others may have the same name
-                description = load_tokenizer(tokenizer).to_json() or ""
+                loaded = load_tokenizer(tokenizer)
+                description = f"{loaded.end_of_text} {loaded.to_json()}"
                 tokenizer = f"{Path(tokenizer).stem}-{zlib.crc32(description.encode()):08x}"
             name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
             directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}-{FORMAT.rpartition('-')[2]}"
@@ -193,7 +194,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument(
         "--overwrite", action="store_true", help="replace the token files in DIR, if there are any"
     )
-    make.add_argument("--tokenizer", default="byte", help="byte, bpe, or the path of a tokenizer.json (byte)")
+    make.add_argument(
+        "--tokenizer", default="byte", help="byte, bpe, a tokenizer.json, or the directory of one (byte)"
+    )
+    make.add_argument(
+        "--end-of-text",
+        metavar="TOKEN",
+        help="the token between documents, where a model's files do not say it",
+    )
     make.add_argument("--vocab-size", type=int, default=None, help="tokens that bpe learns (4096)")
     make.add_argument(
         "--validation-fraction", type=float, default=0.05, help="share of the bytes held out (0.05)"
@@ -217,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
                 options.out,
                 tokenizer=options.tokenizer,
                 vocab_size=options.vocab_size,
+                end_of_text=options.end_of_text,
                 validation_fraction=options.validation_fraction,
                 overwrite=options.overwrite,
             )
@@ -243,4 +252,9 @@ def _report(directory: Path, *, check: bool) -> str:
             f"{info.num_tokens:,} tokens, {info.bytes_per_token:.2f} bytes/token, "
             f"unigram entropy {info.unigram_entropy:.3f} nats/byte"
         )
+        if info.num_changed:
+            lines.append(
+                f"  {'':<10} the tokenizer is not lossless: {info.num_changed:,} of these documents do not "
+                "come back byte for byte"
+            )
     return "\n".join(lines + (["  all checksums match"] if check else []))

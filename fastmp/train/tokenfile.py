@@ -35,25 +35,30 @@ from fastmp.files import read_file
 from fastmp.layout import INDEX_LIMIT
 from fastmp.train.tokenize import (
     TOKENIZER_LIMIT,
-    BpeTokenizer,
     ByteTokenizer,
+    FileTokenizer,
     TokenIds,
     Tokenizer,
     unigram_entropy,
 )
 
-FORMAT = "fastmp-tokens-2"
+FORMAT = "fastmp-tokens-3"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
+TOKENIZERS = ("byte", "bpe", "unigram", "wordpiece", "wordlevel")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """What the index says of one split. `unigram_entropy` is the entropy of its bytes, in nats per byte."""
+    """What the index says of one split. `unigram_entropy` is the entropy of its bytes, in nats per byte.
+
+    num_changed: documents that their tokens do not give back byte for byte.
+    """
 
     num_tokens: int
     num_documents: int
     num_bytes: int
+    num_changed: int
     max_token: int
     checksums_crc32: int
     documents_crc32: int
@@ -73,6 +78,7 @@ class Index:
     vocab_size: int
     tokenizer: str
     tokenizer_crc32: int
+    end_of_text: int
     source: dict[str, Any]
     splits: dict[str, SplitInfo]
 
@@ -117,24 +123,21 @@ class SplitWriter:
         self._file = (directory / f"{name}.bin").open("wb")
         self._offsets = [0]
         self._checksums = _BlockChecksums()
-        self._num_bytes = self._max_token = 0
+        self._num_bytes = self._num_changed = self._max_token = 0
         self._histogram = np.zeros(256, np.int64)
 
     def add(self, text: bytes, ids: TokenIds) -> None:
-        """Append a document. ValueError if ids leave the vocabulary or do not stand for all of `text`."""
+        """Append a document. ValueError if ids leave the vocabulary."""
         vocab_size = self._tokenizer.vocab_size
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             bad = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
             raise ValueError(f"token id {bad} is beyond the vocabulary of {vocab_size}")
-        if (covered := int(self._tokenizer.token_lengths[ids].sum())) != len(text):
-            raise ValueError(
-                f"its tokens stand for {covered} bytes, not its {len(text)}: the tokenizer is not lossless"
-            )
         piece = np.concatenate(([self._tokenizer.end_of_text], ids)).astype(self._dtype)
         self._file.write(memoryview(piece).cast("B"))
         self._checksums.add(memoryview(piece).cast("B"))
         self._max_token = max(self._max_token, int(piece.max()))
         self._num_bytes += len(text)
+        self._num_changed += self._tokenizer.decode_bytes(ids) != text
         self._histogram += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
         self._offsets.append(self._offsets[-1] + piece.size)
 
@@ -148,6 +151,7 @@ class SplitWriter:
             num_tokens=self._offsets[-1],
             num_documents=len(self._offsets) - 1,
             num_bytes=self._num_bytes,
+            num_changed=self._num_changed,
             max_token=self._max_token,
             checksums_crc32=zlib.crc32(checksums),
             documents_crc32=zlib.crc32(offsets),
@@ -263,7 +267,9 @@ def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     if zlib.crc32(raw) != index.tokenizer_crc32:
         raise damaged(path, "its checksum is not that of the tokenizer that the dataset was written with")
-    tokenizer = BpeTokenizer(raw, source=str(path))
+    tokenizer = FileTokenizer(raw, source=str(path), end_of_text=index.end_of_text)
+    if tokenizer.name != index.tokenizer:
+        raise ValueError(f"{path}: is a {tokenizer.name} tokenizer, the index says {index.tokenizer}")
     if tokenizer.vocab_size != index.vocab_size:
         raise ValueError(f"{path}: has {tokenizer.vocab_size} tokens, the index says {index.vocab_size}")
     return tokenizer
@@ -379,7 +385,7 @@ def _index_of(content: Any) -> Index:
     vocab_size = _integer(content, "vocab_size", 1, 1 << 32)
     if content["dtype"] != dtype_for(vocab_size):
         raise ValueError(f"dtype {content['dtype']!r} does not go with a vocabulary of {vocab_size}")
-    if content["tokenizer"] not in (ByteTokenizer.name, BpeTokenizer.name):
+    if content["tokenizer"] not in TOKENIZERS:
         raise ValueError(f"unknown tokenizer {content['tokenizer']!r}")
     if content["tokenizer"] == ByteTokenizer.name and vocab_size != ByteTokenizer.vocab_size:
         raise ValueError(
@@ -397,6 +403,7 @@ def _index_of(content: Any) -> Index:
         vocab_size=vocab_size,
         tokenizer=content["tokenizer"],
         tokenizer_crc32=_integer(content, "tokenizer_crc32", 0, (1 << 32) - 1),
+        end_of_text=_integer(content, "end_of_text", 0, vocab_size - 1),
         source=content["source"],
         splits={name: _split_of(raw, vocab_size) for name, raw in content["splits"].items()},
     )
@@ -412,6 +419,7 @@ def _split_of(raw: Any, vocab_size: int) -> SplitInfo:
         num_tokens=_integer(raw, "num_tokens", 2, 1 << 56),
         num_documents=_integer(raw, "num_documents", 1, 1 << 56),
         num_bytes=_integer(raw, "num_bytes", 1, 1 << 56),
+        num_changed=_integer(raw, "num_changed", 0, 1 << 56),
         max_token=_integer(raw, "max_token", 0, 1 << 32),
         checksums_crc32=_integer(raw, "checksums_crc32", 0, (1 << 32) - 1),
         documents_crc32=_integer(raw, "documents_crc32", 0, (1 << 32) - 1),

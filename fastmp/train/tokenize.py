@@ -1,8 +1,9 @@
-"""Tokenizers: bytes, and byte-level BPE. Both are lossless: every token is a string of bytes.
+"""Tokenizers: bytes, or any file of the `tokenizers` library, as models on the Hugging Face Hub have them.
 
-Because a token knows its bytes, a loss per token becomes a loss per byte, which compares across tokenizers.
-Documents are bytes, not str: the byte tokenizer takes any file, the BPE one any valid UTF-8. Files are plain
-JSON as written by the `tokenizers` library, which only BPE needs.
+Documents are bytes, not str: the byte tokenizer takes any file, the others any valid UTF-8. Of bytes and of
+byte-level BPE (GPT-2, Llama 3, Qwen3) the bytes of every token are known; what other tokens stand for, the
+decoder in their file says. A tokenizer may lose something, by a normaliser or an alphabet with holes: whoever
+writes token files counts the documents that are changed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
+USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # where nothing says which token it is
+SAID_BESIDE = (
+    ("tokenizer_config.json", "eos_token"),
+    ("special_tokens_map.json", "eos_token"),
+    ("generation_config.json", "eos_token_id"),
+    ("config.json", "eos_token_id"),
+)
 SMALLEST_BPE = 257  # 256 bytes and end-of-text
 TOKENIZER_LIMIT = 1 << 28  # bytes of a file; those of 256,000 tokens have about 35 MB
 
@@ -29,15 +37,15 @@ TokenIds = npt.NDArray[np.int64]
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as training needs it. `end_of_text` separates documents and stands for no byte."""
+    """A tokenizer as training needs it. `end_of_text` separates documents and stands for no text."""
 
     name: str
     vocab_size: int
     end_of_text: int
-    token_lengths: npt.NDArray[np.int64]  # (vocab_size,) bytes of text that each token stands for
 
     def encode(self, text: bytes | str) -> TokenIds: ...
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]: ...
+    def encode_prompt(self, text: str) -> list[int]: ...
     def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
     def decode(self, ids: Iterable[int]) -> str: ...
     def to_json(self) -> str | None: ...
@@ -50,9 +58,6 @@ class ByteTokenizer:
     vocab_size = 257
     end_of_text = 256
 
-    def __init__(self) -> None:
-        self.token_lengths = np.append(np.ones(256, np.int64), 0)
-
     def encode(self, text: bytes | str) -> TokenIds:
         """Token ids (num_bytes,) int64 of `text`."""
         return np.frombuffer(_as_bytes(text), np.uint8).astype(np.int64)
@@ -60,9 +65,14 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]:
         return [self.encode(text) for text in texts]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of `text` as the beginning of a document."""
+        return [self.end_of_text, *self.encode(text).tolist()]
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for (end-of-text: none). ValueError on an id beyond the vocabulary."""
-        return bytes(i for i in _checked(ids, self) if i != self.end_of_text)
+        values = _checked(ids, self)
+        return values[values != self.end_of_text].astype(np.uint8).tobytes()
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text for people: bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
@@ -72,74 +82,40 @@ class ByteTokenizer:
         return None
 
 
-class BpeTokenizer:
-    """Byte-level BPE (Radford et al. 2019) over a `tokenizers` JSON description."""
+class FileTokenizer:
+    """A tokenizer as the `tokenizers` library describes it in JSON.
 
-    name = "bpe"
+    `name` is the kind of its model: bpe, unigram, wordpiece or wordlevel. `vocab_size` is the highest id plus
+    one, added tokens included.
+    """
 
-    def __init__(self, description: str | bytes, *, source: str = "BpeTokenizer") -> None:
-        """`description` is JSON; ValueError names `source` if it is not a lossless byte-level BPE."""
+    def __init__(
+        self,
+        description: str | bytes,
+        *,
+        source: str = "FileTokenizer",
+        end_of_text: str | int | None = None,
+    ) -> None:
+        """`description` is JSON; `end_of_text` a token or an id, by default the first of USUAL_ENDS there.
+
+        ValueError, which names `source`, where the library cannot read it or it has no such token.
+        """
         try:
             self._description = description if isinstance(description, str) else description.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{source}: not UTF-8 at byte {error.start}") from None
         self._source = source
-        self._tokenizer = _parse(self._description, source)
+        self._tokenizer, byte_level = _parse(self._description, source)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = len(ids)
-        if set(ids.values()) != set(range(self.vocab_size)):
-            raise ValueError(f"{source}: token ids are not 0 .. {self.vocab_size - 1}")
-        if END_OF_TEXT not in ids:
-            raise ValueError(f"{source}: the vocabulary has no {END_OF_TEXT} token")
-        self.end_of_text = ids[END_OF_TEXT]
-        characters = _byte_characters()
-        if missing := [byte for byte, character in enumerate(characters) if character not in ids]:
-            raise ValueError(
-                f"{source}: {len(missing)} byte values have no token of their own (first: {missing[0]})"
-            )
-        byte_of = {character: byte for byte, character in enumerate(characters)}
-        added = {
-            token.content: token.special for token in self._tokenizer.get_added_tokens_decoder().values()
-        }
-        self._bytes: list[bytes] = [b""] * self.vocab_size
-        for token, i in ids.items():
-            if token in added:  # special tokens stand for no text, others for what they spell
-                self._bytes[i] = b"" if added[token] else token.encode()
-                continue
-            try:
-                self._bytes[i] = bytes(byte_of[character] for character in token)
-            except KeyError:
-                raise ValueError(
-                    f"{source}: token {i} ({token!r}) is not written in byte-level characters"
-                ) from None
-        self.token_lengths = np.array([len(piece) for piece in self._bytes], np.int64)
-
-    @classmethod
-    def train(cls, documents: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
-        """Learn at most `vocab_size` tokens (fewer if the text runs out of pairs); deterministic.
-
-        ValueError if vocab_size < 257 or a document is not UTF-8.
-        """
-        if vocab_size < SMALLEST_BPE:
-            raise ValueError(
-                f"bpe: vocab_size must be at least {SMALLEST_BPE} (256 bytes, end-of-text), got {vocab_size}"
-            )
-        library = _library()
-        byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer = library.Tokenizer(library.models.BPE())
-        tokenizer.pre_tokenizer = byte_level
-        tokenizer.decoder = library.decoders.ByteLevel()
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=sorted(byte_level.alphabet()),
-            show_progress=False,
-        )
-        tokenizer.train_from_iterator((_as_str(document) for document in documents), trainer)
-        return cls(tokenizer.to_str())
+        self.name = type(self._tokenizer.model).__name__.lower()
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        if self.vocab_size > 2 * len(ids) + 1024:
+            raise ValueError(f"{source}: {len(ids)} tokens have ids up to {self.vocab_size - 1}")
+        self.end_of_text = _find_end(ids, end_of_text, source)
+        self._bytes = self._bytes_of(ids) if byte_level else None
 
     def encode(self, text: bytes | str) -> TokenIds:
-        """Token ids (num_tokens,) int64. An end-of-text marker spelt out is text. ValueError if not UTF-8."""
+        """Token ids (num_tokens,) int64. A marker spelt out is text. ValueError if not UTF-8."""
         return self.encode_batch([_as_bytes(text)])[0]
 
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]:
@@ -148,9 +124,22 @@ class BpeTokenizer:
             encoded = self._tokenizer.encode_batch(strings, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of `text` as the library gives them: markers are tokens, and its template is applied."""
+        with _named(self._source):
+            self._tokenizer.encode_special_tokens = False
+            try:
+                return self._tokenizer.encode(_as_str(_as_bytes(text))).ids
+            finally:
+                self._tokenizer.encode_special_tokens = True
+
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes that `ids` stand for (end-of-text: none). ValueError on an id beyond the vocabulary."""
-        return b"".join(self._bytes[i] for i in _checked(ids, self))
+        """The bytes that `ids` stand for, special tokens for none. ValueError beyond the vocabulary."""
+        values = _checked(ids, self).tolist()
+        if self._bytes is not None:
+            return b"".join(self._bytes.get(i, b"") for i in values)
+        with _named(self._source):
+            return self._tokenizer.decode(values, skip_special_tokens=True).encode()
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text for people: bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
@@ -159,19 +148,104 @@ class BpeTokenizer:
     def to_json(self) -> str:
         return self._description
 
+    def _bytes_of(self, ids: dict[str, int]) -> dict[int, bytes]:
+        """The bytes of each token of a byte-level vocabulary; special tokens stand for none."""
+        byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        pieces = {}
+        for token, i in ids.items():
+            if token in added:
+                pieces[i] = b"" if added[token].special else token.encode()
+            elif all(character in byte_of for character in token):
+                pieces[i] = bytes(byte_of[character] for character in token)
+            else:
+                pieces[i] = token.encode()
+        return pieces
 
-def load_tokenizer(path_or_name: str | Path) -> Tokenizer:
-    """ "byte", or the path of a `tokenizers` JSON file that holds a byte-level BPE.
 
-    ValueError naming the file if it is missing, unreadable, damaged, or another kind of tokenizer.
+def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
+    """Learn a byte-level BPE (Radford et al. 2019) of at most `vocab_size` tokens, which loses nothing.
+
+    There are fewer tokens if the text runs out of pairs. The same text gives the same tokens.
+
+    ValueError if vocab_size < 257 or a document is not UTF-8.
+    """
+    if vocab_size < SMALLEST_BPE:
+        raise ValueError(
+            f"bpe: vocab_size must be at least {SMALLEST_BPE} (256 bytes, end-of-text), got {vocab_size}"
+        )
+    library = _library()
+    byte_level = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(byte_level.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((_as_str(document) for document in documents), trainer)
+    return FileTokenizer(tokenizer.to_str())
+
+
+def load_tokenizer(path_or_name: str | Path, *, end_of_text: str | None = None) -> Tokenizer:
+    """ "byte", or the path of a tokenizer.json, or of the directory of a model that has one.
+
+    The token that ends a text is `end_of_text`, or what files of transformers beside it say (SAID_BESIDE), or
+    one of USUAL_ENDS. ValueError naming the file that is missing, unreadable or damaged.
     """
     if path_or_name == "byte":
         return ByteTokenizer()
+    path = Path(path_or_name)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+        if not path.exists() and (path.parent / "tokenizer.model").exists():
+            directory = str(path.parent)
+            raise ValueError(
+                f"tokenizer {directory}: has a tokenizer.model, but no tokenizer.json; transformers makes "
+                f"one: AutoTokenizer.from_pretrained({directory!r}).save_pretrained({directory!r})"
+            )
     try:
-        description = read_file(path_or_name, TOKENIZER_LIMIT)
+        description = read_file(path, TOKENIZER_LIMIT)
     except OSError as error:
-        raise ValueError(f"tokenizer {path_or_name}: cannot be read ({error.strerror})") from None
-    return BpeTokenizer(description, source=f"tokenizer {path_or_name}")
+        raise ValueError(f"tokenizer {path}: cannot be read ({error.strerror})") from None
+    end = _end_said_beside(path) if end_of_text is None else end_of_text
+    return FileTokenizer(description, source=f"tokenizer {path}", end_of_text=end)
+
+
+def _end_said_beside(path: Path) -> str | int | None:
+    """What the files beside a tokenizer.json say that ends a text: a token, an id, or None for nothing."""
+    for name, key in SAID_BESIDE:
+        beside = path.with_name(name)
+        if not beside.exists():
+            continue
+        try:
+            said = json.loads(read_file(beside, TOKENIZER_LIMIT))
+        except OSError as error:
+            raise ValueError(f"{beside}: cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError):
+            raise ValueError(f"{beside}: not JSON, so it does not say which token ends a text") from None
+        value = said.get(key) if isinstance(said, dict) else None
+        if isinstance(value, dict):  # an added token with its properties
+            value = value.get("content")
+        if isinstance(value, list):  # several that end a reply: the first one ends a text
+            value = value[0] if value else None
+        if type(value) in (str, int):
+            return value
+    return None
+
+
+def _find_end(ids: dict[str, int], end_of_text: str | int | None, source: str) -> int:
+    if type(end_of_text) is int:
+        if end_of_text in ids.values():
+            return end_of_text
+        raise ValueError(f"{source}: no token has the id {end_of_text}, which is to be end-of-text")
+    for token in USUAL_ENDS if end_of_text is None else (str(end_of_text),):
+        if token in ids:
+            return ids[token]
+    named = "is called " + ", ".join(USUAL_ENDS) if end_of_text is None else f"{end_of_text!r}"
+    raise ValueError(f"{source}: no token {named}: name the one that ends a text (--end-of-text TOKEN)")
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
@@ -192,25 +266,27 @@ def _library() -> tokenizers:
         import tokenizers.trainers
     except ImportError:
         raise ValueError(
-            'the bpe tokenizer needs the tokenizers library: pip install "fastmp[train]"'
+            'tokenizers other than byte need the tokenizers library: pip install "fastmp[train]"'
         ) from None
     return tokenizers
 
 
-def _parse(description: str, source: str) -> tokenizers.Tokenizer:
+def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
+    """The library's tokenizer, and whether its decoder is the byte-level one."""
     library = _library()
     try:
-        kind = json.loads(description)["model"]["type"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        content: dict[str, Any] = json.loads(description)
+        _, decoder = content["model"]["vocab"], content.get("decoder")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{source}: not a tokenizer description in JSON") from None
-    if kind != "BPE":
-        raise ValueError(f"{source}: model type {kind!r} is not the byte-level BPE that fastmp reads")
     with _named(source):
         tokenizer = library.Tokenizer.from_str(description)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True  # text that spells a marker stays text
-    return tokenizer
+        if getattr(tokenizer.model, "dropout", None):
+            tokenizer.model.dropout = None  # one text, one list of tokens
+    return tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
 
 
 @contextlib.contextmanager
@@ -221,7 +297,7 @@ def _named(source: str) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
-        raise ValueError(f"{source}: {error}") from None
+        raise ValueError(f"{source}: {' '.join(str(error).split())[:400]}") from None
 
 
 def _byte_characters() -> list[str]:
@@ -231,14 +307,15 @@ def _byte_characters() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _checked(ids: Iterable[int], tokenizer: Tokenizer) -> list[int]:
-    ids = [int(i) for i in ids]
-    for i in ids:
-        if not 0 <= i < tokenizer.vocab_size:
-            raise ValueError(
-                f"{tokenizer.name} tokenizer: id {i} is outside the vocabulary of {tokenizer.vocab_size}"
-            )
-    return ids
+def _checked(ids: Iterable[int], tokenizer: Tokenizer) -> TokenIds:
+    values = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), np.int64)
+    outside = (values < 0) | (values >= tokenizer.vocab_size)
+    if outside.any():
+        raise ValueError(
+            f"{tokenizer.name} tokenizer: id {values[outside][0]} is outside the vocabulary of "
+            f"{tokenizer.vocab_size}"
+        )
+    return values
 
 
 def _as_bytes(text: bytes | str) -> bytes:
@@ -254,6 +331,4 @@ def _as_str(text: bytes) -> str:
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"bpe: not UTF-8 at byte {error.start}; the byte tokenizer takes any bytes"
-        ) from None
+        raise ValueError(f"not UTF-8 at byte {error.start}; the byte tokenizer takes any bytes") from None

@@ -316,16 +316,19 @@ PROBE = "A line of text,\n with naïve ünïcode, numbers 1234 and <|endoftext|>
 
 
 def _wrong_tokenizer(tokenizer: Any, path: Path) -> str:
-    """A tokenizer that was accepted encodes without loss, or says that it does not."""
-    if set(tokenizer.token_lengths.tolist()) == {0}:
-        return "a tokenizer without text was accepted"
+    """A tokenizer that was accepted encodes text as tokens of its vocabulary, or names its file."""
+    if not 0 <= tokenizer.end_of_text < tokenizer.vocab_size:
+        return f"end-of-text {tokenizer.end_of_text} is not in the vocabulary of {tokenizer.vocab_size}"
     try:
         ids = tokenizer.encode(PROBE)
     except ValueError as error:
         return "" if str(path) in str(error) else f"the error of encode does not name the file: {error}"
     if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         return f"ids {ids.min()} to {ids.max()} are not below {tokenizer.vocab_size}"
-    tokenizer.decode(ids)  # which the writer of token files compares with the text
+    try:
+        tokenizer.decode_bytes(ids)  # which the writer of token files compares with the text
+    except ValueError as error:
+        return "" if str(path) in str(error) else f"the error of decode does not name the file: {error}"
     return ""
 
 

@@ -6,6 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
+import tokenizer_tools
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,7 @@ from fastmp.train import data as data_module
 from fastmp.train.corpus import build, find_documents, split_documents
 from fastmp.train.data import IGNORE_INDEX, TokenDataset, main
 from fastmp.train.tokenfile import SplitWriter, open_split, read_index
-from fastmp.train.tokenize import BpeTokenizer, ByteTokenizer, unigram_entropy
+from fastmp.train.tokenize import ByteTokenizer, train_bpe, unigram_entropy
 
 DOCUMENTS = [f"document {i}: " + f"line {i} of many, number {i * i}\n" * (3 + i % 7) for i in range(40)]
 
@@ -224,9 +226,6 @@ def test_wide_vocabularies_are_stored_in_32_bits(tmp_path):
     class Wide(ByteTokenizer):
         vocab_size = 70_000
 
-        def __init__(self):
-            self.token_lengths = np.ones(70_000, np.int64)
-
     writer = SplitWriter(tmp_path, "train", Wide())
     writer.add(b"abc", np.array([69_999, 0, 1]))
     with pytest.raises(ValueError, match="token id 70000 is beyond the vocabulary of 70000"):
@@ -238,11 +237,25 @@ def test_wide_vocabularies_are_stored_in_32_bits(tmp_path):
     assert np.fromfile(tmp_path / "train.bin", "<u4").tolist() == [256, 69_999, 0, 1]
 
 
-def test_a_lossy_tokenizer_is_refused(tmp_path):
+def test_documents_that_do_not_come_back_are_counted(tmp_path):
     writer = SplitWriter(tmp_path, "train", ByteTokenizer())
-    with pytest.raises(ValueError, match="stand for 2 bytes, not its 3"):
-        writer.add(b"abc", np.array([97, 98]))
-    writer.close()
+    for ids in ([97, 98, 99], [97, 98]):
+        writer.add(b"abc", np.array(ids))
+    assert writer.finish().num_changed == 1
+
+
+def test_a_models_tokenizer_builds_token_files_and_its_losses_are_told(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("\n".join(tokenizer_tools.TEXTS) * 20 + "e\u0301")
+    model = tokenizer_tools.qwen_3(tmp_path / "model")
+    common = ["build", "--input", str(tmp_path / "text.txt"), "--tokenizer", str(model)]
+    assert main([*common, "--out", str(tmp_path / "d"), "--validation-fraction", "0"]) == 0
+    assert "not lossless: 1 of these documents do not come back" in capsys.readouterr().out
+    assert main([*common, "--out", str(tmp_path / "e"), "--end-of-text", "<|im_end|>"]) == 0
+    data = dataset(tmp_path / "e")
+    library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert data.tokenizer.end_of_text == library.token_to_id("<|im_end|>") == data.train.tokens[0]
+    assert main([*common[:-1], "byte", "--out", str(tmp_path / "f"), "--end-of-text", "a"]) == 1
+    assert "end_of_text 'a' goes with a tokenizer.json, not 'byte'" in capsys.readouterr().err
 
 
 def test_built_in_texts():
@@ -280,7 +293,7 @@ def test_tokenizer_files_of_one_name_are_not_mixed_up(tmp_path):
     for size in (300, 310):
         path = tmp_path / str(size) / "tokenizer.json"
         path.parent.mkdir()
-        path.write_text(BpeTokenizer.train([text.encode() for text in DOCUMENTS], size).to_json())
+        path.write_text(train_bpe([text.encode() for text in DOCUMENTS], size).to_json())
         config = DataConfig(text="pydoc", tokenizer=str(path), seq_len=32, micro_batch_size=1)
         sizes.append(TokenDataset.from_config(config, cache_dir=tmp_path / "cache").vocab_size)
     assert sizes == [300, 310]

@@ -214,6 +214,8 @@ def content_of(directory):
         (["vocab_size"], 0, "vocab_size 0"),
         (["tokenizer"], "../../etc", "unknown tokenizer"),
         (["tokenizer"], "byte", "vocab_size 270"),
+        (["end_of_text"], 270, "end_of_text 270"),
+        (["splits", "train", "num_changed"], -1, "num_changed -1"),
         (["splits"], [], "objects"),
         ([], [], "damaged"),
     ],

@@ -1,22 +1,32 @@
-"""Tokenizers lose no byte, count bytes right, and refuse anything else by name."""
+"""Tokenizers give text back, know what ends it, and name the file that they cannot be read from."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizer_tools
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.train.tokenize import END_OF_TEXT, BpeTokenizer, ByteTokenizer, load_tokenizer, unigram_entropy
+from fastmp.train.corpus import build
+from fastmp.train.main import open_data
+from fastmp.train.recipe import load_recipe
+from fastmp.train.tokenfile import read_index
+from fastmp.train.tokenize import END_OF_TEXT, ByteTokenizer, load_tokenizer, train_bpe, unigram_entropy
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 CORPUS = [b"the cat sat on the mat, the end.\n" * 20, "naïve café — 日本語 😀\n".encode() * 20]
 
 
 @pytest.fixture(scope="module")
 def bpe():
-    return BpeTokenizer.train(CORPUS, 290)
+    return train_bpe(CORPUS, 290)
 
 
 @given(st.binary(max_size=300))
@@ -24,7 +34,6 @@ def test_byte_round_trip(data):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(data)
     assert ids.dtype == np.int64 and tokenizer.decode_bytes(ids) == data
-    assert tokenizer.token_lengths[ids].sum() == len(data)
 
 
 @settings(max_examples=200)
@@ -34,12 +43,11 @@ def test_byte_round_trip(data):
 def test_bpe_round_trip(bpe, text):
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text and bpe.decode_bytes(ids) == text.encode()
-    assert bpe.token_lengths[ids].sum() == len(text.encode())
     assert bpe.end_of_text not in ids  # text that spells the marker is text
 
 
 def test_bpe_is_deterministic_and_learns(bpe):
-    again = BpeTokenizer.train(iter(CORPUS), 290)
+    again = train_bpe(iter(CORPUS), 290)
     assert again.to_json() == bpe.to_json()
     assert bpe.vocab_size == 290
     assert len(bpe.encode(CORPUS[0])) < len(CORPUS[0]) / 2
@@ -51,7 +59,7 @@ def test_bpe_batch_is_one_by_one(bpe):
 
 
 def test_bpe_stops_where_the_text_has_no_more_pairs():
-    assert 257 <= BpeTokenizer.train([b"ab"], 5000).vocab_size < 300
+    assert 257 <= train_bpe([b"ab"], 5000).vocab_size < 300
 
 
 def test_saved_tokenizer_loads_equal(bpe, tmp_path):
@@ -66,11 +74,9 @@ def test_saved_tokenizer_loads_equal(bpe, tmp_path):
 
 def test_end_of_text_stands_for_nothing(bpe):
     for tokenizer in (ByteTokenizer(), bpe):
-        assert tokenizer.token_lengths[tokenizer.end_of_text] == 0
         assert (
             tokenizer.decode([*tokenizer.encode("a"), tokenizer.end_of_text, *tokenizer.encode("b")]) == "ab"
         )
-        assert len(tokenizer.token_lengths) == tokenizer.vocab_size
 
 
 def test_a_character_cut_in_two_is_shown_not_raised(bpe):
@@ -95,7 +101,7 @@ def test_text_that_is_not_text_is_named(bpe):
 
 def test_vocabulary_too_small_for_bytes():
     with pytest.raises(ValueError, match=r"at least 257.*got 256"):
-        BpeTokenizer.train(CORPUS, 256)
+        train_bpe(CORPUS, 256)
 
 
 def test_missing_file_is_named(tmp_path):
@@ -103,8 +109,119 @@ def test_missing_file_is_named(tmp_path):
         load_tokenizer(tmp_path / "absent.json")
 
 
-def drop_byte(description):
-    del description["model"]["vocab"]["Ā"]
+@pytest.mark.parametrize(
+    ("look_alike", "end", "begins_with"),
+    [
+        (tokenizer_tools.gpt2, "<|endoftext|>", []),
+        (tokenizer_tools.llama_3, "<|end_of_text|>", ["<|begin_of_text|>"]),
+        (tokenizer_tools.qwen_3, "<|endoftext|>", []),
+        (tokenizer_tools.mixtral, "</s>", ["<s>"]),
+    ],
+)
+def test_a_models_directory_is_a_tokenizer(tmp_path, look_alike, end, begins_with):
+    tokenizer = load_tokenizer(look_alike(tmp_path / "model"))
+    library = tokenizers.Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    assert tokenizer.end_of_text == library.token_to_id(end)
+    assert tokenizer.vocab_size == library.get_vocab_size()
+    for text in [*tokenizer_tools.TEXTS, "", f"{end}a{end}", "\x00\x7f\u07ff"]:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text and tokenizer.end_of_text not in ids
+        assert tokenizer.decode([*ids, tokenizer.end_of_text]) == text
+    ids = tokenizer.encode_prompt(f"the cat{end}")
+    assert ids[:-1] == [*map(library.token_to_id, begins_with), *tokenizer.encode("the cat")]
+    assert ids[-1] == tokenizer.end_of_text and tokenizer.end_of_text not in tokenizer.encode(end)
+
+
+def test_what_a_tokenizer_changes_is_seen(tmp_path):
+    """NFC joins an accent with its letter, ▁ is a space to Mixtral, and so the text is another one."""
+    qwen = load_tokenizer(tokenizer_tools.qwen_3(tmp_path / "qwen"))
+    assert qwen.decode(qwen.encode("e\u0301")) == "\xe9"
+    assert qwen.decode(qwen.encode("<tool_3>")) == "<tool_3>"  # an added token that is text
+    mixtral = load_tokenizer(tokenizer_tools.mixtral(tmp_path / "mixtral"))
+    assert mixtral.decode(mixtral.encode("a\u2581b")) == "a b"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "look_alike", "size"),
+    [
+        ("llama-3-8b", tokenizer_tools.llama_3, 128_256),
+        ("mixtral-8x7b", tokenizer_tools.mixtral, 32_000),
+        ("qwen3-30b-a3b", tokenizer_tools.qwen_3, 151_669),
+    ],
+)
+def test_recipes_have_room_for_the_tokenizers_of_their_models(tmp_path, name, look_alike, size):
+    directory = look_alike(tmp_path / "model", full_size=True)
+    (tmp_path / "text.txt").write_text("\n".join(tokenizer_tools.TEXTS) * 20)
+    data = build([str(tmp_path / "text.txt")], tmp_path / "data", tokenizer=str(directory))
+    recipe = load_recipe(CONFIGS / f"{name}.toml")
+    assert read_index(data).vocab_size == size <= recipe.model.vocab_size
+    assert read_index(data).splits["train"].num_changed == 0
+    recipe = replace(
+        recipe,
+        data=replace(recipe.data, path=str(data), seq_len=16),
+        train=replace(recipe.train, eval_interval=0),
+    )
+    runtime = SimpleNamespace(local_rank=0, world_size=1)
+    assert open_data(recipe, runtime).tokenizer.end_of_text == load_tokenizer(directory).end_of_text
+    smaller = replace(recipe, model=replace(recipe.model, vocab_size=size - 1))
+    with pytest.raises(ValueError, match=rf"vocabulary of {size} tokens, model.vocab_size is {size - 1}"):
+        open_data(smaller, runtime)
+
+
+def test_who_says_what_ends_a_text(tmp_path, bpe):
+    """The option, then each file beside, then the usual names."""
+    description = json.loads(bpe.to_json())
+    names = ["<eos>", "[A]", "[B]", "[C]", "[D]", "[E]"]
+    first = len(description["model"]["vocab"])
+    added = description["added_tokens"][0]
+    description["added_tokens"] += [
+        {**added, "id": first + i, "content": name} for i, name in enumerate(names)
+    ]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(description))
+    ids = {name: first + i for i, name in enumerate(names)}
+    assert load_tokenizer(path).end_of_text == bpe.end_of_text  # the first of the usual names
+    for wanted, name, said in (
+        ("[B]", "config", {"eos_token_id": [ids["[B]"], 0]}),
+        ("[C]", "generation_config", {"eos_token_id": ids["[C]"]}),
+        ("[D]", "special_tokens_map", {"eos_token": {"content": "[D]"}}),
+        ("[E]", "tokenizer_config", {"eos_token": "[E]"}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps(said))
+        assert load_tokenizer(path).end_of_text == ids[wanted]
+    assert load_tokenizer(tmp_path, end_of_text="[A]").end_of_text == ids["[A]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json: not JSON"),
+        ("tokenizer_config.json", '{"eos_token": "[X]"}', r"tokenizer\.json: no token '\[X\]': name the one"),
+        ("config.json", '{"eos_token_id": 10000000000}', r"tokenizer\.json: no token has the id 10000000000"),
+    ],
+)
+def test_a_broken_file_beside_is_named(tmp_path, bpe, name, content, said):
+    (tmp_path / "tokenizer.json").write_text(bpe.to_json())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load_tokenizer(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_says_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; transformers makes one: AutoTokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_merges_are_not_dropped_at_random(tmp_path, bpe):
+    path = tmp_path / "tokenizer.json"
+    description = json.loads(bpe.to_json())
+    description["model"]["dropout"] = 0.5
+    path.write_text(json.dumps(description))
+    assert np.array_equal(load_tokenizer(path).encode(CORPUS[0]), bpe.encode(CORPUS[0]))
 
 
 def drop_marker(description):
@@ -112,26 +229,21 @@ def drop_marker(description):
     description["model"]["vocab"].pop(END_OF_TEXT)
 
 
-def strange_token(description):
-    description["model"]["vocab"]["日"] = len(description["model"]["vocab"])
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda d: d["model"].update(type="WordPiece"), "WordPiece"),
+        (lambda d: d["model"].update(type="Neural"), "Neural|variant"),
         (lambda d: d.pop("model"), "not a tokenizer"),
-        (drop_marker, "token"),
-        (drop_byte, "token"),
-        (strange_token, "byte-level characters"),
+        (lambda d: d["model"]["vocab"].update(far=4_000_000_000), "ids up to 4000000000"),
+        (drop_marker, "no token is called <|endoftext|>.*--end-of-text TOKEN".replace("|", r"\|")),
     ],
 )
-def test_other_tokenizers_are_refused_by_file_name(bpe, tmp_path, change, named):
+def test_what_is_no_tokenizer_is_refused_by_file_name(bpe, tmp_path, change, named):
     description = json.loads(bpe.to_json())
     change(description)
     path = tmp_path / "strange.json"
     path.write_text(json.dumps(description))
-    with pytest.raises(ValueError, match=rf"strange\.json.*{named}"):
+    with pytest.raises(ValueError, match=rf"strange\.json.*({named})"):
         load_tokenizer(path)
 
 
@@ -165,8 +277,8 @@ def test_a_damaged_tokenizer_file_loads_right_or_raises_value_error(bpe, tmp_pat
         loaded = load_tokenizer(path)
     except ValueError as error:
         assert "damaged.json" in str(error)
-    else:  # still a byte-level BPE: then it must still count bytes right, or notice that it does not
-        assert len(loaded.token_lengths) == loaded.vocab_size
+    else:  # still a tokenizer, then
+        assert 0 <= loaded.end_of_text < loaded.vocab_size
 
 
 def test_entropy_against_known_distributions():
