@@ -151,9 +151,9 @@ def _axis_problems(recipe: Recipe) -> Iterator[Problem]:
     divided = [("num_heads", model.num_heads, "tp", layout.tp)]
     if model.kv_heads != model.num_heads:
         divided.append(("num_kv_heads", model.kv_heads, "tp", layout.tp))
-    if moe is None:
+    if moe is None or model.dense_layers:
         divided.append(("ffn_hidden_size", model.ffn_size, "tp", layout.tp))
-    else:
+    if moe is not None:
         shared = moe.shared_expert_ffn_hidden_size
         divided += [
             ("moe.num_experts", moe.num_experts, "ep", layout.ep),

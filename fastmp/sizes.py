@@ -5,7 +5,8 @@ Standard library only, so that `fastmp plan` answers at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import astuple, dataclass
 
 from fastmp.config import ACTIVATIONS, GPTConfig
 
@@ -43,6 +44,12 @@ class ParameterCounts:
         """The parameters that one token uses."""
         return self.sharded + self.replicated + self.chosen
 
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+    def __mul__(self, number: int) -> ParameterCounts:
+        return ParameterCounts(*(number * count for count in astuple(self)))
+
     def per_rank(self, tp: int = 1, ep: int = 1, etp: int = 1) -> tuple[int, int]:
         """The parameters on a rank, (of experts, all others), where the sizes divide."""
         return self.experts // (ep * etp), self.sharded // tp + self.replicated
@@ -59,13 +66,14 @@ def pad_vocab(vocab_size: int, tp: int, multiple: int = 128) -> int:
 
 
 def layer_parameters(config: GPTConfig) -> ParameterCounts:
-    """Count the parameters of one layer."""
+    """Count the parameters of one layer; with experts, where `config` describes some."""
     h, d, moe = config.hidden_size, config.head_dim, config.moe
     qkv, ffn = (config.num_heads + 2 * config.kv_heads) * d, _dense_ffn(config)
     sharded = _attention(config) + (_blocks(config) + 1) * h * ffn
     replicated = 2 * norm_parameters(config) + 2 * d * config.qk_norm
+    sharded += qkv * config.has_qkv_bias
     if config.linear_bias:  # a bias after the sum over ranks is replicated; experts have none
-        sharded += qkv + _blocks(config) * ffn
+        sharded += _blocks(config) * ffn
         replicated += h + (h if ffn else 0)
     experts = chosen = 0
     if moe is not None:
@@ -92,10 +100,10 @@ def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> Parame
     V = config.vocab_size if vocab_size is None else vocab_size
     words = V * config.hidden_size * (1 if config.tie_embeddings else 2)
     ends = position_parameters(config) + norm_parameters(config)
-    L, layer = config.num_layers, layer_parameters(config)
-    return ParameterCounts(
-        L * layer.sharded + words, L * layer.replicated + ends, L * layer.experts, L * layer.chosen
-    )
+    total = ParameterCounts(words, ends, 0, 0)
+    for kind, number in Counter(config.layers).items():
+        total += layer_parameters(kind) * number
+    return total
 
 
 def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
@@ -118,14 +126,20 @@ def flops_per_token(
     that a token goes to count, and recomputation does not. `vocab_size`: columns of the logits counted, the
     real vocabulary by default.
     """
-    S, L, h = config.max_seq_len if seq_len is None else seq_len, config.num_layers, config.hidden_size
+    S = config.max_seq_len if seq_len is None else seq_len
     V = config.vocab_size if vocab_size is None else vocab_size
-    matrices, attention = layer_flops_per_token(config, S, causal=causal)
-    return 3 * (L * (matrices + attention) + 2 * h * V)
+    layers = sum(
+        number * sum(layer_flops_per_token(kind, S, causal=causal))
+        for kind, number in Counter(config.layers).items()
+    )
+    return 3 * (layers + 2 * config.hidden_size * V)
 
 
 def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = False) -> tuple[float, float]:
-    """The forward FLOPs of one layer on one token: (of the weights, of attention's scores and values)."""
+    """The forward FLOPs of one layer on one token: (of the weights, of attention's scores and values).
+
+    A layer with experts, where `config` describes some; `config.layers` has the configuration of each.
+    """
     matrices = _attention(config) + (_blocks(config) + 1) * config.hidden_size * _dense_ffn(config)
     if config.moe is not None:
         matrices += _router(config) + _experts(config, config.moe.top_k)

@@ -40,6 +40,7 @@ from fastmp.train.optimizer import make_grads
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
 MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=8, aux_loss=0.1))
 SHARED = replace(MOE, moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8))
+MIXED = replace(SHARED, dense_layers=(0, 2), qkv_bias=False)
 GATHERED = replace(MOE, moe=replace(MOE.moe, dispatcher="allgather", capacity_factor=1.0))
 FRONT = ["attention", "router", "preprocess"]
 FULL = ["full"]
@@ -96,6 +97,10 @@ CASES = {
     "pp, zero bubble": (recipe(DENSE, microbatches=4, pp=2, schedule="zero_bubble"), 1, None),
     "pp, uneven": (recipe(DENSE, microbatches=3, pp=2, stage_layers=(3, 1)), 1, ["mlp"]),
     "full, experts": (recipe(MOE), 1, FULL),
+    "some dense": (recipe(MIXED), 1, None),
+    "some dense, front": (recipe(MIXED, dp=2, ep=2), 2, FRONT),
+    "pp, some dense": (recipe(MIXED, microbatches=3, pp=2, stage_layers=(1, 3)), 1, ["attn", "mlp"]),
+    "full, pp, some dense": (recipe(MIXED, microbatches=3, pp=2, stage_layers=(1, 3)), 1, FULL),
     "full, tp, sp": (recipe(DENSE, tp=2, sequence_parallel=True), 1, FULL),
     "full, cp": (recipe(DENSE, cp=2), 1, FULL),
     "full, pp, vpp": (recipe(MOE, microbatches=4, pp=2, vpp=2), 1, FULL),
@@ -136,10 +141,10 @@ def runs_of(made, size, rank, scope):
     shapes, layers = shapes_of(made, size), stage_layers(made)
     found, run_size = [], made.optimizer.bucket_size if size > 1 else None
     for stage in range(rank, len(layers), made.parallel.pp):
+        own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         if scope == ["full"]:
-            found += whole_runs(shapes, stage, len(layers), layers[stage])
+            found += whole_runs(shapes, stage, len(layers), own)
         else:
-            own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
             found.append(runs(shapes, own, scope, run_size))
     return found
 
@@ -154,7 +159,7 @@ QUICK = {
         "pp, vpp",
         "pp, zero bubble",
     ),
-    *("pp, uneven", "full, pp, cp, zero bubble"),
+    *("pp, uneven", "full, pp, cp, zero bubble", "some dense, front"),
 }
 
 

@@ -80,7 +80,7 @@ class SelfAttention(GroupModule):
         self.qkv = ColumnParallelLinear(
             config.hidden_size,
             qkv_size,
-            bias=config.linear_bias,
+            bias=config.has_qkv_bias,
             gather_output=False,
             fused_rows=(self.queries_per_kv * self.head_dim, self.head_dim, self.head_dim),
             init_method=normal(config),

@@ -11,6 +11,7 @@ activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence paralleli
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -43,9 +44,9 @@ class ExpertLosses(NamedTuple):
     tokens: (B, S), cross-entropy of every token, equal on all TP ranks.
     aux: 0-dim, the auxiliary losses of these tokens, summed over layers and tokens: to be added to the sum of
         the others before backward. Equal on all TP ranks; zero in evaluation mode.
-    counts: (L, E) int32, tokens of this rank that chose each expert of each layer; TP and CP ranks have
-        different tokens. Added over microbatches and `groups.tp_cp_dp`, row l is for `update_expert_bias` of
-        layer l.
+    counts: (L, E) int32, tokens of this rank that chose each expert of each of the L layers with experts; TP
+        and CP ranks have different tokens. Added over microbatches and `groups.tp_cp_dp`, row l is for
+        `update_expert_bias` of the l-th of these layers.
     """
 
     tokens: torch.Tensor
@@ -123,7 +124,8 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout, on)
         self.layers = LayerChain(call=self._recomputed if recompute else None)
         for i in range(config.num_layers):
-            layer = own(i in own_layers, lambda: TransformerLayer(config, on, rotary=self.rotary))
+            make = partial(TransformerLayer, config.layers[i], on, rotary=self.rotary)
+            layer = own(i in own_layers, make)
             if layer is not None:  # under its number in the whole model
                 self.layers.add_module(str(i), layer)
         self.final_norm = make_norm(config, on) if last else None

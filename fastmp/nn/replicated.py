@@ -7,6 +7,8 @@ Marks on the parameters say so; conversions and copies keep the marks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from torch.distributed import ProcessGroup
 from fastmp.config import GPTConfig
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
+from fastmp.nn.rope import attention_factor, scaled_frequencies
 from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
 from fastmp.parallel.attributes import ParallelAttributes
 from fastmp.parallel.collectives import group_size
@@ -109,7 +112,7 @@ class RotaryPositions(GroupModule):
     """Tables of cos and sin for positions 0 to max_seq_len - 1, (max_seq_len, D / 2), for `ops.rope_qk`.
 
     forward(S) gives the rows of this rank's S tokens, (S, D / 2): the first S, or over CP ranks its slices of
-    the first S * CP.
+    the first S * CP. `config.rope_scaling` changes the angles, and multiplies both tables by a factor.
 
     The tables are float32, or float64 in a float64 model, whatever the model is cast to: a cast or a move
     makes new ones. They are not part of a checkpoint, and one module serves all layers.
@@ -122,6 +125,7 @@ class RotaryPositions(GroupModule):
         super().__init__()
         self.cp_group = on.groups.cp
         self.length, self.dim, self.base = config.max_seq_len, config.head_dim, config.rope_base
+        self.scaling = config.rope_scaling
         for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, **on.tensor_options))):
             self.register_buffer(name, table, persistent=False)
 
@@ -134,7 +138,14 @@ class RotaryPositions(GroupModule):
 
     def _tables(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(like.dtype, torch.float32)
-        return rope_cos_sin(self.length, self.dim, base=self.base, dtype=dtype, device=like.device)
+        size = self.length, self.dim
+        options: dict[str, Any] = {"base": self.base, "dtype": dtype, "device": like.device}
+        if self.scaling is None:
+            return rope_cos_sin(*size, **options)
+        scaled = partial(scaled_frequencies, self.scaling, base=self.base)
+        cos, sin = rope_cos_sin(*size, scaled=scaled, **options)
+        factor = attention_factor(self.scaling)
+        return cos * factor, sin * factor
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RotaryPositions:
         moved = fn(self.cos[:0])

@@ -29,8 +29,8 @@ class GPTStage(GPT):
     """One stage of a GPT, for `fastmp.parallel.Pipeline`, made by `gpt_stages`.
 
     forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states. With
-    experts it gives a `StageOutput` with the auxiliary losses of this stage's layers and, as stats, their
-    counts (layers of the stage, experts), see `ExpertLosses`. `token_losses` of the last stage ends the
+    experts in its layers it gives a `StageOutput` with their auxiliary losses and, as stats, their counts
+    (layers of the stage with experts, experts), see `ExpertLosses`. `token_losses` of the last stage ends the
     pipeline.
     """
 

@@ -13,7 +13,7 @@ where it lies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -467,6 +467,7 @@ def rope_cos_sin(
     dim: int,
     *,
     base: float = 10000.0,
+    scaled: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -476,13 +477,13 @@ def rope_cos_sin(
         positions: the number of tokens S, for positions 0 to S - 1, or positions of any shape.
         dim: R, how many elements of each head turn; even.
         base: 10000 in RoFormer, 500000 in Llama 3.
+        scaled: maps the angles of position 1, (dim / 2,) in float64, to others (see `fastmp.nn.rope`).
         dtype: float32, or float64 for float64 activations. Angles are computed in float64: those of float32
             are off by 0.01 at position 100,000.
         device: of the result; default that of `positions`.
 
     Returns:
-        cos and sin, each (*positions.shape, dim / 2), S counting as shape (S,). Scaled frequencies (Llama 3,
-        YaRN) are yours to compute: `rope` takes any angles.
+        cos and sin, each (*positions.shape, dim / 2), S counting as shape (S,).
 
     Raises:
         ValueError: dim is odd or negative, or base is not positive.
@@ -495,5 +496,6 @@ def rope_cos_sin(
         positions = torch.arange(positions, device=device)
     positions = positions.to(device=device, dtype=torch.float64)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / max(dim, 1)
-    angles = positions[..., None] * base**-exponents
+    frequencies = base**-exponents
+    angles = positions[..., None] * (frequencies if scaled is None else scaled(frequencies))
     return angles.cos().to(dtype), angles.sin().to(dtype)

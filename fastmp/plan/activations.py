@@ -19,7 +19,8 @@ LOSS_WORKSPACE = 1 << 30  # bytes of logits that a GPU makes at a time
 def layer_parts(shapes: Shapes) -> dict[str, int]:
     """Return what one layer keeps: its attention and its MLP or experts, each with the norm before it.
 
-    The first norm keeps the input of the layer.
+    It has experts where the model of `shapes` describes some: see `Shapes.of_layer`. The first norm keeps
+    the input of the layer.
     """
     return {"attention": attention(shapes), "mlp" if shapes.model.moe is None else "moe": mlp(shapes)}
 

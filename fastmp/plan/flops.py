@@ -7,7 +7,7 @@ the vocabulary. Attention counts the keys that a token sees. All experts get equ
 
 from __future__ import annotations
 
-from fastmp.config import Recipe
+from fastmp.config import GPTConfig, Recipe
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes
 from fastmp.sizes import layer_flops_per_token
@@ -18,10 +18,8 @@ _ATTENTION_BACKWARD = 2.5  # backward over forward: five products for two
 def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> list[float]:
     """Return the FLOPs of one step for each pipeline rank; `causal` as in `flops_per_token`."""
     model, grid, layers = recipe.model, shapes.grid, stage_layers(recipe)
-    matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
-    layer = 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention
-    if recipe.parallel.recompute:
-        layer += matrices + attention - _not_repeated(recipe)
+    of_kinds = {kind: _layer(kind, recipe, causal) for kind in set(model.layers)}
+    of_layers = [of_kinds[kind] for kind in model.layers]
     output = 3 * 2.0 * model.hidden_size * shapes.vocab * grid.tp
     tokens = (
         recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
@@ -30,16 +28,24 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
     for rank in range(grid.pp):
         own = range(rank, len(layers), grid.pp)
         logits = output if len(layers) - 1 in own else 0.0
-        found.append(tokens * (sum(layers[stage] for stage in own) * layer + logits))
+        starts = [sum(layers[:stage]) for stage in own]
+        in_layers = sum(sum(of_layers[at : at + layers[stage]]) for at, stage in zip(starts, own))
+        found.append(tokens * (in_layers + logits))
     return found
 
 
-def _not_repeated(recipe: Recipe) -> float:
+def _layer(model: GPTConfig, recipe: Recipe, causal: bool) -> float:
+    """Return the FLOPs of a token in a layer of this kind, forward and backward."""
+    matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
+    again = matrices + attention - _not_repeated(model) if recipe.parallel.recompute else 0.0
+    return 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention + again
+
+
+def _not_repeated(model: GPTConfig) -> float:
     """Return the FLOPs of a token in the last product of an MLP, where recomputation leaves it out.
 
     Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product.
     """
-    model = recipe.model
     if model.moe is not None or model.dropout:
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_size

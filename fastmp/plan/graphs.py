@@ -22,7 +22,7 @@ from fastmp.parallel.schedule import (
 )
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
-from fastmp.plan.segments import runs, segments, whole_runs
+from fastmp.plan.segments import all_segments, runs, segments, whole_runs
 from fastmp.plan.shapes import shapes_of
 
 
@@ -55,8 +55,8 @@ def main(arguments: list[str]) -> int:
 def _plot(facts: dict[str, Any], out: str) -> None:
     from fastmp.plan.graphs_plot import draw
 
-    segments = {name: name in facts["captured"] for name in facts["segments"]}
-    draw(segments, range(2), out, title=f"{facts['name']}: two layers of a microbatch")
+    of_layer = {name: name in facts["captured"] for name in facts["layer"]}
+    draw(of_layer, range(2), out, title=f"{facts['name']}: two layers of a microbatch")
 
 
 def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
@@ -71,14 +71,14 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
     run_size = recipe.optimizer.bucket_size if reduces else None
     of_stages = [
-        whole_runs(shapes, stage, len(stages), len(own)) if whole else [runs(shapes, own, scope, run_size)]
+        whole_runs(shapes, stage, len(stages), own) if whole else [runs(shapes, own, scope, run_size)]
         for stage, own in enumerate(stages)
     ]
     ranks = [
         _rank_facts(recipe, shapes.num_microbatches, rank, [*chain(*of_stages[rank :: layout.pp])])
         for rank in range(layout.pp)
     ]
-    able = {segment.name: segment.capturable for segment in segments(shapes)}
+    able = all_segments(shapes)
     captured = captured_segments(scope, able)
     return {
         "name": recipe.train.name,
@@ -86,6 +86,7 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "schedule": layout.schedule,
         "microbatches": shapes.num_microbatches,
         "segments": list(able),
+        "layer": [segment.name for segment in segments(shapes)],
         "captured": ["embedding"] * whole + [name for name in able if name in captured] + ["loss"] * whole,
         "eager": [name for name, can in able.items() if not can],
         "beside": [name for name, can in able.items() if can and scope is None and name not in captured],

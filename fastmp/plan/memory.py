@@ -10,7 +10,7 @@ activations and other short-lived tensors, communication buffers and what alloca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastmp.config import Recipe
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
@@ -26,8 +26,8 @@ class Memory:
     """Bytes that one rank holds, and how many parameters it has.
 
     `activations` are kept without recomputation. `recomputed` are kept with it, together with those of the
-    layer that is being run again. `total` has what the recipe asks for. `loss` is held while the loss is
-    computed.
+    largest layer, while it is run again. `total` has what the recipe asks for. `loss` is held while the loss
+    is computed.
     """
 
     expert_parameters: int
@@ -72,19 +72,28 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
         buffer.layout.size // buffer.layout.num_ranks * state_bytes(recipe, shapes, buffer.whole)
         for buffer in buffers
     )
-    whole_layer = sum(activations.layer_parts(shapes).values())
+    kept_by = {
+        kind: sum(activations.layer_parts(replace(shapes, model=kind)).values())
+        for kind in set(recipe.model.layers)
+    }
+    first = [sum(layers[:stage]) for stage in own]
+    whole_layers = [
+        [kept_by[kind] for kind in recipe.model.layers[start : start + layers[stage]]]
+        for stage, start in zip(own, first)
+    ]
     layer_input = activations.layer_input(shapes, layout.shard_recompute_input)
     ends = [
         (activations.embedding(shapes) if stage == 0 else 0)
         + (activations.loss(shapes) if stage == last else 0)
         for stage in own
     ]
-    whole = [layers[stage] * whole_layer + end for stage, end in zip(own, ends)]
+    whole = [sum(of_layers) + end for of_layers, end in zip(whole_layers, ends)]
     inputs = [layers[stage] * layer_input + end for stage, end in zip(own, ends)]
     kept = _peak(order, whole, whole)
     recomputed = _peak(order, inputs, whole)
-    if any(layers[stage] for stage in own):
-        recomputed += whole_layer - (0 if layout.shard_recompute_input else layer_input)
+    if any(whole_layers):
+        largest = max(max(of_layers, default=0) for of_layers in whole_layers)
+        recomputed += largest - (0 if layout.shard_recompute_input else layer_input)
     loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
     total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss
     return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, total)

@@ -30,7 +30,9 @@ def rank_parameters(recipe: Recipe, shapes: Shapes, rank: int) -> dict[str, Para
         before = sum(layers[:stage])
         found |= _stage(shapes, range(before, before + layers[stage]), stage == 0, stage == len(layers) - 1)
     if recipe.optimizer.name == "muon":
-        costs = _update_costs(shapes)
+        costs: dict[str, int] = {}
+        for kind in set(shapes.model.layers):
+            costs |= _update_costs(replace(shapes, model=kind))
         for name, facts in found.items():
             found[name] = replace(facts, cost=costs.get(name.partition(".")[2].partition(".")[2], 0))
     return found
@@ -48,9 +50,9 @@ def rank_buffers(recipe: Recipe, shapes: Shapes, rank: int) -> tuple[Buffer, ...
     )
 
 
-def layer_size(shapes: Shapes) -> int:
+def layer_size(shapes: Shapes, layer: int) -> int:
     """Return how many parameters a rank has of a layer."""
-    return sum(facts.size for facts in _stage(shapes, [0], first=False, last=False).values())
+    return sum(facts.size for facts in _stage(shapes, [layer], first=False, last=False).values())
 
 
 def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> dict[str, ParameterFacts]:
@@ -69,7 +71,7 @@ def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> di
     if first and model.position == "learned":
         found["position_embedding.weight"] = facts(model.max_seq_len * model.hidden_size, split)
     for layer in layers:
-        for name, (size, partial) in _layer(shapes):
+        for name, (size, partial) in _layer(shapes.of_layer(layer)):
             experts = name.startswith("moe.experts.")
             of = ParameterFacts(size, dtype, experts=True) if experts else facts(size, partial)
             found[f"layers.{layer}.{name}"] = of
@@ -86,7 +88,7 @@ def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:
     h, d, moe = model.hidden_size, model.head_dim, model.moe
     heads = shapes.heads * d
     yield from _norm(shapes, "attention_norm", h)
-    yield from _linear(shapes, "attention.qkv", h, heads + 2 * shapes.kv_heads * d)
+    yield from _linear(shapes, "attention.qkv", h, heads + 2 * shapes.kv_heads * d, bias=model.has_qkv_bias)
     yield from _linear(shapes, "attention.proj", heads, h, row=True)
     if model.qk_norm:
         yield from (("attention.q_norm.weight", (d, True)), ("attention.k_norm.weight", (d, True)))
@@ -119,10 +121,10 @@ def _update_costs(shapes: Shapes) -> dict[str, int]:
 
 
 def _linear(
-    shapes: Shapes, name: str, inputs: int, outputs: int, row: bool = False
+    shapes: Shapes, name: str, inputs: int, outputs: int, row: bool = False, bias: bool | None = None
 ) -> Iterator[tuple[str, tuple[int, bool]]]:
     yield f"{name}.weight", (inputs * outputs, False)
-    if shapes.model.linear_bias:
+    if shapes.model.linear_bias if bias is None else bias:
         yield f"{name}.bias", (outputs, row and shapes.sequence_parallel)
 
 

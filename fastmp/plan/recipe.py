@@ -104,6 +104,7 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "recompute": layout.recompute,
         "schedule": layout.schedule,
         "chunks": layout.vpp,
+        "dense_layers": len(model.dense_layers),
         "bubble": run.bubble,
         "layer": {
             "activations": activations.layer_parts(shapes),
@@ -185,8 +186,9 @@ def _describe_memory(facts: dict[str, Any]) -> Iterator[str]:
         )
     yield from table(header, rows)
     parts = facts["layer"]["activations"]
+    with_experts = " with experts" if facts["dense_layers"] else ""
     yield (
-        "a layer keeps of a microbatch "
+        f"a layer{with_experts} keeps of a microbatch "
         + ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in parts.items())
         + f"; recomputed, {facts['layer']['input'] / 2**20:.1f} MiB"
     )

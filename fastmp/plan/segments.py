@@ -7,6 +7,7 @@ tensor-parallel group have unequal parts of a sequence, it is the first one's.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class Segment(NamedTuple):
 
 
 def segments(shapes: Shapes) -> list[Segment]:
-    """The segments of one layer."""
+    """The segments of one layer; it has experts where the model of `shapes` does."""
     parts = _Parts(shapes)
     found = [Segment("attention", True, parts.new_hidden)]
     if shapes.model.moe is None:
@@ -55,6 +56,13 @@ def segments(shapes: Shapes) -> list[Segment]:
     return found
 
 
+def all_segments(shapes: Shapes, layers: range | None = None) -> dict[str, bool]:
+    """{segment of a layer: whether it can be captured}, of all layers or of `layers`."""
+    own = shapes.model.layers if layers is None else shapes.model.layers[layers.start : layers.stop]
+    kinds = [segments(replace(shapes, model=kind)) for kind in dict.fromkeys(own)]
+    return {segment.name: segment.capturable for kind in kinds for segment in kind}
+
+
 def runs(
     shapes: Shapes, layers: range, scope: Sequence[str] | None = None, run_size: int | None = None
 ) -> list[RunSpec]:
@@ -62,12 +70,12 @@ def runs(
 
     ValueError as `captured_segments`.
     """
-    own = segments(shapes)
-    chosen = captured_segments(scope, {segment.name: segment.capturable for segment in own})
-    links = [(layer, segment) for layer in layers for segment in own]
+    chosen = captured_segments(scope, all_segments(shapes, layers))
+    own = {layer: segments(shapes.of_layer(layer)) for layer in layers}
+    links = [(layer, segment) for layer in layers for segment in own[layer]]
     found: list[RunSpec] = []
     tensors: Tensors = (_Parts(shapes).hidden(),)
-    groups = layer_groups([layer_size(shapes)] * len(layers), run_size)
+    groups = layer_groups([layer_size(shapes, layer) for layer in layers], run_size)
     group_of = dict(zip(layers, groups, strict=True))
 
     def kind_of(link: tuple[int, Segment]) -> tuple[bool, int]:
@@ -77,9 +85,9 @@ def runs(
     for (captured, _), part in groupby(links, kind_of):
         given, run = tensors, list(part)
         others: Tensors = ()
-        for _, segment in run:
+        for layer, segment in run:
             tensors = segment.run(*tensors)
-            if segment is own[-1]:
+            if segment is own[layer][-1]:
                 tensors, others = tensors[:1], others + tensors[1:]
         made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
         if captured:
@@ -94,21 +102,21 @@ def runs(
     return found
 
 
-def whole_runs(shapes: Shapes, stage: int, num_stages: int, num_layers: int) -> list[list[RunSpec]]:
-    """Under scope "full" the runs of a stage with so many layers, and of the loss function if it is the last.
+def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> list[list[RunSpec]]:
+    """Under scope "full" the runs of a stage with these layers, and of the loss function if it is the last.
 
     ValueError as `captured_segments`.
     """
-    captured_segments(("full",), {segment.name: segment.capturable for segment in segments(shapes)})
-    parts, moe = _Parts(shapes), shapes.model.moe
+    captured_segments(("full",), all_segments(shapes))
+    parts, experts = _Parts(shapes), any(shapes.model.layers[layer].moe is not None for layer in layers)
     batch = (shapes.tokens // shapes.length, shapes.length * shapes.grid.cp)
     ids, hidden = TensorSpec(batch, "int64"), parts.hidden().spec
-    aux = (TensorSpec((), "float32"),) if moe is not None and num_layers and parts.balanced else ()
+    aux = (TensorSpec((), "float32"),) if experts and parts.balanced else ()
     if num_stages == 1:
         return [[RunSpec("0.microbatch", (ids, ids), (TensorSpec((), "float32"), *aux))]]
     own = ids._replace(shape=(batch[0], shapes.length))
     found = [[RunSpec("0.stage", (hidden if stage else own,), (hidden, *aux))]]
-    if stage and not num_layers:
+    if stage and not layers:
         found = [[]]  # it returns what it gets
     if stage == num_stages - 1:
         found.append([RunSpec("0.loss", (hidden, ids, ids), (TensorSpec((), "float64"),))])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
 from fastmp.layout import make_grid
@@ -28,6 +28,10 @@ class Shapes:
     tokens: int
     rows: int
     routed: int
+
+    def of_layer(self, layer: int) -> Shapes:
+        """Return the same for one layer: its model describes no experts where the layer is dense."""
+        return replace(self, model=self.model.layers[layer])
 
     @property
     def hidden(self) -> int:

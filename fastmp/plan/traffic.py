@@ -9,7 +9,7 @@ and evaluation are not counted. All experts get equally many tokens.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fastmp.config import Recipe
 from fastmp.plan.memory import grad_bytes
@@ -51,7 +51,7 @@ def _ring(total: float, ranks: int) -> int:
 
 
 def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
-    """Return what one layer sends for one microbatch."""
+    """Return what one layer sends for one microbatch; it has experts where the model of `shapes` does."""
     found, model, grid = Traffic(), shapes.model, shapes.grid
     if shard_recompute_input:
         found.repeated["tp"] += _ring(_whole(shapes), grid.tp)
@@ -138,14 +138,19 @@ def step(recipe: Recipe, shapes: Shapes) -> list[dict[str, int]]:
     "edp" (gradients of parameters), and "embedding" (the gradient of a tied table).
     """
     layers, layout, grid = stage_layers(recipe), recipe.parallel, shapes.grid
-    a_layer = layer(shapes, shard_recompute_input=layout.shard_recompute_input).sent(layout.recompute)
+    of_kinds = {
+        kind: layer(replace(shapes, model=kind), shard_recompute_input=layout.shard_recompute_input)
+        for kind in set(recipe.model.layers)
+    }
+    of_layers = [of_kinds[kind].sent(layout.recompute) for kind in recipe.model.layers]
     found = []
     for rank in range(grid.pp):
         own = range(rank, len(layers), grid.pp)
         a_microbatch: Counter[str] = Counter()
         for stage in own:
-            for group, sent in a_layer.items():
-                a_microbatch[group] += layers[stage] * sent
+            start = sum(layers[:stage])
+            for sent in of_layers[start : start + layers[stage]]:
+                a_microbatch.update(sent)
             if stage == 0:
                 a_microbatch += embedding(shapes).sent(False)
             if stage == len(layers) - 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, placed
 from torch import Tensor
 
-from fastmp.config import GPTConfig
+from fastmp.config import GPTConfig, RopeScaling
 from fastmp.nn import gpt_stages, sum_tied_gradients
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.context import cut_sequence
@@ -25,6 +25,12 @@ from fastmp.parallel.schedule import Schedule
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 GPT2, LLAMA, MIXTRAL = (replace(config, num_layers=4) for config in (SMALL, QWEN, EXPERTS))
 TIED = replace(MIXTRAL, tie_embeddings=True)
+SOME_DENSE = replace(
+    MIXTRAL,
+    dense_layers=(0, 2),
+    qkv_bias=True,
+    rope_scaling=RopeScaling("yarn", factor=4.0, original_max_seq_len=64),
+)
 BATCH, SEQUENCE = 8, 16  # of a microbatch, over all ranks
 EVALUATED = 3  # microbatches
 
@@ -156,7 +162,8 @@ def check_experts(groups: ParallelGroups, stages, result: PipelineResult, whole:
     over = groups.dp_cp, groups.pp
     torch.testing.assert_close(total(mine, *over), whole.aux, **CLOSE)
     for chunk, stage in enumerate(stages):
-        layers = stage.part.layers
-        for microbatch, counts in enumerate(whole.counts if len(layers) else ()):
+        with_experts = [layer for layer in range(stage.config.num_layers) if stage.config.layers[layer].moe]
+        rows = [row for row, layer in enumerate(with_experts) if layer in stage.part.layers]
+        for microbatch, counts in enumerate(whole.counts if rows else ()):
             own = total(result.stats[microbatch, chunk], groups.tp_cp_dp)
-            assert torch.equal(own, counts[layers.start : layers.stop])
+            assert torch.equal(own, counts[rows])

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
+from math import prod
 from typing import Any
 
 import pytest
-from stage_tools import BATCH, GPT2, LLAMA, MIXTRAL, TIED, compare, run_whole
+from marks import full
+from stage_tools import BATCH, GPT2, LLAMA, MIXTRAL, SOME_DENSE, TIED, compare, run_whole
 
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -149,6 +151,27 @@ def first_part(kind: str, world: int, rest: bool = False) -> list[Layout]:
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layout_has_the_numbers_of_one_rank(kind, world):
     run_layouts(kind, world, first_part(kind, world))
+
+
+SOME_DENSE_LAYOUTS = [  # sizes of the grid, and how it is run
+    ({"tp": 2}, {}),
+    ({"tp": 2, "cp": 2, "ep": 4, "etp": 1}, {"sequence_parallel": True, "recompute": True}),
+    ({"pp": 2, "dp": 2, "ep": 2}, {"layers": (1, 3)}),
+    ({"pp": 2, "tp": 2, "ep": 2, "etp": 1}, {"vpp": 2, "schedule": "zero_bubble", "number": 4}),
+]
+
+
+def some_dense_case(rank: int, world: int, sizes: Layout, options: Layout) -> None:
+    groups = ParallelGroups.create(RankGrid(world_size=world, **sizes))
+    compare(SOME_DENSE, groups, **{"vpp": 1, "number": 2} | options)
+
+
+@pytest.mark.parametrize(("sizes", "options"), [*full(SOME_DENSE_LAYOUTS)])
+def test_some_layers_are_dense_others_have_experts(sizes, options):
+    run_whole(SOME_DENSE, options.get("number", 2))
+    world = prod(sizes.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+    sizes = {axis: size for axis, size in sizes.items() if axis != "dp"}
+    run_ranks(some_dense_case, world, sizes, options)
 
 
 @pytest.mark.exhaustive

@@ -52,18 +52,17 @@ def test_mlp_is_the_plain_formula_and_leaves_its_bias_to_the_caller(activation):
     assert bias is mlp.down.bias
 
 
-def test_an_activation_added_to_the_table_is_known_everywhere(monkeypatch):
+def test_an_activation_of_the_table_is_known_everywhere():
     """MLP, experts, parameter counts and plans read one table."""
-    monkeypatch.setitem(ACTIVATIONS, "exact geglu", Activation("gelu", blocks=2))
     x_SBH = inputs()
-    dense = replace(SMALL, activation="exact geglu")
+    dense = replace(SMALL, activation="geglu_erf")
     mlp = MLP(dense, Placement(dtype=torch.float64))
-    torch.testing.assert_close(mlp(x_SBH)[0], plain(mlp, x_SBH, "exact geglu"), **CLOSE)
+    torch.testing.assert_close(mlp(x_SBH)[0], plain(mlp, x_SBH, "geglu_erf"), **CLOSE)
     sparse = replace(dense, moe=MoEConfig(num_experts=2, top_k=1, expert_ffn_hidden_size=16))
     experts = GroupedExperts(sparse, Placement(dtype=torch.float64))
     rows_MH = x_SBH.flatten(0, 1)
     output_MH = experts(rows_MH, torch.tensor([0, len(rows_MH)], dtype=torch.int32))
-    hidden_MF = PLAIN_ACTIVATIONS["exact geglu"](rows_MH @ experts.fc1[1].T)
+    hidden_MF = PLAIN_ACTIVATIONS["geglu_erf"](rows_MH @ experts.fc1[1].T)
     torch.testing.assert_close(output_MH, hidden_MF @ experts.fc2[1].T, **CLOSE)
     for config in (dense, sparse):
         model = GPT(config)
@@ -80,7 +79,7 @@ def test_an_activation_without_an_op_is_refused(monkeypatch):
         GroupedExperts(config)
     monkeypatch.undo()
     with pytest.raises(
-        ValueError, match="activation must be one of gelu, gelu_tanh, swiglu, geglu, got 'relu'"
+        ValueError, match="activation must be one of gelu, gelu_tanh, swiglu, geglu, geglu_erf, got 'relu'"
     ):
         replace(SMALL, activation="relu")
 

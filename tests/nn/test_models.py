@@ -13,7 +13,7 @@ from nn_tools import EXPERTS, QWEN, SEED, SMALL, Calls, make_gpt, part_of, text,
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastmp.config import GPTConfig, MoEConfig
+from fastmp.config import GPTConfig, MoEConfig, RopeScaling
 from fastmp.nn import GPT, Placement, flops_per_token, num_parameters, pad_vocab
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -99,7 +99,10 @@ def test_ranks_share_the_parameters_of_the_formula():
     assert sum(run_ranks(case, 2)) == num_parameters(SMALL, pad_vocab(131, 2))
 
 
-@pytest.mark.parametrize("config", (SMALL, EXPERTS), ids=("gpt", "experts"))
+SOME_DENSE = replace(EXPERTS, dense_layers=(0,), qkv_bias=True)
+
+
+@pytest.mark.parametrize("config", (SMALL, EXPERTS, SOME_DENSE), ids=("gpt", "experts", "some dense"))
 @pytest.mark.parametrize("ep, etp", ((2, 1), (1, 2)))
 def test_the_formula_counts_what_a_rank_holds(config, ep, etp):
     def case(rank, world):
@@ -121,7 +124,9 @@ def test_the_model_of_a_recipe_can_be_made(path):
     assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 
 
-@pytest.mark.parametrize("base", (SMALL, QWEN, EXPERTS), ids=("gpt", "qwen", "experts"))
+@pytest.mark.parametrize(
+    "base", (SMALL, QWEN, EXPERTS, SOME_DENSE), ids=("gpt", "qwen", "experts", "some dense")
+)
 @pytest.mark.parametrize(
     "kv_heads, ffn, seq_len", ((4, 96, 20), pytest.param(None, None, 16, marks=pytest.mark.full))
 )
@@ -353,6 +358,13 @@ def test_sizes_that_tp_does_not_divide_are_refused():
         ({"head_size": 0}, "head_size must be positive, got 0"),
         ({"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
         ({"norm": "rms"}, "norm must be one of layernorm, rmsnorm, got 'rms'"),
+        ({"dense_layers": (0,)}, "dense_layers are those without experts of a model with experts, but moe"),
+        ({"moe": EXPERTS.moe, "dense_layers": (2,)}, "dense_layers must be numbers from 0 to 1 in ascending"),
+        (
+            {"moe": EXPERTS.moe, "dense_layers": (0, 1)},
+            "dense_layers must leave a layer with experts, got",
+        ),
+        ({"rope_scaling": RopeScaling()}, "rope_scaling needs position \"rope\", got 'learned'"),
         ({"position": "rope", "head_size": 5}, 'position "rope" needs heads of even size, got 5'),
     ),
 )

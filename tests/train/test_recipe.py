@@ -16,6 +16,7 @@ from fastmp.config import (
     OptimizerConfig,
     ParallelConfig,
     Recipe,
+    RopeScaling,
     TrainConfig,
 )
 from fastmp.train.recipe import load_recipe, parse_arguments, read_recipe
@@ -245,11 +246,17 @@ def test_help_says_what_every_field_is_with_its_choices_and_default(capsys):
         parse_arguments(["--help"])
     assert leaving.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    tables = {"model": GPTConfig, "model.moe": MoEConfig, "parallel": ParallelConfig, "data": DataConfig}
+    tables = {
+        "model": GPTConfig,
+        "model.moe": MoEConfig,
+        "model.rope_scaling": RopeScaling,
+        "parallel": ParallelConfig,
+        "data": DataConfig,
+    }
     tables |= {"optimizer": OptimizerConfig, "train": TrainConfig, "graphs": GraphConfig}
     for table, cls in tables.items():
         for field in fields(cls):
-            if field.name == "moe":
+            if f"{table}.{field.name}" in tables:
                 continue
             assert f" --{table}.{field.name} ".replace("_", "-") in shown.replace(",", " ")
             assert field.metadata["help"] in shown

@@ -136,7 +136,8 @@ class SharedExperts(ParallelModule):
         super().__init__(on.groups.tp)
         self.sequence_parallel = on.sequence_parallel
         moe = moe_config("SharedExperts", config)
-        self.mlp = MLP(replace(config, ffn_hidden_size=moe.shared_expert_ffn_hidden_size, moe=None), on)
+        size = moe.shared_expert_ffn_hidden_size
+        self.mlp = MLP(replace(config, ffn_hidden_size=size, moe=None, dense_layers=()), on)
         self.gate: nn.Parameter | None = None
         if moe.shared_expert_gate:
             self.gate = nn.Parameter(torch.empty(1, config.hidden_size, **on.tensor_options))

@@ -1,0 +1,48 @@
+"""Frequencies of rotary positions as `RopeScaling` describes them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastmp.config import RopeScaling
+
+__all__ = ["attention_factor", "scaled_frequencies"]
+
+
+def scaled_frequencies(scaling: RopeScaling, frequencies: Tensor, *, base: float) -> Tensor:
+    """The frequencies (D / 2,) in place of `frequencies`, base^(-2i / D) in float64: radians a token."""
+    slow = frequencies / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    if scaling.kind == "llama3":
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        return torch.lerp(slow, frequencies, ((turns - low) / (high - low)).clamp(0.0, 1.0))
+    first, last = _range(scaling, 2 * frequencies.numel(), base)
+    numbers = torch.arange(frequencies.numel(), dtype=frequencies.dtype, device=frequencies.device)
+    return torch.lerp(frequencies, slow, ((numbers - first) / (last - first)).clamp(0.0, 1.0))
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """What the tables of cos and sin, and so both queries and keys, are multiplied by."""
+    if scaling.kind != "yarn":
+        return 1.0
+    given = scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0 if given is None else given
+
+
+def _range(scaling: RopeScaling, dim: int, base: float) -> tuple[float, float]:
+    """The numbers of the frequencies between which yarn goes from the fast ones to the slow ones."""
+
+    def number(turns: float) -> float:
+        """Of the frequency that turns so often in the sequences before."""
+        return dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first, last = number(scaling.beta_fast), number(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
+    return (first, last) if last != first else (first, first + 0.001)  # as the authors do, so as to divide

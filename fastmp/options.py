@@ -1,0 +1,53 @@
+"""Options: fields of frozen dataclasses that know their help and their choices, and check themselves.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import field, fields
+from typing import Any
+
+__all__ = ["Checked", "option", "unknown_choice"]
+
+
+def option(default: Any, text: str, choices: Collection[str] = ()) -> Any:
+    """A field with this default, the `text` that `--help` shows for it, and the only values it may have."""
+    return field(default=default, metadata={"help": text, "choices": choices})
+
+
+def unknown_choice(name: str, value: Any, choices: Collection[Any]) -> str:
+    """The message where the option `name` has a value that is none of its choices."""
+    return f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}"
+
+
+class Checked:
+    """A configuration that refuses wrong values when it is made."""
+
+    def __post_init__(self) -> None:
+        found = [f"{type(self).__name__}: {message}" for message in (*self._unknown(), *self._problems())]
+        if found:
+            raise ValueError("\n".join(found))
+
+    def _unknown(self) -> Iterator[str]:
+        for each in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            choices, value = each.metadata.get("choices"), getattr(self, each.name)
+            if choices and value not in choices:
+                yield unknown_choice(each.name, value, choices)
+
+    def _problems(self) -> Iterator[str]:
+        """What is wrong, each with its field and value; relations only between values that make sense."""
+        raise NotImplementedError
+
+    def _not_positive(self, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                yield f"{name} must be positive, got {value}"
+
+    def _negative(self, *names: str) -> Iterator[str]:
+        for name in names:
+            value = getattr(self, name)
+            if value < 0:
+                yield f"{name} must not be negative, got {value}"

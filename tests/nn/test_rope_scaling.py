@@ -1,0 +1,84 @@
+"""Scaled rotary frequencies: what each kind leaves and divides, and what transformers computes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from nn_tools import QWEN
+
+from fastmp.config import RopeScaling
+from fastmp.nn import RotaryPositions
+from fastmp.nn.rope import attention_factor, scaled_frequencies
+
+BASE, DIM = 500_000.0, 64
+PLAIN = BASE ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
+KINDS = {
+    "linear": RopeScaling("linear", factor=4.0),
+    "llama3": RopeScaling("llama3", factor=8.0, original_max_seq_len=8192),
+    "llama3, wide": RopeScaling("llama3", factor=32.0, low_freq_factor=2.0, high_freq_factor=9.0),
+    "yarn": RopeScaling("yarn", factor=16.0, original_max_seq_len=4096),
+    "yarn, given": RopeScaling("yarn", factor=4.0, beta_fast=20.0, truncate=False, attention_factor=1.25),
+    "yarn, short": RopeScaling("yarn", factor=2.0, original_max_seq_len=32),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_fast_frequencies_stay_and_slow_ones_are_divided(name):
+    scaling = KINDS[name]
+    ratio = PLAIN / scaled_frequencies(scaling, PLAIN, base=BASE)
+    assert (ratio.diff() >= -1e-12).all() and ratio.min() >= 1.0 - 1e-12
+    assert ratio[-1].item() == pytest.approx(scaling.factor)
+    turns = scaling.original_max_seq_len * PLAIN / (2 * math.pi)
+    if scaling.kind == "llama3":
+        assert torch.equal(ratio == 1.0, turns >= scaling.high_freq_factor)
+        between = (turns < scaling.high_freq_factor) & (turns > scaling.low_freq_factor)
+        assert torch.equal((ratio > 1.0) & (ratio < scaling.factor), between) and between.sum() >= 3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_transformers_has_the_same_frequencies(name):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = KINDS[name]
+    config = SimpleNamespace(
+        rope_parameters=rope_parameters(scaling, BASE),
+        **{"head_dim": DIM, "hidden_size": DIM, "num_attention_heads": 1, "max_position_embeddings": 65536},
+        standardize_rope_params=lambda: None,
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, "cpu")
+    ours = scaled_frequencies(scaling, PLAIN, base=BASE)
+    torch.testing.assert_close(ours, theirs.double(), rtol=1e-6, atol=0)
+    assert attention_factor(scaling) == pytest.approx(factor, rel=1e-12)
+
+
+def rope_parameters(scaling, base):
+    names = {"kind": "rope_type", "original_max_seq_len": "original_max_position_embeddings"}
+    return {"rope_theta": base} | {names.get(name, name): value for name, value in vars(scaling).items()}
+
+
+def test_tables_have_the_factor_and_a_cast_keeps_them_wide():
+    scaling = RopeScaling("yarn", factor=16.0, original_max_seq_len=4)
+    rotary = RotaryPositions(replace(QWEN, rope_scaling=scaling)).to(torch.bfloat16)
+    factor = 0.1 * math.log(16.0) + 1.0
+    assert rotary.cos.dtype == torch.float32
+    torch.testing.assert_close(
+        rotary.cos.square() + rotary.sin.square(), torch.full_like(rotary.cos, factor**2)
+    )
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    (
+        ({"kind": "dynamic"}, "kind must be one of linear, llama3, yarn, got 'dynamic'"),
+        ({"factor": 0.5}, "factor must be 1 or more, got 0.5"),
+        ({"high_freq_factor": 1.0}, "low_freq_factor must be less than high_freq_factor, got 1.0 and 1.0"),
+    ),
+)
+def test_a_scaling_that_makes_no_sense_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"RopeScaling: {message}"):
+        RopeScaling(**fields)
