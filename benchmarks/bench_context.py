@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from benchmarks.measure import cpu_ms, in_turn
-from fastmp.nn.attention import last_causal
+from fastmp.ops.attention import attend
 
 WORKLOADS = ()
 HEADS, DIM, TOKENS = 4, 64, 4096
@@ -24,13 +24,12 @@ def make(numbers: Sequence[int], count: int, tokens: int = TOKENS) -> Callable[[
     """Return the forward and backward of the queries of slices `numbers` out of `count`."""
     generator, size = torch.Generator().manual_seed(0), tokens // count
     q, k, v = (torch.randn(1, HEADS, tokens, DIM, generator=generator, requires_grad=True) for _ in range(3))
-    options = {"dropout_p": 0.0, "enable_gqa": False}
 
     def run() -> None:
         outputs = []
         for number in numbers:
             end = (number + 1) * size
-            outputs.append(last_causal(q[:, :, end - size : end], k[:, :, :end], v[:, :, :end], **options))
+            outputs.append(attend(q[:, :, end - size : end], k[:, :, :end], v[:, :, :end]))
         torch.autograd.grad(torch.cat(outputs, 2).sum(), (q, k, v))
 
     return run

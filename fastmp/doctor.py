@@ -9,6 +9,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,39 @@ def _grouped() -> list[str]:
     return lines
 
 
+_FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}  # where torch looks for them
+
+
+def _attention() -> list[str]:
+    """Lines with the backend of attention for some calls on each device, and which others are installed."""
+    import torch
+
+    from fastmp.ops.attention import active_flash, choose, describe
+
+    calls: dict[str, tuple[int, dict[str, bool]]] = {
+        "causal": (4096, {}),
+        "last 1024 of 4096": (1024, {}),
+        "window": (4096, {"window": True}),
+        "documents": (4096, {"documents": True}),
+        "dropout, last 1024 of 4096": (1024, {"dropout": True}),
+    }
+    devices = {"cpu": torch.float32}
+    devices |= {f"cuda:{index}": torch.bfloat16 for index in range(torch.cuda.device_count())}
+    lines = []
+    for device, dtype in devices.items():
+        keys = torch.empty(1, 1, 1, 128, device=device, dtype=dtype).expand(1, 8, 4096, 128)
+        for name, (queries, asked) in calls.items():
+            backend, reason = choose(describe(keys[:, :, :queries], keys, keys, **asked))
+            lines.append(f"{device} {name}: {backend} ({reason})")
+    lines.append(f"flash attention is {active_flash()}")
+    for name, module in _FLASH_MODULES.items():
+        package = module.partition(".")[0]
+        if find_spec(package) and find_spec(module) and name != active_flash():
+            call = f'torch.nn.attention.activate_flash_attention_impl("{name}")'
+            lines.append(f"{name} is installed; {call} puts it in that place")
+    return lines
+
+
 def _serving(table: Mapping[str, tuple[str, str]]) -> list[str]:
     """Lines that say which implementation serves which ops, from {op: (implementation, reason)}.
 
@@ -178,6 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     for device in ("cpu", "cuda"):
         _print(f"ops on {device}", _serving({name: served[device] for name, served in backends().items()}))
     _print("experts' products in one launch (grouped) or one after another (loop)", _grouped())
+    _print("attention", _attention())
     if not options.check:
         return 0
     good = True

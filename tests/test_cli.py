@@ -138,3 +138,13 @@ def test_doctor_check_fails_on_a_wrong_op(capsys, monkeypatch):
     monkeypatch.setattr(testing, "check_op", lambda name, device: [wrong])
     assert doctor.main(["--check"]) == 1
     assert "WRONG" in capsys.readouterr().out
+
+
+def test_doctor_says_which_attention_is_taken(monkeypatch):
+    """Also that another implementation is installed, and how it is put in place."""
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name.startswith("flash_attn_interface"))
+    lines = doctor._attention()
+    assert any(re.match(r"cpu last 1024 of 4096: merged \(", line) for line in lines)
+    *_, flash, offer = lines
+    assert flash == "flash attention is FA2"
+    assert re.match(r'FA3 is installed; .*activate_flash_attention_impl\("FA3"\)', offer)

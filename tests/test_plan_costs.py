@@ -178,16 +178,10 @@ def test_bytes_that_autograd_keeps(name, dtype):
     assert kept.most == pytest.approx(held.activations + on_cpu(shapes), rel=CLOSE)
 
 
-def on_cpu(shapes, rank=0, recompute=False):
-    """What torch keeps on a CPU only: dropout's mask in the dtype of its input, where a GPU has bytes, and
-    over context-parallel ranks causal masks, which the kernels of a GPU do without."""
-    model, cp = shapes.model, shapes.grid.cp
-    extra = shapes.rows * model.hidden_size * (shapes.itemsize - 1) if model.dropout else 0
-    if cp > 1 and not recompute:
-        part = shapes.length // 2
-        ends = [part * (number + 1) for number in (rank, 2 * cp - 1 - rank)]
-        extra += model.num_layers * sum(part * end * 4 for end in ends if end > part)
-    return extra
+def on_cpu(shapes):
+    """What torch keeps on a CPU only: dropout's mask in the dtype of its input, where a GPU has bytes."""
+    model = shapes.model
+    return shapes.rows * model.hidden_size * (shapes.itemsize - 1) if model.dropout else 0
 
 
 SMALL = OptimizerConfig(states="small", grad_dtype="bfloat16", bucket_size=5000, bucket_unit=1024)
@@ -345,7 +339,7 @@ def test_bytes_on_ranks(made, dp):
             parts = (activations.layer_parts(shapes.of_layer(i)) for i in range(made.model.num_layers))
             whole = held[stage].recomputed - max(sum(each.values()) for each in parts)
             whole += 0 if layout.shard_recompute_input else activations.layer_input(shapes, False)
-        assert kept == pytest.approx(whole + on_cpu(shapes, rank, layout.recompute), rel=CLOSE)
+        assert kept == pytest.approx(whole + on_cpu(shapes), rel=CLOSE)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

@@ -10,7 +10,7 @@ Rotary positions (Su et al. 2021) turn queries and keys in one launch, after the
 
 Over a context-parallel group each rank has the queries of two slices of the sequence (`parallel/context.py`)
 and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783, section 3.3.2). Keys are in order,
-so a slice sees a prefix of them, up to a diagonal: fused attention kernels can do that.
+so a slice sees a prefix of them, up to a diagonal: `ops.attention` finds a kernel that can do that.
 
 Shapes: S sequence (over CP ranks this rank's part of T), B batch, H hidden, G key/value heads of this rank, R
 query heads per key/value head, N = G * R query heads of this rank, D width of a head.
@@ -21,8 +21,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from fastmp.config import GPTConfig
 from fastmp.nn.dropout import random_stream, require_rng
@@ -30,11 +28,12 @@ from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.placement import Placement
 from fastmp.nn.replicated import RMSNorm, RotaryPositions
 from fastmp.ops import rope_qk
+from fastmp.ops.attention import attend
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.context import join_sequence, own_positions, own_slices
 from fastmp.parallel.layers import ColumnParallelLinear, GroupModule, RowParallelLinear
 
-__all__ = ["SelfAttention", "last_causal"]
+__all__ = ["SelfAttention"]
 
 
 class SelfAttention(GroupModule):
@@ -144,19 +143,16 @@ class SelfAttention(GroupModule):
     ) -> torch.Tensor:
         """The attention (S, B, N, D) of the queries; over CP ranks, of one slice after the other."""
         dropout = self.dropout if self.training else 0.0
-        options: dict[str, Any] = {"dropout_p": dropout, "enable_gqa": self.queries_per_kv > 1}
         rng = self.rng if dropout > 0.0 else None
         with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
             if mask is not None or not self.causal or group_size(self.cp_group) == 1:
                 causal = self.causal and mask is None
-                context_BNSD = F.scaled_dot_product_attention(
-                    q_BNSD, k_BGTD, v_BGTD, attn_mask=mask, is_causal=causal, **options
-                )
+                context_BNSD = attend(q_BNSD, k_BGTD, v_BGTD, causal=causal, mask=mask, dropout_p=dropout)
                 return context_BNSD.permute(2, 0, 1, 3)
             contexts = []
             for q_BNCD, number in zip(q_BNSD.chunk(2, 2), own_slices(self.cp_group)):
                 end = (number + 1) * q_BNCD.shape[2]
-                context_BNCD = last_causal(q_BNCD, k_BGTD[:, :, :end], v_BGTD[:, :, :end], **options)
+                context_BNCD = attend(q_BNCD, k_BGTD[:, :, :end], v_BGTD[:, :, :end], dropout_p=dropout)
                 contexts.append(context_BNCD.permute(2, 0, 1, 3))
             return torch.cat(contexts)
 
@@ -177,26 +173,3 @@ class SelfAttention(GroupModule):
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv
         return f"heads={heads}, kv_heads={self.num_kv_heads}, causal={self.causal}"
-
-
-def last_causal(
-    q_BNCD: torch.Tensor, k_BGED: torch.Tensor, v_BGED: torch.Tensor, *, dropout_p: float, enable_gqa: bool
-) -> torch.Tensor:
-    """The causal attention (B, N, C, D) of the last C of E tokens: query i sees keys 0 to E - C + i.
-
-    `is_causal` of `scaled_dot_product_attention` lets queries and keys both start at token 0, and torch's
-    `CausalBias` allocates more than the mask it stands for. The flash kernels of a GPU count from the end;
-    elsewhere a mask takes C x E bytes.
-    """
-    options: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": enable_gqa}
-    C, E, D = q_BNCD.shape[2], k_BGED.shape[2], q_BNCD.shape[3]
-    if C == E:
-        return F.scaled_dot_product_attention(q_BNCD, k_BGED, v_BGED, is_causal=True, **options)
-    if q_BNCD.is_cuda and D % 8 == 0:
-        asked = SDPAParams(q_BNCD, k_BGED, v_BGED, None, dropout_p, False, enable_gqa)
-        if can_use_flash_attention(asked):
-            return torch.ops.aten._scaled_dot_product_flash_attention(
-                q_BNCD, k_BGED, v_BGED, dropout_p, is_causal=True
-            )[0]
-    seen_CE = torch.ones(C, E, dtype=torch.bool, device=q_BNCD.device).tril(E - C)
-    return F.scaled_dot_product_attention(q_BNCD, k_BGED, v_BGED, attn_mask=seen_CE, **options)
