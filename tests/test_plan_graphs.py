@@ -221,6 +221,7 @@ def test_people_and_programs_read_it(capsys, tmp_path):
     assert rank["runs"] == [["0.attention", "1.attention", "2.attention", "3.attention"]]
 
 
+@pytest.mark.full
 def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
     """And the picture of its example is drawn, to the names in it."""
     root = Path(__file__).parent.parent

@@ -167,6 +167,7 @@ def test_the_page_on_pipelines_shows_what_is_printed(capsys):
     assert capsys.readouterr().out.startswith("60.5 0.2604")
 
 
+@pytest.mark.full
 def test_the_page_on_pipelines_has_the_table_of_the_benchmark():
     from benchmarks.bench_schedule import bubbles
 

@@ -10,44 +10,35 @@ import sys
 from pathlib import Path
 
 import pytest
+from marks import full
 
 from fastmp import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+ALONE = [sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize(
     ("page", "number", "launcher"),
     [
-        pytest.param("README.md", 0, [sys.executable], marks=pytest.mark.full),
         ("README.md", 0, TORCHRUN),
-        ("README.md", 1, [sys.executable]),
-        pytest.param("docs/pipeline.md", 0, [sys.executable], marks=pytest.mark.full),
-        pytest.param("docs/pipeline.md", 0, TORCHRUN, marks=pytest.mark.full),
-        ("docs/pipeline.md", 1, [sys.executable]),
-        ("docs/cuda-graphs.md", 0, [sys.executable]),
-        ("docs/learning-rates.md", 0, [sys.executable]),
-        ("docs/optimizer.md", 0, [sys.executable]),
-        ("docs/muon.md", 0, [sys.executable]),
-        pytest.param("docs/many-machines.md", 0, [sys.executable], marks=pytest.mark.full),
-        pytest.param("docs/fsdp2.md", 0, TORCHRUN, marks=pytest.mark.full),
-        pytest.param("docs/faults.md", 0, TORCHRUN, marks=pytest.mark.full),
-    ],
-    ids=[
-        *("swapped layers alone", "swapped layers on two ranks", "experts"),
-        *(
-            "stages alone",
-            "stages on two ranks",
-            "simulation",
-            "graphs",
-            "learning rates",
-            "optimizer",
-            "muon",
-            "an adopted group",
-            "shards on two ranks",
-            "a watch over two ranks",
+        *full(
+            [
+                ("README.md", 0, ALONE),
+                ("README.md", 1, ALONE),
+                ("docs/pipeline.md", 0, ALONE),
+                ("docs/pipeline.md", 0, TORCHRUN),
+                ("docs/pipeline.md", 1, ALONE),
+                ("docs/cuda-graphs.md", 0, ALONE),
+                ("docs/learning-rates.md", 0, ALONE),
+                ("docs/optimizer.md", 0, ALONE),
+                ("docs/muon.md", 0, ALONE),
+                ("docs/many-machines.md", 0, ALONE),
+                ("docs/fsdp2.md", 0, TORCHRUN),
+                ("docs/faults.md", 0, TORCHRUN),
+            ]
         ),
     ],
 )

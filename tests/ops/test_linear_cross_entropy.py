@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from marks import full
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -289,7 +288,8 @@ def leaves_of(tokens, hidden, vocab):
     return x, weight, torch.randint(vocab, (tokens,), generator=generator)
 
 
-@pytest.mark.parametrize("known", (True, *full([False])), ids=("promised", "recomputed"))
+@pytest.mark.full
+@pytest.mark.parametrize("known", (True, False), ids=("promised", "recomputed"))
 def test_extra_memory_is_a_tenth_of_plain_torch(known):
     """All that is allocated on the way, beside loss and gradients, at the sizes of GPT-2."""
     x, weight, target = leaves_of(2048, 16, 50304)

@@ -84,6 +84,7 @@ def pipelines_case(rank, world):
     compare(groups, ParallelConfig(pp=2, schedule="zero_bubble"))
 
 
+@pytest.mark.full
 def test_pipelines():
     run_ranks(pipelines_case, 2)
 

@@ -222,8 +222,9 @@ def test_gradients_are_summed_once_a_step():
         assert calls == [*scattered, between_stages, *numbers, *gathered]
 
 
-@pytest.mark.parametrize("name", ["adamw", *full(["muon"])])
-@pytest.mark.parametrize("schedule", ["zero_bubble", *full(["1f1b"])])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("schedule", ["zero_bubble", "1f1b"])
 def test_a_step_never_waits_for_the_device(schedule, name):
     """The chunks of one rank on tensors without values, on a device that is not the host's."""
 
