@@ -10,5 +10,10 @@ from fastmp._lazy import exports
 __version__ = "0.1.0"
 
 __getattr__, __dir__, __all__ = exports(
-    __name__, {"parallel.runtime": "init", "config": "", "nn": "", "ops": "", "parallel": "", "train": ""}
+    __name__,
+    {
+        "parallel.runtime": "init",
+        "integrations.huggingface.accelerated": "accelerate restore",
+        **dict.fromkeys(("config", "nn", "ops", "parallel", "train"), ""),
+    },
 )

@@ -7,4 +7,6 @@ from __future__ import annotations
 
 from fastmp._lazy import exports
 
-__getattr__, __dir__, __all__ = exports(__name__, {"weights": "export_weights"})
+__getattr__, __dir__, __all__ = exports(
+    __name__, {"accelerated": "accelerate restore", "weights": "export_weights"}
+)

@@ -1,0 +1,85 @@
+"""The experts of a model of transformers by fastmp's grouped products, behind transformers' own interface.
+
+`register` adds the implementation "fastmp" to those that `model.set_experts_implementation` chooses from. It
+takes what the interface describes: gated or not, with biases, weights either way round, gates of any kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.integrations.huggingface.parts import FORMS
+from fastmp.ops import grouped_mlp_in, grouped_mm, permutation, permute, unpermute
+from fastmp.ops.registry import compute_dtype
+
+NAME = "fastmp"
+# what the implementation reads of a module of experts
+NEEDS = (
+    "num_experts",
+    "has_gate",
+    "has_bias",
+    "is_transposed",
+    "is_concatenated",
+    "down_proj",
+    "_apply_gate",
+)
+
+
+def register() -> None:
+    """Register the implementation with transformers, once in a process."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+    if NAME in ALL_EXPERTS_FUNCTIONS:
+        return
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        usual_gate = type(self)._apply_gate is _default_apply_gate
+        return experts(self, hidden_states, top_k_index, top_k_weights, usual_gate)
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+
+
+def experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, usual_gate: bool
+) -> Tensor:
+    """The experts' outputs of tokens (T, H), weighted and added up: (T, H) of their dtype.
+
+    top_k_index, top_k_weights: (T, k), the experts of a token and their weights. An index beyond the last
+    expert, as expert parallelism gives tokens of other ranks, adds nothing.
+    """
+    row_of, offsets = permutation(top_k_index.to(torch.int32), self.num_experts)
+    rows = permute(hidden_states, row_of, row_of.numel())
+    out = _first_product(self, rows, offsets, usual_gate)
+    out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed)
+    if self.has_bias:
+        out = out + _of_rows(self.down_proj_bias, offsets, out)
+    if getattr(self, "has_post_expert_norm", False):
+        out = self.post_expert_norm(out)
+    out = unpermute(out, row_of, top_k_weights.to(compute_dtype(out.dtype)))
+    return out.to(hidden_states.dtype)
+
+
+def _first_product(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool) -> Tensor:
+    """The first product of the experts' MLPs, with its activation."""
+    weight = self.gate_up_proj if self.has_gate else self.up_proj
+    bias = None
+    if self.has_bias:
+        bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+    form = FORMS.get(type(getattr(self, "act_fn", None)).__name__)
+    plain = (self.is_concatenated and usual_gate) or not self.has_gate
+    if form is not None and plain and not self.is_transposed:
+        return grouped_mlp_in(rows, weight, offsets, form=form, gated=self.has_gate, bias=bias)
+    out = grouped_mm(rows, weight, offsets, transposed=self.is_transposed)
+    if bias is not None:
+        out = out + _of_rows(bias, offsets, out)
+    return self._apply_gate(out) if self.has_gate else self.act_fn(out)
+
+
+def _of_rows(bias: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
+    """The bias (E, N) of the expert of each row of `like` (M, N); rows of no expert get the last one's."""
+    rows = torch.arange(like.shape[0], device=like.device, dtype=offsets.dtype)
+    expert = torch.searchsorted(offsets, rows, right=True).clamp(max=bias.shape[0] - 1)
+    return bias.to(like.dtype)[expert]

@@ -1,0 +1,175 @@
+"""Parts: what takes the place of a module of transformers, and computes the same with ops of fastmp.
+
+A part is a mixin. `class_with(cls, part)` is a subclass of the module's own class with the part before it,
+and a module is replaced by giving it that class: parameters, buffers, hooks and names in the state_dict
+stay, `isinstance` holds, and `copy.deepcopy`, `torch.compile` and `fully_shard` see a usual module. What a
+part does not do, such as mixed dtypes that the op does not take, goes to the method of the module's own
+class.
+
+The ops are called below autocast (`torch.ops.fastmp`): an input that autocast leaves in float32 is not
+rounded before a norm, as it is not in transformers.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmp.ops import rope_qk
+
+FORMS = {  # activations by their classes in transformers and torch: the form that fastmp's ops call them
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+}
+
+
+class Part:
+    """What a class has beside its module's own methods; subclasses define the methods."""
+
+    by: str  # what computes, for the table of what was replaced
+    needs: tuple[str, ...] = ()  # attributes of the module that the methods read
+    original: type[nn.Module]
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        """The reason why this module keeps its class, if there is one."""
+        return None
+
+    @classmethod
+    def members(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """Methods that are made from those of the module's class."""
+        return {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (type(self).original, type(self).__mro__[1]), self.__getstate__()
+
+
+def _new(original: type[nn.Module], part: type[Part]) -> Any:
+    return object.__new__(class_with(original, part))
+
+
+_MADE: dict[tuple[type[nn.Module], type[Part]], type[Any]] = {}
+
+
+def class_with(original: type[nn.Module], part: type[Part]) -> type[Any]:
+    """The subclass of `original` with the methods of `part`; it has the name of `original`.
+
+    transformers goes by names: that of the model stands in its config.json, those of layers in lists of what
+    to shard or to keep on one device.
+    """
+    if (original, part) not in _MADE:
+        same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+        members = {**same, "original": original, **part.members(original)}
+        bases: Any = (part, original)
+        _MADE[original, part] = type(original.__name__, bases, members)
+    return _MADE[original, part]
+
+
+class RMSNorm(Part):
+    by = "fastmp.ops.rms_norm"
+    needs = ("weight", "variance_epsilon")
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if hidden_states.dtype != weight.dtype:  # the product with the weight has the wider dtype
+            dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
+            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        return torch.ops.fastmp.rms_norm(hidden_states, None, weight, self.variance_epsilon)[0]
+
+
+class RMSNormOfItsDtype(RMSNorm):
+    """As GPT-OSS has it: the result has the dtype of the input, whatever that of the weight."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states).to(hidden_states.dtype)
+
+
+class LayerNorm(Part):
+    by = "fastmp.ops.layer_norm"
+    needs = ("weight", "bias", "eps", "normalized_shape")
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        if module.weight is None or len(module.normalized_shape) != 1:
+            return "has no weight, or normalises over several dimensions"
+        return None
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        # autocast of a GPU makes layer norms in float32, and torch has its own rules for mixed dtypes
+        promoted = input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype != torch.float32
+        if promoted or input.dtype != self.weight.dtype:
+            return super().forward(input)  # type: ignore[misc]
+        return torch.ops.fastmp.layer_norm(input, None, self.weight, self.bias, self.eps)[0]
+
+
+class GELU(Part):
+    by = "fastmp.ops.bias_gelu"
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        form = FORMS[type(self).__name__]
+        return torch.ops.fastmp.bias_gelu(input, None, "none" if form == "gelu" else "tanh")
+
+
+class GatedMLP(Part):
+    """down(activation(gate(x)) * up(x)): the activation and its product are one op over both tensors."""
+
+    by = "fastmp.ops.swiglu, geglu"
+    needs = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        name = type(module.act_fn).__name__
+        return None if name in FORMS else f"its activation is {name}, which fastmp has no gated op of"
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.dtype != up.dtype:
+            return self.down_proj(self.act_fn(gate) * up)
+        form = FORMS[type(self.act_fn).__name__]
+        return self.down_proj(torch.ops.fastmp.gated_activation(gate, None, form, up))
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """The rotary embedding of queries (B, N, S, D) and keys (B, G, S, D), as `apply_rotary_pos_emb` has it.
+
+    With `unsqueeze_dim` 2 they are (B, S, N, D) and (B, S, G, D). cos and sin: (B or 1, S, D or D / 2) of
+    hidden states' dtype; what lies beyond D / 2 is a repetition.
+    """
+    half = q.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    if unsqueeze_dim == 2:
+        return rope_qk(q, k, cos, sin)
+    q, k = rope_qk(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q.transpose(1, 2), k.transpose(1, 2)
+
+
+class Attention(Part):
+    """Attention whose queries and keys fastmp rotates: its own `forward`, in which one function is another.
+
+    The function is a global of transformers' file. `forward` gets globals of its own, so that no other model
+    in this process changes.
+    """
+
+    by = "fastmp.ops.rope_qk"
+    function = "apply_rotary_pos_emb"
+
+    @classmethod
+    def members(cls, original: Any) -> dict[str, Any]:
+        forward = original.forward
+        if cls.function not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            raise AttributeError(f"forward that calls {cls.function}")
+        # without __name__ a compiler looks globals up in this dict, not in the file of that name
+        scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
+        scope[cls.function] = rotate
+        made = types.FunctionType(
+            forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+        made.__module__, made.__qualname__ = forward.__module__, forward.__qualname__
+        return {"forward": made}

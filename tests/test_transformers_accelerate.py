@@ -1,0 +1,299 @@
+"""`fastmp.accelerate`: models of transformers compute the same with fastmp's ops, whatever is around them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hf_models import CONFIGS, Float64, assert_same, batch_of, model_of, step
+from marks import full
+
+import fastmp
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if not hasattr(transformers, "Qwen3MoeConfig"):  # a version before the interface of experts
+    pytest.skip(f"transformers {transformers.__version__} is too old", allow_module_level=True)
+from fastmp.integrations.huggingface import parts  # noqa: E402
+
+HEADS = "fastmp.ops.linear_cross_entropy"
+MOST = ["llama", "qwen3_moe", *full(family for family in CONFIGS if family not in ("llama", "qwen3_moe"))]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_family_computes_the_same_before_and_after(family):
+    model, batch = model_of(family, torch.float64), batch_of(family)
+    keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
+    with Float64():
+        expected = step(model, **batch)
+        expected_logits = model.eval()(input_ids=batch["input_ids"]).logits
+        table = fastmp.accelerate(model)
+        found = step(model.train(), **batch)
+        logits = model.eval()(input_ids=batch["input_ids"]).logits
+    assert_same(found, expected, 1e-9)
+    torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
+    assert found[0].logits is None and expected[0].logits is not None
+    assert found[0].keys() == expected[0].keys() - {"logits"}
+    assert list(model.state_dict()) == keys
+    assert len(table.replaced) >= 3 and HEADS in table.replaced.values()
+    if "Moe" in type(model).__name__ or family in ("mixtral", "gpt_oss", "deepseek_v3"):
+        assert any("grouped_mm" in by for by in table.replaced.values())
+
+    fastmp.restore(model)
+    assert [type(module) for module in model.modules()] == classes
+    with Float64():
+        again = model(input_ids=batch["input_ids"]).logits
+    assert torch.equal(again, expected_logits)
+
+
+def rms(tensors):
+    return torch.cat([tensor.double().flatten() for tensor in tensors]).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("family", MOST)
+def test_in_bfloat16_errors_are_those_of_transformers(family):
+    """Against float64; experts are chosen by float64 too, for a flipped choice is no rounding."""
+    batch = batch_of(family, 4, 64)
+    sizes = {"output_router_logits": False} if "output_router_logits" in CONFIGS[family][1] else {}
+    model = model_of(family, torch.bfloat16, **sizes)
+    if "experts" in " ".join(name for name, _ in model.named_modules()):
+        every = {"gpt_oss": 4, "mixtral": 4, "qwen3_moe": 4, "deepseek_v3": 8}[family]
+        extra = {"topk_group": 2} if family == "deepseek_v3" else {}
+        model = model_of(family, torch.bfloat16, num_experts_per_tok=every, **sizes, **extra)
+    exact = copy.deepcopy(model).double()
+    with Float64():
+        _, true = step(exact, **batch)
+    _, theirs = step(model, **batch)
+    fastmp.accelerate(model)
+    _, ours = step(model, **batch)
+    error = {
+        name: rms(grads[n] - true[n] for n in true) for name, grads in (("ours", ours), ("theirs", theirs))
+    }
+    assert error["ours"] <= 1.1 * error["theirs"]
+
+
+@pytest.mark.parametrize("family", MOST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_gives_what_it_gives_transformers(family, dtype):
+    """float32 weights under autocast in bfloat16; in float32 it is off."""
+    model, batch = model_of(family), batch_of(family)
+
+    def under_autocast(**given):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            return step(model, **given)
+
+    expected = under_autocast(**batch)
+    fastmp.accelerate(model)
+    assert_same(under_autocast(**batch), expected, 1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("family", MOST)
+def test_it_compiles_in_one_graph(family):
+    model, batch = model_of(family, use_cache=False), batch_of(family)
+    fastmp.accelerate(model)
+    expected = step(model, **batch)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    output = compiled(**batch)
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same((output, grads), expected, 1e-5)
+
+
+@pytest.mark.parametrize("family", MOST)
+def test_gradient_checkpointing_changes_nothing(family):
+    model, batch = model_of(family), batch_of(family)
+    fastmp.accelerate(model)
+    expected = step(model, **batch)
+    model.gradient_checkpointing_enable()
+    assert_same(step(model, **batch), expected, 1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", *full(["mistral", "qwen3_moe", "gpt_oss", "deepseek_v3"])])
+def test_packed_documents_are_as_far_apart_as_in_transformers(family):
+    """Positions that restart in a row: no mask but the one that transformers makes of them."""
+    model, batch = model_of(family), batch_of(family)
+    positions = torch.cat([torch.arange(10), torch.arange(6)]).expand(2, -1)
+    expected = step(model, **batch, position_ids=positions)
+    unpacked = step(model, **batch)
+    assert abs(expected[0].loss - unpacked[0].loss) > 1e-6
+    fastmp.accelerate(model)
+    assert_same(step(model, **batch, position_ids=positions), expected, 1e-5)
+
+
+def test_padding_and_left_out_positions():
+    model, batch = model_of("qwen3_moe"), batch_of("qwen3_moe")
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 12:] = 0
+    expected = step(model, **batch, attention_mask=mask)
+    fastmp.accelerate(model)
+    assert_same(step(model, **batch, attention_mask=mask), expected, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", *full(["gpt_oss", "deepseek_v3"])])
+def test_generation_gives_the_same_tokens(family):
+    model = model_of(family).eval()
+    ids = batch_of(family)["input_ids"]
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    fastmp.accelerate(model)
+    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_items_in_batch": 17},
+        {"num_items_in_batch": torch.tensor(17)},
+        {"shift_labels": torch.full((2, 16), 5)},
+        {"ignore_index": 7},
+        {"output_hidden_states": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_the_loss_and_of_outputs(options):
+    model, batch = model_of("qwen3_moe"), batch_of("qwen3_moe")
+    expected = step(model, **{**batch, "labels": batch["labels"].clamp(min=3)}, **options)
+    fastmp.accelerate(model)
+    found = step(model, **{**batch, "labels": batch["labels"].clamp(min=3)}, **options)
+    assert_same(found, expected, 1e-5)
+    assert found[0].keys() == expected[0].keys() - {"logits"}
+
+
+def test_logits_are_there_when_they_are_asked_for():
+    model, batch = model_of("llama"), batch_of("llama")
+    expected = model(input_ids=batch["input_ids"]).logits
+    fastmp.accelerate(model)
+    torch.testing.assert_close(
+        model(input_ids=batch["input_ids"]).logits, expected
+    )  # in training, without labels
+    kept = model(input_ids=batch["input_ids"], logits_to_keep=4).logits
+    torch.testing.assert_close(kept, expected[:, -4:])
+    assert model.eval()(**batch).logits.shape == expected.shape
+    assert len(model.train()(**batch, return_dict=False)) == 2  # loss and cache
+
+    def doubled(logits, labels, vocab_size, **others):
+        return 2 * logits.sum()
+
+    model.loss_function = doubled
+    output = model(**batch)
+    assert output.loss == 2 * output.logits.sum()
+
+
+def test_positional_arguments():
+    model, batch = model_of("llama"), batch_of("llama")
+    arguments = (batch["input_ids"], None, None, None, None, batch["labels"])
+    expected = model(*arguments).loss
+    fastmp.accelerate(model)
+    output = model(*arguments)
+    torch.testing.assert_close(output.loss, expected)
+    assert output.logits is None
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_are_accelerated_too(how):
+    model, batch = model_of("qwen3_moe", output_router_logits=False), batch_of("qwen3_moe")
+    fastmp.accelerate(model)
+    expected = step(model, **batch)
+    other = how(model)
+    assert_same(step(other, **batch), expected, 1e-7)
+    fastmp.restore(other)
+    assert model(**batch).logits is None and other(**batch).logits is not None
+
+
+def test_other_models_of_the_process_stay_as_they_are():
+    one, other = model_of("llama"), model_of("llama")
+    classes = {type(module) for module in other.modules()}
+    fastmp.accelerate(one)
+    assert {type(module) for module in other.modules()} == classes
+    assert type(one).__name__ == "LlamaForCausalLM" and isinstance(one, transformers.LlamaForCausalLM)
+    assert other(**batch_of("llama")).logits is not None
+
+
+def test_the_table_says_what_was_replaced_and_what_not():
+    model = model_of("deepseek_v3", hidden_act="relu")
+    table = fastmp.accelerate(model)
+    assert str(table).splitlines()[0] == "DeepseekV3ForCausalLM"
+    assert table.kept["DeepseekV3MLP"] == "its activation is ReLU, which fastmp has no gated op of"
+    assert "order" in table.kept["DeepseekV3Attention"]
+    assert "kept: transformers' interface" in str(table)
+    assert fastmp.accelerate(model) is table
+
+
+def test_the_example_of_the_page(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
+    assert capsys.readouterr().out == re.findall(r"```\n(Qwen3MoeForCausalLM\n.*?)```", page, re.DOTALL)[0]
+
+
+def test_a_model_without_a_head_is_accelerated_too():
+    model = transformers.AutoModel.from_config(model_of("llama").config)
+    ids = batch_of("llama")["input_ids"]
+    expected = model(input_ids=ids).last_hidden_state
+    assert HEADS not in fastmp.accelerate(model).replaced.values()
+    torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
+
+
+def test_saved_configurations_name_the_same_model(tmp_path):
+    model = model_of("qwen3_moe")
+    fastmp.accelerate(model)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert (
+        type(again) is transformers.Qwen3MoeForCausalLM and again.config._experts_implementation != "fastmp"
+    )
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+# What is refused leaves the model as it was.
+
+
+def untouched(model, message, call=fastmp.accelerate):
+    classes = [type(module) for module in model.modules()]
+    implementation = model.config._experts_implementation if hasattr(model, "config") else None
+    with pytest.raises(ValueError, match=message) as raised:
+        call(model)
+    assert "\n" not in str(raised.value)
+    assert [type(module) for module in model.modules()] == classes
+    if implementation is not None:
+        assert model.config._experts_implementation == implementation
+
+
+def test_unknown_models_are_refused():
+    untouched(torch.nn.Linear(2, 2), "accelerate: Linear is not a model of transformers")
+    config = transformers.OPTConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2
+    )
+    untouched(
+        transformers.OPTForCausalLM(config),
+        "no family for OPTForCausalLM .model_type 'opt'.; there are bert, ",
+    )
+    untouched(model_of("llama"), "restore: LlamaForCausalLM is not accelerated", fastmp.restore)
+
+
+def test_an_attribute_that_another_version_renames():
+    model = model_of("qwen3_moe")
+    norm = model.model.norm
+    norm.epsilon = norm.__dict__.pop("variance_epsilon")
+    untouched(model, "Qwen3MoeRMSNorm of transformers .* has no variance_epsilon; nothing was changed")
+
+
+def test_a_class_that_another_version_renames(monkeypatch):
+    model = model_of("llama")
+    monkeypatch.delattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm")
+    untouched(model, "has no class LlamaRMSNorm in transformers.models.llama.modeling_llama")
+
+
+def test_a_function_that_another_version_renames(monkeypatch):
+    def forward(self, hidden_states):
+        return rotate_differently(hidden_states)  # noqa: F821
+
+    monkeypatch.setattr(parts, "_MADE", {})
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaAttention, "forward", forward)
+    untouched(model_of("llama"), "LlamaAttention of .* has no forward that calls apply_rotary_pos_emb")
