@@ -174,6 +174,9 @@ class GPTConfig(Checked):
     )
     tie_embeddings: bool = option(True, "use the embedding table as the output layer's weight")
     qk_norm: bool = option(False, "normalise every query and key over its head (Qwen3)")
+    sliding_window: int | None = option(
+        None, "tokens that a token sees, itself included (Mistral); none: all up to it"
+    )
     dense_layers: tuple[int, ...] = option(
         (), "layers, from 0, with an MLP of ffn_hidden_size where model.moe gives the others experts"
     )
@@ -184,7 +187,8 @@ class GPTConfig(Checked):
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 yield f"{name} must be in [0, 1), got {getattr(self, name)}"
-        yield from self._not_positive("init_std", "layernorm_epsilon", "rope_base", "ffn_hidden_size")
+        positive = ("init_std", "layernorm_epsilon", "rope_base", "ffn_hidden_size", "sliding_window")
+        yield from self._not_positive(*positive)
         yield from self._negative("vocab_size")
         if self.num_layers > MOST_LAYERS:
             yield f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}"

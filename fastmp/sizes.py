@@ -122,9 +122,9 @@ def flops_per_token(
     """The model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
 
     A multiply-add is two. `causal=False` counts all of the S x S attention matrix, the convention of
-    published MFU figures; `causal=True` the (S + 1) / 2 keys that a token sees on average. Only the experts
-    that a token goes to count, and recomputation does not. `vocab_size`: columns of the logits counted, the
-    real vocabulary by default.
+    published MFU figures; `causal=True` the keys that a token sees on average, (S + 1) / 2. With a sliding
+    window there are no others than its own, in either case. Only the experts that a token goes to count, and
+    recomputation does not. `vocab_size`: columns of the logits counted, the real vocabulary by default.
     """
     S = config.max_seq_len if seq_len is None else seq_len
     V = config.vocab_size if vocab_size is None else vocab_size
@@ -143,7 +143,8 @@ def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = Fal
     matrices = _attention(config) + (_blocks(config) + 1) * config.hidden_size * _dense_ffn(config)
     if config.moe is not None:
         matrices += _router(config) + _experts(config, config.moe.top_k)
-    keys = (seq_len + 1) / 2 if causal else seq_len
+    window = min(config.sliding_window or seq_len, seq_len)
+    keys = window * (1 - (window - 1) / (2 * seq_len)) if causal else window  # the first tokens see fewer
     return 2.0 * matrices, 2.0 * 2 * config.num_heads * config.head_dim * keys
 
 

@@ -10,7 +10,8 @@ Rotary positions (Su et al. 2021) turn queries and keys in one launch, after the
 
 Over a context-parallel group each rank has the queries of two slices of the sequence (`parallel/context.py`)
 and gathers the keys and values of all (as Llama 3 does, arXiv 2407.21783, section 3.3.2). Keys are in order,
-so a slice sees a prefix of them, up to a diagonal: `ops.attention` finds a kernel that can do that.
+so a slice sees a prefix of them, up to a diagonal: `ops.attention` finds a kernel that can do that. With a
+sliding window, what lies before the first token's window is cut off.
 
 Shapes: S sequence (over CP ranks this rank's part of T), B batch, H hidden, G key/value heads of this rank, R
 query heads per key/value head, N = G * R query heads of this rank, D width of a head.
@@ -44,14 +45,14 @@ class SelfAttention(GroupModule):
     recomputed.
 
     Args:
-        config: sizes, `attention_dropout`, and the spread of the initial weights.
+        config: sizes, `attention_dropout`, `sliding_window`, and the spread of the initial weights.
         on: heads are divided over `groups.tp`, the sequence over `groups.cp`. Dropout inside attention draws
             from the stream of this TP and CP rank.
         causal: a token sees only itself and the tokens before it.
         rotary: the tables of `config.position` "rope", shared by layers; None makes one.
 
-    Raises ValueError where the heads or key/value heads are not divisible by the TP size, and for dropout
-    over several ranks without `on.rng`.
+    Raises ValueError where the heads or key/value heads are not divisible by the TP size, for dropout over
+    several ranks without `on.rng`, and for a sliding window without causality.
     """
 
     def __init__(
@@ -70,7 +71,11 @@ class SelfAttention(GroupModule):
                     f"SelfAttention: {name} {heads} is not divisible by the tensor-parallel size {tp}"
                 )
         require_rng("SelfAttention", config.attention_dropout, on, sharded=True)
-        self.cp_group = on.groups.cp
+        if config.sliding_window is not None and not causal:
+            raise ValueError(
+                f"SelfAttention: sliding_window {config.sliding_window} needs causal=True, got causal=False"
+            )
+        self.window, self.cp_group = config.sliding_window, on.groups.cp
         self.num_kv_heads = config.kv_heads // tp
         self.queries_per_kv = config.num_heads // config.kv_heads
         self.head_dim = config.head_dim
@@ -147,12 +152,18 @@ class SelfAttention(GroupModule):
         with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
             if mask is not None or not self.causal or group_size(self.cp_group) == 1:
                 causal = self.causal and mask is None
-                context_BNSD = attend(q_BNSD, k_BGTD, v_BGTD, causal=causal, mask=mask, dropout_p=dropout)
+                window = self.window if causal else None
+                context_BNSD = attend(
+                    q_BNSD, k_BGTD, v_BGTD, causal=causal, window=window, mask=mask, dropout_p=dropout
+                )
                 return context_BNSD.permute(2, 0, 1, 3)
             contexts = []
             for q_BNCD, number in zip(q_BNSD.chunk(2, 2), own_slices(self.cp_group)):
-                end = (number + 1) * q_BNCD.shape[2]
-                context_BNCD = attend(q_BNCD, k_BGTD[:, :, :end], v_BGTD[:, :, :end], dropout_p=dropout)
+                first, end = (i * q_BNCD.shape[2] for i in (number, number + 1))
+                seen = slice(0 if self.window is None else max(0, first + 1 - self.window), end)
+                context_BNCD = attend(
+                    q_BNCD, k_BGTD[:, :, seen], v_BGTD[:, :, seen], window=self.window, dropout_p=dropout
+                )
                 contexts.append(context_BNCD.permute(2, 0, 1, 3))
             return torch.cat(contexts)
 
@@ -168,8 +179,11 @@ class SelfAttention(GroupModule):
         seen_BST = (keys_T == queries_S1) | ~padding_BT[:, None, :]
         if self.causal:
             seen_BST = seen_BST & (keys_T <= queries_S1)
+        if self.window is not None:
+            seen_BST = seen_BST & (keys_T > queries_S1 - self.window)
         return seen_BST.unsqueeze(1)
 
     def extra_repr(self) -> str:
         heads = self.num_kv_heads * self.queries_per_kv
-        return f"heads={heads}, kv_heads={self.num_kv_heads}, causal={self.causal}"
+        window = "" if self.window is None else f", window={self.window}"
+        return f"heads={heads}, kv_heads={self.num_kv_heads}, causal={self.causal}{window}"

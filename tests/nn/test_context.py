@@ -33,6 +33,7 @@ MODELS = {
     "llama": replace(LLAMA, max_seq_len=32),
     "qwen3": replace(QWEN, max_seq_len=32),
     "moe": replace(EXPERTS, max_seq_len=32),
+    "window": replace(QWEN, max_seq_len=32, sliding_window=11),
 }
 
 
@@ -106,6 +107,8 @@ CASES = [
     ("llama", 2, {"cp": 2}, RECOMPUTE),
     pytest.param("llama", 4, {"cp": 4}, {}, marks=pytest.mark.full),
     ("qwen3", 4, {"cp": 2, "tp": 2}, SEQUENCE),
+    ("window", 2, {"cp": 2}, RECOMPUTE),
+    pytest.param("window", 4, {"cp": 4}, {}, marks=pytest.mark.full),
     pytest.param(
         "qwen3", 4, {"cp": 2, "tp": 2}, RECOMPUTE | {"shard_recompute_input": True}, marks=pytest.mark.full
     ),
@@ -195,7 +198,7 @@ def pairs_case(rank, world):
     """How many (query, key) pairs this rank attends to."""
     pairs, attend = [], attention_layer.attend
 
-    def count(q, k, v, *, dropout_p):
+    def count(q, k, v, *, window, dropout_p):
         C, E = q.shape[2], k.shape[2]
         pairs.append(C * (E - C) + C * (C + 1) // 2)
         return attend(q, k, v, dropout_p=dropout_p)
@@ -222,8 +225,9 @@ PADDING = {
 def padding_case(rank, world):
     groups, generator = groups_of(world, cp=world), torch.Generator().manual_seed(5)
     x_TBH, weight_TBH = torch.randn(2, 16, 3, SMALL.hidden_size, dtype=torch.float64, generator=generator)
-    for config in (SMALL, QWEN):
-        for causal in (True, False):
+    for config, window in ((SMALL, None), (QWEN, None), (QWEN, 5)):
+        config = replace(config, sliding_window=window)
+        for causal in (True, False) if window is None else (True,):
             for padding_BT in PADDING.values():
                 results = []
                 for over in (ParallelGroups.alone(), groups):

@@ -51,6 +51,11 @@ class Source(NamedTuple):
 
 def check_family(config: GPTConfig) -> str:
     """The family of `transformers` that computes the model; ValueError where none does."""
+    if config.sliding_window is not None:
+        raise ValueError(
+            "checkpoint.weights_interval: weights for transformers are written of models without a sliding "
+            f"window, got sliding_window {config.sliding_window}"
+        )
     gpt2 = (
         config.norm == "layernorm"
         and config.position == "learned"

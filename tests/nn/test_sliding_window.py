@@ -1,0 +1,115 @@
+"""A token sees the last tokens of a window only: by the plain formula, and as in Mistral of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nn_tools import QWEN, make_gpt, text
+from transformers_reference import to_fastmp
+
+from fastmp.config import GPTConfig
+from fastmp.nn import GPT, Placement, SelfAttention, flops_per_token
+from fastmp.nn.attention import attend
+from fastmp.ops.attention import _ages
+
+WINDOWED = replace(QWEN, max_seq_len=24, sliding_window=5)
+
+
+@pytest.mark.parametrize("padded", (False, True))
+def test_a_layer_is_one_with_a_mask_of_the_window(padded, monkeypatch):
+    torch.manual_seed(2)
+    layer = SelfAttention(WINDOWED, Placement(dtype=torch.float64))
+    x_SBH = torch.randn(24, 2, WINDOWED.hidden_size, dtype=torch.float64, requires_grad=True)
+    padding_BT = torch.arange(24) >= torch.tensor([[24], [15]])
+    output = layer(x_SBH, padding_BT if padded else None)[0]
+    [grad] = torch.autograd.grad(output.sin().sum(), x_SBH)
+    seen = (_ages(24, 24, x_SBH.device) >= 0) & (_ages(24, 24, x_SBH.device) < 5)
+    if padded:
+        seen = seen & (~padding_BT[:, None, None, :] | torch.eye(24, dtype=torch.bool))
+
+    def with_mask(q, k, v, *, dropout_p, **_):
+        return attend(q, k, v, causal=False, mask=seen, dropout_p=dropout_p)
+
+    monkeypatch.setattr("fastmp.nn.attention.attend", with_mask)
+    expected = layer(x_SBH)[0]
+    [expected_grad] = torch.autograd.grad(expected.sin().sum(), x_SBH)
+    torch.testing.assert_close((output, grad), (expected, expected_grad), rtol=1e-11, atol=1e-11)
+
+
+def test_what_is_out_of_reach_changes_nothing():
+    """Two layers reach back twice the window less one."""
+    model, (tokens_BS, _) = make_gpt(WINDOWED), text(WINDOWED, batch=1, sequence=24)
+    with torch.no_grad():
+        logits = model(tokens_BS)
+        tokens_BS[0, 3] += 1
+        changed = (model(tokens_BS) != logits).any(-1).squeeze(1)
+    assert changed.nonzero().flatten().tolist() == list(range(3, 3 + 2 * 4 + 1))
+
+
+def test_a_window_needs_causality_and_a_positive_size():
+    with pytest.raises(
+        ValueError, match="SelfAttention: sliding_window 5 needs causal=True, got causal=False"
+    ):
+        SelfAttention(WINDOWED, causal=False)
+    with pytest.raises(ValueError, match="sliding_window must be positive, got 0"):
+        replace(WINDOWED, sliding_window=0)
+
+
+@pytest.mark.parametrize("window", (1, 7, 24, 100))
+def test_flops_count_the_pairs_of_the_window(window):
+    config, whole = replace(QWEN, sliding_window=window), replace(QWEN, sliding_window=None)
+    ages = _ages(24, 24, torch.device("cpu"))
+    hidden = int(((ages >= 0) & (ages >= window)).sum()) / 24
+    of_a_key = 3 * 4 * QWEN.num_layers * QWEN.num_heads * QWEN.head_dim
+    fewer = flops_per_token(whole, 24, causal=True) - flops_per_token(config, 24, causal=True)
+    assert fewer == pytest.approx(of_a_key * hidden, rel=1e-12)
+    fewer = flops_per_token(whole, 24) - flops_per_token(config, 24)
+    assert fewer == pytest.approx(of_a_key * max(0, 24 - window), rel=1e-12)
+
+
+def test_mistral_of_transformers():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"vocab_size": 131, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    own = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "rms_norm_eps": 1e-5}
+    config = transformers.MistralConfig(
+        **sizes,
+        **own,
+        sliding_window=5,
+        max_position_embeddings=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(3)
+    reference = transformers.MistralForCausalLM(config).double()
+    ours_config = GPTConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_hidden_size=48,
+        vocab_size=131,
+        max_seq_len=24,
+        norm="rmsnorm",
+        position="rope",
+        activation="swiglu",
+        linear_bias=False,
+        tie_embeddings=False,
+        sliding_window=5,
+    )
+    ours = GPT(ours_config, Placement(dtype=torch.float64))
+    weights = to_fastmp(dict(reference.named_parameters()), ours_config)
+    with torch.no_grad():
+        for name, param in ours.named_parameters():
+            param[: len(weights[name])] = weights[name]
+    tokens_BS, _ = text(ours_config, sequence=24)
+    expected_BSV = reference(tokens_BS).logits
+    logits_BSV = ours(tokens_BS).transpose(0, 1)[..., :131]
+    # transformers' norms and softmax compute in float32 whatever the model's dtype
+    torch.testing.assert_close(logits_BSV, expected_BSV, rtol=1e-5, atol=1e-5)
+    unlike = GPT(replace(ours_config, sliding_window=6), Placement(dtype=torch.float64))
+    unlike.load_state_dict(ours.state_dict())
+    assert (unlike(tokens_BS).transpose(0, 1)[..., :131] - expected_BSV).abs().max() > 1e-2
