@@ -17,6 +17,7 @@ COMMANDS = {
         "compile a recipe's kernels before training, for a GPU that may be elsewhere",
     ),
     "checkpoint": ("fastmp.train.checkpoint.command", "verify, inspect, reshard and compare checkpoints"),
+    "hf": ("fastmp.integrations.huggingface.command", "weights of transformers models in and out"),
     "plan": ("fastmp.plan", "what a layout means before it runs: groups, memory, traffic, schedules, graphs"),
     "hang": ("fastmp.hang", "why a job stood still or lost a rank, from what it left in its directory"),
     "doctor": ("fastmp.doctor", "versions, devices, and which implementation serves each op"),

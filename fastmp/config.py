@@ -251,6 +251,10 @@ class CheckpointConfig(Checked):
     weights_interval: int = option(
         0, "of checkpoints of steps that it divides, also write the weights for transformers; 0: none"
     )
+    init_from: str = option(
+        "",
+        "begin with the weights, and nothing else, of a checkpoint or of a transformers model at this path",
+    )
     resume: str = option(
         "", "go on from the latest checkpoint of this name, if there is one (auto), or from one at a path"
     )

@@ -6,12 +6,13 @@ Standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fastmp.options import Checked, option
 
-__all__ = ["ACTIVATIONS", "MOST_LAYERS", "Activation", "GPTConfig", "MoEConfig", "RopeScaling"]
+__all__ = ["ACTIVATIONS", "MOST_LAYERS", "Activation", "GPTConfig", "MoEConfig", "RopeScaling", "function_of"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class MoEConfig(Checked):
         sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
         wrong = list(self._not_positive(*sizes))
         yield from wrong or self._choices()
+
+    @property
+    def sum_is_one(self) -> bool:
+        """Whether the weights of a token's experts add up to one; under softmax there are two ways to it."""
+        return self.normalize_topk or (self.score == "softmax" and not self.pre_softmax)
 
     def _choices(self) -> Iterator[str]:
         """Which experts a token can reach."""
@@ -239,3 +245,27 @@ class GPTConfig(Checked):
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
+
+
+_OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
+_OF_TRAINING_EXPERTS = {
+    *("bias_update_rate", "aux_loss", "sequence_aux_loss", "z_loss", "jitter", "capacity_factor"),
+    *("drop_policy", "dispatcher"),
+}
+
+
+def function_of(config: GPTConfig) -> dict[str, Any]:
+    """What decides what a trained model computes, the same for configurations that say it in other words."""
+    facts = {key: value for key, value in asdict(config).items() if key not in _OF_TRAINING}
+    facts |= {"num_kv_heads": config.kv_heads, "head_size": config.head_dim, "qkv_bias": config.has_qkv_bias}
+    facts["ffn_hidden_size"] = config.ffn_size
+    if config.position != "rope":
+        facts.pop("rope_base")
+    if config.moe is not None:
+        moe = {key: value for key, value in facts["moe"].items() if key not in _OF_TRAINING_EXPERTS}
+        if config.moe.score == "softmax":
+            moe |= {"pre_softmax": True, "normalize_topk": config.moe.sum_is_one}
+        facts["moe"] = moe
+        if not config.dense_layers:
+            facts.pop("ffn_hidden_size")
+    return facts

@@ -25,7 +25,12 @@ from torch import Tensor
 
 from fastmp.config import Environment, Recipe
 from fastmp.durations import duration_seconds
-from fastmp.integrations.huggingface.weights import check_family, export_weights
+from fastmp.integrations.huggingface.weights import (
+    TransformersReader,
+    check_family,
+    export_weights,
+    is_transformers,
+)
 from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import GPT, flops_per_token, num_parameters
@@ -36,6 +41,10 @@ from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime, init, main_guard
 from fastmp.parallel.watch import Watch
 from fastmp.train.checkpoint.checkpointer import Loaded
+from fastmp.train.checkpoint.directory import checkpoint_at, whole_manifest
+from fastmp.train.checkpoint.files import verify
+from fastmp.train.checkpoint.storage import CheckpointReader
+from fastmp.train.checkpoint.weights import load_weights
 from fastmp.train.command import first_rank_speaks
 from fastmp.train.data import TokenDataset
 from fastmp.train.evaluate import Evaluation
@@ -100,6 +109,8 @@ def train(
         if existed:
             held.enter_context(_claimed(run_dir))
         loaded = _resume(recipe, trainer, _on_any_rank(restarted, runtime))
+        if loaded is None and recipe.checkpoint.init_from:
+            notes.append(f"starting with the weights of {recipe.checkpoint.init_from}")
         if loaded is not None or recipe.checkpoint.resume:
             notes.append(_describe_start(trainer, loaded))
         own = trainer.saving.checkpointer.directory.resolve()
@@ -120,6 +131,9 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
         recipe = replace(recipe, model=replace(recipe.model, vocab_size=data.vocab_size))
     rng = RngTracker(recipe.train.seed, device=runtime.device, **_streams(groups))
     model, loss = build_model(recipe, groups, rng, runtime.device)
+    if recipe.checkpoint.init_from:
+        chunks = [model] if isinstance(model, GPT) else model
+        load_weights(weights_at(recipe.checkpoint.init_from, runtime), recipe.model, chunks, groups)
     return recipe, Trainer(
         model,
         data,
@@ -134,6 +148,16 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
         graph_manager=TransformerEngineManager if recipe.graphs.impl == "transformer_engine" else None,
         after_save=_weights_writer(recipe),
     )
+
+
+def weights_at(path: str, runtime: Runtime) -> CheckpointReader:
+    """What reads the weights at `path`, of transformers or of a checkpoint, of which a share is checked."""
+    if is_transformers(Path(path)):
+        return TransformersReader(path)
+    found = checkpoint_at(path)
+    manifest = whole_manifest(found)
+    verify(found, manifest, sorted(manifest.files)[runtime.rank :: runtime.world_size])
+    return CheckpointReader(found, manifest)
 
 
 def _on_any_rank(flag: bool, runtime: Runtime) -> bool:

@@ -30,10 +30,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastmp.commands import Parser
-from fastmp.config import Recipe
+from fastmp.config import GPTConfig, Recipe
 from fastmp.files import read_file
 
-__all__ = ["Reading", "add_options", "given_options", "load_recipe", "parse_arguments", "read_recipe"]
+__all__ = [
+    "Reading",
+    "add_options",
+    "given_options",
+    "load_recipe",
+    "model_from",
+    "parse_arguments",
+    "read_recipe",
+]
 
 LIMIT = 1 << 16  # bytes; a recipe that names every field has 4 kB
 LARGEST = (1 << 63) - 1  # which is TOML's own limit, too
@@ -52,6 +60,7 @@ SHORT = {
     "train.max_time": "--max-time",
     "train.name": "--name",
     "checkpoint.resume": "--resume",
+    "checkpoint.init_from": "--init-from",
     "train.profile": "--profile",
     "graphs.enabled": "--graphs",
     "graphs.scope": "--scope",
@@ -210,6 +219,18 @@ def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
     errors: list[str] = []
     unused: set[str] = set()
     return Reading(_build(Recipe, _over(content, options or {}), "", errors, unused), errors, unused)
+
+
+def model_from(description: Mapping[str, Any]) -> GPTConfig:
+    """The model that a checkpoint describes; ValueError with what is wrong in `description`, in one line."""
+    errors: list[str] = []
+    content = {
+        key: _over(value, {}) if isinstance(value, Mapping) else value for key, value in description.items()
+    }
+    made: GPTConfig = _build(GPTConfig, _over(content, {}), "model", errors, set())
+    if errors:
+        raise ValueError("; ".join(errors))
+    return made
 
 
 def _parse(text: str) -> dict[str, Any]:

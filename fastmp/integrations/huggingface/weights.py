@@ -1,123 +1,355 @@
-"""The weights of a checkpoint in the format of `transformers`: config.json and safetensors files.
+"""Weights of `transformers` models as checkpoints of fastmp, and checkpoints as their weights.
 
-Every tensor is put together from boxes of the checkpoint's tensors, one at a time. The names and shapes are
-those that `from_pretrained` of the families GPT-2, Llama, Qwen3, Mixtral and Qwen3-MoE reads.
+Where each element of our tensors lies in theirs is worked out once, from a family's table of names, as
+`Link`s between boxes. `TransformersReader` reads a directory of theirs through them as if it were a
+checkpoint, so that everything that takes a checkpoint takes it, in any layout; `export_weights` goes the
+other way. One tensor at a time is in memory, of experts one expert.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import prod
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastmp.config import GPTConfig, MoEConfig
+from fastmp.config import GPTConfig
+from fastmp.files import open_regular, read_file
+from fastmp.integrations.huggingface.families import (
+    FAMILIES,
+    FUSED,
+    family_of,
+    from_transformers,
+    to_transformers,
+)
+from fastmp.nn import GPT, Placement
+from fastmp.parallel.attributes import parallel_attributes
+from fastmp.train.checkpoint.boxes import Box, whole_box
+from fastmp.train.checkpoint.checkpointer import described
 from fastmp.train.checkpoint.compare import read_parts
-from fastmp.train.checkpoint.files import Form, write_tensors
-from fastmp.train.checkpoint.format import DTYPES
+from fastmp.train.checkpoint.files import BoxReader, Form, OpenFile, write_tensors
+from fastmp.train.checkpoint.format import DTYPES, Manifest, Part, SavedTensor
 from fastmp.train.checkpoint.storage import CheckpointReader, Parts
 from fastmp.train.tokenfile import sync_directory, write_synced
 
-__all__ = ["check_family", "export_weights"]
+__all__ = ["TransformersReader", "check_family", "export_weights", "is_transformers", "own_tensors"]
 
 FILE_BYTES = 5 << 30  # after which a file is full
-Box = tuple[tuple[int, ...], tuple[int, ...]]
+CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
+_MOST_CONFIG, _MOST_INDEX, _MOST_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # tables that old files hold
+Shape = tuple[int, ...]
 
 
-class Source(NamedTuple):
-    """A tensor of transformers: boxes (first index, size) of one of ours, one after the other by rows.
+class Link(NamedTuple):
+    """A box of one of our tensors, and of theirs the one with the same elements.
 
-    A vector of an expert, say, loses the dimensions in `squeezed`. transposed: they are stored as columns.
+    squeezed: theirs lacks our first dimension, which is that of experts. transposed: it has columns for rows.
     """
 
+    ours: Box
     name: str
-    ours: str
-    boxes: tuple[Box, ...]
+    shape: Shape
+    theirs: Box
     squeezed: bool = False
     transposed: bool = False
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        sizes = [size for _, size in self.boxes]
-        shape = (sum(size[0] for size in sizes), *sizes[0][1:])
-        shape = shape[1:] if self.squeezed else shape
-        return shape[::-1] if self.transposed else shape
+    def view(self, ours: Tensor) -> Tensor:
+        """A tensor of the sizes of a box of ours, as theirs has it."""
+        ours = ours.squeeze(0) if self.squeezed else ours
+        return ours.t() if self.transposed else ours
+
+    def inside(self, box: Box) -> Box:
+        """Where `box`, counted from our box, lies in their tensor."""
+        first = 1 if self.squeezed else 0
+        offsets, sizes = box.offsets[first:], box.sizes[first:]
+        if self.transposed:
+            offsets, sizes = offsets[::-1], sizes[::-1]
+        return Box(tuple(a + b for a, b in zip(self.theirs.offsets, offsets)), sizes)
+
+
+def own_tensors(config: GPTConfig) -> dict[str, Shape]:
+    """{name: shape} of what a checkpoint holds of a model, without the padding of its vocabulary."""
+    found = {}
+    for name, tensor in GPT(config, Placement(device="meta")).state_dict(keep_vars=True).items():
+        rows = parallel_attributes(tensor).rows
+        found[name] = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
+    return found
+
+
+def links(kind: str, config: GPTConfig, name: str, shape: Shape, *, fused: bool = False) -> Iterator[Link]:
+    """Where the elements of our tensor `name` are in a model of the family `kind`.
+
+    fused: experts are all in one tensor, as transformers 5 has them in memory. ValueError where the family
+    has no such parameter.
+    """
+    family = FAMILIES[kind]
+    prefix, number, own = "", "", name
+    if name.startswith("layers."):
+        _, number, own = name.split(".", 2)
+        prefix = f"{family.base}.{number}."
+    table = {**family.names, **FUSED} if fused else family.names
+    found = table.get(own) if number else family.ends.get(name)
+    if found is None:
+        raise ValueError(f"{kind} has no parameter for {name}")
+    names = [prefix + each for each in found.split()]
+    transposed = family.conv1d and bool(number) and len(shape) == 2
+    if own.startswith("attention.qkv."):
+        yield from _attention(config, names, shape, transposed)
+    elif "{e}" in found:
+        rows = shape[1] // len(names)
+        for e in range(shape[0]):
+            for i, each in enumerate(names):
+                box = Box((e, i * rows, 0), (1, rows, shape[2]))
+                their: Shape = (rows, shape[2])
+                yield Link(box, each.format(e=e), their, whole_box(their), squeezed=True)
+    else:
+        rows = shape[0] // len(names)
+        for i, each in enumerate(names):
+            box = Box((i * rows, *(0,) * (len(shape) - 1)), (rows, *shape[1:]))
+            their = box.sizes[::-1] if transposed else box.sizes
+            yield Link(box, each, their, whole_box(their), transposed=transposed)
+
+
+def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bool) -> Iterator[Link]:
+    """Queries, keys and values: three tensors of theirs, or one after the other in one."""
+    D, groups, rest = config.head_dim, config.kv_heads, shape[1:]
+    queries, zero = config.num_heads // groups, (0,) * (len(shape) - 1)
+    before = 0
+    for i, (start, heads) in enumerate(((0, queries), (queries, 1), (queries + 1, 1))):
+        rows = heads * D
+        whole = (shape[0] if len(names) == 1 else groups * rows, *rest)
+        for g in range(groups):
+            ours = Box(((g * (queries + 2) + start) * D, *zero), (rows, *rest))
+            at = ((before if len(names) == 1 else 0) + g * rows, *zero)
+            box = Box(at[::-1], ours.sizes[::-1]) if transposed else Box(at, ours.sizes)
+            their = whole[::-1] if transposed else whole
+            yield Link(ours, names[i % len(names)], their, box, transposed=transposed)
+        before += groups * rows
+
+
+class _Stored(NamedTuple):
+    """A tensor in a file of theirs: where its bytes begin."""
+
+    file: str
+    dtype: str
+    shape: Shape
+    start: int
+
+
+def is_transformers(path: Path) -> bool:
+    """Whether `path` is a directory of a model of transformers."""
+    return (path / CONFIG).is_file()
+
+
+def read_json(path: Path, limit: int) -> dict[str, Any]:
+    """The object in a JSON file that somebody else wrote; ValueError naming the file where there is none."""
+    try:
+        content = json.loads(read_file(path, limit))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is not JSON") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must be an object, got {short(content)}")
+    return content
+
+
+class TransformersReader(CheckpointReader):
+    """Reads a directory of a `transformers` model as a checkpoint of its weights alone.
+
+    directory: with config.json and safetensors files, several with an index. Links to files are followed, as
+        caches of downloads have them; an index may name files of this directory only.
+    ignored: keys of config.json that are not looked at.
+
+    Attributes: `kind`, the model type; `config`, our configuration of the model.
+
+    ValueError, one line, where the model is of another family, or the files do not hold its tensors: missing,
+    unexpected, or in other shapes. Nothing but their headers has been read then.
+    """
+
+    def __init__(self, directory: str | Path, *, ignored: Sequence[str] = ()) -> None:
+        path = Path(directory)
+        content = read_json(path / CONFIG, _MOST_CONFIG)
+        try:
+            self.kind, self.config = from_transformers(content, ignored)
+        except ValueError as error:
+            raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"{path / CONFIG}: a value of another type than it should be: {error}") from None
+        self._stored = _stored(path)
+        self._links: dict[tuple[str, Shape], Link] = {}
+        tensors = {f"model/{name}": self._tensor(path, name, shape) for name, shape in self._own()}
+        self._check_all_used(path)
+        description = json.loads(json.dumps(described(self.config)["description"]))
+        manifest = Manifest(0, True, {}, description, {}, files={}, tensors=tensors)
+        super().__init__(path, manifest)
+
+    def _own(self) -> Iterator[tuple[str, Shape]]:
+        yield from own_tensors(self.config).items()
+
+    def _tensor(self, path: Path, name: str, shape: Shape) -> SavedTensor:
+        found = list(links(self.kind, self.config, name, shape))
+        if self._find(found[0].name) is None and name.split(".", 2)[-1] in FUSED:
+            fused = list(links(self.kind, self.config, name, shape, fused=True))
+            found = fused if self._find(fused[0].name) is not None else found
+        parts, dtypes = [], set()
+        for link in found:
+            stored = self._find(link.name)
+            if stored is None:
+                raise ValueError(f"{path}: {link.name} is missing, which {self.kind} has")
+            if stored.shape != link.shape:
+                raise ValueError(
+                    f"{path}: {link.name} has shape {list(stored.shape)}, {CONFIG} says {list(link.shape)}"
+                )
+            dtypes.add(stored.dtype)
+            parts.append(Part(link.ours, stored.file, stored.start, 0))
+            self._links[f"model/{name}", link.ours.offsets] = link
+        if len(dtypes) > 1:
+            raise ValueError(f"{path}: {', '.join(sorted(dtypes))} in what is one tensor here, {name}")
+        return SavedTensor(dtypes.pop(), shape, tuple(parts))
+
+    def _find(self, name: str) -> _Stored | None:
+        """A tensor; early files of GPT-2 leave out the first part of its name."""
+        return self._stored.get(name) or self._stored.get(name.removeprefix("transformer."))
+
+    def _check_all_used(self, path: Path) -> None:
+        used = {id(self._find(link.name)) for link in self._links.values()}
+        tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
+        for name, stored in self._stored.items():
+            if id(stored) not in used and name not in tied and not _NOT_WEIGHTS.search(name):
+                raise ValueError(f"{path}: unexpected {short(name)}, which {self.kind} has not")
+
+    @torch.no_grad()
+    def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
+        with _opened(self.directory / file) as source:
+            reader = BoxReader(source)
+            for part, item in wanted:
+                name, box = item.storage_index.fqn, Box(tuple(item.storage_offsets), tuple(item.lengths))
+                link = self._links[name, part.box.offsets]
+                there = link.inside(box)
+                out = planner.resolve_tensor(item).detach()
+                own = torch.empty(there.sizes, dtype=DTYPES[self.manifest.tensors[name].dtype])
+                reader.read(part.start, link.shape, there, own)
+                link.view(out).copy_(own)
+                planner.commit_tensor(item, out)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[OpenFile]:
+    try:
+        descriptor = open_regular(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    try:
+        yield OpenFile(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _stored(path: Path) -> dict[str, _Stored]:
+    """All tensors of a directory."""
+    if not (path / INDEX).exists():
+        if not (path / ALONE).exists():
+            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
+            why = "; pickled weights are never read: save them as safetensors first" if pickled else ""
+            raise ValueError(f"{path} has neither {ALONE} nor {INDEX}{why}")
+        return _header(path, ALONE)
+    index = read_json(path / INDEX, _MOST_INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
+        raise ValueError(f"{path / INDEX}: weight_map must map names of tensors to files")
+    for file in set(index.values()):
+        if not _FILE_NAME.fullmatch(file):
+            raise ValueError(f"{path / INDEX}: {short(file)} is not the name of a safetensors file beside it")
+    found: dict[str, _Stored] = {}
+    for file in sorted(set(index.values())):
+        for name, stored in _header(path, file).items():
+            if index.get(name) != file:
+                raise ValueError(f"{path / INDEX}: {short(name)} is in {file}, but not so in the index")
+            found[name] = stored
+    for name, file in index.items():
+        if name not in found:
+            raise ValueError(f"{path / INDEX}: {short(name)} is not in {file}")
+    return found
+
+
+def _header(path: Path, name: str) -> dict[str, _Stored]:
+    """The tensors of a safetensors file, whose header is checked: parts in order, and nothing but them."""
+    with _opened(path / name) as file:
+        size = os.fstat(file.descriptor).st_size
+        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
+        if size < 8 or length > min(size - 8, _MOST_HEADER):
+            raise ValueError(f"{path / name} is no safetensors file: a header of {length} bytes")
+        text = os.pread(file.descriptor, length, 8)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = [
+            (each, str(entry["dtype"]), *(tuple(map(int, entry[key])) for key in ("shape", "data_offsets")))
+            for each, entry in header.items()
+        ]
+        entries.sort(key=lambda entry: entry[3])
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
+    found, at = {}, 0
+    for each, dtype, shape, (start, end) in entries:
+        if dtype not in DTYPES or (not DTYPES[dtype].is_floating_point and "bias" not in each):
+            raise ValueError(
+                f"{path / name}: {short(each)} is {short(dtype)}, not numbers that can be trained"
+            )
+        if start != at or min(shape, default=0) < 0 or end - start != prod(shape) * DTYPES[dtype].itemsize:
+            raise ValueError(f"{path / name}: the bytes of {short(each)} do not fit its shape")
+        found[each], at = _Stored(name, dtype, shape, 8 + length + start), end
+    if 8 + length + at != size:
+        raise ValueError(f"{path / name} has {size} bytes, its tensors end at {8 + length + at}")
+    return found
 
 
 def check_family(config: GPTConfig) -> str:
     """The family of `transformers` that computes the model; ValueError where none does."""
-    if config.sliding_window is not None:
-        raise ValueError(
-            "checkpoint.weights_interval: weights for transformers are written of models without a sliding "
-            f"window, got sliding_window {config.sliding_window}"
-        )
-    gpt2 = (
-        config.norm == "layernorm"
-        and config.position == "learned"
-        and config.activation == "gelu_tanh"
-        and config.linear_bias
-        and not config.qk_norm
-        and config.kv_heads == config.num_heads
-        and config.head_dim * config.num_heads == config.hidden_size
-    )
-    if gpt2 and config.moe is None:
-        return "gpt2"
-    moe = config.moe
-    llama = (
-        config.norm == "rmsnorm"
-        and config.position == "rope"
-        and config.activation == "swiglu"
-        and not config.linear_bias
-    )
-    if llama and moe is None:
-        return "qwen3" if config.qk_norm else "llama"
-    plain = MoEConfig()
-    same = ("score", "routed_scale", "num_groups", "expert_bias", "shared_expert_ffn_hidden_size")
-    if llama and moe is not None and all(getattr(moe, name) == getattr(plain, name) for name in same):
-        if config.qk_norm:
-            return "qwen3_moe"
-        if _sum_is_one(moe):
-            return "mixtral"
-    raise ValueError(
-        "checkpoint.weights_interval: no family of transformers computes this model; weights are written of "
-        "GPT-2, Llama, Qwen3, Mixtral and Qwen3-MoE"
-    )
+    try:
+        return family_of(config)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.weights_interval: {error}") from None
 
 
-def _sum_is_one(moe: MoEConfig) -> bool:
-    """Whether the weights of a token's experts add up to one: both ways to it are equal."""
-    return moe.normalize_topk or not moe.pre_softmax
+def export_weights(
+    checkpoint: Path, config: GPTConfig, out: Path, *, check: Callable[[Path], None] | None = None
+) -> Path:
+    """Write the weights of `checkpoint` to the new directory `out`, whole or not at all; returns it.
 
-
-def export_weights(checkpoint: Path, config: GPTConfig, out: Path) -> Path:
-    """Write the weights of `checkpoint` to the new directory `out`, whole or not at all; returns it."""
-    reader, family = CheckpointReader(checkpoint), check_family(config)
-    dtype = DTYPES[reader.manifest.tensors["model/final_norm.weight"].dtype]
-    sources = list(_sources(config, family))
+    check: called with the directory before it gets its name; where it raises, nothing is left.
+    """
+    reader, kind = CheckpointReader(checkpoint), family_of(config)
+    theirs = _their_tensors(reader, kind, config)
+    forms = [Form(name, DTYPES[dtype], shape) for name, (dtype, shape, _) in theirs.items()]
     staging = out.with_name(f"{out.name}.staging")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    forms = [Form(source.name, dtype, source.shape) for source in sources]
-    groups, names = _in_files(forms), dict[str, str]()
-    for number, group in enumerate(groups):
-        of = f"-{number + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        file = f"model{of}.safetensors"
-
-        def read(i: int, group: Sequence[int] = group) -> Tensor:
-            return _read(reader, sources[group[i]], dtype)
-
-        write_tensors(staging / file, [forms[i] for i in group], read, metadata={"format": "pt"})
-        names |= {forms[i].name: file for i in group}
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": sum(form.bytes for form in forms)}, "weight_map": names}
-        write_synced(staging / "model.safetensors.index.json", _json(index))
-    write_synced(staging / "config.json", _json(_config(config, family, dtype)))
-    sync_directory(staging)
+    try:
+        names = _write(staging, forms, lambda form: _read(reader, form, theirs[form.name][2]))
+        if len(set(names.values())) > 1:
+            index = {"metadata": {"total_size": sum(form.bytes for form in forms)}, "weight_map": names}
+            write_synced(staging / INDEX, _json(index))
+        dtype = str(DTYPES[reader.manifest.tensors["model/final_norm.weight"].dtype]).removeprefix("torch.")
+        write_synced(staging / CONFIG, _json(to_transformers(kind, config, dtype)))
+        sync_directory(staging)
+        if check is not None:
+            check(staging)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
     if out.exists():
         shutil.rmtree(out)
     os.rename(staging, out)
@@ -125,8 +357,38 @@ def export_weights(checkpoint: Path, config: GPTConfig, out: Path) -> Path:
     return out
 
 
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+_Pieces = list[tuple[str, Link]]
+
+
+def _their_tensors(
+    reader: CheckpointReader, kind: str, config: GPTConfig
+) -> dict[str, tuple[str, Shape, _Pieces]]:
+    """{name: (dtype, shape, our tensors and where they are in it)} of the model in transformers."""
+    found: dict[str, tuple[str, Shape, _Pieces]] = {}
+    saved = reader.manifest.tensors
+    for name, shape in own_tensors(config).items():
+        tensor = saved.get(f"model/{name}")
+        if tensor is None or tensor.shape != shape:
+            theirs = "nothing" if tensor is None else list(tensor.shape)
+            raise ValueError(f"{reader.directory}: {name} is {theirs}, the model has {list(shape)}")
+        for link in links(kind, config, name, shape):
+            found.setdefault(link.name, (tensor.dtype, link.shape, []))[2].append((f"model/{name}", link))
+    return found
+
+
+def _write(directory: Path, forms: Sequence[Form], read: Callable[[Form], Tensor]) -> dict[str, str]:
+    """Write tensors to files of at most `FILE_BYTES`, or of one tensor; returns the file of each."""
+    groups, names = _in_files(forms), dict[str, str]()
+    for number, group in enumerate(groups):
+        of = f"-{number + 1:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        file, own = f"model{of}.safetensors", [forms[i] for i in group]
+        write_tensors(directory / file, own, partial(_nth, own, read), metadata={"format": "pt"})
+        names |= {form.name: file for form in own}
+    return names
+
+
+def _nth(forms: Sequence[Form], read: Callable[[Form], Tensor], number: int) -> Tensor:
+    return read(forms[number])
 
 
 def _in_files(forms: Sequence[Form]) -> list[list[int]]:
@@ -140,178 +402,18 @@ def _in_files(forms: Sequence[Form]) -> list[list[int]]:
     return groups
 
 
-def _read(reader: CheckpointReader, source: Source, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(source.shape, dtype=dtype)
-    rows = out.t() if source.transposed else out
-    rows = rows.unsqueeze(0) if source.squeezed else rows
-    parts, start = [], 0
-    for offsets, size in source.boxes:
-        parts.append((offsets, rows[start : start + size[0]]))
-        start += size[0]
-    name = f"model/{source.ours}"
-    read_parts(reader, name, Parts(reader.manifest.tensors[name].shape, dtype, parts))
+def _read(reader: CheckpointReader, form: Form, pieces: _Pieces) -> Tensor:
+    """One tensor of theirs, put together from boxes of ours."""
+    out = torch.empty(tuple(form.shape), dtype=form.dtype)
+    of_ours: dict[str, list[tuple[Shape, Tensor]]] = {}
+    for name, link in pieces:
+        view = out[tuple(slice(at, at + size) for at, size in zip(*link.theirs))]
+        view = view.t() if link.transposed else view
+        of_ours.setdefault(name, []).append((link.ours.offsets, view.unsqueeze(0) if link.squeezed else view))
+    for name, parts in of_ours.items():
+        read_parts(reader, name, Parts(reader.manifest.tensors[name].shape, form.dtype, parts))
     return out
 
 
-def _sources(config: GPTConfig, family: str) -> Iterator[Source]:
-    """All tensors of the model in `transformers`."""
-    H, V, D = config.hidden_size, config.vocab_size, config.head_dim
-    base, ends = ("transformer", _GPT2_ENDS) if family == "gpt2" else ("model", _ENDS)
-    for ours, theirs in ends.items():
-        if ours == "output_layer.weight" and config.tie_embeddings:
-            continue
-        rows = {"position_embedding.weight": config.max_seq_len}.get(ours, V)
-        yield _whole(theirs, ours, (H,) if "norm" in ours else (rows, H))
-    q, kinds = config.num_heads * D, ("weight", "bias")
-    for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}", f"{base}.{'h' if family == 'gpt2' else 'layers'}.{i}"
-        for norm, name in _NORMS[family].items():
-            size = D if norm.startswith("attention.") else H
-            for kind in kinds if config.norm == "layernorm" else kinds[:1]:
-                yield _whole(f"{theirs}.{name}.{kind}", f"{ours}.{norm}.{kind}", (size,))
-        for kind in kinds if config.linear_bias else kinds[:1]:
-            columns, out = ((H,), (H, q)) if kind == "weight" else ((), (H,))
-            attention, name = f"{theirs}.{_ATTENTION[family]}", "c_proj" if family == "gpt2" else "o_proj"
-            yield from _attention(config, family, attention, f"{ours}.attention.qkv.{kind}", columns)
-            yield _whole(f"{attention}.{name}.{kind}", f"{ours}.attention.proj.{kind}", out, family)
-            if config.moe is None:
-                yield from _mlp(config, family, f"{theirs}.mlp", f"{ours}.mlp", kind)
-        if config.moe is not None:
-            yield from _experts(config, config.moe, family, theirs, f"{ours}.moe")
-
-
-def _whole(name: str, ours: str, shape: tuple[int, ...], family: str = "") -> Source:
-    transposed = family == "gpt2" and len(shape) == 2
-    return Source(name, ours, (((0,) * len(shape), shape),), transposed=transposed)
-
-
-def _attention(
-    config: GPTConfig, family: str, theirs: str, ours: str, columns: tuple[int, ...]
-) -> Iterator[Source]:
-    """Queries, keys and values, which we have together for each head of keys."""
-    D, groups = config.head_dim, config.kv_heads
-    queries = config.num_heads // groups
-    kind, each, zero = ours.rpartition(".")[2], (queries + 2) * D, (0,) * len(columns)
-    found = {
-        name: [((g * each + start * D, *zero), (n * D, *columns)) for g in range(groups)]
-        for name, start, n in (("q", 0, queries), ("k", queries, 1), ("v", queries + 1, 1))
-    }
-    if family == "gpt2":
-        together = tuple(box for name in "qkv" for box in found[name])
-        yield Source(f"{theirs}.c_attn.{kind}", ours, together, transposed=kind == "weight")
-        return
-    for name, boxes in found.items():
-        yield Source(f"{theirs}.{name}_proj.{kind}", ours, tuple(boxes))
-
-
-def _mlp(config: GPTConfig, family: str, theirs: str, ours: str, kind: str) -> Iterator[Source]:
-    H, F = config.hidden_size, config.ffn_size
-    up, down = ((F, H), (H, F)) if kind == "weight" else ((F,), (H,))
-    if family == "gpt2":
-        yield _whole(f"{theirs}.c_fc.{kind}", f"{ours}.up.{kind}", up, family)
-        yield _whole(f"{theirs}.c_proj.{kind}", f"{ours}.down.{kind}", down, family)
-        return
-    for name, first in (("gate_proj", 0), ("up_proj", F)):
-        yield Source(f"{theirs}.{name}.{kind}", f"{ours}.up.{kind}", (((first, 0), up),))
-    yield _whole(f"{theirs}.down_proj.{kind}", f"{ours}.down.{kind}", down)
-
-
-def _experts(config: GPTConfig, moe: MoEConfig, family: str, theirs: str, ours: str) -> Iterator[Source]:
-    H, F = config.hidden_size, moe.expert_ffn_hidden_size
-    layer, (gate, up, down) = _EXPERTS[family]
-    yield _whole(f"{theirs}.{layer}.gate.weight", f"{ours}.router.weight", (moe.num_experts, H))
-    for e in range(moe.num_experts):
-        name = f"{theirs}.{layer}.experts.{e}"
-        for part, first in ((gate, 0), (up, F)):
-            boxes = (((e, first, 0), (1, F, H)),)
-            yield Source(f"{name}.{part}.weight", f"{ours}.experts.fc1", boxes, squeezed=True)
-        boxes = (((e, 0, 0), (1, H, F)),)
-        yield Source(f"{name}.{down}.weight", f"{ours}.experts.fc2", boxes, squeezed=True)
-
-
-_ENDS = {
-    "word_embedding.weight": "model.embed_tokens.weight",
-    "final_norm.weight": "model.norm.weight",
-    "output_layer.weight": "lm_head.weight",
-}
-_GPT2_ENDS = {
-    "word_embedding.weight": "transformer.wte.weight",
-    "position_embedding.weight": "transformer.wpe.weight",
-    "final_norm.weight": "transformer.ln_f.weight",
-    "final_norm.bias": "transformer.ln_f.bias",
-    "output_layer.weight": "lm_head.weight",
-}
-_LLAMA_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_QWEN_NORMS = {**_LLAMA_NORMS, "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-_NORMS = {
-    "gpt2": {"attention_norm": "ln_1", "mlp_norm": "ln_2"},
-    "llama": _LLAMA_NORMS,
-    "mixtral": _LLAMA_NORMS,
-    "qwen3": _QWEN_NORMS,
-    "qwen3_moe": _QWEN_NORMS,
-}
-_ATTENTION = {"gpt2": "attn", **dict.fromkeys(("llama", "mixtral", "qwen3", "qwen3_moe"), "self_attn")}
-_EXPERTS = {  # the layer, and the parts of an expert
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj")),
-}
-_CLASSES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-
-
-def _config(config: GPTConfig, family: str, dtype: torch.dtype) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "architectures": [_CLASSES[family]],
-        "model_type": family,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        "initializer_range": config.init_std,
-    }
-    if family == "gpt2":
-        return found | {
-            "n_layer": config.num_layers,
-            "n_embd": config.hidden_size,
-            "n_head": config.num_heads,
-            "n_positions": config.max_seq_len,
-            "n_inner": config.ffn_size,
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": config.layernorm_epsilon,
-            "attn_pdrop": config.attention_dropout,
-            "embd_pdrop": config.dropout,
-            "resid_pdrop": config.dropout,
-        }
-    found |= {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_size,
-        "max_position_embeddings": config.max_seq_len,
-        "rms_norm_eps": config.layernorm_epsilon,
-        "rope_theta": config.rope_base,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": config.attention_dropout,
-    }
-    moe = config.moe
-    if moe is None:
-        return found
-    found |= {"num_experts_per_tok": moe.top_k, "router_aux_loss_coef": moe.aux_loss}
-    if family == "mixtral":
-        sizes = {"num_local_experts": moe.num_experts, "intermediate_size": moe.expert_ffn_hidden_size}
-        return found | sizes
-    return found | {
-        "num_experts": moe.num_experts,
-        "moe_intermediate_size": moe.expert_ffn_hidden_size,
-        "norm_topk_prob": _sum_is_one(moe),
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()

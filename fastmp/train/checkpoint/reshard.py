@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from fastmp.train.checkpoint.boxes import whole_box
-from fastmp.train.checkpoint.compare import read_tensor
+from fastmp.train.checkpoint.boxes import Box, whole_box
+from fastmp.train.checkpoint.compare import read_parts
 from fastmp.train.checkpoint.directory import publish, staging, whole_manifest
 from fastmp.train.checkpoint.files import Form, verify, write_tensors
-from fastmp.train.checkpoint.format import DTYPES, File, Part, SavedTensor, file_name
-from fastmp.train.checkpoint.storage import CheckpointReader
+from fastmp.train.checkpoint.format import DTYPES, File, Manifest, Part, file_name
+from fastmp.train.checkpoint.storage import CheckpointReader, Parts, part_name
 
-__all__ = ["reshard"]
+__all__ = ["reshard", "write_again"]
 
 
 def reshard(source: Path, directory: Path, *, files: int = 1, weights: bool = False) -> Path:
@@ -27,30 +28,62 @@ def reshard(source: Path, directory: Path, *, files: int = 1, weights: bool = Fa
     """
     manifest = whole_manifest(source)
     verify(source, manifest, manifest.files)
-    reader = CheckpointReader(source, manifest)
-    wanted = sorted(name for name in manifest.tensors if not weights or name.startswith("model/"))
-    saved = {name: manifest.tensors[name] for name in wanted}
-    forms = {name: Form(name, DTYPES[tensor.dtype], tensor.shape) for name, tensor in saved.items()}
-    groups, sizes = [list[str]() for _ in range(files)], [0] * files
-    for name in sorted(wanted, key=lambda name: (-forms[name].bytes, name)):
+    wanted = (name for name in manifest.tensors if not weights or name.startswith("model/"))
+    pieces = [(name, whole_box(manifest.tensors[name].shape)) for name in wanted]
+    return write_again(CheckpointReader(source, manifest), pieces, directory, files=files)
+
+
+def write_again(
+    reader: CheckpointReader, pieces: Iterable[tuple[str, Box]], directory: Path, *, files: int = 1
+) -> Path:
+    """Write what `reader` reads into `directory` as a checkpoint of these boxes of tensors; returns it.
+
+    One piece at a time is in memory, and one part that it is read from.
+    """
+    manifest = reader.manifest
+    forms = {
+        (name, box): Form(
+            part_name(name, box, manifest.tensors[name].shape), _dtype(manifest, name), box.sizes
+        )
+        for name, box in pieces
+    }
+    groups, sizes = [list[tuple[str, Box]]() for _ in range(files)], [0] * files
+    for piece in sorted(forms, key=lambda piece: (-forms[piece].bytes, piece)):
         smallest = sizes.index(min(sizes))
-        groups[smallest].append(name)
-        sizes[smallest] += forms[name].bytes
+        groups[smallest].append(piece)
+        sizes[smallest] += forms[piece].bytes
     target = staging(directory, manifest.step)
     target.mkdir(parents=True)
     try:
-        written, tensors = dict[str, File](), dict[str, SavedTensor]()
-        for number, names in enumerate(group for group in groups if group):
+        written, parts, finite = dict[str, File](), dict[str, list[Part]](), True
+        for number, own in enumerate(group for group in groups if group):
             file = file_name(number)
 
-            def read(i: int, names: Sequence[str] = names) -> Tensor:
-                return read_tensor(reader, names[i])
+            def read(i: int, own: Sequence[tuple[str, Box]] = own) -> Tensor:
+                return _read(reader, *own[i])
 
-            written[file], placed = write_tensors(target / file, [forms[name] for name in names], read)
-            for name, place in zip(names, placed, strict=True):
-                part = Part(whole_box(saved[name].shape), file, place.start, place.crc32)
-                tensors[name] = replace(saved[name], parts=(part,))
-        return publish(target, replace(manifest, files=written, tensors=tensors))
+            written[file], placed = write_tensors(target / file, [forms[piece] for piece in own], read)
+            for (name, box), place in zip(own, placed, strict=True):
+                parts.setdefault(name, []).append(Part(box, file, place.start, place.crc32))
+                finite = finite and place.finite
+        tensors = {
+            name: replace(manifest.tensors[name], parts=tuple(sorted(own, key=lambda part: part.box)))
+            for name, own in parts.items()
+        }
+        finite = manifest.finite and finite
+        return publish(target, replace(manifest, finite=finite, files=written, tensors=tensors))
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
+
+
+def _read(reader: CheckpointReader, name: str, box: Box) -> Tensor:
+    """A box of a tensor, on the CPU."""
+    saved = reader.manifest.tensors[name]
+    tensor = torch.empty(box.sizes, dtype=DTYPES[saved.dtype])
+    read_parts(reader, name, Parts(saved.shape, tensor.dtype, [(box.offsets, tensor)]))
+    return tensor
+
+
+def _dtype(manifest: Manifest, name: str) -> torch.dtype:
+    return DTYPES[manifest.tensors[name].dtype]

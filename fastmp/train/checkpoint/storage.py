@@ -242,12 +242,17 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 
 def _part_name(item: WriteItem) -> str:
-    """The name of a part in its file: that of the tensor, with the range in each dimension unless whole."""
+    """The name of a part in its file."""
     data = _tensor_data(item)
-    if data.chunk.sizes == data.size:
-        return item.index.fqn
-    ranges = (f"{at}:{at + size}" for at, size in zip(data.chunk.offsets, data.chunk.sizes))
-    return f"{item.index.fqn}[{', '.join(ranges)}]"
+    return part_name(item.index.fqn, Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes)), data.size)
+
+
+def part_name(name: str, box: Box, shape: Sequence[int]) -> str:
+    """The name in a file of a part of the tensor `name`: with the range in each dimension unless whole."""
+    if box.sizes == tuple(shape):
+        return name
+    ranges = (f"{at}:{at + size}" for at, size in zip(*box))
+    return f"{name}[{', '.join(ranges)}]"
 
 
 class LoadParts(LoadPlanner):

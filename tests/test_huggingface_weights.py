@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.integrations.huggingface import weights as transformers_weights
+from fastmp.integrations.huggingface.families import to_transformers
 from fastmp.integrations.huggingface.weights import check_family, export_weights
 from fastmp.train.checkpoint.checkpointer import Checkpointer
 from fastmp.train.checkpoint.storage import Parts
@@ -140,6 +141,9 @@ LLAMA = GPTConfig(norm="rmsnorm", position="rope", activation="swiglu", linear_b
         (GPTConfig(num_kv_heads=6, head_size=32, rope_base=5e5), "gpt2", {"n_head": 6}),
         (GPTConfig(layernorm_epsilon=1e-6), "gpt2", {"layer_norm_epsilon": 1e-6}),
         (GPTConfig(tie_embeddings=False), "gpt2", {"tie_word_embeddings": False}),
+        (GPTConfig(activation="gelu"), "gpt2", {"activation_function": "gelu"}),
+        (replace(LLAMA, activation="geglu"), "llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        (replace(LLAMA, qkv_bias=True), "qwen2", {"num_key_value_heads": 6}),
         (replace(LLAMA, moe=MoEConfig(pre_softmax=False)), "mixtral", {"num_experts_per_tok": 2}),
         (
             replace(LLAMA, qk_norm=True, moe=MoEConfig(pre_softmax=False)),
@@ -151,21 +155,20 @@ LLAMA = GPTConfig(norm="rmsnorm", position="rope", activation="swiglu", linear_b
 )
 def test_models_that_transformers_has_are_exported_however_they_are_written(config, family, said):
     assert check_family(config) == family
-    found = transformers_weights._config(config, family, torch.float32)
+    found = to_transformers(family, config, "float32")
     assert {name: found[name] for name in said} == said
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        replace(LLAMA, activation="geglu"),
         replace(LLAMA, linear_bias=True),
         replace(LLAMA, moe=MoEConfig(score="sigmoid", normalize_topk=True)),
         replace(LLAMA, moe=MoEConfig(normalize_topk=False)),
         GPTConfig(position="rope"),
         GPTConfig(num_kv_heads=2),
         GPTConfig(head_size=16),
-        GPTConfig(activation="gelu"),
+        replace(LLAMA, moe=MoEConfig(normalize_topk=True), dense_layers=(0,)),
         GPTConfig(moe=MoEConfig()),
     ],
 )

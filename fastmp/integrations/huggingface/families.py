@@ -1,0 +1,434 @@
+"""Families of `transformers`: a table each of names, and of the configuration, read in both directions.
+
+A table maps our names of parameters to theirs. Several of theirs in one of ours are its rows, one after the
+other; queries, keys and values, which we have together for each head of keys, are taken apart. `{e}` is the
+number of an expert. A `Field` says where a value of config.json is in `GPTConfig`, and `always` which values
+of others a model may have: those that fastmp computes. What no table knows is refused, for it may change what
+a model computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+from fastmp.config import MOST_LAYERS, GPTConfig, MoEConfig, RopeScaling
+from fastmp.model_config import function_of
+
+__all__ = ["FAMILIES", "Family", "family_of", "from_transformers", "to_transformers"]
+
+
+class Field(NamedTuple):
+    """Our name of a value ("moe.top_k"), theirs where it is absent (...: it must be there), ours of each."""
+
+    ours: str
+    default: Any = ...
+    values: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type. names: of a layer's parameters, ours and theirs, whose names begin with `base`."""
+
+    architecture: str
+    base: str
+    ends: Mapping[str, str]
+    names: Mapping[str, str]
+    fields: Mapping[str, Field]
+    model: Mapping[str, Any]
+    experts: Mapping[str, Any] | None = None
+    always: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    conv1d: bool = False  # matrices of layers are stored as columns
+
+
+_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_GATED = {"silu": "swiglu", "gelu_pytorch_tanh": "geglu", "gelu_new": "geglu", "gelu": "geglu_erf"}
+_ENDS = {
+    "word_embedding.weight": "model.embed_tokens.weight",
+    "final_norm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_DENSE = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.qkv.weight": "self_attn.q_proj.weight self_attn.k_proj.weight self_attn.v_proj.weight",
+    "attention.proj.weight": "self_attn.o_proj.weight",
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.up.weight": "mlp.gate_proj.weight mlp.up_proj.weight",
+    "mlp.down.weight": "mlp.down_proj.weight",
+}
+_QKV_BIAS = {"attention.qkv.bias": "self_attn.q_proj.bias self_attn.k_proj.bias self_attn.v_proj.bias"}
+_QK_NORM = {
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+}
+_EXPERTS = {
+    "moe.router.weight": "mlp.gate.weight",
+    "moe.experts.fc1": "mlp.experts.{e}.gate_proj.weight mlp.experts.{e}.up_proj.weight",
+    "moe.experts.fc2": "mlp.experts.{e}.down_proj.weight",
+}
+# What transformers 5 has in memory, and some files hold: all experts of a layer in one tensor, as we do.
+FUSED = {
+    "moe.router.weight": "mlp.gate.weight",
+    "moe.experts.fc1": "mlp.experts.gate_up_proj",
+    "moe.experts.fc2": "mlp.experts.down_proj",
+}
+_SIZES = {
+    "vocab_size": Field("vocab_size"),
+    "hidden_size": Field("hidden_size"),
+    "intermediate_size": Field("ffn_hidden_size"),
+    "num_hidden_layers": Field("num_layers"),
+    "num_attention_heads": Field("num_heads"),
+    "num_key_value_heads": Field("num_kv_heads", None),
+    "max_position_embeddings": Field("max_seq_len"),
+    "rms_norm_eps": Field("layernorm_epsilon", 1e-6),
+    "initializer_range": Field("init_std", 0.02),
+    "attention_dropout": Field("attention_dropout", 0.0),
+    "tie_word_embeddings": Field("tie_embeddings", False),
+    "hidden_act": Field("activation", "silu", _GATED),
+}
+_HEAD = {"head_dim": Field("head_size", None)}
+_LLAMA = {"norm": "rmsnorm", "position": "rope", "linear_bias": False}
+_CHOICE = {
+    "num_experts_per_tok": Field("moe.top_k"),
+    "moe_intermediate_size": Field("moe.expert_ffn_hidden_size"),
+}
+_NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+
+FAMILIES = {
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        base="transformer.h",
+        ends={
+            "word_embedding.weight": "transformer.wte.weight",
+            "position_embedding.weight": "transformer.wpe.weight",
+            "final_norm.weight": "transformer.ln_f.weight",
+            "final_norm.bias": "transformer.ln_f.bias",
+            "output_layer.weight": "lm_head.weight",
+        },
+        names={
+            f"{ours}.{kind}": f"{theirs}.{kind}"
+            for kind in ("weight", "bias")
+            for ours, theirs in {
+                "attention_norm": "ln_1",
+                "attention.qkv": "attn.c_attn",
+                "attention.proj": "attn.c_proj",
+                "mlp_norm": "ln_2",
+                "mlp.up": "mlp.c_fc",
+                "mlp.down": "mlp.c_proj",
+            }.items()
+        },
+        fields={
+            "vocab_size": Field("vocab_size"),
+            "n_embd": Field("hidden_size"),
+            "n_inner": Field("ffn_hidden_size", None),
+            "n_layer": Field("num_layers"),
+            "n_head": Field("num_heads"),
+            "n_positions": Field("max_seq_len"),
+            "layer_norm_epsilon": Field("layernorm_epsilon", 1e-5),
+            "initializer_range": Field("init_std", 0.02),
+            "attn_pdrop": Field("attention_dropout", 0.1),
+            "embd_pdrop": Field("dropout", 0.1),
+            "resid_pdrop": Field("dropout", 0.1),
+            "tie_word_embeddings": Field("tie_embeddings", True),
+            "activation_function": Field("activation", "gelu_new", _GELU),
+        },
+        model={},
+        always={
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        conv1d=True,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", "model.layers", _ENDS, _DENSE, _SIZES | _HEAD, _LLAMA, always=_NO_BIAS
+    ),
+    "mistral": Family("MistralForCausalLM", "model.layers", _ENDS, _DENSE, _SIZES | _HEAD, _LLAMA),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", "model.layers", _ENDS, _DENSE | _QKV_BIAS, _SIZES, _LLAMA | {"qkv_bias": True}
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        "model.layers",
+        _ENDS,
+        _DENSE | _QK_NORM,
+        _SIZES | {"head_dim": Field("head_size", 128)},
+        _LLAMA | {"qk_norm": True},
+        always=_NO_BIAS,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        "model.layers",
+        _ENDS,
+        _DENSE
+        | {
+            "moe.router.weight": "block_sparse_moe.gate.weight",
+            "moe.experts.fc1": "block_sparse_moe.experts.{e}.w1.weight "
+            "block_sparse_moe.experts.{e}.w3.weight",
+            "moe.experts.fc2": "block_sparse_moe.experts.{e}.w2.weight",
+        },
+        {name: each for name, each in _SIZES.items() if name != "intermediate_size"}
+        | _HEAD
+        | {
+            "rms_norm_eps": Field("layernorm_epsilon", 1e-5),
+            "intermediate_size": Field("moe.expert_ffn_hidden_size"),
+            "num_local_experts": Field("moe.num_experts", 8),
+            "num_experts_per_tok": Field("moe.top_k", 2),
+        },
+        _LLAMA,
+        experts={"normalize_topk": True},
+        always={"router_jitter_noise": (0.0, 0)},
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "model.layers",
+        _ENDS,
+        _DENSE | _QK_NORM | _EXPERTS,
+        _SIZES
+        | _HEAD
+        | _CHOICE
+        | {"num_experts": Field("moe.num_experts"), "norm_topk_prob": Field("moe.normalize_topk", False)},
+        _LLAMA | {"qk_norm": True},
+        experts={},
+        always=_NO_BIAS,
+    ),
+    "dots1": Family(  # the experts of DeepSeek-V3
+        "Dots1ForCausalLM",
+        "model.layers",
+        _ENDS,
+        _DENSE
+        | _QK_NORM
+        | _EXPERTS
+        | {
+            "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+            "moe.shared_experts.mlp.up.weight": "mlp.shared_experts.gate_proj.weight "
+            "mlp.shared_experts.up_proj.weight",
+            "moe.shared_experts.mlp.down.weight": "mlp.shared_experts.down_proj.weight",
+        },
+        _SIZES
+        | _HEAD
+        | _CHOICE
+        | {
+            "n_routed_experts": Field("moe.num_experts"),
+            "norm_topk_prob": Field("moe.normalize_topk", False),
+            "routed_scaling_factor": Field("moe.routed_scale", 1.0),
+            "n_group": Field("moe.num_groups", 1),
+            "topk_group": Field("moe.group_topk", 1),
+        },
+        _LLAMA | {"qk_norm": True},
+        experts={"score": "sigmoid", "expert_bias": True},
+        always=_NO_BIAS,
+    ),
+}
+_ALSO = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}  # another name of it
+_SPECIAL = {  # read by functions below
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
+    *("mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace", "n_shared_experts"),
+    "router_aux_loss_coef",
+}
+_UNUSED = {  # of text that is generated, of heads of other tasks, of how files were written
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+    *("pretraining_tp", "output_router_logits", "task_specific_params", "n_ctx", "gradient_checkpointing"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
+    *("summary_use_proj", "reorder_and_upcast_attn", "is_encoder_decoder", "return_dict", "id2label"),
+    *("label2id", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "problem_type"),
+    *("_attn_implementation_autoset", "generation_config", "auto_map"),
+}
+
+
+def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -> tuple[str, GPTConfig]:
+    """The model type and our configuration of what a config.json says; `ignored`: keys not looked at.
+
+    ValueError, one line, for another model type, a key that is unknown and a value that fastmp does not
+    compute.
+    """
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"model_type {short(kind)} is no family that fastmp reads: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    content = {_ALSO_BACK.get(key, key) if _ALSO_BACK.get(key) in family.fields else key: value
+               for key, value in content.items() if key not in ignored}  # fmt: skip
+    known = {*family.fields, *family.always, *_SPECIAL, *_UNUSED}
+    unknown = sorted(key for key in content if key not in known)
+    if unknown:
+        raise ValueError(
+            f"unknown {', '.join(map(short, unknown))} in a configuration of {kind}, which may change what "
+            "the model computes; --ignore NAME goes on without"
+        )
+    for key, allowed in family.always.items():
+        if key in content and content[key] not in allowed:
+            raise ValueError(f"{key} is {short(content[key])}, fastmp computes {allowed[0]!r} in {kind}")
+    values: dict[str, dict[str, Any]] = {"": dict(family.model), "moe": dict(family.experts or {})}
+    for key, (ours, default, choices) in family.fields.items():
+        value = content.get(key, default)
+        if value is ...:
+            raise ValueError(f"{key} is missing")
+        if choices is not None:
+            if value not in choices:
+                raise ValueError(f"{key} is {short(value)}, fastmp computes {', '.join(choices)}")
+            value = choices[value]
+        table, _, name = ours.rpartition(".")
+        values[table][name] = value
+    model, moe = values[""], values["moe"]
+    if type(model["num_layers"]) is not int or not 0 < model["num_layers"] <= MOST_LAYERS:
+        raise ValueError(f"the number of layers must be from 1 to {MOST_LAYERS}")
+    model["sliding_window"] = _window(kind, content, model["num_layers"], model["max_seq_len"])
+    if model.get("position") == "rope":
+        model |= _rope(content, model["max_seq_len"])
+    if family.experts is not None:
+        dense = _dense_layers(content, model["num_layers"])
+        coefficient = content.get("router_aux_loss_coef", 0.0)
+        moe["aux_loss"] = _rounded(coefficient * moe["top_k"] / (model["num_layers"] - len(dense)))
+        if kind == "dots1":
+            shared = content.get("n_shared_experts") or 0
+            moe["shared_expert_ffn_hidden_size"] = shared * moe["expert_ffn_hidden_size"]
+        model |= {"moe": MoEConfig(**moe), "dense_layers": dense}
+    return kind, GPTConfig(**model)
+
+
+_ALSO_BACK = {"num_local_experts": "num_experts"}
+
+
+def to_transformers(kind: str, config: GPTConfig, dtype: str) -> dict[str, Any]:
+    """The content of config.json for a model of the family `kind`, whose parameters are of `dtype`."""
+    family, moe = FAMILIES[kind], config.moe
+    model = vars(config) | {
+        "num_kv_heads": config.kv_heads, "head_size": config.head_dim, "ffn_hidden_size": config.ffn_size,
+    }  # fmt: skip
+    experts = {} if moe is None else vars(moe) | {"normalize_topk": moe.sum_is_one}
+    found: dict[str, Any] = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}
+    for key, (ours, _, choices) in family.fields.items():
+        table, _, name = ours.rpartition(".")
+        value = (experts if table else model).get(name)
+        if choices is not None:
+            value = next((theirs for theirs, own in choices.items() if own == value), None)
+        found[key] = value
+    found |= {key: allowed[0] for key, allowed in family.always.items()}
+    found |= _window_there(kind, config)
+    if config.position == "rope":
+        found |= {"rope_theta": config.rope_base, "rope_parameters": _rope_parameters(config)}
+    if moe is None:
+        return found
+    with_experts = config.num_layers - len(config.dense_layers)
+    if kind == "dots1":
+        found |= {
+            "first_k_dense_replace": len(config.dense_layers),
+            "n_shared_experts": moe.shared_expert_ffn_hidden_size // moe.expert_ffn_hidden_size,
+        }
+        return found
+    found["router_aux_loss_coef"] = _rounded(moe.aux_loss * with_experts / moe.top_k)
+    if kind == "qwen3_moe":
+        found |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+    return found
+
+
+def family_of(config: GPTConfig) -> str:
+    """The family of `transformers` that computes the model; ValueError where none does."""
+    for kind, family in FAMILIES.items():
+        if (config.moe is None) is (family.experts is None):
+            try:
+                there = from_transformers(to_transformers(kind, config, "float32"))[1]
+            except ValueError:
+                continue
+            if function_of(there) == function_of(config):
+                return kind
+    raise ValueError(
+        f"no family of transformers computes this model; weights are written of {', '.join(FAMILIES)}"
+    )
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.12g}")
+
+
+def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len: int) -> int | None:
+    """The sliding window of all layers; ValueError where only some of them have it."""
+    window, kinds = (
+        content.get("sliding_window", 4096 if kind == "mistral" else None),
+        content.get("layer_types"),
+    )
+    if window is None or content.get("use_sliding_window") is False or window >= max_seq_len:
+        return None
+    if kinds is not None:
+        sliding = sum(each == "sliding_attention" for each in kinds)
+    else:
+        sliding = num_layers - min(content.get("max_window_layers", 0), num_layers)
+    if sliding not in (0, num_layers):
+        raise ValueError(f"sliding_window is that of {sliding} of {num_layers} layers, fastmp has it in all")
+    return window if sliding else None
+
+
+def _window_there(kind: str, config: GPTConfig) -> dict[str, Any]:
+    """What says so in config.json; nothing in families whose layers see all."""
+    if kind in ("mistral", "mixtral"):
+        return {"sliding_window": config.sliding_window}
+    if kind in ("qwen2", "qwen3") and config.sliding_window is not None:
+        sliding = {"use_sliding_window": True, "max_window_layers": 0}
+        return {**sliding, "sliding_window": config.sliding_window}
+    return {"sliding_window": None} if kind == "dots1" else {}
+
+
+_SCALINGS = {
+    "original_max_position_embeddings": "original_max_seq_len",
+    **{
+        name: name
+        for name in (
+            *("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate"),
+            "attention_factor",
+        )
+    },
+}
+
+
+def _rope(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
+    """Our fields of rotary positions: transformers 5 has one table of them, 4 had two keys."""
+    given = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    base = given.pop("rope_theta", content.get("rope_theta", 10000.0))
+    kind = given.pop("rope_type", given.pop("type", "default"))
+    given.pop("type", None)
+    if (part := given.pop("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))) != 1.0:
+        raise ValueError(f"partial_rotary_factor is {short(part)}, fastmp turns whole heads")
+    mscale, of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+    given = {key: value for key, value in given.items() if value is not None}
+    unknown = sorted(set(given) - set(_SCALINGS))
+    if kind not in ("default", "linear", "llama3", "yarn") or unknown:
+        what = f"has {', '.join(map(short, unknown))}" if unknown else f"is {short(kind)}"
+        raise ValueError(f"rope_type {what}, fastmp computes default, linear, llama3 and yarn")
+    if kind == "default":
+        return {"rope_base": float(base)}
+    options = {_SCALINGS[key]: value for key, value in given.items()}
+    options.setdefault("original_max_seq_len", max_seq_len)
+    if kind == "yarn" and mscale and of_all and "attention_factor" not in options:
+        high, low = (0.1 * each * math.log(options["factor"]) + 1.0 for each in (mscale, of_all))
+        options["attention_factor"] = high / low
+    return {"rope_base": float(base), "rope_scaling": RopeScaling(kind, **options)}
+
+
+def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
+    scaling, found = config.rope_scaling, {"rope_type": "default", "rope_theta": config.rope_base}
+    if scaling is None:
+        return found
+    used = {
+        "linear": ("factor",),
+        "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+        "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    }[scaling.kind]
+    values = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS.items() if ours in used}
+    return (
+        found
+        | {"rope_type": scaling.kind}
+        | {key: value for key, value in values.items() if value is not None}
+    )
+
+
+def _dense_layers(content: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    first, step = content.get("first_k_dense_replace") or 0, content.get("decoder_sparse_step") or 1
+    alone = content.get("mlp_only_layers") or ()
+    return tuple(
+        layer for layer in range(num_layers) if layer < first or layer in alone or (layer + 1) % step
+    )

@@ -1,0 +1,64 @@
+"""The weights of a checkpoint, and nothing else of it, as the start of another run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fastmp.config import GPTConfig
+from fastmp.model_config import function_of
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.train.checkpoint.format import CheckpointError
+from fastmp.train.checkpoint.state import parameter_parts
+from fastmp.train.checkpoint.storage import CheckpointReader, LoadParts, Parts
+from fastmp.train.microbatches import named_buffers, named_parameters
+from fastmp.train.recipe import model_from
+
+__all__ = ["check_same_function", "load_weights"]
+
+
+def load_weights(
+    reader: CheckpointReader, config: GPTConfig, chunks: Sequence[nn.Module], groups: ParallelGroups
+) -> None:
+    """Fill the parameters and buffers of this rank's `chunks` of a GPT, before an optimizer is made of them.
+
+    Dtypes may differ: numbers are rounded to those of the parameters. CheckpointError naming both sides where
+    the checkpoint is of a model that computes something else than `config`, or has other shapes.
+    """
+    check_same_function(reader, config)
+    wanted = {f"model/{name}": parameter_parts(param, groups) for name, param in named_parameters(chunks)}
+    wanted |= {f"model/{name}": Parts.whole(buffer) for name, buffer in named_buffers(chunks)}
+    for name, parts in wanted.items():
+        saved = reader.manifest.tensors.get(name)
+        if saved is None or saved.shape != parts.shape:
+            theirs = "nothing" if saved is None else list(saved.shape)
+            raise CheckpointError(
+                f"checkpoint {reader.directory}: another model: {name} is {theirs}, here {list(parts.shape)}"
+            )
+    planner = LoadParts()
+    planner.set_up_planner(dict(wanted), reader.read_metadata(wanted))
+    reader.read_data(planner.create_local_plan(), planner)
+
+
+def check_same_function(reader: CheckpointReader, config: GPTConfig) -> None:
+    """Raise CheckpointError where the checkpoint describes a model that computes something else."""
+    try:
+        saved, current = function_of(model_from(reader.manifest.description)), function_of(config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {reader.directory}: no model is described in it: {error}"
+        ) from None
+    if config.position == "rope":  # which is computed for as many positions as a run has
+        saved.pop("max_seq_len"), current.pop("max_seq_len")
+    differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    if differing:
+        theirs, ours = (_listed(each, differing) for each in (saved, current))
+        raise CheckpointError(
+            f"checkpoint {reader.directory}: another model: it has {theirs}; this run has {ours}"
+        )
+
+
+def _listed(facts: dict[str, Any], keys: Sequence[str]) -> str:
+    return ascii(", ".join(f"{key}={facts.get(key)}" for key in keys))[1:-1][:1000]

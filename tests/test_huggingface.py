@@ -1,0 +1,361 @@
+"""`fastmp hf`: models of transformers in and out, runs that start from them, directories that are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from marks import full
+from safetensors.torch import load_file, save_file
+from transformers_models import MODELS, save
+
+from fastmp.config import GPTConfig, MoEConfig, RopeScaling
+from fastmp.integrations.huggingface.command import main
+from fastmp.integrations.huggingface.families import from_transformers, to_transformers
+from fastmp.integrations.huggingface.weights import TransformersReader
+from fastmp.model_config import function_of
+from fastmp.nn import GPT, Placement, gpt_stages
+from fastmp.parallel.collectives import group_rank
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+from fastmp.testing import run_ranks
+from fastmp.train.checkpoint.checkpointer import Checkpointer, described
+from fastmp.train.checkpoint.compare import differences, read_tensor
+from fastmp.train.checkpoint.directory import checkpoint_at
+from fastmp.train.checkpoint.state import parameter_parts
+from fastmp.train.checkpoint.weights import load_weights
+from fastmp.train.metrics import read_metrics
+from fastmp.train.microbatches import named_parameters
+from fastmp.train.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def files_of(path):
+    return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@needs_transformers
+@pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16])])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.full
+def test_there_and_back(name, dtype, tmp_path, capsys):
+    """Imported, both models compute the same; exported again, every bit and name is as before."""
+    save(name, tmp_path / "model", dtype, max_shard_size="20KB")
+    assert main(["import", str(tmp_path / "model"), "--out", str(tmp_path / "ours")]) == 0
+    error = float(re.search(r"verified: largest error of logits (\S+),", capsys.readouterr().out)[1])
+    assert error < 2e-5
+    recipe = load_recipe(tmp_path / "ours" / "recipe.toml")
+    kept = checkpoint_at(tmp_path / "ours")
+    assert recipe.checkpoint.init_from == str(kept)
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+    before, after = files_of(tmp_path / "model"), files_of(tmp_path / "again")
+    if recipe.model.tie_embeddings:
+        before.pop("lm_head.weight", None)
+    assert before.keys() == after.keys()
+    for each, tensor in before.items():
+        assert tensor.dtype == after[each].dtype and torch.equal(tensor, after[each]), each
+    assert main(["import", str(tmp_path / "again"), "--no-verify", "--out", str(tmp_path / "third")]) == 0
+    assert not list(differences(kept, checkpoint_at(tmp_path / "third")))
+    third = load_recipe(tmp_path / "third" / "recipe.toml")
+    assert function_of(third.model) == function_of(recipe.model)
+
+
+CONFIGS = {
+    "llama": GPTConfig(norm="rmsnorm", position="rope", activation="swiglu", linear_bias=False),
+    "gpt2": GPTConfig(vocab_size=131),
+}
+CONFIGS["qwen2"] = replace(CONFIGS["llama"], qkv_bias=True, rope_scaling=RopeScaling())
+CONFIGS["qwen3_moe"] = replace(
+    CONFIGS["llama"],
+    **{"qk_norm": True, "dense_layers": (0,), "moe": MoEConfig(num_experts=4, aux_loss=0.03)},
+)
+SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": None, "vocab_size": 131}
+
+
+def written(name, path):
+    """A directory of transformers as fastmp writes it, of random numbers, without that package."""
+    from fastmp.integrations.huggingface.weights import links, own_tensors
+
+    config = replace(CONFIGS[name], **SMALL, max_seq_len=32)
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for ours, shape in own_tensors(config).items():
+        for link in links(name, config, ours, shape):
+            tensors.setdefault(link.name, torch.randn(link.shape, generator=generator))
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(to_transformers(name, config, "float32")))
+    return config, tensors
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_transformers_it_is_bitwise_too(name, tmp_path):
+    config, tensors = written(name, tmp_path / "model")
+    assert main(["import", str(tmp_path / "model"), "--no-verify"]) == 0
+    read = load_recipe(tmp_path / "model-fastmp" / "recipe.toml").model
+    assert to_transformers(name, read, "float32") == to_transformers(name, config, "float32")
+    assert main(["export", str(tmp_path / "model-fastmp"), str(tmp_path / "again"), "--no-verify"]) == 0
+    again = files_of(tmp_path / "again")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[each], tensor) for each, tensor in tensors.items())
+
+
+def test_experts_of_a_layer_may_be_in_one_tensor(tmp_path):
+    _, tensors = written("qwen3_moe", tmp_path / "model")
+    fused = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    layer = "model.layers.1.mlp.experts"
+    both = [
+        torch.cat([tensors[f"{layer}.{e}.{part}_proj.weight"] for part in ("gate", "up")]) for e in range(4)
+    ]
+    fused[f"{layer}.gate_up_proj"] = torch.stack(both)
+    fused[f"{layer}.down_proj"] = torch.stack([tensors[f"{layer}.{e}.down_proj.weight"] for e in range(4)])
+    (tmp_path / "fused").mkdir()
+    save_file(fused, tmp_path / "fused" / "model.safetensors")
+    (tmp_path / "fused" / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    readers = [TransformersReader(tmp_path / each) for each in ("model", "fused")]
+    for name in readers[0].manifest.tensors:
+        assert torch.equal(*(read_tensor(reader, name) for reader in readers)), name
+
+
+def test_weights_are_the_start_of_a_run_and_another_model_is_refused(tmp_path):
+    config, tensors = written("llama", tmp_path / "model")
+    model = GPT(config, Placement(dtype=torch.float64))
+    load_weights(TransformersReader(tmp_path / "model"), config, [model], ParallelGroups.alone())
+    table = model.word_embedding.weight
+    assert torch.equal(table[:131], tensors["model.embed_tokens.weight"].double()) and not table[131:].any()
+    for change, said in (
+        ({"rope_base": 5e5}, "it has rope_base=10000.0; this run has rope_base=500000.0"),
+        ({"num_layers": 3}, "it has num_layers=2; this run has num_layers=3"),
+    ):
+        other = replace(config, **change)
+        with pytest.raises(ValueError, match=f"another model: {re.escape(said)}"):
+            load_weights(TransformersReader(tmp_path / "model"), other, [], ParallelGroups.alone())
+
+
+def test_coefficients_of_balancing_losses_are_converted():
+    config = replace(CONFIGS["qwen3_moe"], **SMALL)
+    there = to_transformers("qwen3_moe", config, "float32")
+    assert there["router_aux_loss_coef"] == pytest.approx(0.03 * 1 / 2)  # layers with experts over top_k
+    assert from_transformers(there)[1].moe.aux_loss == pytest.approx(0.03)
+
+
+def edit(path, **changes):
+    content = json.loads(path.read_text())
+    content |= changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def change_tensors(path, change):
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def index_to(*names):
+    def change(path):
+        tensors = load_file(path / "model.safetensors")
+        (path / "model.safetensors").unlink()
+        save_file(tensors, path / "a.safetensors")
+        weight_map = dict.fromkeys(tensors, names[0])
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+def with_index_entry(path):
+    index_to("a.safetensors")(path)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    index["weight_map"]["more"] = "a.safetensors"
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def pickled(path):
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+NORM = "model.norm.weight"
+WRONG = {
+    "unknown family": (
+        lambda p: edit(p / "config.json", model_type="gemma"),
+        "is no family that fastmp reads",
+    ),
+    "no family": (lambda p: edit(p / "config.json", model_type=3), "model_type 3 is no family"),
+    "newer": (
+        lambda p: edit(p / "config.json", logit_cap=5),
+        "unknown 'logit_cap' in a configuration of llama",
+    ),
+    "bias": (lambda p: edit(p / "config.json", mlp_bias=True), "mlp_bias is True, fastmp computes False in"),
+    "activation": (
+        lambda p: edit(p / "config.json", hidden_act="relu"),
+        "hidden_act is 'relu', fastmp computes",
+    ),
+    "missing": (lambda p: edit(p / "config.json", hidden_size=...), "hidden_size is missing"),
+    "text": (lambda p: edit(p / "config.json", hidden_size="many"), "a value of another type"),
+    "layers": (
+        lambda p: edit(p / "config.json", num_hidden_layers=10**9),
+        "the number of layers must be from",
+    ),
+    "rope": (
+        lambda p: edit(p / "config.json", rope_parameters={"rope_type": "longrope"}),
+        "rope_type is 'longrope', fastmp computes default, linear, llama3 and yarn",
+    ),
+    "window": (
+        lambda p: edit(
+            p / "config.json", sliding_window=8, layer_types=["full_attention", "sliding_attention"]
+        ),
+        "sliding_window is that of 1 of 2 layers, fastmp has it in all",
+    ),
+    "no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is not JSON"),
+    "padded": (
+        lambda p: edit(p / "config.json", vocab_size=100),
+        "model.embed_tokens.weight has shape [131, 16], config.json says [100, 16]",
+    ),
+    "lost": (
+        lambda p: change_tensors(p / "model.safetensors", lambda t: t.pop(NORM)),
+        "model.norm.weight is missing, which llama has",
+    ),
+    "left over": (
+        lambda p: change_tensors(p / "model.safetensors", lambda t: t.update(more=torch.ones(2))),
+        "unexpected 'more', which llama has not",
+    ),
+    "two dtypes": (
+        lambda p: change_tensors(
+            p / "model.safetensors",
+            lambda t: t.update(
+                {"model.layers.0.mlp.up_proj.weight": t["model.layers.0.mlp.up_proj.weight"].half()}
+            ),
+        ),
+        "F16, F32 in what is one tensor here, layers.0.mlp.up.weight",
+    ),
+    "climbing": (
+        index_to("../a.safetensors"),
+        "'../a.safetensors' is not the name of a safetensors file beside",
+    ),
+    "absent file": (index_to("b.safetensors"), "b.safetensors cannot be read (No such file or directory)"),
+    "index entry": (with_index_entry, "'more' is not in a.safetensors"),
+    "pickled": (pickled, "pickled weights are never read"),
+    "cut": (
+        lambda p: (p / "model.safetensors").write_bytes((p / "model.safetensors").read_bytes()[:-5]),
+        "bytes, its tensors end at",
+    ),
+    "no header": (
+        lambda p: (p / "model.safetensors").write_bytes(b"\xff" * 50),
+        "is no safetensors file: a header",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_directory_is_one_line_and_nothing_is_written(name, tmp_path, capsys):
+    written("llama", tmp_path / "model")
+    change, said = WRONG[name]
+    change(tmp_path / "model")
+    assert main(["import", str(tmp_path / "model"), "--no-verify"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("fastmp hf: ") and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_key_that_is_ignored_and_a_directory_that_is_there(tmp_path, capsys):
+    written("llama", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", logit_cap=5)
+    arguments = ["import", str(tmp_path / "model"), "--no-verify", "--ignore", "logit_cap"]
+    assert main(arguments) == 0
+    assert main(arguments) == 2
+    assert "model-fastmp exists already; name a new directory" in capsys.readouterr().err
+
+
+@needs_transformers
+@pytest.mark.full
+def test_a_model_that_computes_something_else_is_refused(tmp_path, capsys, monkeypatch):
+    save("llama 3.1", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json")
+    from fastmp.integrations.huggingface import families
+
+    monkeypatch.setattr(families, "_rope", lambda content, longest: {"rope_base": 5e5})  # forgets the scaling
+    assert main(["import", str(tmp_path / "model")]) == 2
+    assert "fastmp does not compute this model" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_verifying_needs_transformers(tmp_path, capsys, monkeypatch):
+    written("llama", tmp_path / "model")
+    from fastmp.integrations.huggingface import verify
+
+    monkeypatch.setattr(verify, "find_spec", lambda name: None)
+    assert main(["import", str(tmp_path / "model")]) == 2
+    assert "transformers, which is not installed" in capsys.readouterr().err
+
+
+LAYOUTS = [
+    ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1}),
+    ("qwen3_moe", {"pp": 2}),
+    ("gpt2", {"tp": 2, "pp": 2}),
+]
+
+
+def layout_case(rank, world, name, sizes, path):
+    """Load a model of transformers into a layout, and save it from there."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, **sizes))
+    reader = TransformersReader(path / "model")
+    on = Placement(groups, rng=RngTracker(1, tp_rank=group_rank(groups.tp)))
+    stages = gpt_stages(reader.config, on)
+    load_weights(reader, reader.config, stages, groups)
+    state = {f"model/{name}": parameter_parts(param, groups) for name, param in named_parameters(stages)}
+    Checkpointer(path / "ours", groups=groups, **described(reader.config)).save(3, state, {})
+
+
+@pytest.mark.parametrize(("name", "sizes"), [*full(LAYOUTS)])
+def test_any_layout_reads_a_model_and_gives_it_back(name, sizes, tmp_path):
+    _, tensors = written(name, tmp_path / "model")
+    run_ranks(layout_case, prod([sizes.get("tp", 1), sizes.get("pp", 1)]), name, sizes, tmp_path)
+    assert main(["export", str(tmp_path / "ours"), str(tmp_path / "again"), "--no-verify"]) == 0
+    again = files_of(tmp_path / "again")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[each], tensor) for each, tensor in tensors.items())
+
+
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.full
+def test_a_run_begins_with_imported_weights(tmp_path):
+    """The first loss is that of the imported model, whatever the seed of the run."""
+    written("qwen3_moe", tmp_path / "model")
+    edit(tmp_path / "model" / "config.json", vocab_size=257)
+    change_tensors(
+        tmp_path / "model" / "model.safetensors",
+        lambda t: t.update(
+            {n: torch.randn(257, 16) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in t}
+        ),
+    )
+    assert main(["import", str(tmp_path / "model"), "--no-verify"]) == 0
+    recipe = tmp_path / "model-fastmp" / "recipe.toml"
+    losses = {}
+    for name, options in {
+        "checkpoint": ["--train.seed", "1"],
+        "directory": ["--train.seed", "2", "--init-from", str(tmp_path / "model")],
+        "none": ["--train.seed", "2", "--init-from", ""],
+    }.items():
+        train = (
+            f"--recipe {recipe} --name {name} --train.run-dir {tmp_path} --steps 1 --train.eval-interval 0"
+        )
+        command = [sys.executable, "-m", "fastmp", "train", *train.split(), *options]
+        command += ["--data.seq-len", "32", "--data.seed", "3"]
+        subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+        records = read_metrics(tmp_path / name / "metrics.jsonl")
+        losses[name] = next(record["loss"] for record in records if record["kind"] == "train")
+    assert losses["checkpoint"] == losses["directory"] != losses["none"]
