@@ -436,14 +436,23 @@ def _autocast(tensors: Tensors) -> torch.dtype | bool:
 
 
 def _managed(
-    manager: weakref.ref[GraphManager], chunk: int, chain: weakref.ref[LayerChain], *tensors: Tensor
+    manager: weakref.ref[GraphManager],
+    chunk: int,
+    chain: weakref.ref[LayerChain],
+    *tensors: Tensor,
+    **shared: Any,
 ) -> Tensors:
     """Stand in for the forward of a chain, without keeping the manager and its graphs."""
     own, layers = manager(), chain()
-    if own is not None:
-        return own._forward(chunk, *tensors)
     assert layers is not None
-    return type(layers).forward(layers, *tensors)
+    if own is None or (shared and not (torch.is_grad_enabled() and layers.training)):
+        return type(layers).forward(layers, *tensors, **shared)
+    if shared:
+        raise ValueError(
+            f"graphs: what all layers share, here {', '.join(shared)}, differs between microbatches and is "
+            "in no graph; train on packed documents without graphs"
+        )
+    return own._forward(chunk, *tensors)
 
 
 def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fastmp.config import GPTConfig
+from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import random_stream, require_rng
 from fastmp.nn.init import normal, residual_normal
 from fastmp.nn.placement import Placement
@@ -114,7 +115,10 @@ class SelfAttention(GroupModule):
             self.rotary = RotaryPositions(config, on) if rotary is None else rotary
 
     def forward(
-        self, hidden_SBH: torch.Tensor, key_padding_mask_BT: torch.Tensor | None = None
+        self,
+        hidden_SBH: torch.Tensor,
+        key_padding_mask_BT: torch.Tensor | None = None,
+        documents: Documents | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output (S, B, H) without the bias of its projection, and that bias (H,) or None.
 
@@ -122,8 +126,14 @@ class SelfAttention(GroupModule):
         the undivided sequence also under sequence and context parallelism. A padding token is seen only by
         itself: its output is finite and means nothing.
 
-        ValueError where a CP rank's tokens are not two equal slices.
+        documents: a token sees its own document only, and has its position there.
+
+        ValueError where a CP rank's tokens are not two equal slices, and for padding beside documents.
         """
+        if key_padding_mask_BT is not None and documents is not None:
+            raise ValueError(
+                "SelfAttention: give no key_padding_mask beside documents: padding is a document of its own"
+            )
         qkv = self.qkv(hidden_SBH)
         S, B = qkv.shape[:2]
         G, R, D = self.num_kv_heads, self.queries_per_kv, self.head_dim
@@ -131,7 +141,7 @@ class SelfAttention(GroupModule):
         if self.q_norm is not None and self.k_norm is not None:
             q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
         if self.rotary is not None:
-            q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S))
+            q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S, documents))
         if group_size(self.cp_group) > 1:
             kv_TBG2D = join_sequence(torch.cat((k_SBG1D, v_SBG1D), 3), self.cp_group, dim=0)
             k_TBG1D, v_TBG1D = kv_TBG2D.split(1, 3)
@@ -140,32 +150,48 @@ class SelfAttention(GroupModule):
         q_BNSD = q_SBGRD.reshape(S, B, G * R, D).permute(1, 2, 0, 3)  # copied only where R > 1, as projected
         k_BGTD, v_BGTD = (x.squeeze(3).permute(1, 2, 0, 3) for x in (k_TBG1D, v_TBG1D))
         mask = None if key_padding_mask_BT is None else self._mask(key_padding_mask_BT, (B, k_BGTD.shape[2]))
-        context_SBND = self._attend(q_BNSD, k_BGTD, v_BGTD, mask)
+        context_SBND = self._attend(q_BNSD, k_BGTD, v_BGTD, mask, documents)
         return self.proj(context_SBND.reshape(S, B, G * R * D))
 
     def _attend(
-        self, q_BNSD: torch.Tensor, k_BGTD: torch.Tensor, v_BGTD: torch.Tensor, mask: torch.Tensor | None
+        self,
+        q_BNSD: torch.Tensor,
+        k_BGTD: torch.Tensor,
+        v_BGTD: torch.Tensor,
+        mask: torch.Tensor | None,
+        documents: Documents | None,
     ) -> torch.Tensor:
         """The attention (S, B, N, D) of the queries; over CP ranks, of one slice after the other."""
-        dropout = self.dropout if self.training else 0.0
-        rng = self.rng if dropout > 0.0 else None
+        dropout, T = self.dropout if self.training else 0.0, k_BGTD.shape[2]
+        size = T // (2 * group_size(self.cp_group))
+        causal = self.causal and mask is None  # which says all
+        window = self.window if causal else None
+        parts = [range(number * size, (number + 1) * size) for number in own_slices(self.cp_group)]
+        if group_size(self.cp_group) == 1 or not (causal or documents is not None):
+            parts = [range(T)]  # one call: queries see all keys, or those that the mask says
+        contexts, rng = [], self.rng if dropout > 0.0 else None
         with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
-            if mask is not None or not self.causal or group_size(self.cp_group) == 1:
-                causal = self.causal and mask is None
-                window = self.window if causal else None
-                context_BNSD = attend(
-                    q_BNSD, k_BGTD, v_BGTD, causal=causal, window=window, mask=mask, dropout_p=dropout
-                )
-                return context_BNSD.permute(2, 0, 1, 3)
-            contexts = []
-            for q_BNCD, number in zip(q_BNSD.chunk(2, 2), own_slices(self.cp_group)):
-                first, end = (i * q_BNCD.shape[2] for i in (number, number + 1))
-                seen = slice(0 if self.window is None else max(0, first + 1 - self.window), end)
+            for q_BNCD, part in zip(q_BNSD.chunk(len(parts), 2), parts):
+                keys = self._keys(part, T, causal)
                 context_BNCD = attend(
-                    q_BNCD, k_BGTD[:, :, seen], v_BGTD[:, :, seen], window=self.window, dropout_p=dropout
+                    q_BNCD,
+                    k_BGTD[:, :, keys.start : keys.stop],
+                    v_BGTD[:, :, keys.start : keys.stop],
+                    causal=causal,
+                    window=window,
+                    mask=mask,
+                    documents=None if documents is None else documents.borders(part, keys),
+                    dropout_p=dropout,
                 )
                 contexts.append(context_BNCD.permute(2, 0, 1, 3))
-            return torch.cat(contexts)
+        return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
+
+    def _keys(self, queries: range, length: int, causal: bool) -> range:
+        """The keys of all `length` that a query at one of these positions may see."""
+        if not causal:
+            return range(length)
+        first = 0 if self.window is None else max(0, queries.start + 1 - self.window)
+        return range(first, queries.stop)
 
     def _mask(self, padding_BT: torch.Tensor, expected: tuple[int, int]) -> torch.Tensor:
         """The boolean mask (B, 1, S, T), True where a query may look at a key."""

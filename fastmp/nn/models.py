@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastmp.config import GPTConfig
+from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
@@ -167,8 +168,11 @@ class GPT(nn.Module):
                 first = group_rank(self.group) * table.weight.shape[0]
                 table.weight[max(self.config.vocab_size - first, 0) :].zero_()
 
-    def forward(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The logits of this rank's vocabulary shard, (S, B, V), for int64 ids (B, S).
+
+        documents: the packed documents of the undivided sequences. A token sees its own only, and positions
+            start anew with each.
 
         Columns whose global id is `config.vocab_size` or more are padding: cut them off before sampling.
 
@@ -176,22 +180,23 @@ class GPT(nn.Module):
         for a CP rank's part that is not two slices, for one that TP does not divide under sequence
         parallelism, and, on a CPU, for an id outside the vocabulary: a GPU would have to be waited for.
         """
-        return self.head(self.hidden(tokens_BS))
+        return self.head(self.hidden(tokens_BS, documents))
 
-    def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Hidden states (S, B, H) behind the last layer, before the final norm."""
-        return self._through_layers(tokens_BS)[0]
+        return self._through_layers(tokens_BS, documents)[0]
 
     def _through_layers(
-        self, tokens_BS: torch.Tensor
+        self, tokens_BS: torch.Tensor, documents: Documents | None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """The hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
-        return self._run_layers(self.embed(tokens_BS))
+        return self._run_layers(self.embed(tokens_BS, documents), documents)
 
     def _run_layers(
-        self, hidden_SBH: torch.Tensor
+        self, hidden_SBH: torch.Tensor, documents: Documents | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        hidden_SBH, *others = self.layers(hidden_SBH)
+        shared = {} if documents is None else {"documents": documents}
+        hidden_SBH, *others = self.layers(hidden_SBH, **shared)
         return hidden_SBH, others[0::2], others[1::2]
 
     def _recomputed(
@@ -205,13 +210,15 @@ class GPT(nn.Module):
         shard_over = self.group if self.shard_recompute_input and len(tensors) == 1 else None
         return recompute(function, *tensors, rng=self.rng, shard_over=shard_over)
 
-    def embed(self, tokens_BS: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """Words, plus learned positions, then dropout: hidden states (S, B, H)."""
         assert self.word_embedding is not None, "only the first stage has the embeddings"
         self._check(tokens_BS)
+        if documents is not None:
+            self._check_documents(tokens_BS, documents.position_ids_BT)
         words_SBH = self.word_embedding(tokens_BS.t())
         return self.dropout(
-            words_SBH if self.position_embedding is None else self.position_embedding(words_SBH)
+            words_SBH if self.position_embedding is None else self.position_embedding(words_SBH, documents)
         )
 
     def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
@@ -234,6 +241,7 @@ class GPT(nn.Module):
         ignore_index: int = -100,
         token_weight_BS: torch.Tensor | None = None,
         loss_grad_BS: torch.Tensor | float | None = None,
+        documents: Documents | None = None,
     ) -> torch.Tensor | ExpertLosses:
         """The cross-entropy of every token (B, S), equal on all TP ranks. Backward can run once.
 
@@ -242,8 +250,11 @@ class GPT(nn.Module):
         The options are those of `vocab_parallel_linear_cross_entropy`, which never holds the logits of all
         tokens. With `loss_grad_BS`, the gradient (B, S) that the losses will receive (1 where they are
         summed), the gradients of the output layer are made in the forward pass.
+
+        `documents` are those of `forward`; the last token of one has the target that the data says, which may
+        be `ignore_index`. The balancing loss of a sequence is that of all its documents.
         """
-        hidden_SBH, aux, counts = self._through_layers(tokens_BS)
+        hidden_SBH, aux, counts = self._through_layers(tokens_BS, documents)
         loss_BS = self.token_losses(
             hidden_SBH,
             targets_BS,
@@ -289,6 +300,22 @@ class GPT(nn.Module):
         """Add up the losses of layers, then of TP ranks, each of which has those of its own tokens."""
         total = torch.stack(aux).sum()
         return reduce_from_group(total, self.group) if self.training else total
+
+    def _check_documents(self, tokens_BS: torch.Tensor, position_ids_BT: torch.Tensor) -> None:
+        B, S = tokens_BS.shape
+        expected = B, S * group_size(self.cp_group)
+        if tuple(position_ids_BT.shape) != expected or position_ids_BT.device != tokens_BS.device:
+            raise ValueError(
+                f"GPT: position_ids of documents must be {expected} on {tokens_BS.device}, got "
+                f"{tuple(position_ids_BT.shape)} on {position_ids_BT.device}"
+            )
+        if can_read_values(position_ids_BT):
+            low, high = (int(position) for position in position_ids_BT.aminmax())
+            if low < 0 or high >= self.config.max_seq_len:
+                wrong = low if low < 0 else high
+                raise ValueError(
+                    f"GPT: position {wrong} of documents is not in max_seq_len {self.config.max_seq_len}"
+                )
 
     def _check(self, tokens_BS: torch.Tensor) -> None:
         if tokens_BS.dim() != 2:

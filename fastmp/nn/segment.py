@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -47,16 +48,17 @@ class SegmentedLayer(nn.Module):
     """A layer that consists of `segments()`; forward runs them in order, each a range for profilers.
 
     forward takes the tensors of the first segment as positional arguments and returns those of the last one,
-    a single tensor without its tuple.
+    a single tensor without its tuple. Keywords go to the first segment.
     """
 
     def segments(self) -> tuple[Segment, ...]:
         raise NotImplementedError(f"{type(self).__name__} does not define its segments")
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor | Tensors:
+    def forward(self, *tensors: torch.Tensor, **shared: Any) -> torch.Tensor | Tensors:
         for segment in self.segments():
             with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
-                tensors = segment.run(*tensors)
+                tensors = segment.run(*tensors, **shared)
+            shared = {}
         return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -81,7 +83,7 @@ class LayerChain(nn.ModuleList):
     """Layers one after the other: each takes the first tensor that the one before it returned.
 
     forward(*tensors) gives its tensors to the first layer and returns (x, *others): the first tensor of the
-    last layer, and all further tensors of the layers, in order.
+    last layer, and all further tensors of the layers, in order. Keywords go to every layer.
 
     modules: the layers; a module that is not a `SegmentedLayer` becomes a `SingleSegment`.
     call: called as `call(layer, x)` in place of layer(x), for recomputation for instance. Whoever runs a
@@ -93,10 +95,11 @@ class LayerChain(nn.ModuleList):
         super().__init__(m if isinstance(m, SegmentedLayer) else SingleSegment(m) for m in modules)
         self.call = call
 
-    def forward(self, *tensors: torch.Tensor) -> Tensors:
+    def forward(self, *tensors: torch.Tensor, **shared: Any) -> Tensors:
         others: Tensors = ()
         for layer in self:
-            made = _tuple(layer(*tensors) if self.call is None else self.call(layer, *tensors))
+            run = partial(layer, **shared) if shared else layer
+            made = _tuple(run(*tensors) if self.call is None else self.call(run, *tensors))
             tensors, others = made[:1], others + made[1:]
         return *tensors, *others
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import GPTConfig
+from fastmp.nn.documents import Documents
 from fastmp.nn.models import GPT, Part
 from fastmp.nn.placement import Placement
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
@@ -34,7 +35,14 @@ class GPTStage(GPT):
     pipeline.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | StageOutput:  # type: ignore[override]  # no logits
+    def forward(  # type: ignore[override]  # no logits
+        self, x: torch.Tensor, documents: Documents | None = None
+    ) -> torch.Tensor | StageOutput:
+        if documents is not None:
+            raise ValueError(
+                "GPTStage: packed documents cannot go through a pipeline, whose stages hand on hidden states "
+                "only; divide the model over other ranks"
+            )
         hidden_SBH, aux, counts = self._run_layers(self.embed(x) if self.part.first else x)
         if not aux:
             return hidden_SBH

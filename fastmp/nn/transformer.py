@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastmp.config import GPTConfig
 from fastmp.nn.attention import SelfAttention
+from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.mlp import MLP
 from fastmp.nn.moe import MoELayer
@@ -28,7 +29,8 @@ __all__ = ["TransformerLayer"]
 class TransformerLayer(SegmentedLayer):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
-    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT), see `SelfAttention`, returns hidden_SBH.
+    forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT) returns hidden_SBH; either takes packed
+    `documents=`, see `SelfAttention`.
     Hidden states are (S, B, H), or (S/TP, B, H) under sequence parallelism; over CP ranks S counts this
     rank's tokens.
 
@@ -75,8 +77,11 @@ class TransformerLayer(SegmentedLayer):
             ),
         )
 
-    def _attention(self, hidden_SBH: torch.Tensor, *key_padding_mask_BT: torch.Tensor) -> Tensors:
-        output_SBH, bias_H = self.attention(self.attention_norm(hidden_SBH), *key_padding_mask_BT)
+    def _attention(
+        self, hidden_SBH: Tensor, *key_padding_mask_BT: Tensor, documents: Documents | None = None
+    ) -> Tensors:
+        normed_SBH = self.attention_norm(hidden_SBH)
+        output_SBH, bias_H = self.attention(normed_SBH, *key_padding_mask_BT, documents=documents)
         return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:

@@ -198,10 +198,10 @@ def pairs_case(rank, world):
     """How many (query, key) pairs this rank attends to."""
     pairs, attend = [], attention_layer.attend
 
-    def count(q, k, v, *, window, dropout_p):
+    def count(q, k, v, **options):
         C, E = q.shape[2], k.shape[2]
         pairs.append(C * (E - C) + C * (C + 1) // 2)
-        return attend(q, k, v, dropout_p=dropout_p)
+        return attend(q, k, v, **options)
 
     attention_layer.attend = count
     attention = SelfAttention(SMALL, Placement(groups_of(world, cp=world)))

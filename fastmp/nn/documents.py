@@ -1,0 +1,99 @@
+"""Packed documents: rows of a batch that hold several documents, of which a token sees its own only.
+
+Shapes: B batch, T the undivided sequence, n documents of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastmp.ops.attention import Borders
+
+__all__ = ["Documents"]
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Which document each token of a batch is in, and its position there; made by `from_position_ids`.
+
+    position_ids_BT: int64, from 0 in each document; they cover the undivided sequence also under sequence and
+        context parallelism.
+    borders_n: (n + 1,) int32, where documents begin among the rows laid one after the other, and B * T
+        (`cu_seqlens`). The last entries may repeat.
+    longest: no document is longer.
+    """
+
+    position_ids_BT: Tensor
+    borders_n: Tensor
+    longest: int
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def from_position_ids(cls, position_ids_BT: Tensor, *, max_documents: int | None = None) -> Documents:
+        """Documents that begin where a position is 0, and with every row.
+
+        Padding at the end of a row is documents of its own: any positions that start at 0.
+
+        max_documents: no batch has more, documents that begin with a row included. Needed on a GPU, where
+            counting them would wait for it; else make this on the CPU, where batches come from, and move it
+            with `to`. Beyond this number documents would be joined: a CPU raises, a GPU does not look.
+
+        ValueError for other shapes, on a GPU without `max_documents`, and for more documents than that.
+        """
+        if position_ids_BT.dim() != 2 or not position_ids_BT.numel() or position_ids_BT.is_floating_point():
+            raise ValueError(
+                "Documents: position_ids must be integers (batch, sequence), got "
+                f"{position_ids_BT.dtype} of shape {tuple(position_ids_BT.shape)}"
+            )
+        B, T = position_ids_BT.shape
+        begins_BT = position_ids_BT == 0
+        begins_BT[:, 0] = True
+        readable = position_ids_BT.device.type == "cpu"
+        count = int(begins_BT.sum()) if readable else None
+        size = count if max_documents is None else max_documents
+        if size is None:
+            raise ValueError(
+                "Documents: on a GPU, counting documents would wait for it; make this from a CPU's tensor "
+                "and move it with .to(device), or give max_documents"
+            )
+        if count is not None and count > size:
+            raise ValueError(f"Documents: the batch has {count} documents, more than max_documents {size}")
+        begins = torch.nonzero_static(begins_BT.flatten(), size=size, fill_value=B * T).flatten()
+        borders_n = torch.nn.functional.pad(begins, (0, 1), value=B * T).int()
+        longest = int(borders_n.diff().max()) if readable else T
+        return cls(position_ids_BT, borders_n, longest)
+
+    def to(self, device: torch.device | str) -> Documents:
+        """These documents on `device`; a copy from pinned memory does not wait."""
+        position_ids_BT, borders_n = (
+            x.to(device, non_blocking=True) for x in (self.position_ids_BT, self.borders_n)
+        )
+        return Documents(position_ids_BT, borders_n, self.longest)
+
+    def borders(self, queries: range, keys: range) -> Borders:
+        """Those of the parts of documents in these positions of every row; made once for all layers."""
+
+        def part(positions: range) -> Tensor:
+            T, length = self.position_ids_BT.shape[1], len(positions)
+            within = (self.borders_n % T).clamp(positions.start, positions.stop) - positions.start
+            return (self.borders_n // T * length + within).int()
+
+        return self.once(
+            (queries, keys),
+            lambda: Borders(
+                part(queries), part(keys), min(self.longest, len(queries)), min(self.longest, len(keys))
+            ),
+        )
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returned when it was first asked for under `key`: layers share it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
