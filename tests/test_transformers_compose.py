@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 from hf_models import VOCAB, assert_same, batch_of, model_of, step
-from marks import full
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +19,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 if not hasattr(transformers, "Qwen3MoeConfig"):  # a version before the interface of experts
     pytest.skip(f"transformers {transformers.__version__} is too old", allow_module_level=True)
 
-BOTH = ["llama", *full(["qwen3_moe"])]
+pytestmark = pytest.mark.full
+BOTH = ["llama", "qwen3_moe"]
 
 
 def whole(tensor):
