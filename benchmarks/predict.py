@@ -37,6 +37,7 @@ from benchmarks.gpu_rows import DTYPE, Item
 from benchmarks.measure import Ceilings, name_of
 from fastmp.nn.moe.experts import GroupedExperts
 from fastmp.ops import OPS, launcher
+from fastmp.ops import linear_cross_entropy_chunks as chunks
 
 RESULTS = Path(__file__).parent / "results"
 _LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
@@ -121,6 +122,8 @@ EXPECTED = {
     "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest)),
     "layer_norm": Expected(0.9),
     "layer_norm_backward": Expected(_norm_backward),
+    "log_probs_grad_": Expected(0.9),
+    "log_probs_stats": Expected(0.92),
     "permutation": Expected(0.5, least_us=12.0),
     "permute": Expected(0.84),
     "rms_norm": Expected(0.9),
@@ -217,7 +220,7 @@ def without_data() -> Iterator[None]:
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(FakeTensor, "data_ptr", lambda self: 1 << 20),
         mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
-        mock.patch.object(_LINEAR_LOSS, "_WORKSPACE_CPU", _LINEAR_LOSS._WORKSPACE),
+        mock.patch.object(chunks, "WORKSPACE_CPU", chunks.WORKSPACE),
         mock.patch.object(_LINEAR_LOSS, "_WIDENED", sys.maxsize),
     ):
         yield

@@ -38,6 +38,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
                 ("docs/muon.md", 0, ALONE),
                 ("docs/many-machines.md", 0, ALONE),
                 ("docs/fsdp2.md", 0, TORCHRUN),
+                ("docs/reinforcement-learning.md", 0, ALONE),
                 ("docs/faults.md", 0, TORCHRUN),
             ]
         ),

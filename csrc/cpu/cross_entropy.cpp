@@ -13,18 +13,10 @@
 #include <numeric>
 #include <vector>
 
+#include "cpu/vocabulary.h"
 #include "op.h"
 
 namespace fastmp {
-
-// Columns [0, real) of a row are a vocabulary shard that starts at id `vocab_start`, [real, columns) are padding.
-struct Shard {
-  int64_t row_stride, real, columns, vocab_start;
-  // The row's target as a column of this shard, or -1.
-  int64_t column_of(int64_t target) const {
-    return target >= vocab_start && target < vocab_start + real ? target - vocab_start : -1;
-  }
-};
 
 struct GradOptions {
   int64_t vocab_size, ignore_index;
@@ -252,31 +244,9 @@ FASTMP_INSTANTIATE(Half, float)
 
 namespace {
 
-constexpr int64_t kGrain = 1 << 15;  // logits a thread should at least have
 constexpr int64_t kGroupBytes = 1 << 17;  // of logits that stay in a core's cache between two passes
 constexpr int64_t kMostRows = 64;  // in a group
 constexpr int64_t kPadding = 16;  // a multiple of every vector's lanes
-
-template <typename T>
-using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
-int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, columns)); }
-
-Shard shard_of(const char* op, const Tensor& logits, int64_t vocab_start, int64_t vocab_size) {
-  FASTMP_CHECK(logits.dim() == 2, op, ": logits must be (N, V), got ", logits.dim(), " dimensions");
-  const int64_t columns = logits.size(1);
-  FASTMP_CHECK(columns <= 1 || logits.stride(1) == 1, op, ": neighbouring columns of the logits must be next to each ",
-               "other in memory, got stride ", logits.stride(1));
-  return {logits.stride(0), std::clamp<int64_t>(vocab_size - vocab_start, 0, columns), columns, vocab_start};
-}
-
-// `tensor` as contiguous numbers, one a token.
-Tensor per_token(const char* op, const char* name, const Tensor& tensor, int64_t tokens, ScalarType dtype) {
-  FASTMP_CHECK(tensor.dim() == 1 && tensor.size(0) == tokens && tensor.scalar_type() == dtype, op, ": ", name,
-               " must be ", dtype_name(dtype), " (", tokens, "), got ", dtype_name(tensor.scalar_type()), " with ",
-               tensor.numel(), " elements");
-  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
-}
 
 Tensor cross_entropy_stats(Tensor logits, Tensor target, int64_t vocab_start, int64_t vocab_size, bool with_sum) {
   constexpr const char* op = "cross_entropy_stats";

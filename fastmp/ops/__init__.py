@@ -14,6 +14,7 @@ from fastmp.ops.finite import first_not_finite
 from fastmp.ops.gated import geglu, swiglu
 from fastmp.ops.grouped_mm import grouped_mlp_in, grouped_mm, grouped_mm_choice
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy
+from fastmp.ops.linear_log_probs import linear_log_probs
 from fastmp.ops.norm import layer_norm, rms_norm
 from fastmp.ops.permute import permutation, permute, unpermute
 from fastmp.ops.registry import OPS
@@ -47,6 +48,7 @@ __all__ = [
     "grouped_mm_choice",
     "layer_norm",
     "linear_cross_entropy",
+    "linear_log_probs",
     "permutation",
     "permute",
     "rms_norm",

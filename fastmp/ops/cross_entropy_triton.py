@@ -22,19 +22,32 @@ def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
 
 
 @jit
-def _exp(x):
+def fast_exp(x):
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
-def _offsets(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
+def scaled(x, scale):
+    if scale is not None:
+        x *= scale
+    return x
+
+
+@jit
+def finite_log(x):
+    """Keep the logarithm of a number, which may be zero, from making NaN of a product with it."""
+    return tl.maximum(x, -1000.0)
+
+
+@jit
+def offsets(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """Return where a block's vectors begin (BLOCK / VEC, 1) and its elements are (BLOCK / VEC, VEC)."""
     first = start + tl.arange(0, BLOCK // VEC)[:, None] * VEC
     return first, first + tl.arange(0, VEC)[None, :]
 
 
 @jit
-def _load_edge(
+def load_edge(
     base, first, at, begin, end,
     OTHER: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
@@ -48,7 +61,7 @@ def _load_edge(
 
 
 @jit
-def _store_edge(base, first, at, value, begin, end, VEC: tl.constexpr):
+def store_edge(base, first, at, value, begin, end, VEC: tl.constexpr):
     """Store base[at] = value for begin <= at < end."""
     whole = (first >= begin) & (first + VEC <= end)
     tl.store(base + at, value, mask=whole)
@@ -57,37 +70,51 @@ def _store_edge(base, first, at, value, begin, end, VEC: tl.constexpr):
 
 
 @jit
-def _row_stats(
-    base, begin, end,
-    ACC: tl.constexpr, WITH_SUM: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr, EVICT: tl.constexpr,
+def row_stats(
+    base, begin, end, scale,
+    ACC: tl.constexpr, WITH_SUM: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    VEC: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Compute maximum, sum of exponentials relative to it (to 0 if it is -inf) and sum of base[begin:end]."""
+    """Compute maximum, sum of exponentials relative to it (to 0 if it is -inf) and sum of base[begin:end].
+
+    Exponentials are of differences times `scale`, where that is not None. For an entropy the last sum is
+    instead that of each exponential times its logarithm.
+    """
     LANES: tl.constexpr = BLOCK // VEC
     # Each lane has a running maximum and a sum of exponentials relative to it.
     top = tl.full((LANES,), float("-inf"), ACC)
     total = tl.zeros((LANES,), ACC)
     plain = tl.zeros((LANES,), ACC)
     for start in range(0, end, BLOCK):
-        first, at = _offsets(start, BLOCK, VEC)
+        first, at = offsets(start, BLOCK, VEC)
         if (start >= begin) & (start + BLOCK <= end):
             x = tl.load(base + at, eviction_policy=EVICT).to(ACC)
         else:
-            x = _load_edge(base, first, at, begin, end, float("-inf"), VEC, EVICT).to(ACC)
+            x = load_edge(base, first, at, begin, end, float("-inf"), VEC, EVICT).to(ACC)
         # Rescale the sum to the new maximum (0 in place of -inf: no inf - inf), then add this block.
         higher = tl.maximum(top, tl.max(x, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * _exp(top - finite) + tl.sum(_exp(x - finite[:, None]), 1)
+        gap, below = scaled(top - finite, scale), scaled(x - finite[:, None], scale)
+        shrink, exponentials = fast_exp(gap), fast_exp(below)
+        if WITH_ENTROPY:
+            plain = (plain + total * finite_log(gap)) * shrink
+            plain += tl.sum(exponentials * finite_log(below), 1)
+        total = total * shrink + tl.sum(exponentials, 1)
         top = higher
         if WITH_SUM:
             plain += tl.sum(tl.where((at >= begin) & (at < end), x, 0.0), 1)
     # The lanes meet once: sums relative to the row's maximum.
     row_top = tl.max(top, 0)
     finite = tl.where(row_top == float("-inf"), 0.0, row_top)
-    return row_top, tl.sum(total * _exp(top - finite), 0), tl.sum(plain, 0)
+    gap = scaled(top - finite, scale)
+    shrink = fast_exp(gap)
+    if WITH_ENTROPY:
+        plain = (plain + total * finite_log(gap)) * shrink
+    return row_top, tl.sum(total * shrink, 0), tl.sum(plain, 0)
 
 
 @jit
-def _row_start(logits, row, row_stride, VEC: tl.constexpr):
+def row_start(logits, row, row_stride, VEC: tl.constexpr):
     """Find the last 16-byte boundary before a row, and how far behind it the row begins."""
     aligned = row * row_stride // VEC * VEC
     return logits + tl.multiple_of(aligned, VEC), (row * row_stride - aligned).to(tl.int32)
@@ -109,8 +136,8 @@ def stats_kernel(
 ):  # fmt: skip
     ACC: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    base, begin = _row_start(logits, row, row_stride, VEC)
-    top, total, plain = _row_stats(base, begin, begin + real, ACC, WITH_SUM, BLOCK, VEC, "")
+    base, begin = row_start(logits, row, row_stride, VEC)
+    top, total, plain = row_stats(base, begin, begin + real, None, ACC, WITH_SUM, False, BLOCK, VEC, "")
     # The target's logit, if this shard has that column; else 0, so that shards can be added.
     column = tl.load(target + row) - vocab_start
     here = (column >= 0) & (column < real)
@@ -139,7 +166,7 @@ def merge_kernel(
     plain = tl.zeros_like(top)
     for shard in range(shards):
         at = stats + (shard * tokens + token) * WIDTH
-        total += tl.load(at + 1, mask=inside, other=1.0) * _exp(tl.load(at, mask=inside, other=0.0) - top)
+        total += tl.load(at + 1, mask=inside, other=1.0) * fast_exp(tl.load(at, mask=inside, other=0.0) - top)
         target_logit += tl.load(at + 2, mask=inside, other=0.0)
         if SMOOTHING > 0:
             plain += tl.load(at + 3, mask=inside, other=0.0)
@@ -167,21 +194,21 @@ def _row_grad(
     blocks = tl.cdiv(begin + columns, BLOCK)
     for block in range(0, blocks):
         start = (blocks - 1 - block) * BLOCK
-        first, at = _offsets(start, BLOCK, VEC)
+        first, at = offsets(start, BLOCK, VEC)
         whole = (start >= begin) & (start + BLOCK <= end)
         # Blocks inside the row need no mask; ignored rows are not read.
         if whole:
             x = tl.load(source + at, mask=live, other=0.0, eviction_policy=EVICT)
         else:
-            x = _load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC, EVICT)
+            x = load_edge(source, first, at, begin, tl.where(live, end, 0), 0.0, VEC, EVICT)
         # Probability of each column, from the row's log-sum-exp.
-        grad = _exp(x.to(row_lse.dtype) - row_lse) * slope - shift
+        grad = fast_exp(x.to(row_lse.dtype) - row_lse) * slope - shift
         grad -= tl.where(at == target_at, share, 0.0)
         grad = tl.where(live, grad, 0.0)
         if whole:
             tl.store(sink + at, grad)
         else:
-            _store_edge(sink, first, at, tl.where(at < end, grad, 0.0), begin, begin + columns, VEC)
+            store_edge(sink, first, at, tl.where(at < end, grad, 0.0), begin, begin + columns, VEC)
 
 
 @jit
@@ -191,7 +218,7 @@ def grad_kernel(
     SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    source, begin = _row_start(logits, row, row_stride, VEC)
+    source, begin = row_start(logits, row, row_stride, VEC)
     sink = out + tl.multiple_of(row * out_stride - begin, VEC)
     # The gradient of this row's loss is NaN where the target is no column, as the loss is.
     row_lse = tl.load(lse + row)
@@ -216,8 +243,8 @@ def loss_kernel(
     """Compute the loss and the log-sum-exp of a row that holds the whole vocabulary."""
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    base, begin = _row_start(logits, row, row_stride, VEC)
-    top, total, plain = _row_stats(base, begin, begin + real, ACC, SMOOTHING > 0, BLOCK, VEC, "")
+    base, begin = row_start(logits, row, row_stride, VEC)
+    top, total, plain = row_stats(base, begin, begin + real, None, ACC, SMOOTHING > 0, False, BLOCK, VEC, "")
     wanted = tl.load(target + row)
     column = wanted - vocab_start
     here = (column >= 0) & (column < real)
@@ -244,7 +271,7 @@ def loss_grad_kernel(
     """
     ACC: tl.constexpr = loss.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
-    base, begin = _row_start(logits, row, row_stride, VEC)
+    base, begin = row_start(logits, row, row_stride, VEC)
     wanted = tl.load(target + row)
     live = wanted != ignore_index
     real = (wanted >= 0) & (wanted < vocab_size)
@@ -252,7 +279,7 @@ def loss_grad_kernel(
     target_logit = tl.load(base + begin + wanted, mask=real, other=0.0).to(ACC)
     # First read: statistics and loss of the row.
     end = begin + tl.where(live, vocab_size, 0).to(tl.int32)
-    top, total, plain = _row_stats(base, begin, end, ACC, SMOOTHING > 0, BLOCK, VEC, "evict_last")
+    top, total, plain = row_stats(base, begin, end, None, ACC, SMOOTHING > 0, False, BLOCK, VEC, "evict_last")
     row_lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
     value = _token_loss(row_lse, target_logit, plain, vocab_size, SMOOTHING, Z_LOSS)
     scale = tl.load(loss_grad + row)
@@ -294,14 +321,14 @@ def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     return block, vec, max(block // (64 * vec), 1)
 
 
-def _shape(op, logits):
+def shape_of(op, logits):
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise RuntimeError(f"{op}: columns must lie next to each other, got stride {logits.stride(1)}")
     return logits.shape
 
 
 def launch_stats(logits, target, vocab_start, vocab_size, with_sum):
-    tokens, columns = _shape("cross_entropy_stats", logits)
+    tokens, columns = shape_of("cross_entropy_stats", logits)
     out = logits.new_empty(tokens, 4 if with_sum else 3, dtype=compute_dtype(logits.dtype))
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     real = real_columns(columns, vocab_start, vocab_size)
@@ -342,7 +369,7 @@ def launch_loss(
         options = vocab_size, ignore_index, smoothing, z_loss
         loss, lse = launch_merge(stats, target, token_weight, *options)
         return divided(loss, divisor), lse
-    tokens, columns = _shape("cross_entropy", logits)
+    tokens, columns = shape_of("cross_entropy", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     dtype = compute_dtype(logits.dtype)
     loss, lse = logits.new_empty(tokens, dtype=dtype), logits.new_empty(tokens, dtype=dtype)
@@ -367,7 +394,7 @@ def launch_grad_into(
     z_loss, divisor=None,
 ):  # fmt: skip
     grad_loss = grad_of_each(grad_loss, target, divisor)
-    tokens, columns = _shape("cross_entropy_grad", logits)
+    tokens, columns = shape_of("cross_entropy_grad", logits)
     block, vec, num_warps = launch_sizes(columns, logits.element_size())
     if logits.data_ptr() % 16 or out.data_ptr() % 16 or (logits.stride(0) - out.stride(0)) % vec:
         vec = 1
@@ -392,7 +419,7 @@ def launch_grad(logits, *options):
 
 def launch_loss_grad(logits, target, loss_grad, token_weight, vocab_size, *options):
     ignore_index, smoothing, z_loss = options
-    tokens, columns = _shape("cross_entropy_loss_grad_", logits)
+    tokens, columns = shape_of("cross_entropy_loss_grad_", logits)
     block, vec, num_warps = loss_grad_sizes(columns, logits.element_size())
     loss = logits.new_empty(tokens, dtype=compute_dtype(logits.dtype))
     weight = None if token_weight is None else token_weight.contiguous()

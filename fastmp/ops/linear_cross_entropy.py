@@ -23,7 +23,6 @@ from fastmp.ops import checks
 from fastmp.ops.cross_entropy import (
     check_ids,
     check_options,
-    check_range,
     require_promise,
 )
 from fastmp.ops.linear_cross_entropy_chunks import (
@@ -31,13 +30,19 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     LossOptions,
     Shards,
     Tokens,
+    check_head,
+    default_workspace,
+    fake_gradients,
+    is_opaque,
     make_both,
-    make_gradients,
     make_loss,
+    make_loss_gradients,
+    opaque,
+    per_token,
+    present,
 )
 from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
 from fastmp.ops.registry import (
-    LIBRARY,
     OPS,
     Differentiable,
     autocast,
@@ -48,25 +53,9 @@ from fastmp.ops.registry import (
 from fastmp.ops.wgrad import linear
 from fastmp.profiling import traced
 
-# Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
-# weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
-_WORKSPACE_CPU = 64 << 20
-_WORKSPACE = 1 << 30
 _PLAIN = (Tensor, torch.nn.Parameter)
 _FEW_LOGITS = 1 << 20  # to take two ops for: 4 MiB in fp32
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
-
-
-# What compilers see in place of `make_loss`, `make_gradients` and `make_both`: absent gradients are empty.
-
-
-def _opaque(schema: str, function: Any, fake: Any) -> Any:
-    """An op that runs `function` on any device, for graphs of torch.compile only."""
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fastmp::{name}", fake, lib=LIBRARY)
-    return getattr(torch.ops.fastmp, name).default
 
 
 _OPTIONS = (
@@ -75,48 +64,32 @@ _OPTIONS = (
 _WANTED = "bool want_hidden, bool want_weight"
 
 
-def _present(like: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
-
-
-def _fake_gradients(hidden, weight, main_grad, want_hidden, want_weight):
-    dweight = want_weight and main_grad is None
-    return (
-        hidden.new_empty(hidden.shape if want_hidden else (0,)),
-        weight.new_empty(weight.shape if dweight else (0,)),
-    )
-
-
-def _per_token(hidden: Tensor) -> Tensor:
-    return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
-
-
-_compiled_loss = _opaque(
+_compiled_loss = opaque(
     "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor target, Tensor? token_weight,"
     f" {_OPTIONS}) -> (Tensor, Tensor)",
     lambda hidden, weight, target, token_weight, *options: make_loss(
         hidden, weight, Tokens(target, token_weight), LossOptions(*options), ALONE, False
     ),
-    lambda hidden, *others: (_per_token(hidden), _per_token(hidden)),
+    lambda hidden, *others: (per_token(hidden), per_token(hidden)),
 )
-_compiled_gradients = _opaque(
+_compiled_gradients = opaque(
     "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor? token_weight,"
     f" Tensor grad_loss, Tensor lse, Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor)",
-    lambda hidden, weight, target, token_weight, grad_loss, lse, main_grad, *more: _present(
+    lambda hidden, weight, target, token_weight, grad_loss, lse, main_grad, *more: present(
         hidden,
-        make_gradients(
+        make_loss_gradients(
             hidden, weight, Tokens(target, token_weight, grad_loss, lse), main_grad, LossOptions(*more[:6]),
             ALONE, more[6:], None,
         ),
     ),
-    lambda hidden, weight, target, token_weight, grad_loss, lse, main_grad, *more: _fake_gradients(
+    lambda hidden, weight, target, token_weight, grad_loss, lse, main_grad, *more: fake_gradients(
         hidden, weight, main_grad, *more[6:]
     ),
 )  # fmt: skip
-_compiled_both = _opaque(
+_compiled_both = opaque(
     "linear_cross_entropy_both(Tensor hidden, Tensor weight, Tensor target, Tensor? token_weight,"
     f" Tensor grad_loss, Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
-    lambda hidden, weight, target, token_weight, grad_loss, main_grad, *more: _present(
+    lambda hidden, weight, target, token_weight, grad_loss, main_grad, *more: present(
         hidden,
         make_both(
             hidden, weight, Tokens(target, token_weight, grad_loss), main_grad, LossOptions(*more[:6]), ALONE,
@@ -124,14 +97,10 @@ _compiled_both = _opaque(
         ),
     ),
     lambda hidden, weight, target, token_weight, grad_loss, main_grad, *more: (
-        _per_token(hidden),
-        *_fake_gradients(hidden, weight, main_grad, *more[6:]),
+        per_token(hidden),
+        *fake_gradients(hidden, weight, main_grad, *more[6:]),
     ),
 )  # fmt: skip
-
-
-def _is_opaque(shards: Shards) -> bool:
-    return shards is ALONE and torch.compiler.is_compiling()
 
 
 class _Job(NamedTuple):
@@ -145,7 +114,7 @@ class _Job(NamedTuple):
 
 def _forward_unknown(hidden, weight, target, token_weight, main_grad, job: _Job):
     """Loss (N,) that can receive any gradient, the log-sum-exps, and what else backward wants to have."""
-    if _is_opaque(job.shards):
+    if is_opaque(job.shards):
         return _compiled_loss(hidden, weight, target, token_weight, *job.options)
     tokens = Tokens(target, token_weight)
     return make_loss(hidden, weight, tokens, job.options, job.shards, any(job.wanted))
@@ -167,7 +136,7 @@ def _backward_unknown(ctx, grad_loss, *_):
     refuse_create_graph("linear_cross_entropy")
     hidden, weight, target, token_weight, lse, kept = ctx.saved_tensors
     job, main_grad = ctx.job, ctx.main_grad
-    if _is_opaque(job.shards):
+    if is_opaque(job.shards):
         grads = _compiled_gradients(
             hidden, weight, target, token_weight, grad_loss, lse, main_grad, *job.options, *job.wanted
         )
@@ -176,7 +145,7 @@ def _backward_unknown(ctx, grad_loss, *_):
     else:
         tokens = Tokens(target, token_weight, grad_loss, lse)
         with without_autocast(hidden.device.type), torch.no_grad():
-            grads = make_gradients(
+            grads = make_loss_gradients(
                 hidden, weight, tokens, main_grad, job.options, job.shards, job.wanted, kept
             )
     return (*grads, None, None, None, None)
@@ -184,14 +153,14 @@ def _backward_unknown(ctx, grad_loss, *_):
 
 def _forward_known(hidden, weight, target, token_weight, loss_grad, main_grad, job: _Job):
     """Loss (N,), or reduced, and the gradients of hidden and weight, an empty tensor where there is none."""
-    if _is_opaque(job.shards):
+    if is_opaque(job.shards):
         loss, *grads = _compiled_both(
             hidden, weight, target, token_weight, loss_grad, main_grad, *job.options, *job.wanted
         )
     else:
         tokens = Tokens(target, token_weight, loss_grad)
         loss, *grads = make_both(hidden, weight, tokens, main_grad, job.options, job.shards, job.wanted)
-        grads = _present(hidden, tuple(grads))
+        grads = present(hidden, tuple(grads))
     return (reduced(loss, target, token_weight, job.options.ignore_index, job.reduction), *grads)
 
 
@@ -239,31 +208,6 @@ def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
 
 _unknown = Differentiable("linear_cross_entropy", _forward_unknown, _setup_unknown, _backward_unknown)
 _known = Differentiable("linear_cross_entropy", _forward_known, _setup_known, _backward_known)
-
-
-def _check(
-    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None,
-    per_token: dict[str, Any], options: LossOptions,
-) -> None:  # fmt: skip
-    def require(condition: bool, message: str, *values: Any) -> None:
-        checks.require(condition, f"{name}: " + message, *values)
-
-    checks.floating(name, "hidden", hidden)
-    shape, columns, size = hidden.shape, weight.shape, options.vocab_size
-    require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
-    require(shape[-1:] == columns[1:], "hidden {} does not fit weight {}", shape, columns)
-    checks.like(name, hidden=hidden, weight=weight)
-    checks.main_grad(name, main_grad, weight=weight)
-    checks.same_device(name, hidden=hidden, target=target)
-    tokens = shards.tokens(tuple(shape))
-    fits = tuple(target.shape) == tokens
-    require(fits, "target {} does not fit the tokens {} of hidden {}", target.shape, tokens, shape)
-    rows = shards.size * columns[0]
-    within = 0 < size <= rows
-    require(within, "vocab_size is {}, but weight has {} rows in {} shards", size, rows, shards.size)
-    require(options.workspace >= 0, "workspace must not be negative, got {}", options.workspace)
-    check_options(name, target, options.label_smoothing, options.z_loss, **per_token)
-    check_range(name, target, size, options.ignore_index)
 
 
 def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -352,10 +296,10 @@ def linear_cross_entropy_of(
     shard = weight.shape[0] if weight.dim() else 0
     vocab_size = shards.size * shard if vocab_size is None else vocab_size
     if workspace is None:
-        workspace = _WORKSPACE_CPU if hidden.device.type == "cpu" else _WORKSPACE
+        workspace = default_workspace(hidden)
     options = LossOptions(shards.rank * shard, vocab_size, ignore_index, label_smoothing, z_loss, workspace)
-    per_token = {"token_weight": token_weight, "loss_grad": loss_grad}
-    _check(name, shards, hidden, weight, target, main_grad, per_token, options)
+    check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
+    check_options(name, target, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad)
     check_reduction(name, reduction, loss_grad)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     dtype = compute_dtype(rows.dtype)

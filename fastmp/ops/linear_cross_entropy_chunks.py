@@ -1,18 +1,28 @@
-"""The chunks of `linear_cross_entropy`: logits of some tokens at a time, their loss and their gradients.
+"""The chunks of `linear_cross_entropy` and `linear_log_probs`: logits of some tokens at a time.
 
-The shards of a vocabulary may lie on several ranks: `Shards` says how they come together.
+`make_stats` reduces the logits of every chunk to a few numbers a token, `make_gradients` turns them into
+gradients of hidden states and weight; the ops say how. The shards of a vocabulary may lie on several ranks:
+`Shards` says how they come together.
 N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops import checks
+from fastmp.ops.cross_entropy import check_range
+from fastmp.ops.registry import LIBRARY, compute_dtype
+
+# Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
+# weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
+WORKSPACE_CPU = 64 << 20
+WORKSPACE = 1 << 30
 
 
 def chunk_size(tokens: int, columns: int, itemsize: int, workspace: int) -> int:
@@ -37,7 +47,7 @@ class Shards:
         return hidden
 
     def gather_stats(self, stats: Tensor) -> tuple[Tensor, Any]:
-        """Statistics (N, 3 or 4) of this shard to those of all, (P, N, 3 or 4), and the work to wait for."""
+        """Statistics (N, W) of this shard to those of all, (P, N, W), and the work to wait for."""
         return stats[None], None
 
     def reduce_grad(self, grad: Tensor) -> tuple[Tensor, Any]:
@@ -75,7 +85,7 @@ class Tokens(NamedTuple):
         return Tokens(self.target[rows], weight, grad_loss, lse)
 
 
-class _Chunks:
+class Chunks:
     """The chunks of x (N, H), at least one, and memory for the logits of `num_buffers` of them."""
 
     def __init__(self, x: Tensor, weight: Tensor, workspace: int, num_buffers: int = 1) -> None:
@@ -96,7 +106,7 @@ class _Chunks:
         return torch.mm(self.x[rows], self.weight.t(), out=out)
 
 
-class _Gradients:
+class Gradients:
     """Gradients of hidden and weight, where wanted, from the logits' gradients of one chunk after another.
 
     The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it. Over
@@ -105,7 +115,7 @@ class _Gradients:
     """
 
     def __init__(
-        self, chunks: _Chunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
+        self, chunks: Chunks, shards: Shards, wanted: tuple[bool, bool], main_grad: Tensor | None
     ) -> None:
         self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
@@ -159,21 +169,12 @@ def _merge(stats: Tensor, tokens: Tokens, options: LossOptions) -> tuple[Tensor,
     return torch.ops.fastmp.cross_entropy_merge(stats, tokens.target, tokens.weight, *options[1:5])
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _loss(chunks: _Chunks, tokens: Tokens, options: LossOptions, shards: Shards) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of all tokens; the statistics of all chunks are gathered at once."""
-    parts = [_stats(chunks.logits(i), tokens.of(rows), options) for i, rows in enumerate(chunks.rows)]
-    stats, work = shards.gather_stats(_joined(parts))
-    if work is not None:
-        work.wait()
-    return _merge(stats, tokens, options)
-
-
 def _loss_and_gradients(
-    chunks: _Chunks, tokens: Tokens, options: LossOptions, shards: Shards, gradients: _Gradients
+    chunks: Chunks, tokens: Tokens, options: LossOptions, shards: Shards, gradients: Gradients
 ) -> Tensor:
     """Loss of all tokens, their gradients given to `gradients`.
 
@@ -190,7 +191,7 @@ def _loss_and_gradients(
                 )
             )
             gradients.add(number, logits)
-        return _joined(losses)
+        return joined(losses)
     ahead = chunks.num_buffers - 1
     begun: deque[tuple[Tensor, Tokens, Tensor, Any]] = deque()
     for turn in range(len(chunks.rows) + ahead):
@@ -205,33 +206,66 @@ def _loss_and_gradients(
             _grad_(logits, part._replace(lse=lse), options)
             gradients.add(turn - ahead, logits)
             losses.append(loss)
-    return _joined(losses)
+    return joined(losses)
+
+
+def make_stats(
+    hidden: Tensor, weight: Tensor, stats_of: Callable[[Tensor, slice], Tensor], workspace: int,
+    shards: Shards, keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The statistics (P, N, W) of all tokens, gathered at once, from `stats_of(logits, rows)` of every chunk.
+
+    If `keep` and one chunk holds them all, the logits follow, and the hidden states where they are gathered.
+    """
+    x = shards.gather_hidden(hidden)
+    chunks = Chunks(x, weight, workspace)
+    stats, work = shards.gather_stats(
+        joined([stats_of(chunks.logits(i), rows) for i, rows in enumerate(chunks.rows)])
+    )
+    if work is not None:
+        work.wait()
+    if not keep or len(chunks.rows) > 1:
+        return (stats,)
+    return (stats, chunks.buffers[0]) if x is hidden else (stats, chunks.buffers[0], x)
+
+
+def make_gradients(
+    hidden: Tensor, weight: Tensor, grad_: Callable[[Tensor, slice], None], main_grad: Tensor | None,
+    workspace: int, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden and weight; from the logits `kept`, where there are any.
+
+    `grad_(logits, rows)` turns the logits of a chunk into their gradient.
+    """
+    chunks = Chunks(hidden if kept is not None else shards.gather_hidden(hidden), weight, workspace)
+    gradients = Gradients(chunks, shards, wanted, main_grad)
+    for number, rows in enumerate(chunks.rows):
+        logits = chunks.logits(number) if kept is None else kept.detach()
+        grad_(logits, rows)
+        gradients.add(number, logits)
+    return gradients.results()
 
 
 def make_loss(
     hidden: Tensor, weight: Tensor, tokens: Tokens, options: LossOptions, shards: Shards, keep: bool
 ) -> tuple[Tensor, ...]:
-    """(loss, lse), followed by the hidden states and the logits if `keep` and one chunk holds them all."""
-    x = shards.gather_hidden(hidden)
-    chunks = _Chunks(x, weight, options.workspace)
-    loss, lse = _loss(chunks, tokens, options, shards)
-    if not keep or len(chunks.rows) > 1:
-        return loss, lse
-    return (loss, lse, chunks.buffers[0]) if x is hidden else (loss, lse, chunks.buffers[0], x)
+    """(loss, lse), followed by what `make_stats` keeps."""
+    stats, *kept = make_stats(
+        hidden, weight, lambda logits, rows: _stats(logits, tokens.of(rows), options), options.workspace,
+        shards, keep,
+    )  # fmt: skip
+    return (*_merge(stats, tokens, options), *kept)
 
 
-def make_gradients(
+def make_loss_gradients(
     hidden: Tensor, weight: Tensor, tokens: Tokens, main_grad: Tensor | None, options: LossOptions,
     shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of hidden and weight; from the logits `kept`, where there are any."""
-    chunks = _Chunks(hidden if kept is not None else shards.gather_hidden(hidden), weight, options.workspace)
-    gradients = _Gradients(chunks, shards, wanted, main_grad)
-    for number, rows in enumerate(chunks.rows):
-        logits = chunks.logits(number) if kept is None else kept.detach()
-        _grad_(logits, tokens.of(rows), options)
-        gradients.add(number, logits)
-    return gradients.results()
+    """Gradients of hidden and weight, of tokens whose `grad_loss` and `lse` are known."""
+    return make_gradients(
+        hidden, weight, lambda logits, rows: _grad_(logits, tokens.of(rows), options), main_grad,
+        options.workspace, shards, wanted, kept,
+    )  # fmt: skip
 
 
 def make_both(
@@ -239,7 +273,73 @@ def make_both(
     shards: Shards, wanted: tuple[bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Loss, and gradients of hidden and weight for tokens whose `grad_loss` is known."""
-    chunks = _Chunks(shards.gather_hidden(hidden), weight, options.workspace, 1 + (shards.size > 1))
-    gradients = _Gradients(chunks, shards, wanted, main_grad)
+    chunks = Chunks(shards.gather_hidden(hidden), weight, options.workspace, 1 + (shards.size > 1))
+    gradients = Gradients(chunks, shards, wanted, main_grad)
     loss = _loss_and_gradients(chunks, tokens, options, shards, gradients)
     return (loss, *gradients.results())
+
+
+# What compilers see in place of the loops over chunks: one op each, whose absent results are empty.
+
+
+def opaque(schema: str, function: Any, fake: Any) -> Any:
+    """An op that runs `function` on any device, for graphs of torch.compile only."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fastmp::{name}", fake, lib=LIBRARY)
+    return getattr(torch.ops.fastmp, name).default
+
+
+def is_opaque(shards: Shards) -> bool:
+    return shards is ALONE and torch.compiler.is_compiling()
+
+
+def present(like: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def fake_gradients(
+    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, want_hidden: bool, want_weight: bool
+) -> tuple[Tensor, Tensor]:
+    dweight = want_weight and main_grad is None
+    return (
+        hidden.new_empty(hidden.shape if want_hidden else (0,)),
+        weight.new_empty(weight.shape if dweight else (0,)),
+    )
+
+
+def per_token(hidden: Tensor) -> Tensor:
+    """A number for each row of `hidden`, for a fake."""
+    return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
+
+
+def check_head(
+    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None,
+    vocab_size: int, ignore_index: int, workspace: int,
+) -> None:  # fmt: skip
+    """ValueError, which begins with `name`, unless hidden states, output weight and targets fit."""
+
+    def require(condition: bool, message: str, *values: Any) -> None:
+        checks.require(condition, f"{name}: " + message, *values)
+
+    checks.floating(name, "hidden", hidden)
+    shape, columns = hidden.shape, weight.shape
+    require(weight.dim() == 2, "weight must be (V, H), got shape {}", columns)
+    require(shape[-1:] == columns[1:], "hidden {} does not fit weight {}", shape, columns)
+    checks.like(name, hidden=hidden, weight=weight)
+    checks.main_grad(name, main_grad, weight=weight)
+    checks.same_device(name, hidden=hidden, target=target)
+    tokens = shards.tokens(tuple(shape))
+    fits = tuple(target.shape) == tokens
+    require(fits, "target {} does not fit the tokens {} of hidden {}", target.shape, tokens, shape)
+    rows = shards.size * columns[0]
+    within = 0 < vocab_size <= rows
+    require(within, "vocab_size is {}, but weight has {} rows in {} shards", vocab_size, rows, shards.size)
+    require(workspace >= 0, "workspace must not be negative, got {}", workspace)
+    require(target.dtype == torch.int64, "target must be int64, got {}", target.dtype)
+    check_range(name, target, vocab_size, ignore_index)
+
+
+def default_workspace(hidden: Tensor) -> int:
+    return WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE

@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = exports(
         "linear": "parallel_logits",
         "sharded_state": "sharded_state_dict",
         "loss": "vocab_parallel_cross_entropy",
-        "linear_loss": "vocab_parallel_linear_cross_entropy",
+        "linear_loss": "vocab_parallel_linear_cross_entropy vocab_parallel_linear_log_probs",
         "grads": "GradBuffer",
         "optimizer": "AdamW ParameterGroup clip_coefficient global_grad_norm",
         "muon": "Muon update_cost",

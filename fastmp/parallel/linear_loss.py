@@ -1,9 +1,9 @@
-"""Output layer and cross-entropy in one, over a vocabulary that is sharded over a group.
+"""Output layer and what follows in one, over a vocabulary that is sharded over a group.
 
-Collectives join the shards of `fastmp.ops.linear_cross_entropy`: the statistics of some tokens are gathered
-while the logits of the next ones are made, and the gradient of the hidden states is summed once, behind the
-last product. What is communicated does not grow with the vocabulary, and no rank ever holds the logits of all
-tokens.
+Collectives join the shards of `fastmp.ops.linear_cross_entropy` and `linear_log_probs`: the statistics of
+some tokens are gathered while the logits of the next ones are made, and the gradient of the hidden states is
+summed once, behind the last product. What is communicated does not grow with the vocabulary, and no rank ever
+holds the logits of all tokens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from fastmp.ops.linear_cross_entropy import linear_cross_entropy_of
 from fastmp.ops.linear_cross_entropy_chunks import ALONE, Shards
+from fastmp.ops.linear_log_probs import linear_log_probs_of
 from fastmp.parallel.collectives import all_gather, all_reduce_, group_size, reduce_scatter
 from fastmp.profiling import traced
 
-__all__ = ["vocab_parallel_linear_cross_entropy"]
+__all__ = ["vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_probs"]
 
 
 class _Group(Shards):
@@ -41,6 +42,10 @@ class _Group(Shards):
         if self.sequence_parallel:
             return reduce_scatter(grad, self.group, overlap=True)
         return grad, all_reduce_(grad, self.group, overlap=True)
+
+
+def _shards(group: dist.ProcessGroup | None, sequence_parallel: bool) -> Shards:
+    return ALONE if group is None or group_size(group) == 1 else _Group(group, sequence_parallel)
 
 
 @traced("fastmp.vocab_parallel_linear_cross_entropy")
@@ -75,9 +80,38 @@ def vocab_parallel_linear_cross_entropy(
 
     The other options, the result and the errors: as in `fastmp.ops.linear_cross_entropy`.
     """
-    shards = ALONE if group is None or group_size(group) == 1 else _Group(group, sequence_parallel)
     return linear_cross_entropy_of(
-        shards, "vocab_parallel_linear_cross_entropy", hidden, weight, target,
+        _shards(group, sequence_parallel), "vocab_parallel_linear_cross_entropy", hidden, weight, target,
         label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,
         vocab_size=vocab_size, reduction=reduction, loss_grad=loss_grad, workspace=workspace,
+    )  # fmt: skip
+
+
+@traced("fastmp.vocab_parallel_linear_log_probs")
+def vocab_parallel_linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool = False,
+    temperature: float | torch.Tensor = 1.0,
+    return_entropy: bool = False,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    workspace: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """The log-probability of every target (...), and on request the entropies, the same on every rank.
+
+    Forward there is one collective, of three or four numbers a token; backward one, which sums the gradient
+    of hidden. Gradients that arrive must be the same on every rank.
+
+    hidden, weight, target: as in `vocab_parallel_linear_cross_entropy`.
+
+    The other options, the result and the errors: as in `fastmp.ops.linear_log_probs`.
+    """
+    return linear_log_probs_of(
+        _shards(group, sequence_parallel), "vocab_parallel_linear_log_probs", hidden, weight, target,
+        temperature=temperature, return_entropy=return_entropy, ignore_index=ignore_index,
+        vocab_size=vocab_size, workspace=workspace,
     )  # fmt: skip

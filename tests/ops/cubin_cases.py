@@ -199,6 +199,24 @@ def _loss_grad(columns, facts):
     return case, (facts,)
 
 
+def _log_probs_stats(columns, with_entropy, facts):
+    def case(t, wide):
+        target, scale = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        return "log_probs_stats", (t(4096, columns), target, scale, 0, columns, with_entropy)
+
+    return case, (facts,)
+
+
+def _log_probs_grad(columns, with_entropy, facts):
+    def case(t, wide):
+        target, one = t(4096, dtype=torch.int64), t(4096, dtype=wide)
+        entropy = (one, one) if with_entropy else (None, None)
+        per_token = (target, one, one, one, *entropy, one)
+        return "log_probs_grad_", (t(4096, columns), *per_token, 0, columns, -100)
+
+    return case, (facts,)
+
+
 def _gated(form, *facts):
     def case(t, wide):
         return "gated_activation", (t(4096, 2 * 14336), t(2 * 14336), form)
@@ -368,6 +386,10 @@ CASES = {
     "cross_entropy loss_grad": _loss_grad(128256, LOSS_GRAD),
     "cross_entropy loss_grad odd": _loss_grad(50257, LOSS_GRAD),
     "cross_entropy loss_grad long": _loss_grad(151936, LOSS_GRAD),
+    "log_probs stats": _log_probs_stats(128256, False, STATS),
+    "log_probs stats entropy": _log_probs_stats(50257, True, STATS),
+    "log_probs grad": _log_probs_grad(128256, False, Facts(2, 2, exps=1, bytes=LATENCY)),
+    "log_probs grad entropy": _log_probs_grad(50257, True, Facts(2, 2, exps=1, bytes=LATENCY)),
     "gated silu": _gated("silu", GATED),
     "gated gelu": _gated("gelu", Facts(2, 1, registers=128, stack=8)),
     "gated gelu_tanh": _gated("gelu_tanh", GATED),

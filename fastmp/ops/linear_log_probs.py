@@ -1,0 +1,390 @@
+"""Log-probabilities of chosen tokens, and entropies, from hidden states: no logits of all tokens exist.
+
+With x the logits, s the inverse temperature and p = softmax(s x), the log-probability of token t is log p_t
+and the entropy - sum_j p_j log p_j. A shard reads its logits once and keeps three numbers a token, four with
+the entropy: the maximum m, sum_j exp(s (x_j - m)), x_t, and the sum of these exponentials each times its
+logarithm. The backward pass makes the logits of a chunk again (or finds those of the only chunk) and turns
+them into their gradient in place: s (g [j = t] - p_j (g + e (log p_j + entropy))), where g is the gradient of
+log p_t and e that of the entropy.
+The chunks and the sums of gradients are those of `linear_cross_entropy`, of which log p_t is the negative.
+N tokens, H hidden size, V columns of this shard of the vocabulary (padding included), P shards.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from fastmp.ops import checks
+from fastmp.ops.cross_entropy_triton import real_columns
+from fastmp.ops.linear_cross_entropy_chunks import (
+    ALONE,
+    Shards,
+    check_head,
+    default_workspace,
+    fake_gradients,
+    is_opaque,
+    make_gradients,
+    make_stats,
+    opaque,
+    per_token,
+    present,
+)
+from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
+from fastmp.ops.registry import (
+    Differentiable,
+    autocast,
+    can_read_values,
+    compute_dtype,
+    refuse_create_graph,
+    register,
+    without_autocast,
+)
+from fastmp.profiling import traced
+
+_NAN = float("nan")
+
+
+def _real(logits: Tensor, vocab_start: int, vocab_size: int) -> Tensor:
+    """The columns that are no padding, in the dtype of sums."""
+    real = real_columns(logits.shape[1], vocab_start, vocab_size)
+    return logits[:, :real].to(compute_dtype(logits.dtype))
+
+
+def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
+    return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
+
+
+def _stats_reference(logits, target, scale, vocab_start, vocab_size, with_entropy):
+    x = _real(logits, vocab_start, vocab_size)
+    real = x.shape[1]
+    if real == 0:
+        empty = x.new_tensor([-torch.inf, 0, 0, 0][: 4 if with_entropy else 3])
+        return empty.repeat(len(x), 1)
+    top = x.amax(1)
+    below = _scaled(x - top.masked_fill(top == -torch.inf, 0)[:, None], scale)
+    exponentials = below.exp()
+    column = target - vocab_start
+    here = (column >= 0) & (column < real)
+    target_logit = x.gather(1, column.where(here, 0)[:, None])[:, 0].where(here, 0)
+    columns = [top, exponentials.sum(1), target_logit]
+    if with_entropy:
+        columns.append((exponentials * below).masked_fill(exponentials == 0, 0).sum(1))
+    return torch.stack(columns, 1)
+
+
+def _grad_reference_(
+    logits, target, top, log_total, grad_log_prob, entropy, grad_entropy, scale, vocab_start, vocab_size,
+    ignore_index,
+):  # fmt: skip
+    x = _real(logits, vocab_start, vocab_size)
+    log_p = _scaled(x - top[:, None], scale) - log_total[:, None]
+    p = log_p.exp()
+    is_target = torch.arange(vocab_start, vocab_start + x.shape[1], device=target.device) == target[:, None]
+    grad = grad_log_prob[:, None] * (is_target.to(p.dtype) - p)
+    if entropy is not None:
+        grad = grad - grad_entropy[:, None] * p * (log_p.masked_fill(p == 0, 0) + entropy[:, None])
+    grad = _scaled(grad, scale).where(((target >= 0) & (target < vocab_size))[:, None], _NAN)
+    logits[:, x.shape[1] :] = 0
+    logits[:, : x.shape[1]] = grad.masked_fill((target == ignore_index)[:, None], 0)
+
+
+_stats = register(
+    "log_probs_stats(Tensor logits, Tensor target, Tensor? scale, int vocab_start, int vocab_size,"
+    " bool with_entropy) -> Tensor",
+    reference=_stats_reference,
+    triton=launch_stats,
+    fake=lambda logits, target, scale, vocab_start, vocab_size, with_entropy: logits.new_empty(
+        (logits.shape[0], 4 if with_entropy else 3), dtype=compute_dtype(logits.dtype)
+    ),
+    flops=lambda logits, target, scale, vocab_start, vocab_size, with_entropy: (
+        logits.shape[0]
+        * real_columns(logits.shape[1], vocab_start, vocab_size)
+        * (4 + (scale is not None) + 2 * with_entropy)
+    ),
+)
+_grad_ = register(
+    "log_probs_grad_(Tensor(a!) logits, Tensor target, Tensor top, Tensor log_total, Tensor grad_log_prob,"
+    " Tensor? entropy, Tensor? grad_entropy, Tensor? scale, int vocab_start, int vocab_size,"
+    " int ignore_index) -> ()",
+    reference=_grad_reference_,
+    triton=launch_grad,
+    fake=lambda logits, *options: None,
+    flops=lambda logits, target, top, log_total, grad, entropy, grad_entropy, scale, start, size, ignored: (
+        logits.shape[0]
+        * real_columns(logits.shape[1], start, size)
+        * (4 + (scale is not None) + 2 * (entropy is not None))
+    ),
+)
+
+
+class _Options(NamedTuple):
+    """This shard, what is wanted, and bytes for logits."""
+
+    vocab_start: int
+    vocab_size: int
+    ignore_index: int
+    with_entropy: bool
+    workspace: int
+
+
+def _merge(
+    stats: Tensor, target: Tensor, scale: Tensor | None, options: _Options
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log_prob, entropy, top, log_total), each (N,), from the statistics (P, N, 3 or 4) of all shards.
+
+    Relative to the maximum until the end: a token that is all but certain has a log-probability close to 0.
+    Without entropy, that is an empty tensor.
+    """
+    top = stats[..., 0].amax(0)
+    top = top.masked_fill(top == -torch.inf, 0)
+    gap = stats[..., 0] - top if scale is None else (stats[..., 0] - top) * scale
+    share = gap.exp()
+    total = (stats[..., 1] * share).sum(0)
+    log_total = total.log()
+    ignored, inside = target == options.ignore_index, (target >= 0) & (target < options.vocab_size)
+
+    def of_targets(values: Tensor) -> Tensor:
+        return values.where(inside, _NAN).masked_fill(ignored, 0)
+
+    log_prob = of_targets(_scaled(stats[..., 2].sum(0) - top, scale) - log_total)
+    entropy = total.new_empty(0)
+    if options.with_entropy:
+        weighted = share * (stats[..., 3] + stats[..., 1] * gap.masked_fill(share == 0, 0))
+        entropy = of_targets(log_total - weighted.sum(0) / total)
+    return log_prob, entropy, top, log_total
+
+
+def _make_log_probs(
+    hidden: Tensor, weight: Tensor, target: Tensor, scale: Tensor | None, options: _Options, shards: Shards,
+    keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """(log_prob, entropy, top, log_total), followed by what `make_stats` keeps."""
+
+    def stats_of(logits: Tensor, rows: slice) -> Tensor:
+        of_rows = None if scale is None else scale[rows]
+        return torch.ops.fastmp.log_probs_stats(
+            logits, target[rows], of_rows, options.vocab_start, options.vocab_size, options.with_entropy
+        )
+
+    stats, *kept = make_stats(hidden, weight, stats_of, options.workspace, shards, keep)
+    return (*_merge(stats, target, scale, options), *kept)
+
+
+def _make_gradients(
+    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, tokens: tuple[Tensor | None, ...],
+    options: _Options, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden and weight; `tokens` are what `log_probs_grad_` takes of each."""
+
+    def grad_(logits: Tensor, rows: slice) -> None:
+        of_rows = [None if one is None else one[rows] for one in tokens]
+        torch.ops.fastmp.log_probs_grad_(logits, *of_rows, *options[:3])
+
+    return make_gradients(hidden, weight, grad_, main_grad, options.workspace, shards, wanted, kept)
+
+
+_SCHEMA = "int vocab_start, int vocab_size, int ignore_index, bool with_entropy, int workspace"
+_compiled_log_probs = opaque(
+    f"linear_log_probs_forward(Tensor hidden, Tensor weight, Tensor target, Tensor? scale, {_SCHEMA})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda hidden, weight, target, scale, *options: _make_log_probs(
+        hidden, weight, target, scale, _Options(*options), ALONE, False
+    ),
+    lambda hidden, weight, target, scale, *options: (
+        per_token(hidden),
+        per_token(hidden if _Options(*options).with_entropy else hidden[:0]),
+        per_token(hidden),
+        per_token(hidden),
+    ),
+)
+_compiled_gradients = opaque(
+    "linear_log_probs_gradients(Tensor hidden, Tensor weight, Tensor(a!)? main_grad, Tensor target,"
+    " Tensor top, Tensor log_total, Tensor grad_log_prob, Tensor? entropy, Tensor? grad_entropy,"
+    f" Tensor? scale, {_SCHEMA}, bool want_hidden, bool want_weight) -> (Tensor, Tensor)",
+    lambda hidden, weight, main_grad, *more: present(
+        hidden,
+        _make_gradients(
+            hidden, weight, main_grad, more[:7], _Options(*more[7:12]), ALONE, more[12:], None
+        ),
+    ),
+    lambda hidden, weight, main_grad, *more: fake_gradients(hidden, weight, main_grad, *more[12:]),
+)  # fmt: skip
+
+
+class _Job(NamedTuple):
+    """What a call has beside its tensors."""
+
+    options: _Options
+    shards: Shards
+    wanted: tuple[bool, bool]
+
+
+def _forward(hidden, weight, target, scale, main_grad, job: _Job):
+    if is_opaque(job.shards):
+        return _compiled_log_probs(hidden, weight, target, scale, *job.options)
+    # a second output may have a backward of its own, and kept logits are there for one only
+    keep = any(job.wanted) and not job.options.with_entropy
+    return _make_log_probs(hidden, weight, target, scale, job.options, job.shards, keep)
+
+
+def _setup(ctx, inputs, output):
+    hidden, weight, target, scale, ctx.main_grad, ctx.job = inputs
+    _, entropy, top, log_total, *kept = output
+    ctx.mark_non_differentiable(*output[1 + ctx.job.options.with_entropy :])
+    ctx.set_materialize_grads(False)
+    hidden = kept[1] if len(kept) > 1 else hidden
+    ctx.save_for_backward(hidden, weight, target, scale, entropy, top, log_total, kept[0] if kept else None)
+
+
+@traced("fastmp.linear_log_probs_backward")
+def _backward(ctx, grad_log_prob, grad_entropy, *_):
+    if not ctx.job.options.with_entropy:
+        grad_entropy = None  # compilers make one of no elements
+    if grad_log_prob is None and grad_entropy is None:
+        return (None,) * 6
+    refuse_create_graph("linear_log_probs")
+    hidden, weight, target, scale, entropy, top, log_total, kept = ctx.saved_tensors
+    (options, shards, wanted), main_grad = ctx.job, ctx.main_grad
+    if grad_log_prob is None:
+        grad_log_prob = torch.zeros_like(top)
+    entropy = None if grad_entropy is None else entropy
+    tokens = (target, top, log_total, grad_log_prob, entropy, grad_entropy, scale)
+    if is_opaque(shards):
+        grads = _compiled_gradients(hidden, weight, main_grad, *tokens, *options, *wanted)
+        has_weight = wanted[1] and main_grad is None
+        grads = (grads[0] if wanted[0] else None, grads[1] if has_weight else None)
+    else:
+        with without_autocast(hidden.device.type), torch.no_grad():
+            grads = _make_gradients(hidden, weight, main_grad, tokens, options, shards, wanted, kept)
+    return (*grads, None, None, None, None)
+
+
+_linear_log_probs = Differentiable("linear_log_probs", _forward, _setup, _backward)
+
+
+def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """1 / temperature of every token (N,), None where it is 1."""
+    if isinstance(temperature, Tensor):
+        fits, misfit = temperature.shape == target.shape, "{}: temperature {} does not fit target {}"
+        checks.require(fits, misfit, name, temperature.shape, target.shape)
+        checks.same_device(name, target=target, temperature=temperature)
+        constant = not temperature.requires_grad
+        checks.require(constant, "{}: temperature requires a gradient, but receives none", name)
+        if can_read_values(temperature):
+            positive = bool((temperature > 0).all())
+            checks.require(positive, "{}: every temperature must be positive, got {}", name, temperature)
+        return temperature.reshape(-1).to(dtype).reciprocal()
+    usable = 0 < temperature < math.inf
+    checks.require(usable, "{}: temperature must be positive and finite, got {}", name, temperature)
+    if temperature == 1:
+        return None
+    return torch.full((target.numel(),), 1 / temperature, dtype=dtype, device=target.device)
+
+
+def linear_log_probs_of(
+    shards: Shards,
+    name: str,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor,
+    return_entropy: bool,
+    ignore_index: int,
+    vocab_size: int | None,
+    workspace: int | None,
+) -> Any:
+    """`linear_log_probs` of one of several shards of the weight; errors begin with `name`.
+
+    `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
+    """
+    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
+    hidden, weight = autocast(hidden, weight)
+    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    main_grad = main_grad if wanted[1] else None
+    shard = weight.shape[0] if weight.dim() else 0
+    vocab_size = shards.size * shard if vocab_size is None else vocab_size
+    workspace = default_workspace(hidden) if workspace is None else workspace
+    check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
+    scale = _scale_of(name, temperature, target, compute_dtype(hidden.dtype))
+    options = _Options(shards.rank * shard, vocab_size, ignore_index, return_entropy, workspace)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    with without_autocast(rows.device.type):
+        log_prob, entropy, *_ = _linear_log_probs(
+            rows, weight, target.reshape(-1), scale, main_grad, _Job(options, shards, wanted)
+        )
+    log_prob = log_prob.reshape(target.shape)
+    return (log_prob, entropy.reshape(target.shape)) if return_entropy else log_prob
+
+
+@overload
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = ...,
+    return_entropy: Literal[False] = ...,
+    ignore_index: int = ...,
+    vocab_size: int | None = ...,
+    workspace: int | None = ...,
+) -> Tensor: ...
+@overload
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = ...,
+    return_entropy: Literal[True],
+    ignore_index: int = ...,
+    vocab_size: int | None = ...,
+    workspace: int | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@traced("fastmp.linear_log_probs")
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    return_entropy: bool = False,
+    ignore_index: int = -100,
+    vocab_size: int | None = None,
+    workspace: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probability of each target under softmax(hidden weight^T / temperature), and the entropy of that.
+
+    The logits never exist as a whole: those of some tokens at a time give three or four numbers each. The
+    backward pass makes them again, for 8NVH operations in all; if all fit into `workspace` and no entropy is
+    asked for, it finds them (6NVH) and can run once. Arithmetic is in float32 (float64 for float64) from
+    logits in the dtype of hidden, which under autocast is its dtype. The gradient of the weight goes where
+    `linear_cross_entropy` leaves it: into the parameter's `main_grad` where there is one.
+
+    Args:
+        hidden: (..., H) float64, float32, bfloat16 or float16.
+        weight: (V, H) of the same dtype and device.
+        target: (...) int64 ids, as a rule the tokens that were sampled.
+        temperature: what the logits are divided by: positive, a number or one for each token (...).
+        return_entropy: also return the entropy, in nats; otherwise nothing is computed for it.
+        ignore_index: tokens with this target have log-probability, entropy and gradient zero.
+        vocab_size: columns from this one on are padding: their probability is zero. Default V.
+        workspace: bytes of logits at a time, as in `linear_cross_entropy`.
+
+    Returns:
+        The log-probabilities (...), or they and the entropies (...), both differentiable in hidden and
+        weight; float64 for float64, else float32.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit; on the CPU also a target outside the vocabulary
+            that is not ignore_index, or a temperature of a tensor that is not positive (elsewhere such a
+            token has NaN).
+    """
+    return linear_log_probs_of(
+        ALONE, "linear_log_probs", hidden, weight, target, temperature=temperature,
+        return_entropy=return_entropy, ignore_index=ignore_index, vocab_size=vocab_size, workspace=workspace,
+    )  # fmt: skip
