@@ -231,6 +231,29 @@ def test_the_example_of_the_page(capsys):
     assert capsys.readouterr().out == re.findall(r"```\n(Qwen3MoeForCausalLM\n.*?)```", page, re.DOTALL)[0]
 
 
+@pytest.mark.parametrize("which", ["model", "head"])
+def test_modules_with_a_forward_of_their_own_stay(which):
+    """Accelerate's hooks, of offloaded models for example, set one on the module."""
+    model, batch = model_of("llama"), batch_of("llama")
+    expected = step(model, **batch)
+    module = model if which == "model" else model.lm_head
+    module.forward = module.forward
+    table = fastmp.accelerate(model)
+    assert "forward of its own" in table.kept["LlamaForCausalLM"]
+    found = step(model, **batch)
+    assert_same(found, expected, 1e-5)
+    assert found[0].logits is not None
+
+
+def test_a_second_backward_through_a_loss_is_refused():
+    model = model_of("llama")
+    fastmp.accelerate(model)
+    loss = model(**batch_of("llama")).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_a_model_without_a_head_is_accelerated_too():
     model = transformers.AutoModel.from_config(model_of("llama").config)
     ids = batch_of("llama")["input_ids"]

@@ -134,10 +134,10 @@ def accelerate(model: nn.Module) -> Accelerated:
         What was replaced, by what, and what stays and why: `print` it. A second call returns the same.
 
     Raises:
-        ValueError: no model of transformers, one of another family, one that `fully_shard` has been at, or
+        ValueError: no model of transformers, one of another family, one with shards (DTensor), or
             one whose classes lack an attribute (another version of transformers). It is untouched then.
     """
-    pretrained = _pretrained(model)
+    pretrained = _pretrained("accelerate", model)
     if _PLAN in pretrained.__dict__:
         return pretrained.__dict__[_PLAN]
     rows, changes, has_experts = _plan(pretrained)
@@ -158,7 +158,7 @@ def restore(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not accelerated, or something has replaced its classes since (`fully_shard`).
     """
-    pretrained = _pretrained(model)
+    pretrained = _pretrained("restore", model)
     plan = pretrained.__dict__.get(_PLAN)
     if plan is None:
         raise ValueError(f"restore: {type(pretrained).__name__} is not accelerated")
@@ -175,14 +175,14 @@ def restore(model: nn.Module) -> None:
     del pretrained.__dict__[_PLAN]
 
 
-def _pretrained(model: nn.Module) -> Any:
+def _pretrained(caller: str, model: nn.Module) -> Any:
     """The outermost model of transformers in `model`."""
     import transformers
 
     for module in model.modules():
         if isinstance(module, transformers.PreTrainedModel):
             return module
-    raise ValueError(f"accelerate: {type(model).__name__} is not a model of transformers and holds none")
+    raise ValueError(f"{caller}: {type(model).__name__} is not a model of transformers and holds none")
 
 
 def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
@@ -192,8 +192,7 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
         raise ValueError(
             f"accelerate: no family for {name} (model_type {kind!r}); there are {', '.join(FAMILIES)}"
         )
-    if any(type(module).__name__.startswith("FSDP") for module in model.modules()):
-        raise ValueError(f"accelerate: {name} is sharded already; accelerate it before fully_shard")
+    _refuse_shards(model)
     family = FAMILIES[kind]
     classes = _classes(family)
     changes: list[tuple[Any, type]] = []
@@ -207,7 +206,7 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
             found[named, "fastmp.ops.grouped_mm, grouped_mlp_in, permute", None] += 1
         elif named in family.kept:
             found[named, None, family.kept[named]] += 1
-        elif why := (part := family.parts[named]).why_not(_require(module, part.needs)):
+        elif why := _why_not(part := family.parts[named], module):
             found[named, None, why] += 1
         else:
             found[named, part.by, None] += 1
@@ -218,6 +217,25 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
     found["attention", None, f"transformers' interface, {model.config._attn_implementation}"] += 1
     rows = tuple(Row(named, count, by, why) for (named, by, why), count in found.items())
     return rows, changes, any(row.name == family.experts for row in rows)
+
+
+def _why_not(part: type[Part], module: Any) -> str | None:
+    """The reason why a module stays as it is, if there is one."""
+    if "forward" in vars(module):  # as hooks of Accelerate leave it: the class's forward is not called
+        return "has a forward of its own, set on the module"
+    return part.why_not(_require(module, part.needs))
+
+
+def _refuse_shards(model: Any) -> None:
+    """A sharded head would make the loss of its own ids, and classes of FSDP2 cannot be replaced."""
+    from torch.distributed.tensor import DTensor
+
+    sharded = any(type(module).__name__.startswith("FSDP") for module in model.modules())
+    if sharded or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"accelerate: {type(model).__name__} is sharded already; accelerate it before fully_shard,"
+            " and without transformers' tensor parallelism"
+        )
 
 
 def _classes(family: Family) -> dict[str, Any]:

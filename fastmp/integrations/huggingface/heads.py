@@ -76,6 +76,8 @@ class CausalLM(Part):
     @classmethod
     def why_not(cls, module: Any) -> str | None:
         head = cls.head(module)
+        if "forward" in vars(head):
+            return "its head has a forward of its own, set on the module"
         if not isinstance(head, nn.Linear) or type(head).__name__ != "Linear":
             return f"its head is {type(head).__name__}, not nn.Linear"
         return cls.why_not_loss(module)
