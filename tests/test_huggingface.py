@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import random
 import re
 import subprocess
 import sys
@@ -203,10 +206,13 @@ WRONG = {
         "hidden_act is 'relu', fastmp computes",
     ),
     "missing": (lambda p: edit(p / "config.json", hidden_size=...), "hidden_size is missing"),
-    "text": (lambda p: edit(p / "config.json", hidden_size="many"), "a value of another type"),
+    "text": (
+        lambda p: edit(p / "config.json", hidden_size="many"),
+        "model.hidden_size must be of type int, got 'many'",
+    ),
     "layers": (
         lambda p: edit(p / "config.json", num_hidden_layers=10**9),
-        "the number of layers must be from",
+        "the layers must be 1 to 65536",
     ),
     "rope": (
         lambda p: edit(p / "config.json", rope_parameters={"rope_type": "longrope"}),
@@ -267,6 +273,40 @@ def test_a_wrong_directory_is_one_line_and_nothing_is_written(name, tmp_path, ca
     error = capsys.readouterr().err
     assert said in error and error.startswith("fastmp hf: ") and error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+ODD = [None, True, -1, 0, 3, 10**12, 10**30, 1.5, math.inf, math.nan, "x", "", [], ["a"], {}, {"factor": "x"}]
+OTHERS = ("rope_scaling", "sliding_window", "layer_types", "max_window_layers", "n_inner", "n_shared_experts")
+
+
+@pytest.mark.parametrize("name", full(CONFIGS))
+def test_any_value_in_a_configuration_is_read_or_refused_in_one_line(name, tmp_path):
+    written(name, tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    content = json.loads(path.read_text())
+    for key in (*content, *OTHERS):
+        for value in ODD:
+            path.write_text(json.dumps(content | {key: value}))
+            try:
+                TransformersReader(tmp_path / "model")
+            except ValueError as error:
+                assert "\n" not in str(error), (key, value)
+
+
+@pytest.mark.parametrize("name", full(["llama"]))
+def test_any_damage_to_a_header_is_read_or_refused(name, tmp_path):
+    written(name, tmp_path / "model")
+    path, draw = tmp_path / "model" / "model.safetensors", random.Random(0)
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(1000):
+        damaged = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 2, 5))):
+            at = draw.randrange(end)
+            damaged[at : at + 1] = draw.choice((b"", bytes([draw.randrange(256)]), b"9", b"]", b"-", b"e9"))
+        path.write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            TransformersReader(tmp_path / "model")
 
 
 def test_a_key_that_is_ignored_and_a_directory_that_is_there(tmp_path, capsys):

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
-from fastmp.config import MOST_LAYERS, GPTConfig, MoEConfig, RopeScaling
+from fastmp.config import MOST_LAYERS, GPTConfig
 from fastmp.model_config import function_of
+from fastmp.train.recipe import model_from
 
 __all__ = ["FAMILIES", "Family", "family_of", "from_transformers", "to_transformers"]
 
@@ -223,7 +224,7 @@ FAMILIES = {
         always=_NO_BIAS,
     ),
 }
-_ALSO = {"num_experts": "num_local_experts", "n_routed_experts": "num_local_experts"}  # another name of it
+_ALSO = {"num_local_experts": "num_experts"}  # in transformers 5, and before
 _SPECIAL = {  # read by functions below
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
@@ -251,8 +252,8 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {short(kind)} is no family that fastmp reads: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    content = {_ALSO_BACK.get(key, key) if _ALSO_BACK.get(key) in family.fields else key: value
-               for key, value in content.items() if key not in ignored}  # fmt: skip
+    names = {key: _ALSO[key] if _ALSO.get(key) in family.fields else key for key in content}
+    content = {names[key]: value for key, value in content.items() if key not in ignored}
     known = {*family.fields, *family.always, *_SPECIAL, *_UNUSED}
     unknown = sorted(key for key in content if key not in known)
     if unknown:
@@ -263,35 +264,51 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     for key, allowed in family.always.items():
         if key in content and content[key] not in allowed:
             raise ValueError(f"{key} is {short(content[key])}, fastmp computes {allowed[0]!r} in {kind}")
-    values: dict[str, dict[str, Any]] = {"": dict(family.model), "moe": dict(family.experts or {})}
+    model = _fields(family, content)
+    layers, longest = model["num_layers"], model["max_seq_len"]
+    if type(layers) is not int or not 0 < layers <= MOST_LAYERS or type(longest) is not int:
+        raise ValueError(f"the layers must be 1 to {MOST_LAYERS}, the positions a number")
+    model["sliding_window"] = _window(kind, content, layers, longest)
+    if model.get("position") == "rope":
+        model |= _rope(content, longest)
+    if family.experts is None:
+        return kind, model_from(model)
+    model["dense_layers"] = _dense_layers(content, layers)
+    if kind == "dots1":
+        shared = _whole(content, "n_shared_experts", 0)
+        model["moe"]["shared_expert_ffn_hidden_size"] = shared * model["moe"]["expert_ffn_hidden_size"]
+    config = model_from(model)
+    assert config.moe is not None
+    coefficient = content.get("router_aux_loss_coef") or 0.0
+    aux_loss = _rounded(coefficient * config.moe.top_k / (layers - len(config.dense_layers)))
+    return kind, replace(config, moe=replace(config.moe, aux_loss=aux_loss))
+
+
+def _fields(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the table of a family says, in the form of a recipe's [model]."""
+    model: dict[str, Any] = dict(family.model)
+    if family.experts is not None:
+        model["moe"] = dict(family.experts)
     for key, (ours, default, choices) in family.fields.items():
-        value = content.get(key, default)
+        value = content.get(key)
+        value = default if value is None else value
         if value is ...:
             raise ValueError(f"{key} is missing")
         if choices is not None:
-            if value not in choices:
+            if not isinstance(value, str) or value not in choices:
                 raise ValueError(f"{key} is {short(value)}, fastmp computes {', '.join(choices)}")
             value = choices[value]
         table, _, name = ours.rpartition(".")
-        values[table][name] = value
-    model, moe = values[""], values["moe"]
-    if type(model["num_layers"]) is not int or not 0 < model["num_layers"] <= MOST_LAYERS:
-        raise ValueError(f"the number of layers must be from 1 to {MOST_LAYERS}")
-    model["sliding_window"] = _window(kind, content, model["num_layers"], model["max_seq_len"])
-    if model.get("position") == "rope":
-        model |= _rope(content, model["max_seq_len"])
-    if family.experts is not None:
-        dense = _dense_layers(content, model["num_layers"])
-        coefficient = content.get("router_aux_loss_coef", 0.0)
-        moe["aux_loss"] = _rounded(coefficient * moe["top_k"] / (model["num_layers"] - len(dense)))
-        if kind == "dots1":
-            shared = content.get("n_shared_experts") or 0
-            moe["shared_expert_ffn_hidden_size"] = shared * moe["expert_ffn_hidden_size"]
-        model |= {"moe": MoEConfig(**moe), "dense_layers": dense}
-    return kind, GPTConfig(**model)
+        (model[table] if table else model)[name] = value
+    return model
 
 
-_ALSO_BACK = {"num_local_experts": "num_experts"}
+def _whole(content: Mapping[str, Any], key: str, default: int) -> int:
+    """A number of config.json that may be absent."""
+    value = content.get(key)
+    if value is not None and type(value) is not int:
+        raise ValueError(f"{key} must be a whole number, got {short(value)}")
+    return default if value is None else value
 
 
 def to_transformers(kind: str, config: GPTConfig, dtype: str) -> dict[str, Any]:
@@ -348,16 +365,15 @@ def _rounded(number: float) -> float:
 
 def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len: int) -> int | None:
     """The sliding window of all layers; ValueError where only some of them have it."""
-    window, kinds = (
-        content.get("sliding_window", 4096 if kind == "mistral" else None),
-        content.get("layer_types"),
-    )
-    if window is None or content.get("use_sliding_window") is False or window >= max_seq_len:
+    absent = kind == "mistral" and "sliding_window" not in content
+    window = 4096 if absent else _whole(content, "sliding_window", max_seq_len)
+    if content.get("use_sliding_window") is False or window >= max_seq_len:
         return None
-    if kinds is not None:
+    kinds = content.get("layer_types")
+    if isinstance(kinds, list):
         sliding = sum(each == "sliding_attention" for each in kinds)
     else:
-        sliding = num_layers - min(content.get("max_window_layers", 0), num_layers)
+        sliding = num_layers - min(_whole(content, "max_window_layers", 0), num_layers)
     if sliding not in (0, num_layers):
         raise ValueError(f"sliding_window is that of {sliding} of {num_layers} layers, fastmp has it in all")
     return window if sliding else None
@@ -387,26 +403,28 @@ _SCALINGS = {
 
 def _rope(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
     """Our fields of rotary positions: transformers 5 has one table of them, 4 had two keys."""
-    given = dict(content.get("rope_parameters") or content.get("rope_scaling") or {})
+    table = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if not isinstance(table, Mapping):
+        raise ValueError(f"rope_parameters must be a table, got {short(table)}")
+    given = {key: value for key, value in table.items() if value is not None}
     base = given.pop("rope_theta", content.get("rope_theta", 10000.0))
-    kind = given.pop("rope_type", given.pop("type", "default"))
+    kind = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
     if (part := given.pop("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))) != 1.0:
         raise ValueError(f"partial_rotary_factor is {short(part)}, fastmp turns whole heads")
     mscale, of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
-    given = {key: value for key, value in given.items() if value is not None}
     unknown = sorted(set(given) - set(_SCALINGS))
     if kind not in ("default", "linear", "llama3", "yarn") or unknown:
         what = f"has {', '.join(map(short, unknown))}" if unknown else f"is {short(kind)}"
         raise ValueError(f"rope_type {what}, fastmp computes default, linear, llama3 and yarn")
     if kind == "default":
-        return {"rope_base": float(base)}
-    options = {_SCALINGS[key]: value for key, value in given.items()}
-    options.setdefault("original_max_seq_len", max_seq_len)
-    if kind == "yarn" and mscale and of_all and "attention_factor" not in options:
-        high, low = (0.1 * each * math.log(options["factor"]) + 1.0 for each in (mscale, of_all))
-        options["attention_factor"] = high / low
-    return {"rope_base": float(base), "rope_scaling": RopeScaling(kind, **options)}
+        return {"rope_base": base}
+    scaling = {"kind": kind, "original_max_seq_len": max_seq_len}
+    scaling |= {_SCALINGS[key]: value for key, value in given.items()}
+    if kind == "yarn" and mscale and of_all and "attention_factor" not in scaling:
+        high, low = (0.1 * each * math.log(scaling["factor"]) + 1.0 for each in (mscale, of_all))
+        scaling["attention_factor"] = high / low
+    return {"rope_base": base, "rope_scaling": scaling}
 
 
 def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
@@ -426,9 +444,9 @@ def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
     )
 
 
-def _dense_layers(content: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    first, step = content.get("first_k_dense_replace") or 0, content.get("decoder_sparse_step") or 1
-    alone = content.get("mlp_only_layers") or ()
-    return tuple(
-        layer for layer in range(num_layers) if layer < first or layer in alone or (layer + 1) % step
-    )
+def _dense_layers(content: Mapping[str, Any], num_layers: int) -> list[int]:
+    first, step = _whole(content, "first_k_dense_replace", 0), _whole(content, "decoder_sparse_step", 1)
+    alone = content.get("mlp_only_layers") or []
+    if not isinstance(alone, list) or step < 1:
+        raise ValueError(f"mlp_only_layers {short(alone)} or decoder_sparse_step {step} says no layers")
+    return [layer for layer in range(num_layers) if layer < first or layer in alone or (layer + 1) % step]

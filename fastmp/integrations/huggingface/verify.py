@@ -37,9 +37,12 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
     generator = torch.Generator().manual_seed(1)
     size = (BATCH, min(LENGTH, config.max_seq_len))
     tokens_BS = torch.randint(config.vocab_size, size, generator=generator)
-    theirs, report = AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    options = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+    try:
+        theirs, report = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, **options)
+    except Exception as error:  # of any kind: it is theirs
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path}: transformers cannot load it: {what}") from None
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if found := report.get(kind):
             raise ValueError(
@@ -51,11 +54,11 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
         ours = GPT(config, Placement(dtype=dtype)).eval()
         load_weights(reader, config, [ours], ParallelGroups.alone())
         logits_BSV = ours(tokens_BS)[..., : config.vocab_size].transpose(0, 1)
-    error = (logits_BSV - expected_BSV).abs().max().item()
+    worst = (logits_BSV - expected_BSV).abs().max().item()
     largest = expected_BSV.abs().max().item()
     bound = BOUNDS[dtype] * max(1.0, largest)
     name = str(dtype).removeprefix("torch.")
-    line = f"largest error of logits {error:.3g}, of numbers up to {largest:.3g}, in {name}"
-    if not error <= bound:
+    line = f"largest error of logits {worst:.3g}, of numbers up to {largest:.3g}, in {name}"
+    if not worst <= bound:
         raise ValueError(f"{path}: {line}, more than {bound:.3g}: fastmp does not compute this model")
     return f"verified: {line}"

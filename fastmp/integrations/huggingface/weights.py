@@ -186,18 +186,21 @@ class TransformersReader(CheckpointReader):
             self.kind, self.config = from_transformers(content, ignored)
         except ValueError as error:
             raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
-        except (TypeError, AttributeError, OverflowError) as error:
-            raise ValueError(f"{path / CONFIG}: a value of another type than it should be: {error}") from None
+        except (TypeError, ArithmeticError) as error:
+            raise ValueError(f"{path / CONFIG}: a value that makes no sense: {error}") from None
         self._stored = _stored(path)
         self._links: dict[tuple[str, Shape], Link] = {}
-        tensors = {f"model/{name}": self._tensor(path, name, shape) for name, shape in self._own()}
+        try:
+            own = own_tensors(self.config)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{path / CONFIG}: no such model can be made: {str(error).splitlines()[0]}"
+            ) from None
+        tensors = {f"model/{name}": self._tensor(path, name, shape) for name, shape in own.items()}
         self._check_all_used(path)
         description = json.loads(json.dumps(described(self.config)["description"]))
         manifest = Manifest(0, True, {}, description, {}, files={}, tensors=tensors)
         super().__init__(path, manifest)
-
-    def _own(self) -> Iterator[tuple[str, Shape]]:
-        yield from own_tensors(self.config).items()
 
     def _tensor(self, path: Path, name: str, shape: Shape) -> SavedTensor:
         found = list(links(self.kind, self.config, name, shape))
@@ -300,7 +303,7 @@ def _header(path: Path, name: str) -> dict[str, _Stored]:
             for each, entry in header.items()
         ]
         entries.sort(key=lambda entry: entry[3])
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
         raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
     found, at = {}, 0
     for each, dtype, shape, (start, end) in entries:
