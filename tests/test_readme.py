@@ -36,6 +36,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
                 ("docs/learning-rates.md", 0, ALONE),
                 ("docs/optimizer.md", 0, ALONE),
                 ("docs/muon.md", 0, ALONE),
+                ("docs/from-liger.md", 0, ALONE),
                 ("docs/many-machines.md", 0, ALONE),
                 ("docs/fsdp2.md", 0, TORCHRUN),
                 ("docs/reinforcement-learning.md", 0, ALONE),
