@@ -41,7 +41,7 @@ __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choo
 _16_BITS = ("bfloat16", "float16")
 # What flash attention needs: compute capabilities by major version, and the widest head.
 _FLASH = {"FA2": (range(8, 100), 256), "FA3": ((9,), 256), "FA4": ((9, 10), 128)}
-_BLOCK = 256  # fewest queries of a block of windows: less makes more calls than it saves work
+_BLOCK = 128  # fewest queries of a block of windows: less makes more calls than it saves work
 
 
 class Borders(NamedTuple):
@@ -133,7 +133,7 @@ def _flash_refuses(call: AttentionCall) -> str:
     """What torch's flash operators take instead of this call, in words; "" where they take it."""
     if call.device != "cuda" or not call.flash:
         return "CUDA tensors only, where it is enabled"
-    majors, widest = _FLASH[call.flash]
+    majors, widest = _FLASH.get(call.flash, _FLASH["FA2"])
     if call.capability[0] not in majors:
         return f"other GPUs ({call.flash})"
     if call.dtype not in _16_BITS:
@@ -225,17 +225,9 @@ def attend(
         )
 
 
-def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: bool) -> AttentionCall:
+def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: Any) -> AttentionCall:
     """The `AttentionCall` of these tensors, with what torch and the device have; `asked`: other fields."""
-    facts: dict[str, Any] = dict(asked)
-    if q_BNCD.is_cuda:
-        capability, cudnn_first = _gpu(q_BNCD.device.index)
-        facts |= {
-            "capability": capability,
-            "cudnn_first": cudnn_first and torch.backends.cuda.cudnn_sdp_enabled(),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-        }
-    flash = active_flash() if torch.backends.cuda.flash_sdp_enabled() else ""
+    flash, *capability, cudnn_first, deterministic = _machine(q_BNCD.device.type, q_BNCD.device.index)
     return AttentionCall(
         device=q_BNCD.device.type,
         dtype=str(q_BNCD.dtype).removeprefix("torch."),
@@ -243,8 +235,11 @@ def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: bool) -> A
         value_dim=v_BGED.shape[3],
         queries=q_BNCD.shape[2],
         keys=k_BGED.shape[2],
+        capability=(capability[0], capability[1]),
         flash=flash,
-        **facts,
+        cudnn_first=cudnn_first,
+        deterministic=deterministic,
+        **asked,
     )
 
 
@@ -255,17 +250,31 @@ def active_flash() -> str:
 
 
 @torch.compiler.assume_constant_result
+def _machine(device: str, index: int | None) -> tuple[str, int, int, bool, bool]:
+    """`flash`, the two numbers of `capability`, `cudnn_first` and `deterministic` of an `AttentionCall`.
+
+    A compiler keeps those of its first trace.
+    """
+    flash = active_flash() if torch.backends.cuda.flash_sdp_enabled() else ""
+    if device != "cuda":
+        return flash, 0, 0, False, False
+    major, minor, cudnn_first = _gpu(index)
+    cudnn_first = cudnn_first and torch.backends.cuda.cudnn_sdp_enabled()
+    return flash, major, minor, cudnn_first, torch.are_deterministic_algorithms_enabled()
+
+
 @lru_cache
-def _gpu(index: int) -> tuple[tuple[int, int], bool]:
+def _gpu(index: int | None) -> tuple[int, int, bool]:
     """The compute capability of a GPU, and whether torch prefers cuDNN to flash attention on it.
 
     torch settles its order of preference when it first chooses, so it is made to.
     """
-    probe = torch.empty(1, 1, 64, 64, device=f"cuda:{index}", dtype=torch.float16)
+    device = torch.device("cuda" if index is None else f"cuda:{index}")
+    probe = torch.empty(1, 1, 64, 64, device=device, dtype=torch.float16)
     torch._fused_sdp_choice(probe, probe, probe, is_causal=True)
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
     cudnn_first = order.index(SDPBackend.CUDNN_ATTENTION) < order.index(SDPBackend.FLASH_ATTENTION)
-    return torch.cuda.get_device_capability(index), cudnn_first
+    return *torch.cuda.get_device_capability(device), cudnn_first
 
 
 def _check(
@@ -402,7 +411,7 @@ def _blocks(
 ) -> Tensor:
     """Windows: blocks of queries one after the other, each with the keys that one of its queries may see."""
     C, E, outputs = q_BNCD.shape[2], k_BGED.shape[2], []
-    size = max(window, _BLOCK)
+    size = max(window // 4, _BLOCK)
     for first in range(0, C, size):
         last = min(first + size, C)
         begin, end = max(0, E - C + first - window + 1), E - C + last
