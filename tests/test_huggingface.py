@@ -224,6 +224,10 @@ WRONG = {
         ),
         "sliding_window is that of 1 of 2 layers, fastmp has it in all",
     ),
+    "attention": (
+        lambda p: edit(p / "config.json", layer_types=["linear_attention", "full_attention"]),
+        "layer_types is ['linear_attention', 'full_attention'], fastmp computes full_attention and",
+    ),
     "no JSON": (lambda p: (p / "config.json").write_text("{"), "config.json is not JSON"),
     "padded": (
         lambda p: edit(p / "config.json", vocab_size=100),

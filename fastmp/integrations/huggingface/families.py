@@ -238,7 +238,7 @@ _UNUSED = {  # of text that is generated, of heads of other tasks, of how files 
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type"),
     *("summary_use_proj", "reorder_and_upcast_attn", "is_encoder_decoder", "return_dict", "id2label"),
     *("label2id", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "problem_type"),
-    *("_attn_implementation_autoset", "generation_config", "auto_map"),
+    *("_attn_implementation_autoset", "generation_config"),
 }
 
 
@@ -363,14 +363,19 @@ def _rounded(number: float) -> float:
     return float(f"{number:.12g}")
 
 
+_ATTENTION = ("full_attention", "sliding_attention")
+
+
 def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len: int) -> int | None:
     """The sliding window of all layers; ValueError where only some of them have it."""
+    kinds = content.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(each in _ATTENTION for each in kinds)):
+        raise ValueError(f"layer_types is {short(kinds)}, fastmp computes {' and '.join(_ATTENTION)}")
     absent = kind == "mistral" and "sliding_window" not in content
     window = 4096 if absent else _whole(content, "sliding_window", max_seq_len)
     if content.get("use_sliding_window") is False or window >= max_seq_len:
         return None
-    kinds = content.get("layer_types")
-    if isinstance(kinds, list):
+    if kinds is not None:
         sliding = sum(each == "sliding_attention" for each in kinds)
     else:
         sliding = num_layers - min(_whole(content, "max_window_layers", 0), num_layers)
