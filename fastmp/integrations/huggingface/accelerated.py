@@ -40,8 +40,7 @@ _PLAN = "_fastmp_accelerated"  # the attribute of a model that has the plan it w
 
 @dataclass(frozen=True)
 class Family:
-    """Which parts take the places of a family's classes, all named as in transformers' file of that
-    family."""
+    """Which parts take the places of a family's classes, by the names that transformers gives them."""
 
     file: str
     parts: Mapping[str, type[Part]]

@@ -30,16 +30,17 @@ NEEDS = (
 
 def register() -> None:
     """Register the implementation with transformers, once in a process."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+    from transformers.integrations import moe
 
-    if NAME in ALL_EXPERTS_FUNCTIONS:
+    if NAME in moe.ALL_EXPERTS_FUNCTIONS:
         return
+    default_gate = getattr(moe, "_default_apply_gate", None)  # without it every gate is an op of its own
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        usual_gate = type(self)._apply_gate is _default_apply_gate
+        usual_gate = type(self)._apply_gate is default_gate
         return experts(self, hidden_states, top_k_index, top_k_weights, usual_gate)
 
-    ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
 def experts(
