@@ -139,6 +139,16 @@ class RopeScaling(Checked):
         None, "of yarn: factor of queries and keys; none: 0.1 ln(factor) + 1"
     )
 
+    @property
+    def used(self) -> dict[str, Any]:
+        """The kind, and the values that it looks at."""
+        of_kind: dict[str, tuple[str, ...]] = {
+            "linear": (),
+            "llama3": ("original_max_seq_len", "low_freq_factor", "high_freq_factor"),
+            "yarn": ("original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+        }
+        return {name: getattr(self, name) for name in ("kind", "factor", *of_kind[self.kind])}
+
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("original_max_seq_len", "low_freq_factor", "beta_slow")
         yield from self._not_positive("attention_factor")
@@ -261,6 +271,8 @@ def function_of(config: GPTConfig) -> dict[str, Any]:
     facts["ffn_hidden_size"] = config.ffn_size
     if config.position != "rope":
         facts.pop("rope_base")
+    if config.rope_scaling is not None:
+        facts["rope_scaling"] = config.rope_scaling.used
     if config.moe is not None:
         moe = {key: value for key, value in facts["moe"].items() if key not in _OF_TRAINING_EXPERTS}
         if config.moe.score == "softmax":

@@ -13,7 +13,7 @@ from marks import full
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fastmp.config import GPTConfig, MoEConfig
+from fastmp.config import GPTConfig, MoEConfig, RopeScaling
 from fastmp.integrations.huggingface import weights as transformers_weights
 from fastmp.integrations.huggingface.families import to_transformers
 from fastmp.integrations.huggingface.weights import check_family, export_weights
@@ -143,6 +143,11 @@ LLAMA = GPTConfig(norm="rmsnorm", position="rope", activation="swiglu", linear_b
         (GPTConfig(tie_embeddings=False), "gpt2", {"tie_word_embeddings": False}),
         (GPTConfig(activation="gelu"), "gpt2", {"activation_function": "gelu"}),
         (replace(LLAMA, activation="geglu"), "llama", {"hidden_act": "gelu_pytorch_tanh"}),
+        (
+            replace(LLAMA, rope_scaling=RopeScaling("linear", factor=4.0)),
+            *("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+        ),
+        (replace(LLAMA, sliding_window=9), "mistral", {"sliding_window": 9}),
         (replace(LLAMA, qkv_bias=True), "qwen2", {"num_key_value_heads": 6}),
         (replace(LLAMA, moe=MoEConfig(pre_softmax=False)), "mixtral", {"num_experts_per_tok": 2}),
         (

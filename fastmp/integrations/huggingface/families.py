@@ -433,20 +433,12 @@ def _rope(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
 
 
 def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
-    scaling, found = config.rope_scaling, {"rope_type": "default", "rope_theta": config.rope_base}
-    if scaling is None:
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
+    if config.rope_scaling is None:
         return found
-    used = {
-        "linear": ("factor",),
-        "llama3": ("factor", "original_max_seq_len", "low_freq_factor", "high_freq_factor"),
-        "yarn": ("factor", "original_max_seq_len", "beta_fast", "beta_slow", "truncate", "attention_factor"),
-    }[scaling.kind]
-    values = {theirs: getattr(scaling, ours) for theirs, ours in _SCALINGS.items() if ours in used}
-    return (
-        found
-        | {"rope_type": scaling.kind}
-        | {key: value for key, value in values.items() if value is not None}
-    )
+    used = config.rope_scaling.used
+    values = {theirs: used[ours] for theirs, ours in _SCALINGS.items() if used.get(ours) is not None}
+    return found | {"rope_type": used["kind"]} | values
 
 
 def _dense_layers(content: Mapping[str, Any], num_layers: int) -> list[int]:
