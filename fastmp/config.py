@@ -26,6 +26,8 @@ from fastmp.parallel.launchers import Place, integer, read_place
 from fastmp.parallel.schedule import SCHEDULES
 from fastmp.parallel.shards import BUCKET_SIZE, UNIT
 
+SINKS = ("tensorboard", "wandb")  # each the name of its package, and of the extra that brings it
+
 
 @dataclass(frozen=True)
 class Environment(Place):
@@ -219,6 +221,7 @@ class TrainConfig(Checked):
         "", "save and end at the first step after this time: minutes, [days-]hours:minutes:seconds"
     )
     join_seconds: float = option(0.0, "how long ranks wait for each other at first; 0: as fastmp.init")
+    sinks: tuple[str, ...] = option((), f"where metrics go besides metrics.jsonl: {', '.join(SINKS)}")
     profile: str = option("none", "profiler of the first rank", ("none", "torch", "nsys", "ncu"))
     profile_steps: tuple[int, int] = option((10, 13), "steps it looks at: from FIRST to before LAST")
 
@@ -227,6 +230,8 @@ class TrainConfig(Checked):
         yield from self._negative(
             "eval_interval", "max_skipped_steps", "check_replicas", "join_seconds", "stall_seconds"
         )
+        for sink in sorted(set(self.sinks) - set(SINKS)):
+            yield unknown_choice("sinks", sink, SINKS)
         if self.name in ("", ".", "..") or "/" in self.name:
             yield f"name must be the name of a directory, got {self.name!r}"
         try:

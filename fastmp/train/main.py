@@ -56,6 +56,7 @@ from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
 from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
+from fastmp.train.sinks import Sinks, check_sinks
 from fastmp.train.stopping import StopRequests
 from fastmp.train.trainer import DTYPES, Trainer
 
@@ -95,10 +96,12 @@ def train(
     from this call.
 
     ValueError, before anything is written, for a layout that does not fit the world or the model, and for
-    text that cannot be read or does not fit the model. ValueError too where another process is at this run.
+    text that cannot be read or does not fit the model, and for a sink that is not installed. ValueError too
+    where another process is at this run.
     """
     limit = recipe.train.max_time
     deadline = time.monotonic() + duration_seconds(limit) if limit else None
+    check_sinks(recipe.train.sinks)
     recipe, trainer = make_trainer(recipe, runtime)
     run_dir = Path(recipe.train.run_dir) / recipe.train.name
     with ExitStack() as held:
@@ -224,7 +227,11 @@ def _run(
         world_size=runtime.world_size,
     )
     options = {"log_interval": recipe.train.log_interval, "start_step": trainer.step, "rank": runtime.rank}
-    with TrainLog(run_dir, run, **options) as log:
+
+    def sinks() -> Sinks:
+        return Sinks(recipe.train.sinks, run_dir, start_step=trainer.step, config=asdict(recipe))
+
+    with TrainLog(run_dir, run, **options, sinks=sinks) as log:
         for note in notes:
             log.note(note)
         if runtime.rank == 0:

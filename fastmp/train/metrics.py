@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any, Protocol, TextIO
 
 from fastmp.files import read_file
+from fastmp.train.sinks import Sinks
 
 SCHEMA = 1
 METRICS_LIMIT = 1 << 31  # bytes of a file; a record has about 250
@@ -121,8 +122,12 @@ class TrainLog:
         rank: int = 0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        sinks: Callable[[], Sinks] | None = None,
     ) -> None:
-        """Log into `directory`; `start_step` is the number of steps done before (a resumed run)."""
+        """Log into `directory`; `start_step` is the number of steps done before (a resumed run).
+
+        sinks: opens where records go besides, on rank 0.
+        """
         if log_interval < 1:
             raise ValueError(f"TrainLog: log_interval must be positive, got {log_interval}")
         self._run, self._interval, self._clock = run, log_interval, clock
@@ -136,6 +141,7 @@ class TrainLog:
         stream = sys.stdout if stream is None else stream
         self._file = _open_for_append(Path(directory) / "metrics.jsonl")
         self._display, self._eta = Display(stream, clock), ""
+        self._sinks = sinks() if sinks else None
         self.record("run", start_step, schema=SCHEMA, **{**asdict(run), "device": name})
 
     def due(self, step: int) -> bool:
@@ -237,9 +243,11 @@ class TrainLog:
         """Append one record to metrics.jsonl and flush it."""
         if not self._active:
             return
-        record = {"kind": kind, "step": step, **{name: _finite(value) for name, value in fields.items()}}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        fields = {name: _finite(value) for name, value in fields.items()}
+        self._file.write(json.dumps({"kind": kind, "step": step, **fields}, allow_nan=False) + "\n")
         self._file.flush()
+        if self._sinks and kind != "run":
+            self._sinks.write(kind, step, fields)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -256,6 +264,8 @@ class TrainLog:
             self._active = False
             self._display.close()
             self._file.close()
+            if self._sinks:
+                self._sinks.close()
 
     def __enter__(self) -> TrainLog:
         return self
