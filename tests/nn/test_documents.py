@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
+from marks import full
 from nn_tools import make_gpt, part_of, text
 from test_context import MODELS, run_step
 
@@ -26,8 +29,13 @@ def losses_of(model, tokens, targets, documents=None):
     return loss if model.config.moe is None else loss.tokens
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("recompute", (False, True), ids=("kept", "recomputed"))
+QUICK = [("gpt2", False), ("window", True), ("moe", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [*QUICK, *full(case for case in product(MODELS, (False, True)) if case not in QUICK)],
+)
 def test_packed_is_each_alone(name, recompute):
     config = MODELS[name]
     model = make_gpt(config, recompute=recompute)
