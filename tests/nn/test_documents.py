@@ -71,8 +71,8 @@ def divided_case(rank, world, layout, name, options):
     expected = run_step(one, [batch], ParallelGroups.alone())
     actual = run_step(many, [[cut_sequence(x, groups.cp) for x in batch]], groups)
     torch.testing.assert_close(actual[0][0], cut_sequence(expected[0][0], groups.cp), **CLOSE)
-    for (path, full), param in zip(one.named_parameters(), many.parameters(), strict=True):
-        expected_grad = part_of(full.main_grad, param, groups)
+    for (path, whole), param in zip(one.named_parameters(), many.parameters(), strict=True):
+        expected_grad = part_of(whole.main_grad, param, groups)
         torch.testing.assert_close(
             param.main_grad, expected_grad, msg=lambda t, path=path: f"{path}: {t}", **CLOSE
         )
