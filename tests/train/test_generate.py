@@ -11,7 +11,7 @@ from fastmp.nn import GPT, Placement
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import run_ranks
-from fastmp.train.generate import generate, generate_text
+from fastmp.train.generate import choose_tokens, generate, generate_text
 from fastmp.train.language import next_logits
 from fastmp.train.tokenize import ByteTokenizer
 
@@ -95,11 +95,59 @@ def test_one_seed_one_text_and_no_other_generator_moves():
         ([], {}, "prompt is empty"),
         ([257], {}, "prompt id 257 is outside the vocabulary of 257"),
         ([1], {"temperature": -0.5}, "temperature must not be negative, got -0.5"),
+        ([1], {"temperature": float("nan")}, "temperature must not be negative, got nan"),
+        ([1], {"top_k": -1}, "top_k must not be negative, got -1"),
+        ([1], {"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
     ],
 )
 def test_bad_arguments(prompt, options, named):
     with pytest.raises(ValueError, match=named):
         generate(NextLetter(), prompt, tokenizer=BYTES, max_new_tokens=1, max_seq_len=8, **options)
+
+
+SHARES = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 9}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.7}, {1, 3}),  # their shares are enough
+        ({"top_p": 0.72}, {1, 3, 4}),
+        ({"top_p": 1e-9}, {1}),
+        ({"top_k": 4, "top_p": 0.9}, {1, 3, 4, 2}),
+        ({"top_k": 3, "top_p": 0.8}, {1, 3}),  # of the three alone
+        ({"temperature": 0.0}, {1}),
+        ({"temperature": 0.5, "top_k": 2}, {1, 3}),
+    ],
+)
+def test_tokens_are_drawn_by_their_shares_among_those_that_are_kept(options, kept):
+    points = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens = choose_tokens(SHARES.log().expand(4000, -1), points, **options)
+    expected = SHARES ** (1 / (options.get("temperature", 1.0) or 1.0))
+    expected = torch.tensor([share * (i in kept) for i, share in enumerate(expected)])
+    found = torch.bincount(tokens, minlength=5) / 4000
+    assert torch.allclose(found.double(), expected / expected.sum(), atol=3e-4)
+
+
+def test_equally_likely_tokens_stay_together_and_rows_are_on_their_own():
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [3.0, 0.0, 0.0, 0.0]])
+    points = torch.tensor([0.999999, 0.999999], dtype=torch.float64)
+    assert choose_tokens(logits, points, top_k=1).tolist() == [2, 0]
+    assert choose_tokens(logits, points, temperature=0.0).tolist() == [1, 0]
+    drawn = choose_tokens(logits, points)
+    alone = [choose_tokens(logits[row : row + 1], points[row : row + 1]) for row in range(2)]
+    assert torch.equal(drawn, torch.cat(alone))
+
+
+def test_a_point_at_the_very_end_is_a_token_that_is_kept():
+    logits = torch.randn(64, 999, generator=torch.Generator().manual_seed(1))
+    logits[:, -1] = -1e4
+    points = torch.full((64,), 1 - 2**-53, dtype=torch.float64)
+    tokens = choose_tokens(logits, points, top_k=7, top_p=0.9)
+    assert (logits.gather(1, tokens[:, None]) >= logits.topk(7).values[:, -1:]).all()
 
 
 CONFIG = GPTConfig(num_layers=1, hidden_size=32, num_heads=2, vocab_size=257, max_seq_len=64, init_std=0.3)
