@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -275,3 +276,13 @@ def test_an_option_goes_over_a_mistake_in_the_file(tmp_path):
     assert recipe.model.moe == MoEConfig(top_k=3) and not recipe.model.linear_bias
     assert recipe.graphs.scope is None and recipe.train.steps == 5
     assert parse_arguments(["--scope", "attn", "mlp"]).graphs.scope == ("attn", "mlp")
+
+
+def test_the_page_for_users_of_megatron_names_fields_that_there_are(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "from-megatron.md").read_text()
+    named = set(re.findall(r"`((?:model|parallel|data|optimizer|train|checkpoint)\.[a-z_.]+)`", page))
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    options = set(re.findall(r"--[a-z][a-z.-]+", capsys.readouterr().out))
+    assert len(named) > 40
+    assert {"--" + name.replace("_", "-") for name in named} <= options
