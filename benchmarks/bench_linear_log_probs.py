@@ -1,7 +1,8 @@
 """Log-probabilities of chosen tokens from hidden states, without and with the entropy, beside full logits.
 
 Plain torch makes all logits, and casts them to float32 as trainers of policies do. Liger gives the same
-number as a cross-entropy for each token, without an entropy.
+number as a cross-entropy for each token, without an entropy. `python -m benchmarks.bench_linear_log_probs`
+prints processor time and memory at a large vocabulary, on a CPU: the table of docs/reinforcement-learning.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.cases import COMPILE, EAGER, LIGER, OURS, Case, Workload, compiled, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from benchmarks.peers import peer
 from fastmp.ops import linear_log_probs
 
@@ -87,3 +89,23 @@ WORKLOADS = (
 @pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_linear_log_probs(compare, case, rival, direction):
     compare(case(), rival, direction)
+
+
+def main() -> None:
+    print("| | full logits | `linear_log_probs` |\n|---|---|---|")
+    for with_entropy in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
+            case = linear_log_probs_case(512, 256, 128256, dtype, "cpu", with_entropy=with_entropy)
+            calls = {rival: case.both(rival) for rival in (EAGER, OURS)}
+            times = in_turn({rival: partial(cpu_ms, call) for rival, call in calls.items()}, rounds=4)
+            cells = (
+                f"{min(times[rival]) / 1e3:.2f} s, {extra_bytes(call, 'cpu') / 2**20:.0f} MiB"
+                for rival, call in calls.items()
+            )
+            print(
+                f"| {str(dtype)[6:]}{', with the entropy' * with_entropy} | {' | '.join(cells)} |", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
