@@ -121,6 +121,7 @@ def test_doctor_says_who_serves_the_ops(capsys, monkeypatch):
     "names", [("bias_gelu", "rope"), pytest.param(None, marks=pytest.mark.full)], ids=["two", "all"]
 )
 def test_doctor_check_measures_ops_against_float64(capsys, monkeypatch, names):
+    import fastmp.testing.ops  # noqa: F401  # which takes the ops as they are when it is imported
     from fastmp.ops import registry
 
     chosen = {name: op for name, op in registry.OPS.items() if names is None or name in names}
