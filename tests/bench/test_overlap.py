@@ -60,7 +60,7 @@ def overlapped(case):
     return max(shares), results[0][2]
 
 
-@pytest.mark.parametrize(("graphs", "hidden"), [(False, 0.83), (True, 0.70)])
+@pytest.mark.parametrize(("graphs", "hidden"), [(True, 0.70), *full([(False, 0.83)])])
 def test_known_times_give_the_hidden_share(graphs, hidden, tmp_path):
     """Buckets are an MLP with the attention of the next layer, and the attention of the first one.
 
@@ -78,7 +78,8 @@ def test_known_times_give_the_hidden_share(graphs, hidden, tmp_path):
     assert "all-gather of a bucket" in (tmp_path / "steps.svg").read_text()
 
 
-@pytest.mark.parametrize("graphs", [False, *full([True])])
+@pytest.mark.full
+@pytest.mark.parametrize("graphs", [False, True])
 def test_overlap_that_is_broken_is_seen(graphs):
     """Reduce-scatters that begin behind backward are exposed; in a graph of all layers gathers are, too."""
     from benchmarks.bench_overlap import IN_GRAPHS

@@ -106,6 +106,7 @@ def test_python_and_cpp_give_the_same_gradients(name):
                 torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.full
 def test_the_library_serves_the_torch_that_it_was_compiled_for():
     """With another one the same derivatives are Python's: the same bits, and the same refusals."""
     if json.loads(BUILD.read_text())["autograd"] != "built":

@@ -221,6 +221,7 @@ def check_compiled(rank, tp):
             assert torch.equal(ours, theirs)
 
 
+@pytest.mark.full
 def test_compiles_in_one_graph(warm_compiler):
     run_ranks(check_compiled, 2, timeout=240)
 

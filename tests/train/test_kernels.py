@@ -84,6 +84,7 @@ def test_all_ranks_launch_what_is_listed(layout):
     assert set().union(*of_ranks) == set(kernels.codes_of_recipe(recipe, 4, 90))
 
 
+@pytest.mark.full
 def test_batches_of_any_length_launch_what_is_listed():
     meta = {"device": "meta", "dtype": torch.bfloat16}
     model = GPT(replace(MODEL, num_layers=1, moe=MOE, max_seq_len=6000), Placement(**meta))

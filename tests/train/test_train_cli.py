@@ -14,6 +14,7 @@ import time
 import psutil
 import pytest
 import torch
+from marks import full
 from train_tools import ROOT, arguments, losses
 
 from fastmp.parallel.rng import RngTracker
@@ -117,6 +118,7 @@ def test_weights_for_transformers_are_written_with_checkpoints(tmp_path, tokens,
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.full
 def test_the_vocabulary_is_that_of_the_data_unless_given(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} times {i} is {i * i}.\n" for i in range(400)))
@@ -243,7 +245,7 @@ def test_stages_have_the_weights_of_the_whole_and_random_numbers_of_their_own(tm
     assert not any(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["gpt-small", "moe-small"])
+@pytest.mark.parametrize("recipe", ["moe-small", *full(["gpt-small"])])
 def test_the_recipes_of_make_train_train(tmp_path, tokens, recipe, capsys):
     options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 2, "train.eval-batches": 1}
     options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2}

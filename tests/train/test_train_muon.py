@@ -49,6 +49,7 @@ def test_muon_on_every_layout_is_that_of_one_rank(world):
                 torch.testing.assert_close(param, whole_params[name], rtol=0, atol=1e-8, msg=message)
 
 
+@pytest.mark.full
 def test_resume_is_bitwise_and_of_muon_alone(tmp_path):
     """Four steps, and two, a checkpoint, new objects, two more; each rank saves the matrices it owns."""
 

@@ -246,6 +246,7 @@ def test_a_step_never_waits_for_the_device(schedule, name):
 DROPOUT = replace(EXPERTS, dropout=0.1, attention_dropout=0.1, moe=replace(EXPERTS.moe, jitter=0.1))
 
 
+@pytest.mark.full
 def test_resume_is_bitwise(tmp_path):
     """Six steps, and three, a checkpoint, new objects from another seed, three more; dropout and jitter."""
 
@@ -280,6 +281,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_at_one_layout_after_the_other(tmp_path):
     """A step at each of them, from what the one before has saved: the steps of one run."""
 
