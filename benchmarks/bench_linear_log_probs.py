@@ -20,6 +20,7 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.measure import cpu_ms, extra_bytes, in_turn
 from benchmarks.peers import peer
 from fastmp.ops import linear_log_probs
+from fastmp.ops.registry import compute_dtype
 
 TEMPERATURE, BONUS = 0.8, 0.01
 
@@ -84,6 +85,21 @@ WORKLOADS = (
     _workload("linear_log_probs", with_entropy=False),
     _workload("linear_log_probs_entropy", with_entropy=True),
 )
+SHAPES = dict.fromkeys(("log_probs_stats", "log_probs_grad_"), ((8192, 50304), (8192, 128256)))
+
+
+def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`, with the entropy; one writes over its logits."""
+    tokens, vocab = shape
+    generator = torch.Generator(device).manual_seed(seed)
+    target = torch.randint(vocab, (tokens,), device=device, generator=generator)
+    logits = torch.randn(shape, device=device, generator=generator).to(dtype)
+    scale = torch.full((tokens,), 1 / TEMPERATURE, dtype=compute_dtype(dtype), device=device)
+    if op == "log_probs_stats":
+        return logits, target, scale, 0, vocab, True
+    top, log_total, entropy = (torch.full_like(scale, value) for value in (4.0, 8.0, 10.0))
+    grad = torch.full_like(scale, 1 / tokens)
+    return logits, target, top, log_total, grad, entropy, BONUS * grad, scale, 0, vocab, -100
 
 
 @pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
