@@ -171,7 +171,8 @@ class SelfAttention(GroupModule):
             parts = [range(T)]  # one call: queries see all keys, or those that the mask says
         contexts, rng = [], self.rng if dropout > 0.0 else None
         with random_stream(rng, q_BNSD.device, sharded=True, cp_group=self.cp_group):
-            for q_BNCD, part in zip(q_BNSD.chunk(len(parts), 2), parts):
+            slices = q_BNSD.chunk(2, 2) if len(parts) == 2 else (q_BNSD,)  # a chunk's gradient is copied
+            for q_BNCD, part in zip(slices, parts):
                 keys = self._keys(part, T, causal)
                 context_BNCD = attend(
                     q_BNCD,
