@@ -38,7 +38,7 @@ def _range(scaling: RopeScaling, dim: int, base: float) -> tuple[float, float]:
     """The numbers of the frequencies between which yarn goes from the fast ones to the slow ones."""
 
     def number(turns: float) -> float:
-        """Of the frequency that turns so often in the sequences before."""
+        """The number of the frequency that turns so often in a sequence of the original length."""
         return dim * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(base))
 
     first, last = number(scaling.beta_fast), number(scaling.beta_slow)

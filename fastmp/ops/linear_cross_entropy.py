@@ -30,9 +30,8 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     LossOptions,
     Shards,
     Tokens,
-    check_head,
-    default_workspace,
     fake_gradients,
+    head_of,
     is_opaque,
     make_both,
     make_loss,
@@ -45,7 +44,6 @@ from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets,
 from fastmp.ops.registry import (
     OPS,
     Differentiable,
-    autocast,
     compute_dtype,
     refuse_create_graph,
     without_autocast,
@@ -289,16 +287,10 @@ def linear_cross_entropy_of(
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
-    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
-    hidden, weight = autocast(hidden, weight)
-    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    main_grad = main_grad if wanted[1] else None
-    shard = weight.shape[0] if weight.dim() else 0
-    vocab_size = shards.size * shard if vocab_size is None else vocab_size
-    if workspace is None:
-        workspace = default_workspace(hidden)
-    options = LossOptions(shards.rank * shard, vocab_size, ignore_index, label_smoothing, z_loss, workspace)
-    check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
+    hidden, weight, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
+        name, shards, hidden, weight, target, ignore_index, vocab_size, workspace
+    )
+    options = LossOptions(vocab_start, vocab_size, ignore_index, label_smoothing, z_loss, workspace)
     check_options(name, target, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad)
     check_reduction(name, reduction, loss_grad)
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)

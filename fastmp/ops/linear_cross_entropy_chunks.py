@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastmp.ops import checks
 from fastmp.ops.cross_entropy import check_range
-from fastmp.ops.registry import LIBRARY, compute_dtype
+from fastmp.ops.registry import LIBRARY, autocast, compute_dtype
 
 # Bytes of logits that exist at a time. A GPU wants 4096 tokens or more a chunk, because the gradient of the
 # weight is read and written once a chunk: those of 128256 ids in bf16 fit. A CPU is as fast with 400 tokens.
@@ -314,7 +314,39 @@ def per_token(hidden: Tensor) -> Tensor:
     return hidden.new_empty(hidden.shape[0], dtype=compute_dtype(hidden.dtype))
 
 
-def check_head(
+class Head(NamedTuple):
+    """Hidden states and an output weight, as autocast wants them, and the weight's place in the vocabulary.
+
+    wanted: whether the hidden states and the weight want gradients. main_grad: where the weight's goes.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    main_grad: Tensor | None
+    wanted: tuple[bool, bool]
+    vocab_start: int
+    vocab_size: int
+    workspace: int
+
+
+def head_of(
+    name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int,
+    vocab_size: int | None, workspace: int | None,
+) -> Head:  # fmt: skip
+    """The head of a public function's arguments; ValueError, which begins with `name`, if they do not fit."""
+    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
+    hidden, weight = autocast(hidden, weight)
+    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    main_grad = main_grad if wanted[1] else None
+    shard = weight.shape[0] if weight.dim() else 0
+    vocab_size = shards.size * shard if vocab_size is None else vocab_size
+    if workspace is None:
+        workspace = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
+    _check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
+    return Head(hidden, weight, main_grad, wanted, shards.rank * shard, vocab_size, workspace)
+
+
+def _check_head(
     name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, main_grad: Tensor | None,
     vocab_size: int, ignore_index: int, workspace: int,
 ) -> None:  # fmt: skip
@@ -339,7 +371,3 @@ def check_head(
     require(workspace >= 0, "workspace must not be negative, got {}", workspace)
     require(target.dtype == torch.int64, "target must be int64, got {}", target.dtype)
     check_range(name, target, vocab_size, ignore_index)
-
-
-def default_workspace(hidden: Tensor) -> int:
-    return WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE

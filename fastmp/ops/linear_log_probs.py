@@ -23,9 +23,8 @@ from fastmp.ops.cross_entropy_triton import real_columns
 from fastmp.ops.linear_cross_entropy_chunks import (
     ALONE,
     Shards,
-    check_head,
-    default_workspace,
     fake_gradients,
+    head_of,
     is_opaque,
     make_gradients,
     make_stats,
@@ -36,7 +35,6 @@ from fastmp.ops.linear_cross_entropy_chunks import (
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
 from fastmp.ops.registry import (
     Differentiable,
-    autocast,
     can_read_values,
     compute_dtype,
     refuse_create_graph,
@@ -302,16 +300,11 @@ def linear_log_probs_of(
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
-    main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
-    hidden, weight = autocast(hidden, weight)
-    wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
-    main_grad = main_grad if wanted[1] else None
-    shard = weight.shape[0] if weight.dim() else 0
-    vocab_size = shards.size * shard if vocab_size is None else vocab_size
-    workspace = default_workspace(hidden) if workspace is None else workspace
-    check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
+    hidden, weight, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
+        name, shards, hidden, weight, target, ignore_index, vocab_size, workspace
+    )
     scale = _scale_of(name, temperature, target, compute_dtype(hidden.dtype))
-    options = _Options(shards.rank * shard, vocab_size, ignore_index, return_entropy, workspace)
+    options = _Options(vocab_start, vocab_size, ignore_index, return_entropy, workspace)
     rows = hidden.reshape(-1, hidden.shape[-1])
     with without_autocast(rows.device.type):
         log_prob, entropy, *_ = _linear_log_probs(

@@ -84,7 +84,7 @@ class RMSNorm(Part):
 
 
 class RMSNormOfItsDtype(RMSNorm):
-    """As GPT-OSS has it: the result has the dtype of the input, whatever that of the weight."""
+    """The norm of GPT-OSS, whose result has the dtype of the input, whatever that of the weight."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states).to(hidden_states.dtype)

@@ -31,7 +31,8 @@ def _eager(
     return loss if token_weight is None else loss * token_weight
 
 
-def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
+def draw_head(draw: Draw) -> tuple[tuple, dict[str, Any]]:
+    """Hidden states, an output weight and targets, and the options of every loss over them."""
     tokens = draw.rows or 384 if draw.large else draw.size(31)
     size = 96 if draw.large else draw.size(32, least=1)
     columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
@@ -45,12 +46,19 @@ def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
     weight = draw.tensor(columns, size, scale=3.0)
     tokens_a_chunk = draw.choice([None, 100] if draw.large else [None, 1, 3, 16])
     return (hidden, weight, target), {
-        "label_smoothing": draw.choice([0.0, 0.1, 1.0]),
-        "z_loss": draw.choice([0.0, 1e-2]),
         "ignore_index": ignore_index,
-        "token_weight": draw.tensor(*shape, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None,
         "vocab_size": vocabulary,
         "workspace": None if tokens_a_chunk is None else tokens_a_chunk * columns * draw.dtype.itemsize,
+    }
+
+
+def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
+    (hidden, weight, target), options = draw_head(draw)
+    return (hidden, weight, target), {
+        **options,
+        "label_smoothing": draw.choice([0.0, 0.1, 1.0]),
+        "z_loss": draw.choice([0.0, 1e-2]),
+        "token_weight": draw.tensor(*target.shape, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None,
     }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fastmp.ops import linear_log_probs
 from fastmp.ops.registry import OPS, compute_dtype
 from fastmp.testing.functions import Draw, Function
+from fastmp.testing.samples.linear_cross_entropy import draw_head
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
@@ -64,25 +65,12 @@ def _eager(
 
 
 def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
-    tokens = draw.rows or 384 if draw.large else draw.size(31)
-    size = 96 if draw.large else draw.size(32, least=1)
-    columns = 1031 if draw.large else draw.size(128 if draw.small else 257, least=1)
-    shape = (tokens,) if draw.flag() else (2, tokens)
-    vocabulary = draw.choice([None, columns, max(columns - 3, 1)])
-    target = draw.ids(*shape, below=vocabulary or columns)
-    ignore_index = draw.choice([-100, 0])
-    if draw.flag():
-        target[..., ::3] = ignore_index
-    hidden = draw.tensor(*shape, size, scale=size**-0.5)
-    weight = draw.tensor(columns, size, scale=3.0)
-    of_tokens = draw.tensor(*shape, grad=False).nan_to_num(1, 1, 1).abs().clamp(0.25, 4)
-    tokens_a_chunk = draw.choice([None, 100] if draw.large else [None, 1, 3, 16])
+    (hidden, weight, target), options = draw_head(draw)
+    of_tokens = draw.tensor(*target.shape, grad=False).nan_to_num(1, 1, 1).abs().clamp(0.25, 4)
     return (hidden, weight, target), {
+        **options,
         "temperature": draw.choice([1.0, 0.7, of_tokens]),
         "return_entropy": draw.flag(),
-        "ignore_index": ignore_index,
-        "vocab_size": vocabulary,
-        "workspace": None if tokens_a_chunk is None else tokens_a_chunk * columns * draw.dtype.itemsize,
     }
 
 
