@@ -8,6 +8,7 @@ closed connection, or torchrun ends them, so that none waits for a collective's 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
@@ -60,10 +61,8 @@ class Runtime:
         """
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-            # A thread of gloo lets go of a collective's tensors after the caller has gone on, and takes the
-            # GIL for it. A thread that asks for the GIL while the interpreter ends aborts the process
-            # (pytorch/pytorch#190489). Nobody joins these threads where a layer still holds its group.
-            time.sleep(_LET_GO_SECONDS)
+            _let_go()  # now, so that a job that joins again at the same port finds its peers gone too
+            atexit.unregister(_let_go)
 
 
 def init(
@@ -100,6 +99,7 @@ def init(
             raise ValueError(f"fastmp.init: {name} must be positive, got {value}")
     env = Environment.read()
     if dist.is_available() and dist.is_initialized():
+        _let_threads_end_first()
         return _adopt(env, backend)
     if env.missing:
         raise ValueError(f"fastmp.init: {env.missing}")
@@ -117,6 +117,7 @@ def init(
     timeout = timedelta(minutes=timeout_minutes)
     if join_seconds is None:
         join_seconds = timeout.total_seconds() if env.agent_store or env.launcher else _JOIN_SECONDS
+    _let_threads_end_first()
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")  # the default, 2000, takes 150 ms to read
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -166,6 +167,21 @@ def main_guard(main: Callable[[], int | None]) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _let_threads_end_first() -> None:
+    """Have this process wait a moment when its program has ended, before Python's own clean-up.
+
+    A thread of gloo lets go of a collective's tensors after the caller has gone on, and takes the GIL for it.
+    A thread that asks for the GIL while the interpreter ends aborts the process (pytorch/pytorch#190489).
+    Nobody joins these threads where a layer or another library still holds its group.
+    """
+    atexit.unregister(_let_go)  # so that however many inits are one wait
+    atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    time.sleep(_LET_GO_SECONDS)
 
 
 def _device(env: Environment, backend: str | None) -> torch.device:
