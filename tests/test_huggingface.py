@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import math
@@ -49,6 +50,21 @@ needs_transformers = pytest.mark.skipif(
 
 def files_of(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("file", ["families", "accelerated"])
+def test_a_family_is_a_table_of_at_most_thirty_lines(file):
+    tree = ast.parse((ROOT / "fastmp" / "integrations" / "huggingface" / f"{file}.py").read_text())
+    (tables,) = (
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "FAMILIES"
+    )
+    lengths = {
+        ast.literal_eval(name): table.end_lineno - name.lineno + 1
+        for name, table in zip(tables.keys, tables.values, strict=True)
+    }
+    assert "gpt2" in lengths and max(lengths.values()) <= 30, lengths
 
 
 @needs_transformers

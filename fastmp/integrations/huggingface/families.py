@@ -97,8 +97,30 @@ _CHOICE = {
     "moe_intermediate_size": Field("moe.expert_ffn_hidden_size"),
 }
 _NO_BIAS = {"attention_bias": (False,), "mlp_bias": (False,)}
+_GPT2_LAYER = {
+    f"{ours}.{kind}": f"{theirs}.{kind}"
+    for kind in ("weight", "bias")
+    for ours, theirs in {
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.proj": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }.items()
+}
+_GPT2_SIZES = {
+    "vocab_size": Field("vocab_size"),
+    "n_embd": Field("hidden_size"),
+    "n_inner": Field("ffn_hidden_size", None),
+    "n_layer": Field("num_layers"),
+    "n_head": Field("num_heads"),
+    "n_positions": Field("max_seq_len"),
+    "layer_norm_epsilon": Field("layernorm_epsilon", 1e-5),
+    "initializer_range": Field("init_std", 0.02),
+}
 
-FAMILIES = {
+FAMILIES = {  # what several tables have, and the long parts of one, stand above
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         base="transformer.h",
@@ -109,27 +131,9 @@ FAMILIES = {
             "final_norm.bias": "transformer.ln_f.bias",
             "output_layer.weight": "lm_head.weight",
         },
-        names={
-            f"{ours}.{kind}": f"{theirs}.{kind}"
-            for kind in ("weight", "bias")
-            for ours, theirs in {
-                "attention_norm": "ln_1",
-                "attention.qkv": "attn.c_attn",
-                "attention.proj": "attn.c_proj",
-                "mlp_norm": "ln_2",
-                "mlp.up": "mlp.c_fc",
-                "mlp.down": "mlp.c_proj",
-            }.items()
-        },
-        fields={
-            "vocab_size": Field("vocab_size"),
-            "n_embd": Field("hidden_size"),
-            "n_inner": Field("ffn_hidden_size", None),
-            "n_layer": Field("num_layers"),
-            "n_head": Field("num_heads"),
-            "n_positions": Field("max_seq_len"),
-            "layer_norm_epsilon": Field("layernorm_epsilon", 1e-5),
-            "initializer_range": Field("init_std", 0.02),
+        names=_GPT2_LAYER,
+        fields=_GPT2_SIZES
+        | {
             "attn_pdrop": Field("attention_dropout", 0.1),
             "embd_pdrop": Field("dropout", 0.1),
             "resid_pdrop": Field("dropout", 0.1),
