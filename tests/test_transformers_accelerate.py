@@ -262,6 +262,48 @@ def test_a_model_without_a_head_is_accelerated_too():
     torch.testing.assert_close(model(input_ids=ids).last_hidden_state, expected)
 
 
+OTHER_HEADS = [
+    ("bert", "AutoModelForSequenceClassification"),
+    ("llama", "AutoModelForSequenceClassification"),
+    *full(
+        [
+            *(("bert", f"AutoModelFor{task}") for task in ("TokenClassification", "QuestionAnswering")),
+            ("bert", "AutoModelForNextSentencePrediction"),
+            ("bert", "AutoModelForPreTraining"),
+            *((family, "AutoModelForTokenClassification") for family in CONFIGS if family != "bert"),
+            *((family, "AutoModelForQuestionAnswering") for family in ("gpt2", "mixtral", "qwen3")),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "auto"), OTHER_HEADS)
+def test_models_with_other_heads_keep_these_and_get_the_rest(family, auto):
+    """transformers' own head and loss over an accelerated body: outputs and gradients stay the same."""
+    config = model_of(family).config
+    config.classifier_dropout, config.pad_token_id = 0.0, 0
+    torch.manual_seed(0)
+    model = getattr(transformers, auto).from_config(config, experts_implementation="eager").double()
+    ids = batch_of(family)["input_ids"]
+
+    def gradients():
+        model.zero_grad()
+        output = model(input_ids=ids)
+        output[0].square().mean().backward()
+        return output[0], {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    with Float64():
+        expected, wanted = gradients()
+        table = fastmp.accelerate(model)
+        found, grads = gradients()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert grads.keys() == wanted.keys() and grads
+    for name, grad in wanted.items():
+        torch.testing.assert_close(grads[name], grad, rtol=1e-9, atol=1e-9, msg=name)
+    assert table.kept[type(model).__name__] == "there is no part for its head and its loss"
+    assert any("norm" in by for by in table.replaced.values()) and HEADS not in table.replaced.values()
+
+
 def test_saved_configurations_name_the_same_model(tmp_path):
     model = model_of("qwen3_moe")
     fastmp.accelerate(model)

@@ -186,6 +186,8 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
 
 def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
     """What the table says, the new classes of modules, and whether there are experts. Changes nothing."""
+    from transformers import PreTrainedModel
+
     name, kind = type(model).__name__, model.config.model_type
     if kind not in FAMILIES:
         raise ValueError(
@@ -199,6 +201,8 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
     for module in model.modules():
         named = type(module).__name__
         if classes.get(named) is not type(module):
+            if isinstance(module, PreTrainedModel) and module.base_model is not module:
+                found[named, None, "there is no part for its head and its loss"] += 1
             continue
         if named == family.experts:
             _require(module, experts.NEEDS)
