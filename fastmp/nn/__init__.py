@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = exports(
     {
         "segment": "LayerChain Segment SegmentedLayer SingleSegment",
         "attention": "SelfAttention",
+        "cache": "KeyValueCache",
         "documents": "Documents",
         "mlp": "MLP",
         "placement": "Placement",

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fastmp.config import GPTConfig
+from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import random_stream, require_rng
 from fastmp.nn.init import normal, residual_normal
@@ -119,6 +120,7 @@ class SelfAttention(GroupModule):
         hidden_SBH: torch.Tensor,
         key_padding_mask_BT: torch.Tensor | None = None,
         documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the output (S, B, H) without the bias of its projection, and that bias (H,) or None.
 
@@ -128,12 +130,18 @@ class SelfAttention(GroupModule):
 
         documents: a token sees its own document only, and has its position there.
 
-        ValueError where a CP rank's tokens are not two equal slices, and for padding beside documents.
+        cache: gets the keys and values of these tokens. Where it holds those of earlier ones, S is 1, and the
+            tokens see them, too. It is for evaluation mode, under `torch.no_grad()`.
+
+        ValueError where a CP rank's tokens are not two equal slices, for padding beside documents, and for a
+        cache beside either of them, over CP ranks, or without causality.
         """
         if key_padding_mask_BT is not None and documents is not None:
             raise ValueError(
                 "SelfAttention: give no key_padding_mask beside documents: padding is a document of its own"
             )
+        if cache is not None:
+            self._check_cached(hidden_SBH, cache, key_padding_mask_BT is not None or documents is not None)
         qkv = self.qkv(hidden_SBH)
         S, B = qkv.shape[:2]
         G, R, D = self.num_kv_heads, self.queries_per_kv, self.head_dim
@@ -141,7 +149,14 @@ class SelfAttention(GroupModule):
         if self.q_norm is not None and self.k_norm is not None:
             q_SBGRD, k_SBG1D = self.q_norm(q_SBGRD), self.k_norm(k_SBG1D)
         if self.rotary is not None:
-            q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S, documents))
+            positions = documents if cache is None else cache.positions
+            q_SBGRD, k_SBG1D = rope_qk(q_SBGRD, k_SBG1D, *self.rotary(S, positions))
+        if cache is not None:
+            k_BGTD, v_BGTD = cache.append(self, k_SBG1D.squeeze(3), v_SBG1D.squeeze(3))
+            if cache.positions is not None:  # the queries of a group are rows of one product with its keys
+                seen, q_BGRD = cache.seen(self.window), q_SBGRD.squeeze(0)
+                context_BGRD = attend(q_BGRD, k_BGTD, v_BGTD, causal=False, mask=seen)
+                return self.proj(context_BGRD.reshape(S, B, G * R * D))
         if group_size(self.cp_group) > 1:
             kv_TBG2D = join_sequence(torch.cat((k_SBG1D, v_SBG1D), 3), self.cp_group, dim=0)
             k_TBG1D, v_TBG1D = kv_TBG2D.split(1, 3)
@@ -186,6 +201,18 @@ class SelfAttention(GroupModule):
                 )
                 contexts.append(context_BNCD.permute(2, 0, 1, 3))
         return contexts[0] if len(contexts) == 1 else torch.cat(contexts)
+
+    def _check_cached(self, hidden_SBH: torch.Tensor, cache: KeyValueCache, others: bool) -> None:
+        if others or not self.causal or group_size(self.cp_group) > 1:
+            raise ValueError(
+                "SelfAttention: a cache needs causal=True, one context-parallel rank, and no padding or "
+                f"documents, got causal={self.causal}, {group_size(self.cp_group)} ranks"
+                f"{' and padding or documents' * others}"
+            )
+        if cache.positions is not None and len(hidden_SBH) != 1:
+            raise ValueError(
+                f"SelfAttention: behind what a cache holds goes one token of each row, got {len(hidden_SBH)}"
+            )
 
     def _keys(self, queries: range, length: int, causal: bool) -> range:
         """The keys of all `length` that a query at one of these positions may see."""

@@ -14,26 +14,40 @@ from torch import Tensor
 
 from fastmp.ops.attention import Borders
 
-__all__ = ["Documents"]
+__all__ = ["Documents", "Positions"]
 
 Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
+class Positions:
+    """The position of each token of a batch.
+
+    position_ids_BT: int64; they cover the undivided sequence also under sequence and context parallelism.
+    """
+
+    position_ids_BT: Tensor
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, kw_only=True)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` returned when it was first asked for under `key`: layers share it."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+@dataclass(frozen=True, eq=False)
+class Documents(Positions):
     """Which document each token of a batch is in, and its position there; made by `from_position_ids`.
 
-    position_ids_BT: int64, from 0 in each document; they cover the undivided sequence also under sequence and
-        context parallelism.
+    position_ids_BT: from 0 in each document.
     borders_n: (n + 1,) int32, where documents begin among the rows laid one after the other, and B * T
         (`cu_seqlens`). The last entries may repeat.
     longest: no document is longer.
     """
 
-    position_ids_BT: Tensor
     borders_n: Tensor
     longest: int
-    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_position_ids(cls, position_ids_BT: Tensor, *, max_documents: int | None = None) -> Documents:
@@ -91,9 +105,3 @@ class Documents:
                 part(queries), part(keys), min(self.longest, len(queries)), min(self.longest, len(keys))
             ),
         )
-
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` returned when it was first asked for under `key`: layers share it."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fastmp.config import GPTConfig
+from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.init import normal
@@ -210,16 +211,25 @@ class GPT(nn.Module):
         shard_over = self.group if self.shard_recompute_input and len(tensors) == 1 else None
         return recompute(function, *tensors, rng=self.rng, shard_over=shard_over)
 
-    def embed(self, tokens_BS: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
-        """Words, plus learned positions, then dropout: hidden states (S, B, H)."""
+    def embed(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Words, plus learned positions, then dropout: hidden states (S, B, H).
+
+        cache: the one that `layers` will be called with, whose positions tokens have then.
+        """
         assert self.word_embedding is not None, "only the first stage has the embeddings"
         self._check(tokens_BS)
         if documents is not None:
             self._check_documents(tokens_BS, documents.position_ids_BT)
         words_SBH = self.word_embedding(tokens_BS.t())
-        return self.dropout(
-            words_SBH if self.position_embedding is None else self.position_embedding(words_SBH, documents)
-        )
+        if self.position_embedding is not None:
+            positions = documents if cache is None else cache.positions
+            words_SBH = self.position_embedding(words_SBH, positions)
+        return self.dropout(words_SBH)
 
     def head(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
         """Final norm and the product with this rank's part of the output weight: logits (S, B, V)."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from fastmp.config import GPTConfig
-from fastmp.nn.documents import Documents
+from fastmp.nn.documents import Positions
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
 from fastmp.nn.rope import attention_factor, scaled_frequencies
@@ -113,9 +113,9 @@ class RotaryPositions(GroupModule):
     """Tables of cos and sin for positions 0 to max_seq_len - 1, (max_seq_len, D / 2), for `ops.rope_qk`.
 
     forward(S) gives the rows of this rank's S tokens, (S, D / 2): the first S, or over CP ranks its slices of
-    the first S * CP. forward(S, documents) gives those of the tokens' positions in packed documents, (S, B,
-    D / 2), made once for all layers. `config.rope_scaling` changes the angles, and multiplies both tables by
-    a factor.
+    the first S * CP. forward(S, positions) gives those of tokens that have others, in packed documents or
+    behind a cache, (S, B, D / 2), made once for all layers. `config.rope_scaling` changes the angles, and
+    multiplies both tables by a factor.
 
     The tables are float32, or float64 in a float64 model, whatever the model is cast to: a cast or a move
     makes new ones. They are not part of a checkpoint, and one module serves all layers.
@@ -132,17 +132,17 @@ class RotaryPositions(GroupModule):
         for name, table in zip(("cos", "sin"), self._tables(torch.empty(0, **on.tensor_options))):
             self.register_buffer(name, table, persistent=False)
 
-    def forward(self, length: int, documents: Documents | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        if documents is not None:
-            return documents.once((self, self.cos.dtype), lambda: self._of_documents(documents))
+    def forward(self, length: int, positions: Positions | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if positions is not None:
+            return positions.once((self, self.cos.dtype), lambda: self._at(positions))
         whole = length * group_size(self.cp_group)
         return (
             cut_sequence(self.cos[:whole], self.cp_group, dim=0),
             cut_sequence(self.sin[:whole], self.cp_group, dim=0),
         )
 
-    def _of_documents(self, documents: Documents) -> tuple[torch.Tensor, torch.Tensor]:
-        position_ids_SB = cut_sequence(documents.position_ids_BT, self.cp_group).t()
+    def _at(self, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+        position_ids_SB = cut_sequence(positions.position_ids_BT, self.cp_group).t()
         return self.cos[position_ids_SB], self.sin[position_ids_SB]
 
     def _tables(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +172,7 @@ class RotaryPositions(GroupModule):
 class PositionEmbedding(_Replicated):
     """Learned positions: row s of a table (max_seq_len, H) is added to position s of (S, B, H).
 
-    Packed documents have rows of their own positions.
+    Tokens of packed documents, and those behind a cache, take the rows of their own positions.
 
     Over CP ranks the input is this rank's slices of the sequence, under sequence parallelism this TP rank's
     part of them.
@@ -187,11 +187,11 @@ class PositionEmbedding(_Replicated):
             dtype = torch.promote_types(self.weight.dtype, torch.float32)
             self.weight.copy_(normal(config)(torch.empty_like(self.weight, dtype=dtype)))
 
-    def forward(self, words_SBH: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
+    def forward(self, words_SBH: torch.Tensor, positions: Positions | None = None) -> torch.Tensor:
         S = words_SBH.shape[0]
         first, length = (self.tp_rank * S, self.tp_size * S) if self.sequence_parallel else (0, S)
-        if documents is not None:
-            position_ids_SB = cut_sequence(documents.position_ids_BT, self.cp_group).t()
+        if positions is not None:
+            position_ids_SB = cut_sequence(positions.position_ids_BT, self.cp_group).t()
             return words_SBH + self.weight[position_ids_SB[first : first + S]]
         rows = cut_sequence(self.weight[: length * group_size(self.cp_group)], self.cp_group, dim=0)
         return words_SBH + rows[first : first + S].unsqueeze(1)

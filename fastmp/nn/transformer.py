@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastmp.config import GPTConfig
 from fastmp.nn.attention import SelfAttention
+from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
 from fastmp.nn.dropout import Dropout
 from fastmp.nn.mlp import MLP
@@ -30,7 +31,7 @@ class TransformerLayer(SegmentedLayer):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
 
     forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT) returns hidden_SBH; either takes packed
-    `documents=`, see `SelfAttention`.
+    `documents=`, the first a `cache=`, see `SelfAttention`.
     Hidden states are (S, B, H), or (S/TP, B, H) under sequence parallelism; over CP ranks S counts this
     rank's tokens.
 
@@ -78,10 +79,16 @@ class TransformerLayer(SegmentedLayer):
         )
 
     def _attention(
-        self, hidden_SBH: Tensor, *key_padding_mask_BT: Tensor, documents: Documents | None = None
+        self,
+        hidden_SBH: Tensor,
+        *key_padding_mask_BT: Tensor,
+        documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensors:
         normed_SBH = self.attention_norm(hidden_SBH)
-        output_SBH, bias_H = self.attention(normed_SBH, *key_padding_mask_BT, documents=documents)
+        output_SBH, bias_H = self.attention(
+            normed_SBH, *key_padding_mask_BT, documents=documents, cache=cache
+        )
         return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:
