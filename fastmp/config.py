@@ -120,6 +120,9 @@ class DataConfig(Checked):
     )
     seq_len: int = option(256, "tokens of a sample")
     micro_batch_size: int = option(8, "samples of a microbatch on one rank")
+    document_masking: bool = option(
+        False, "let a token see its own document only, and positions start anew with each document"
+    )
     validation_fraction: float = option(0.05, "share of text that is held out")
     seed: int = option(1234, "seed of the order of samples")
 

@@ -84,12 +84,20 @@ class Documents(Positions):
         longest = int(borders_n.diff().max()) if readable else T
         return cls(position_ids_BT, borders_n, longest)
 
-    def to(self, device: torch.device | str) -> Documents:
+    def anew(self) -> Documents:
+        """The same documents, of which `once` has made nothing yet: that lives as long as its user."""
+        return self._each(lambda tensor: tensor)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = True) -> Documents:
         """These documents on `device`; a copy from pinned memory does not wait."""
-        position_ids_BT, borders_n = (
-            x.to(device, non_blocking=True) for x in (self.position_ids_BT, self.borders_n)
-        )
-        return Documents(position_ids_BT, borders_n, self.longest)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Documents:
+        """These documents in pinned memory."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Documents:
+        return Documents(change(self.position_ids_BT), change(self.borders_n), self.longest)
 
     def borders(self, queries: range, keys: range) -> Borders:
         """Those of the parts of documents in these positions of every row; made once for all layers."""

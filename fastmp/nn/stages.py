@@ -29,8 +29,9 @@ __all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "sum_tied_gradients"]
 class GPTStage(GPT):
     """One stage of a GPT, for `fastmp.parallel.Pipeline`, made by `gpt_stages`.
 
-    forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states. With
-    experts in its layers it gives a `StageOutput` with their auxiliary losses and, as stats, their counts
+    forward(tokens_BS) in the first stage, forward(hidden_SBH) in the others, gives hidden states; either
+    takes packed `documents=`, see `GPT.forward`, which every stage gets from its own batch. With experts in
+    its layers it gives a `StageOutput` with their auxiliary losses and, as stats, their counts
     (layers of the stage with experts, experts), see `ExpertLosses`. `token_losses` of the last stage ends the
     pipeline.
     """
@@ -38,12 +39,8 @@ class GPTStage(GPT):
     def forward(  # type: ignore[override]  # no logits
         self, x: torch.Tensor, documents: Documents | None = None
     ) -> torch.Tensor | StageOutput:
-        if documents is not None:
-            raise ValueError(
-                "GPTStage: packed documents cannot go through a pipeline, whose stages hand on hidden states "
-                "only; divide the model over other ranks"
-            )
-        hidden_SBH, aux, counts = self._run_layers(self.embed(x) if self.part.first else x)
+        hidden_SBH = self.embed(x, documents) if self.part.first else x
+        hidden_SBH, aux, counts = self._run_layers(hidden_SBH, documents)
         if not aux:
             return hidden_SBH
         return StageOutput(hidden_SBH, self._sum_aux(aux), torch.stack(counts))

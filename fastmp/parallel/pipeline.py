@@ -117,7 +117,8 @@ class Pipeline:
 
     A chunk is any `nn.Module`. Stage 0 is called as chunk(*inputs(batch)), every other one as chunk(*tensors
     of the stage before it), and loss(*tensors of the last stage, batch) gives a 0-dim loss, or (loss, stats).
-    A chunk returns a tensor, a sequence of tensors or a `StageOutput`.
+    Keywords of every chunk are shared(batch): what all layers need of a batch and no stage hands on. A chunk
+    returns a tensor, a sequence of tensors or a `StageOutput`.
 
     chunks: this rank's modules, the same number on every rank.
     orders: the steps of every rank, as `Schedule.orders()` gives them. Where backwards are split, the weights
@@ -125,7 +126,7 @@ class Pipeline:
         modules of other kinds included, in "backward_input".
     group: the pipeline's ranks; None for this rank alone.
     backward_group: the same ranks in another group, over which gradients travel; None: over `group`, too.
-    inputs, loss: called on the first and last rank only.
+    inputs, loss: called on the first and last rank only. shared: on all ranks; None: there are no keywords.
     device: where tensors that arrive are put; None: where the first parameter is, or the CPU.
 
     All ranks make their `Pipeline` together. ValueError, the same on all of them, where they differ in orders
@@ -142,11 +143,12 @@ class Pipeline:
         backward_group: dist.ProcessGroup | None = None,
         inputs: Callable[[Any], Outputs],
         loss: Callable[..., Tensor | tuple[Tensor, Any]],
+        shared: Callable[[Any], dict[str, Any]] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.chunks, self.group = list(chunks), group
         self.backward_group = _same_ranks(group, backward_group)
-        self.inputs, self.loss = inputs, loss
+        self.inputs, self.loss, self.shared = inputs, loss, shared
         self.rank, self.size = group_rank(group), group_size(group)
         self.last_stage = self.size * len(self.chunks) - 1
         self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
@@ -182,10 +184,10 @@ class Pipeline:
     def train(self, batches: Sequence[Any], loss_grad: Tensor | None = None) -> PipelineResult:
         """Run the forwards and backwards of one training step; gradients are left with the parameters.
 
-        Every rank of the group calls it. batches: one for each microbatch of the orders; only the first and
-        the last rank look at them. loss_grad: 0-dim, the gradient of every loss, equal on all ranks; None: 1,
-        and the losses of the result are as without it. PipelineError names the step that failed; ValueError
-        for another number of batches.
+        Every rank of the group calls it. batches: one for each microbatch of the orders; without `shared`
+        only the first and the last rank look at them. loss_grad: 0-dim, the gradient of every loss, equal on
+        all ranks; None: 1, and the losses of the result are as without it. PipelineError names the step that
+        failed; ValueError for another number of batches.
         """
         expected = 1 + max((step.microbatch for step in self.orders[0]), default=-1)
         if len(batches) != expected:
@@ -258,7 +260,7 @@ class Pipeline:
     def _forward(self, step: Step, batch: Any) -> None:
         stage, key = self._stage(step), (step.microbatch, step.chunk)
         inputs = self._take(FORWARD, stage - 1, step.microbatch) if stage else _tuple(self.inputs(batch))
-        output = self.chunks[step.chunk](*inputs)
+        output = self.chunks[step.chunk](*inputs, **({} if self.shared is None else self.shared(batch)))
         if not isinstance(output, StageOutput):
             output = StageOutput(output)
         tensors, final = _tuple(output.tensors), None

@@ -3,6 +3,7 @@
     data = TokenDataset.from_config(recipe.data, cache_dir="runs/data")   # several ranks may build at once
     data = TokenDataset(directory, seq_len=256, micro_batch_size=8, seed=1234)
     data.batch(step, microbatch, num_microbatches, dp_rank, dp_size)   # {"tokens", "targets"} (B, S) int64
+    # ... with document_masking=True, "documents" as well: which token is in which document
     data.validation_batches(dp_rank, dp_size)   # the same; all held-out text once, padding's target is -100
     loss_per_byte = loss_per_token / data.validation.info.bytes_per_token    # data.train.info likewise
     data.validation.info.unigram_entropy   # nats per byte;  data.vocab_size, data.tokenizer
@@ -18,7 +19,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,20 +39,30 @@ from fastmp.train.tokenfile import (
 )
 from fastmp.train.tokenize import load_tokenizer
 
-if TYPE_CHECKING:
-    import torch
-
 IGNORE_INDEX = -100  # target of padding, which the loss leaves out
 
 
 class TokenDataset:
     """Fixed-length samples of a token directory; see the top of this module.
 
+    document_masking: batches also have "documents", the `fastmp.nn.Documents` of their rows. A document
+        begins with end-of-text, as token files have it, and with every row. End-of-text sees itself alone and
+        predicts how a document begins; the last token of a document predicts end-of-text. So every target is
+        one that its token can know of, and all of them count.
+
     Opening checks sizes and the checksums of the small files: ValueError names the damaged file. `batch`
     checks each block of 64 KiB that it reads from for the first time, and every id.
     """
 
-    def __init__(self, directory: str | Path, *, seq_len: int, micro_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        seq_len: int,
+        micro_batch_size: int,
+        seed: int,
+        document_masking: bool = False,
+    ) -> None:
         directory = Path(directory)
         if seq_len < 1 or micro_batch_size < 1:
             raise ValueError(
@@ -59,7 +70,7 @@ class TokenDataset:
             )
         index = read_index(directory)
         self.seq_len, self.micro_batch_size, self.seed = seq_len, micro_batch_size, seed
-        self.vocab_size = index.vocab_size
+        self.document_masking, self.vocab_size = document_masking, index.vocab_size
         self.tokenizer = open_tokenizer(directory, index)
         self.train = open_split(directory, index, "train")
         self._validation = (
@@ -93,7 +104,11 @@ class TokenDataset:
                         validation_fraction=config.validation_fraction,
                     )
         return cls(
-            directory, seq_len=config.seq_len, micro_batch_size=config.micro_batch_size, seed=config.seed
+            directory,
+            seq_len=config.seq_len,
+            micro_batch_size=config.micro_batch_size,
+            seed=config.seed,
+            document_masking=config.document_masking,
         )
 
     @property
@@ -105,7 +120,7 @@ class TokenDataset:
 
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """The samples of one microbatch of one data-parallel rank: "tokens" and "targets", (B, S) int64, CPU.
 
         A step takes num_microbatches * dp_size * micro_batch_size samples in a row; their division over
@@ -125,7 +140,8 @@ class TokenDataset:
             self.train.info.num_tokens,
             self.seq_len,
         )
-        return _as_tensors(_windows(self.train, starts, self.seq_len))
+        windows = _windows(self.train, starts, self.seq_len)
+        return self._tensors(windows[:, :-1].copy(), windows[:, 1:].copy())
 
     def num_validation_batches(self, dp_size: int = 1) -> int:
         """Batches that `validation_batches` yields on every rank."""
@@ -134,7 +150,7 @@ class TokenDataset:
 
     def validation_batches(
         self, dp_rank: int = 0, dp_size: int = 1, *, max_batches: int | None = None
-    ) -> Iterator[dict[str, torch.Tensor]]:
+    ) -> Iterator[dict[str, Any]]:
         """Yield all held-out text, over the ranks together: each token but the first is a target once.
 
         As `batch`; the target is -100 where the last windows are padding. Every rank gets equally many
@@ -145,7 +161,7 @@ class TokenDataset:
             first = (number * dp_size + dp_rank) * self.micro_batch_size
             yield self._validation_batch(first)
 
-    def _validation_batch(self, first: int) -> dict[str, torch.Tensor]:
+    def _validation_batch(self, first: int) -> dict[str, Any]:
         split, seq_len = self.validation, self.seq_len
         shape = (self.micro_batch_size, seq_len)
         tokens = np.full(shape, self.tokenizer.end_of_text, np.int64)
@@ -156,7 +172,24 @@ class TokenDataset:
             if real > 0:
                 window = _windows(split, np.array([begin]), real)[0]
                 tokens[row, :real], targets[row, :real] = window[:-1], window[1:]
-        return _tensors(tokens=tokens, targets=targets)
+        return self._tensors(tokens, targets)
+
+    def _tensors(self, tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> dict[str, Any]:
+        import torch  # here, so that building token files does not wait for it
+
+        batch: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+        if self.document_masking:
+            from fastmp.nn.documents import Documents
+
+            begins = (tokens == self.tokenizer.end_of_text) & (targets != IGNORE_INDEX)  # not each of padding
+            batch["documents"] = Documents.from_position_ids(torch.from_numpy(_position_ids(begins)))
+        return batch
+
+
+def _position_ids(begins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """The positions (B, S) in documents, which begin with every row and where `begins` (B, S) is True."""
+    places = np.arange(begins.shape[1])
+    return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
 
 def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
@@ -171,16 +204,6 @@ def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.N
     if result.max(initial=0) > split.info.max_token:
         raise damaged(split.path, f"token id {result.max()}, the index says {split.info.max_token} at most")
     return result
-
-
-def _as_tensors(windows: npt.NDArray[np.int64]) -> dict[str, torch.Tensor]:
-    return _tensors(tokens=windows[:, :-1].copy(), targets=windows[:, 1:].copy())
-
-
-def _tensors(**arrays: npt.NDArray[Any]) -> dict[str, torch.Tensor]:
-    import torch  # here, so that building token files does not wait for it
-
-    return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -33,11 +33,11 @@ class FunctionChain:
         self._layer = _Layer(name, function, module)
         self.chain = LayerChain([self._layer])
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
         layer = self._layer
         if not (torch.is_grad_enabled() and layer.module.training):
-            return layer.function(*args)
-        return layer.results.unflatten(self.chain(*layer.arguments.flatten(args)))
+            return layer.function(*args, **keywords)
+        return layer.results.unflatten(self.chain(*layer.arguments.flatten((args, keywords))))
 
 
 class _Layer(SegmentedLayer):
@@ -50,7 +50,8 @@ class _Layer(SegmentedLayer):
         return (Segment(self.name, self._run),)
 
     def _run(self, *tensors: Tensor) -> Tensors:
-        return self.results.flatten(self.function(*self.arguments.unflatten(tensors)))
+        args, keywords = self.arguments.unflatten(tensors)
+        return self.results.flatten(self.function(*args, **keywords))
 
 
 class _Form:

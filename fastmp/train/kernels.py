@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import Recipe
 from fastmp.layout import make_grid
+from fastmp.nn.documents import Documents
 from fastmp.ops.warm import (
     Code,
     compile_all,
@@ -173,7 +174,10 @@ def _run_once(recipe: Recipe, world_size: int) -> None:
     grads = make_grads(chunks, recipe.optimizer, groups)
     optimizer = make_optimizer(grads, recipe.optimizer, groups)
     shape = recipe.data.micro_batch_size, recipe.data.seq_len
-    batch = {name: torch.empty(shape, dtype=torch.int64, device=_META) for name in ("tokens", "targets")}
+    ids = torch.empty(shape, dtype=torch.int64, device=_META)
+    batch: Batch = {"tokens": ids, "targets": ids}
+    if recipe.data.document_masking:
+        batch["documents"] = Documents.from_position_ids(ids, max_documents=shape[0])
     _microbatch(chunks, loss, batch, groups, layout.sequence_parallel)
     norm = global_grad_norm(grads, **groups.norm)
     clip = clip_coefficient(norm, recipe.optimizer.clip_grad_norm)
@@ -204,7 +208,7 @@ def _microbatch(
             length, micro_batch_size, chunk.config.hidden_size, dtype=parameter.dtype, device=_META,
             requires_grad=torch.is_grad_enabled(),
         )  # fmt: skip
-        out = chunk(loss.inputs(batch) if chunk.part.first else hidden)
+        out = chunk(loss.inputs(batch) if chunk.part.first else hidden, **loss.shared(batch))
         results = [out.tensors, out.loss] if isinstance(out, StageOutput) else [out]
         if chunk.part.last:
             results[0] = loss.loss(results[0], batch)[0]

@@ -1,6 +1,7 @@
 """A GPT as the trainer and the generation of text take it: whole, or in the stages of a pipeline.
 
-Batches hold whole sequences; here they are cut for context-parallel ranks. S sequence, B batch, H hidden, V
+Batches hold whole sequences; here they are cut for context-parallel ranks. Where sequences are packed, a
+batch has their `Documents` as "documents", which go to all layers. S sequence, B batch, H hidden, V
 this rank's shard of the padded vocabulary.
 """
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import GPTConfig, ParallelConfig
+from fastmp.nn.documents import Documents
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
@@ -52,11 +54,18 @@ def token_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | tuple[
     """
     tokens_BS, targets_BS = (cut_sequence(batch[name], model.cp_group) for name in ("tokens", "targets"))
     promised = _loss_grad(batch, targets_BS)
-    losses = model.loss(tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=promised)
+    losses = model.loss(
+        tokens_BS, targets_BS, ignore_index=IGNORE_INDEX, loss_grad_BS=promised, **_documents(batch)
+    )
     num_tokens = (targets_BS != IGNORE_INDEX).sum()
     if isinstance(losses, ExpertLosses):
         return losses.tokens.sum(), num_tokens, ExpertStats(losses.aux, losses.counts)
     return losses.sum(), num_tokens
+
+
+def _documents(batch: Batch) -> dict[str, Documents]:
+    """The keyword of models for the packed documents of a batch, if it has any."""
+    return {"documents": batch["documents"].anew()} if "documents" in batch else {}
 
 
 def _loss_grad(batch: Batch, targets_BS: Tensor) -> Tensor | float:
@@ -78,6 +87,7 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
     return PipelineLoss(
         inputs=lambda batch: cut_sequence(batch["tokens"], cp_group),
         loss=loss,
+        shared=_documents,
         schedule=layout.schedule,
         group_size=layout.microbatch_group_size,
         after_reduce=lambda grads: sum_tied_gradients(stages, groups, grads),

@@ -40,7 +40,7 @@ __all__ = [
     "named_parameters",
 ]
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors; "documents", where there are any, are a `fastmp.nn.Documents`
 
 
 class ExpertStats(NamedTuple):
@@ -63,6 +63,7 @@ class PipelineLoss:
     """The loss of a model in chunks, in place of a loss function, and the order of its steps.
 
     inputs: (batch) -> tensors for the first stage.
+    shared: (batch) -> keywords for every stage.
     loss: (*tensors of the last stage, batch) -> (sum of the losses of the batch's tokens, number of tokens).
     schedule, group_size: `name` and `group_size` of the `fastmp.parallel.schedule.Schedule`.
     after_reduce: called on every rank, with the gradients of a step once they are summed over data-parallel
@@ -74,6 +75,7 @@ class PipelineLoss:
 
     inputs: Callable[[Batch], Any]
     loss: Callable[..., tuple[Tensor, Tensor]]
+    shared: Callable[[Batch], dict[str, Any]] = lambda batch: {}
     schedule: str = "1f1b"
     group_size: int | None = None
     after_reduce: Callable[[GradBuffer], None] | None = None
@@ -178,6 +180,7 @@ class Chunks:
             backward_group=groups.pp_backward,
             inputs=functions.inputs,
             loss=self._loss,
+            shared=functions.shared,
         )
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
         self._shape = (0, 0)
@@ -209,17 +212,12 @@ class Chunks:
         chains = [module for module in self.chunks[chunk].modules() if isinstance(module, LayerChain)]
         return bool(chains) and not any(map(len, chains)) and self._stages()[chunk] > 0
 
-    @property
-    def needs_batches(self) -> bool:
-        """Whether this rank has the first stage or the last."""
-        return group_rank(self.group) in (0, group_size(self.group) - 1)
-
     def train(
         self, fetch: Callable[[int], Batch], num_microbatches: int, loss_grad: Tensor | None = None
     ) -> Sums:
         """Train like `WholeModel`, in the order of the schedule; every rank of the pipeline calls it."""
         with phase("data"):
-            batches = [fetch(i) if self.needs_batches else None for i in range(num_microbatches)]
+            batches = [fetch(i) for i in range(num_microbatches)]
         result = self.pipeline.train(batches, loss_grad)
         totals = _stack(*self._loss_and_tokens(result), self._number(result.stage_loss))
         return Sums(totals, self._count(result))

@@ -12,7 +12,7 @@ from test_context import MODELS, run_step
 
 from fastmp.graphs import GraphManager
 from fastmp.graphs.recording import RecordingBackend
-from fastmp.nn import Documents, Placement, SelfAttention, gpt_stages
+from fastmp.nn import Documents, Placement, SelfAttention
 from fastmp.parallel import cut_sequence
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -156,8 +156,6 @@ def test_what_documents_do_not_go_with_is_refused():
     with pytest.raises(ValueError, match="give no key_padding_mask beside documents"):
         hidden_SBH = torch.zeros(32, 2, config.hidden_size, dtype=torch.float64)
         model.layers[0](hidden_SBH, POSITIONS > 0, documents=documents)
-    with pytest.raises(ValueError, match="packed documents cannot go through a pipeline"):
-        gpt_stages(config)[0](tokens_BS, documents)
     manager = GraphManager([model.layers], Schedule(1, 1).order(0), backend=RecordingBackend())
     with pytest.raises(ValueError, match=r"graphs: what all layers share, here documents, .* without graphs"):
         model.loss(tokens_BS, targets_BS, documents=documents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from fastmp.config import DataConfig
 from fastmp.train import data as data_module
 from fastmp.train.corpus import build, find_documents, split_documents
 from fastmp.train.data import IGNORE_INDEX, TokenDataset, main
+from fastmp.train.sampling import sample_starts
 from fastmp.train.tokenfile import SplitWriter, open_split, read_index
 from fastmp.train.tokenize import ByteTokenizer, train_bpe, unigram_entropy
 
@@ -242,6 +244,49 @@ def test_documents_that_do_not_come_back_are_counted(tmp_path):
     for ids in ([97, 98, 99], [97, 98]):
         writer.add(b"abc", np.array(ids))
     assert writer.finish().num_changed == 1
+
+
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory):
+    """Documents of 1 to 40 bytes."""
+    folder = tmp_path_factory.mktemp("short")
+    rng = np.random.default_rng(3)
+    for i, length in enumerate([*rng.integers(1, 41, 30), 1, 1, 1]):
+        (folder / f"{i:02}.txt").write_bytes(bytes(rng.integers(97, 122, length).astype(np.uint8)))
+    return build([f"{folder}/*.txt"], folder / "tokens", validation_fraction=0.2)
+
+
+@given(step=st.integers(0, 200), seq_len=st.integers(1, 70))
+def test_documents_of_a_batch_are_those_of_the_file(short_documents, step, seq_len):
+    """Which span two samples, begin one, are empty, or wrap around the end of the file."""
+    options = {"seq_len": seq_len, "micro_batch_size": 3, "seed": 5}
+    data = TokenDataset(short_documents, **options, document_masking=True)
+    tokens = data.train.tokens.copy()
+    tokens[[41, 42, 43, 99]] = data.tokenizer.end_of_text
+    data.train = replace(data.train, tokens=tokens, checked=np.ones_like(data.train.checked))
+    total, begins = data.train.info.num_tokens, np.flatnonzero(tokens == data.tokenizer.end_of_text)
+    assert set(data.train.documents[:-1]) < set(begins) and (np.diff(begins) == 1).any()
+    batch, starts = data.batch(step, 0, 1, 0, 1), sample_starts(5, 3 * step, 3, total, seq_len)
+    places = starts[:, None] + np.arange(seq_len)
+    of_documents = np.concatenate([begins, begins + total])
+    began = of_documents[np.searchsorted(of_documents, places, side="right") - 1]
+    positions = places - np.maximum(began, starts[:, None])
+    assert batch["documents"].position_ids_BT.tolist() == positions.tolist()
+    borders = batch["documents"].borders_n
+    assert borders.tolist() == [*np.flatnonzero(positions == 0), 3 * seq_len]
+    assert int(borders.diff().max()) == batch["documents"].longest
+
+
+def test_padding_of_held_out_text_is_no_document_of_each_token(short_documents):
+    data = TokenDataset(short_documents, seq_len=16, micro_batch_size=3, seed=5, document_masking=True)
+    seen = []
+    for batch in data.validation_batches():
+        positions, padding = batch["documents"].position_ids_BT, batch["targets"] == IGNORE_INDEX
+        assert not (padding & (positions == 0))[:, 1:].any()
+        begins = (batch["tokens"] == data.tokenizer.end_of_text) | (torch.arange(16) == 0)
+        assert torch.equal(positions[~padding] == 0, begins[~padding])
+        seen.append(padding.any())
+    assert any(seen) and "documents" not in dataset(short_documents).batch(0, 0, 1, 0, 1)
 
 
 def test_a_models_tokenizer_builds_token_files_and_its_losses_are_told(tmp_path, capsys):

@@ -30,8 +30,9 @@ ALWAYS = {"norm_kernel", "norm_backward_kernel", "rope_kernel", "adamw_kernel"}
 EXPERTS = {"router_kernel", "grouped_mm_kernel", "grouped_wgrad_kernel", "scatter_kernel", "gather_kernel"}
 
 
-def names(model: GPTConfig, world_size: int = 1, **layout: object) -> set[str]:
-    recipe = replace(Recipe(), model=model, parallel=ParallelConfig(**layout), data=DataConfig(seq_len=64))
+def names(model: GPTConfig, world_size: int = 1, documents: bool = False, **layout: object) -> set[str]:
+    data = DataConfig(seq_len=64, document_masking=documents)
+    recipe = replace(Recipe(), model=model, parallel=ParallelConfig(**layout), data=data)
     codes = kernels.codes_of_recipe(recipe, world_size, 90)
     assert not dist.is_initialized()
     assert len(codes) == len(set(codes))
@@ -46,6 +47,7 @@ def names(model: GPTConfig, world_size: int = 1, **layout: object) -> set[str]:
         (2, {"cp": 2}),
         (4, {"tp": 2, "pp": 2, "vpp": 2}),
         (2, {"recompute": True}),
+        (4, {"cp": 2, "pp": 2, "documents": True}),
     ],
     ids=str,
 )

@@ -51,6 +51,7 @@ def make_trainer(
     micro_batch=MICRO_BATCH,
     optimizer=OPTIMIZER,
     graphs=None,
+    samples=Samples,
     **train,
 ):
     """The whole model, or the stages of `layout`."""
@@ -60,7 +61,7 @@ def make_trainer(
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
     dp = group_size(groups.dp)
     train = {"steps": 40, "global_batch_size": MICRO_BATCH * NUM_MICROBATCHES, "eval_interval": 0, **train}
-    data = Samples(micro_batch // dp, strides=3)
+    data = samples(micro_batch // dp, strides=3)
     return Trainer(
         model, data, loss, TrainConfig(**train), optimizer=optimizer, groups=groups, rng=rng, graphs=graphs
     )

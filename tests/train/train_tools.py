@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.config import GPTConfig, MoEConfig, TrainConfig
-from fastmp.nn import Placement
+from fastmp.nn import Documents, Placement
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import all_gather_
 from fastmp.parallel.rng import RngTracker
@@ -118,6 +118,22 @@ class Samples:
     def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
         for number in range(2 if max_batches is None else min(2, max_batches)):
             yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
+
+
+class PackedSamples(Samples):
+    """`Samples` in which each row is some documents; there is room for `max_documents` of a microbatch."""
+
+    LENGTHS = ((16,), (5, 1, 10), (3, 13), (1, 1, 14))
+
+    def __init__(self, micro_batch_size, strides=1, max_documents=None):
+        super().__init__(micro_batch_size, strides)
+        self.max_documents = max_documents
+
+    def samples(self, first):
+        lengths = [self.LENGTHS[(first + i) % len(self.LENGTHS)] for i in range(self.micro_batch_size)]
+        positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+        documents = Documents.from_position_ids(positions, max_documents=self.max_documents)
+        return {**super().samples(first), "documents": documents}
 
 
 class NoDeviceCopies(TorchDispatchMode):
