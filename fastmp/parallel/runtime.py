@@ -133,18 +133,18 @@ def main_guard(main: Callable[[], int | None]) -> int:
     """Run `main()` as this rank's whole program and return its exit status (None counts as 0).
 
     An exception becomes one line on stderr, `fastmp: rank R: Type: message`, and status 1; FASTMP_DEBUG=1
-    adds the traceback. A process alone has no rank in it. A ValueError is a user's mistake: it has no type
-    in it and keeps its indented lines. In a job of several ranks the process then leaves at once, without
-    the interpreter's clean-up, which could wait for peers; torchrun or the closed connections end the others
-    within seconds. A crash in native code and a collective that NCCL aborts at its timeout leave the Python
-    stack on stderr.
+    adds the traceback. A process alone has no rank in it. A ValueError is a user's mistake: its status is 2,
+    its line has no type in it, and indented lines are kept. In a job of several ranks the process then leaves
+    at once, without the interpreter's clean-up, which could wait for peers; torchrun or the closed
+    connections end the others within seconds. A crash in native code and a collective that NCCL aborts at its
+    timeout leave the Python stack on stderr.
     """
     try:
         env = Environment.read()
     except ValueError as error:
         print(f"fastmp: {error}", file=sys.stderr)
-        return 1
-    has_peers, status = env.world_size > 1, 1
+        return 2
+    has_peers = env.world_size > 1
     if has_peers and sys.__stderr__ is not None:
         faulthandler.enable(file=sys.__stderr__)
     try:
@@ -160,6 +160,7 @@ def main_guard(main: Callable[[], int | None]) -> int:
         if env.debug:
             traceback.print_exc()
         _say(env, _summary(error, env))
+        status = 2 if isinstance(error, ValueError) else 1
         if has_peers and lost_peer(error):
             time.sleep(1)  # so that torchrun reports the rank that failed first, and not this one
     if has_peers:

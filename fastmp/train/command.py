@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment = Environment.read()
     except ValueError as error:
         print(f"fastmp: {error}", file=sys.stderr)
-        return 1
+        return 2
     with first_rank_speaks(environment.rank or 0):
         recipe = parse_arguments(arguments, quiet=bool(environment.rank))
     from fastmp.train.main import run  # torch, which neither help nor a mistake waits for

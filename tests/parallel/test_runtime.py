@@ -321,7 +321,7 @@ def guarded(error: BaseException | None):
     ("error", "status", "line"),
     [
         (None, 0, ""),
-        (ValueError("heads 6\nis not  divisible by tp 4"), 1, "heads 6 is not divisible by tp 4"),
+        (ValueError("heads 6\nis not  divisible by tp 4"), 2, "heads 6 is not divisible by tp 4"),
         (
             FileNotFoundError(2, "no such file", "text.bin"),
             1,
@@ -338,7 +338,7 @@ def test_a_failure_is_one_line(launcher, capsys, error, status, line):
 
 
 def test_mistakes_that_are_listed_stay_a_list(launcher, capsys):
-    assert main_guard(guarded(ValueError("2 mistakes:\n  tp is 3\n  pp  is 5"))) == 1
+    assert main_guard(guarded(ValueError("2 mistakes:\n  tp is 3\n  pp  is 5"))) == 2
     assert capsys.readouterr().err == "fastmp: 2 mistakes:\n  tp is 3\n  pp is 5\n"
 
 
@@ -364,7 +364,7 @@ def test_the_status_of_the_program_is_kept(launcher):
 
 def test_a_malformed_variable_is_one_line(launcher, capsys):
     launcher(RANK="one")
-    assert main_guard(guarded(None)) == 1
+    assert main_guard(guarded(None)) == 2
     assert capsys.readouterr().err == "fastmp: environment: RANK must be an integer, got 'one'\n"
 
 
