@@ -225,6 +225,50 @@ def test_the_table_says_what_was_replaced_and_what_not():
     assert fastmp.accelerate(model) is table
 
 
+def test_a_table_of_another_size_makes_the_loss_too():
+    """Users add tokens after the one line."""
+    for accelerated in (False, True):
+        model, batch = model_of("llama"), batch_of("llama")
+        if accelerated:
+            fastmp.accelerate(model)
+        torch.manual_seed(0)
+        model.resize_token_embeddings(140)
+        if not accelerated:
+            expected = step(model, **batch)
+    found = step(model, **batch)
+    assert_same(found, expected, 1e-5)
+    assert found[0].logits is None
+    fastmp.restore(model)
+    assert type(model.lm_head) is torch.nn.Linear and model(**batch).logits is not None
+
+
+def test_logits_of_routers_are_an_output_where_they_are_asked_for():
+    model, batch = model_of("deepseek_v3"), batch_of("deepseek_v3")
+    expected = model(**batch, output_router_logits=True)
+    fastmp.accelerate(model)
+    found = model(**batch, output_router_logits=True)
+    assert found.keys() == expected.keys() - {"logits"} and "router_logits" in found
+    for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_subclasses_stay_and_the_table_says_so():
+    class Doubled(transformers.models.llama.modeling_llama.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    model, batch = Mine(model_of("llama").config).train(), batch_of("llama")
+    model.model.norm.__class__ = Doubled
+    expected = step(model, **batch)
+    table = fastmp.accelerate(model)
+    assert table.kept["Doubled"].startswith("a subclass of LlamaRMSNorm")
+    assert table.kept["Mine"].startswith("a subclass of LlamaForCausalLM")
+    assert_same(step(model, **batch), expected, 1e-5)
+
+
 def test_the_example_of_the_page(capsys):
     page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
     exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
@@ -342,11 +386,50 @@ def test_unknown_models_are_refused():
     untouched(model_of("llama"), "restore: LlamaForCausalLM is not accelerated", fastmp.restore)
 
 
-def test_an_attribute_that_another_version_renames():
-    model = model_of("qwen3_moe")
-    norm = model.model.norm
-    norm.epsilon = norm.__dict__.pop("variance_epsilon")
-    untouched(model, "Qwen3MoeRMSNorm of transformers .* has no variance_epsilon; nothing was changed")
+def test_several_models_in_a_module_are_refused():
+    both = torch.nn.ModuleList([model_of("llama"), model_of("qwen3")])
+    untouched(both, "accelerate: ModuleList holds several models of transformers; accelerate each")
+
+
+def rename(module, name):
+    """What another version does: an attribute has another name."""
+    for attributes in (vars(module), module._parameters, module._modules):
+        if name in attributes:
+            attributes[f"another_{name}"] = attributes.pop(name)
+
+
+def of_experts(model):
+    return next(module for module in model.modules() if type(module).__name__.endswith("Experts"))
+
+
+RENAMED = [
+    ("qwen3_moe", lambda model: model.model.norm, "variance_epsilon", "Qwen3MoeRMSNorm of .* has no"),
+    ("qwen3_moe", of_experts, "gate_up_proj", "Qwen3MoeExperts of .* has no"),
+    ("qwen3_moe", of_experts, "down_proj", "Qwen3MoeExperts of .* has no"),
+    ("qwen3_moe", of_experts, "act_fn", "Qwen3MoeExperts of .* has no"),
+    ("gpt_oss", of_experts, "gate_up_proj_bias", "GptOssExperts of .* has no"),
+    ("gpt_oss", of_experts, "down_proj_bias", "GptOssExperts of .* has no"),
+    ("llama", lambda model: model, "model", "LlamaForCausalLM of .* has no"),
+    ("llama", lambda model: model, "lm_head", "LlamaForCausalLM of .* has no"),
+    ("qwen3_moe", lambda model: model, "router_aux_loss_coef", "Qwen3MoeForCausalLM of .* has no"),
+    ("bert", lambda model: model.cls, "predictions", "BertForMaskedLM of .* has no cls."),
+    (
+        "bert",
+        lambda model: model.cls.predictions,
+        "transform",
+        "BertForMaskedLM of .* has no cls.predictions.",
+    ),
+    ("bert", lambda model: model.cls.predictions, "decoder", "BertForMaskedLM of .* has no cls.predictions."),
+]
+
+
+@pytest.mark.parametrize(("family", "of", "name", "message"), RENAMED)
+def test_an_attribute_that_another_version_renames(family, of, name, message):
+    model = model_of(family)
+    rename(of(model), name)
+    untouched(
+        model, f"accelerate: {message.replace(' of ', ' of transformers ')} ?{name}.*; nothing was changed"
+    )
 
 
 def test_a_class_that_another_version_renames(monkeypatch):
@@ -362,3 +445,37 @@ def test_a_function_that_another_version_renames(monkeypatch):
     monkeypatch.setattr(parts, "_MADE", {})
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaAttention, "forward", forward)
     untouched(model_of("llama"), "LlamaAttention of .* has no forward that calls apply_rotary_pos_emb")
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    raise NotImplementedError
+
+
+ELSEWHERE = [  # what is not the model's: its place, and what takes it
+    (
+        "llama",
+        "models.llama.modeling_llama.apply_rotary_pos_emb",
+        apply_rotary_pos_emb,
+        "apply_rotary_pos_emb of q, k",
+    ),
+    ("llama", "modeling_outputs.CausalLMOutputWithPast", None, "CausalLMOutputWithPast"),
+    (
+        "qwen3_moe",
+        "models.qwen3_moe.modeling_qwen3_moe.load_balancing_loss_func",
+        None,
+        "load_balancing_loss_",
+    ),
+    ("qwen3_moe", "PreTrainedModel.set_experts_implementation", None, "set_experts_implementation"),
+    ("qwen3_moe", "integrations.moe.ALL_EXPERTS_FUNCTIONS", None, "ALL_EXPERTS_FUNCTIONS"),
+]
+
+
+@pytest.mark.parametrize(("family", "place", "instead", "message"), ELSEWHERE)
+def test_what_else_another_version_changes(family, place, instead, message, monkeypatch):
+    model = model_of(family)
+    monkeypatch.setattr(parts, "_MADE", {})
+    if instead is None:
+        monkeypatch.delattr(f"transformers.{place}")
+    else:
+        monkeypatch.setattr(f"transformers.{place}", instead)
+    untouched(model, f"accelerate: .* of transformers .*{message}.*; nothing was changed")

@@ -12,6 +12,7 @@ import importlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -20,6 +21,7 @@ from fastmp.integrations.huggingface import experts
 from fastmp.integrations.huggingface.heads import (
     CausalLM,
     CausalLMWithCrossAttention,
+    CausalLMWithRouters,
     LossHead,
     MaskedLM,
     MoeCausalLM,
@@ -76,7 +78,11 @@ FAMILIES = {
     "gpt_oss": _with_experts("gpt_oss", "GptOss", norm=RMSNormOfItsDtype),
     "deepseek_v3": Family(
         "deepseek_v3",
-        {"DeepseekV3RMSNorm": RMSNorm, "DeepseekV3MLP": GatedMLP, "DeepseekV3ForCausalLM": CausalLM},
+        {
+            "DeepseekV3RMSNorm": RMSNorm,
+            "DeepseekV3MLP": GatedMLP,
+            "DeepseekV3ForCausalLM": CausalLMWithRouters,
+        },
         experts="DeepseekV3Experts",
         kept={"DeepseekV3Attention": "its rotary embedding also changes the order of elements"},
     ),
@@ -133,17 +139,22 @@ def accelerate(model: nn.Module) -> Accelerated:
         What was replaced, by what, and what stays and why: `print` it. A second call returns the same.
 
     Raises:
-        ValueError: no model of transformers, one of another family, one with shards (DTensor), or
-            one whose classes lack an attribute (another version of transformers). It is untouched then.
+        ValueError: no model of transformers or several, one of another family, one with shards (DTensor),
+            or one whose classes lack an attribute (another version of transformers). It is untouched then.
     """
     pretrained = _pretrained("accelerate", model)
     if _PLAN in pretrained.__dict__:
         return pretrained.__dict__[_PLAN]
-    rows, changes, has_experts = _plan(pretrained)
+    try:
+        rows, changes, has_experts = _plan(pretrained)
+        if has_experts:
+            _require(pretrained, ("set_experts_implementation",))
+            experts.register()
+    except (AttributeError, ImportError) as error:  # of what transformers has beside its models
+        raise _changed(type(pretrained), f"what is read of it ({error})") from None
     before = pretrained.config._experts_implementation if has_experts else None
     plan = Accelerated(type(pretrained).__name__, rows, before)
     if has_experts:
-        experts.register()
         pretrained.set_experts_implementation(experts.NAME)
     for module, replacement in changes:
         module.__class__ = replacement
@@ -178,10 +189,13 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
     """The outermost model of transformers in `model`."""
     import transformers
 
-    for module in model.modules():
-        if isinstance(module, transformers.PreTrainedModel):
-            return module
-    raise ValueError(f"{caller}: {type(model).__name__} is not a model of transformers and holds none")
+    name = type(model).__name__
+    found = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    if not found:
+        raise ValueError(f"{caller}: {name} is not a model of transformers and holds none")
+    if set(found) - set(found[0].modules()):
+        raise ValueError(f"{caller}: {name} holds several models of transformers; {caller} each")
+    return found[0]
 
 
 def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
@@ -201,11 +215,15 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
     for module in model.modules():
         named = type(module).__name__
         if classes.get(named) is not type(module):
-            if isinstance(module, PreTrainedModel) and module.base_model is not module:
+            known = [base.__name__ for base in type(module).__mro__ if classes.get(base.__name__) is base]
+            if known:
+                found[named, None, f"a subclass of {known[0]}, which may compute something else"] += 1
+            elif isinstance(module, PreTrainedModel) and module.base_model is not module:
                 found[named, None, "there is no part for its head and its loss"] += 1
             continue
         if named == family.experts:
-            _require(module, experts.NEEDS)
+            _require(module, experts.FLAGS)
+            _require(module, experts.reads(module))
             found[named, "fastmp.ops.grouped_mm, grouped_mlp_in, permute", None] += 1
         elif named in family.kept:
             found[named, None, family.kept[named]] += 1
@@ -226,7 +244,10 @@ def _why_not(part: type[Part], module: Any) -> str | None:
     """The reason why a module stays as it is, if there is one."""
     if "forward" in vars(module):  # as hooks of Accelerate leave it: the class's forward is not called
         return "has a forward of its own, set on the module"
-    return part.why_not(_require(module, part.needs))
+    _require(module, part.needs)
+    if issubclass(part, CausalLM):
+        _require(module, (module.base_model_prefix,))  # without it, `base_model` is the module itself
+    return part.why_not(module)
 
 
 def _refuse_shards(model: Any) -> None:
@@ -257,12 +278,13 @@ def _classes(family: Family) -> dict[str, Any]:
     return classes
 
 
-def _require(module: Any, attributes: tuple[str, ...]) -> Any:
-    """The module, which must have these attributes."""
+def _require(module: Any, attributes: tuple[str, ...]) -> None:
+    """Raise ValueError where the module lacks one of these attributes; a dot goes on in that attribute."""
     for attribute in attributes:
-        if not hasattr(module, attribute):
-            raise _changed(type(module), attribute)
-    return module
+        try:
+            attrgetter(attribute)(module)
+        except AttributeError:
+            raise _changed(type(module), attribute) from None
 
 
 def _replacement(original: type[Any], part: type[Part]) -> type[Any]:

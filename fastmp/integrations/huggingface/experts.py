@@ -16,16 +16,24 @@ from fastmp.ops import grouped_mlp_in, grouped_mm, permutation, permute, unpermu
 from fastmp.ops.registry import compute_dtype
 
 NAME = "fastmp"
-# what the implementation reads of a module of experts
-NEEDS = (
-    "num_experts",
-    "has_gate",
-    "has_bias",
-    "is_transposed",
-    "is_concatenated",
-    "down_proj",
-    "_apply_gate",
-)
+# what a module of experts says of itself
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def reads(module: Any) -> tuple[str, ...]:
+    """The attributes that the implementation reads of a module of experts with these flags."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    names: tuple[str, ...] = ("num_experts", "_apply_gate", first, "down_proj")
+    if module.has_bias:
+        names += (f"{first}_bias", "down_proj_bias")
+    plain = not module.has_gate or getattr(type(module), "_apply_gate", None) is _default_gate()
+    return (*names, "act_fn") if plain else names
+
+
+def _default_gate() -> Any:
+    from transformers.integrations import moe
+
+    return getattr(moe, "_default_apply_gate", None)  # without it every gate is an op of its own
 
 
 def register() -> None:
@@ -34,7 +42,7 @@ def register() -> None:
 
     if NAME in moe.ALL_EXPERTS_FUNCTIONS:
         return
-    default_gate = getattr(moe, "_default_apply_gate", None)  # without it every gate is an op of its own
+    default_gate = _default_gate()
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         usual_gate = type(self)._apply_gate is default_gate

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmp.integrations.huggingface.parts import Part
+from fastmp.integrations.huggingface.parts import Part, class_with
 from fastmp.ops import linear_cross_entropy
 from fastmp.ops.registry import compute_dtype
 
@@ -70,7 +70,7 @@ class CausalLM(Part):
     """A model whose tokens predict the next ones."""
 
     by = "fastmp.ops.linear_cross_entropy"
-    needs: tuple[str, ...] = ("base_model_prefix", "loss_function", "lm_head")
+    needs: tuple[str, ...] = ("loss_function", "lm_head")
     output = "CausalLMOutputWithPast"
 
     @classmethod
@@ -96,7 +96,9 @@ class CausalLM(Part):
         names = tuple(inspect.signature(transformers_forward).parameters)[1:]
         if "labels" not in names:
             raise AttributeError("forward with labels")
-        output = getattr(modeling_outputs, cls.output)
+        output = getattr(modeling_outputs, cls.output, None)
+        if output is None:
+            raise AttributeError(f"output {cls.output}")
         output_fields = tuple(field.name for field in fields(output))
 
         @can_return_tuple
@@ -118,6 +120,12 @@ class CausalLM(Part):
     @staticmethod
     def head(module: Any) -> Any:
         return module.lm_head
+
+    def set_output_embeddings(self: Any, new_embeddings: Any) -> None:
+        """Put another head in its place, as `resize_token_embeddings` does: it makes the loss, too."""
+        super().set_output_embeddings(new_embeddings)  # type: ignore[misc]
+        if type(new_embeddings) is nn.Linear:
+            new_embeddings.__class__ = class_with(nn.Linear, LossHead)
 
     def wants_loss_alone(self: Any, given: dict[str, Any]) -> bool:
         keep = given.get("logits_to_keep")
@@ -149,19 +157,34 @@ class CausalLMWithCrossAttention(CausalLM):
     output = "CausalLMOutputWithCrossAttentions"
 
 
-class MoeCausalLM(CausalLM):
+class CausalLMWithRouters(CausalLM):
+    """The same with the logits of its routers, where they are asked for."""
+
+    output = "MoeCausalLMOutputWithPast"
+
+
+class MoeCausalLM(CausalLMWithRouters):
     """The same with the balancing loss of its routers, which transformers' own function computes."""
 
-    needs = (*CausalLM.needs, "router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-    output = "MoeCausalLMOutputWithPast"
+    needs = (
+        *(*CausalLM.needs, "config.output_router_logits"),
+        *("router_aux_loss_coef", "num_experts", "num_experts_per_tok"),
+    )
+    balancing_loss: Any  # the function of transformers' file
+
+    @classmethod
+    def members(cls, original: Any) -> dict[str, Any]:
+        function = vars(sys.modules[original.__module__]).get("load_balancing_loss_func")
+        if function is None:
+            raise AttributeError("load_balancing_loss_func beside it")
+        return {**super().members(original), "balancing_loss": staticmethod(function)}
 
     def loss_of(self: Any, given: dict[str, Any]) -> tuple[Tensor, Any, dict[str, Any]]:
         if given.get("output_router_logits") is None:
             given["output_router_logits"] = self.config.output_router_logits
         loss, outputs, others = super().loss_of(given)
         if given["output_router_logits"]:
-            file: Any = sys.modules[self.original.__module__]
-            aux = file.load_balancing_loss_func(
+            aux = self.balancing_loss(
                 outputs.router_logits, self.num_experts, self.num_experts_per_tok, given.get("attention_mask")
             )
             loss, others = loss + self.router_aux_loss_coef * aux.to(loss.device), {"aux_loss": aux}
@@ -171,7 +194,7 @@ class MoeCausalLM(CausalLM):
 class MaskedLM(CausalLM):
     """A model that fills masked places: BERT."""
 
-    needs = ("base_model_prefix", "cls")
+    needs = ("cls.predictions.transform", "cls.predictions.decoder")
     output = "MaskedLMOutput"
 
     @classmethod

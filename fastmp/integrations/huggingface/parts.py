@@ -13,6 +13,7 @@ rounded before a norm, as it is not in transformers.
 from __future__ import annotations
 
 import types
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Part:
     """What a class has beside its module's own methods; subclasses define the methods."""
 
     by: str  # what computes, for the table of what was replaced
-    needs: tuple[str, ...] = ()  # attributes of the module that the methods read
+    needs: tuple[str, ...] = ()  # attributes of the module, and of those in it, that the methods read
     original: type[nn.Module]
 
     @classmethod
@@ -142,6 +143,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 
     hidden states' dtype; what lies beyond D / 2 is a repetition.
     """
     half = q.shape[-1] // 2
+    if q.shape[-1] not in (cos.shape[-1], 2 * cos.shape[-1]):
+        raise ValueError(f"accelerate: {cos.shape[-1]} rotary positions do not fit heads of {q.shape[-1]}")
     cos, sin = cos[..., :half], sin[..., :half]
     if unsqueeze_dim == 2:
         return rope_qk(q, k, cos, sin)
@@ -164,6 +167,9 @@ class Attention(Part):
         forward = original.forward
         if cls.function not in getattr(getattr(forward, "__code__", None), "co_names", ()):
             raise AttributeError(f"forward that calls {cls.function}")
+        given, wanted = (list(signature(f).parameters) for f in (forward.__globals__[cls.function], rotate))
+        if given != wanted:
+            raise AttributeError(f"{cls.function} of {', '.join(wanted)}")
         # without __name__ a compiler looks globals up in this dict, not in the file of that name
         scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
         scope[cls.function] = rotate
