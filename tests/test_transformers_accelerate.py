@@ -49,20 +49,22 @@ def test_every_family_computes_the_same_before_and_after(family):
     assert torch.equal(again, expected_logits)
 
 
+EVERY_EXPERT = {
+    **{family: {"num_experts_per_tok": 4} for family in ("gpt_oss", "mixtral", "qwen3_moe")},
+    "deepseek_v3": {"num_experts_per_tok": 8, "topk_group": 2},
+}
+
+
 def rms(tensors):
     return torch.cat([tensor.double().flatten() for tensor in tensors]).square().mean().sqrt()
 
 
 @pytest.mark.parametrize("family", MOST)
 def test_in_bfloat16_errors_are_those_of_transformers(family):
-    """Against float64; experts are chosen by float64 too, for a flipped choice is no rounding."""
+    """Against float64; every token has all experts, for a flipped choice is no rounding."""
     batch = batch_of(family, 4, 64)
     sizes = {"output_router_logits": False} if "output_router_logits" in CONFIGS[family][1] else {}
-    model = model_of(family, torch.bfloat16, **sizes)
-    if "experts" in " ".join(name for name, _ in model.named_modules()):
-        every = {"gpt_oss": 4, "mixtral": 4, "qwen3_moe": 4, "deepseek_v3": 8}[family]
-        extra = {"topk_group": 2} if family == "deepseek_v3" else {}
-        model = model_of(family, torch.bfloat16, num_experts_per_tok=every, **sizes, **extra)
+    model = model_of(family, torch.bfloat16, **sizes, **EVERY_EXPERT.get(family, {}))
     exact = copy.deepcopy(model).double()
     with Float64():
         _, true = step(exact, **batch)
@@ -79,7 +81,8 @@ def test_in_bfloat16_errors_are_those_of_transformers(family):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_gives_what_it_gives_transformers(family, dtype):
     """float32 weights under autocast in bfloat16; in float32 it is off."""
-    model, batch = model_of(family), batch_of(family)
+    options = EVERY_EXPERT.get(family, {}) if dtype == torch.bfloat16 else {}
+    model, batch = model_of(family, **options), batch_of(family)
 
     def under_autocast(**given):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -111,6 +114,20 @@ def test_gradient_checkpointing_changes_nothing(family):
     expected = step(model, **batch)
     model.gradient_checkpointing_enable()
     assert_same(step(model, **batch), expected, 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"rope_interleave": False}, {"norm_topk_prob": False, "topk_group": 2}])
+@pytest.mark.full
+def test_the_forms_that_deepseek_has(options):
+    """Positions of halves, and a router that neither closes groups nor divides by the sum."""
+    model, batch = model_of("deepseek_v3", torch.float64, **options), batch_of("deepseek_v3")
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias.normal_(std=0.1)
+    with Float64():
+        expected = step(model, **batch)
+        fastmp.accelerate(model)
+        assert_same(step(model, **batch), expected, 1e-9)
 
 
 @pytest.mark.parametrize("family", ["llama", *full(["mistral", "qwen3_moe", "gpt_oss", "deepseek_v3"])])
@@ -220,7 +237,7 @@ def test_the_table_says_what_was_replaced_and_what_not():
     table = fastmp.accelerate(model)
     assert str(table).splitlines()[0] == "DeepseekV3ForCausalLM"
     assert table.kept["DeepseekV3MLP"] == "its activation is ReLU, which fastmp has no gated op of"
-    assert "order" in table.kept["DeepseekV3Attention"]
+    assert table.replaced["DeepseekV3TopkRouter"] == "fastmp.ops.topk_router"
     assert "kept: transformers' interface" in str(table)
     assert fastmp.accelerate(model) is table
 

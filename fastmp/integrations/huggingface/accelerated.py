@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,8 @@ from fastmp.integrations.huggingface.parts import (
     GELU,
     Attention,
     GatedMLP,
+    GroupedRouter,
+    LatentAttention,
     LayerNorm,
     Part,
     RMSNorm,
@@ -47,7 +49,6 @@ class Family:
     file: str
     parts: Mapping[str, type[Part]]
     experts: str | None = None  # the class of its experts
-    kept: Mapping[str, str] = field(default_factory=dict)  # classes that stay, and why
 
 
 def _like_llama(file: str, prefix: str, head: type[Part] = CausalLM, **others: type[Part]) -> Family:
@@ -78,13 +79,14 @@ FAMILIES = {
     "gpt_oss": _with_experts("gpt_oss", "GptOss", norm=RMSNormOfItsDtype),
     "deepseek_v3": Family(
         "deepseek_v3",
-        {
-            "DeepseekV3RMSNorm": RMSNorm,
-            "DeepseekV3MLP": GatedMLP,
-            "DeepseekV3ForCausalLM": CausalLMWithRouters,
-        },
+        _like_llama(
+            "deepseek_v3",
+            "DeepseekV3",
+            CausalLMWithRouters,
+            Attention=LatentAttention,
+            TopkRouter=GroupedRouter,
+        ).parts,
         experts="DeepseekV3Experts",
-        kept={"DeepseekV3Attention": "its rotary embedding also changes the order of elements"},
     ),
 }
 
@@ -225,8 +227,6 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
             _require(module, experts.FLAGS)
             _require(module, experts.reads(module))
             found[named, "fastmp.ops.grouped_mm, grouped_mlp_in, permute", None] += 1
-        elif named in family.kept:
-            found[named, None, family.kept[named]] += 1
         elif why := _why_not(part := family.parts[named], module):
             found[named, None, why] += 1
         else:
@@ -268,7 +268,7 @@ def _classes(family: Family) -> dict[str, Any]:
 
     file = f"transformers.models.{family.file}.modeling_{family.file}"
     places = importlib.import_module(file), importlib.import_module("transformers.activations"), nn
-    names = [*family.parts, *family.kept, *([family.experts] if family.experts else [])]
+    names = [*family.parts, *([family.experts] if family.experts else [])]
     classes = {name: next((vars(p)[name] for p in places if name in vars(p)), None) for name in names}
     for name, found in classes.items():
         if found is None:

@@ -13,13 +13,16 @@ rounded before a norm, as it is not in transformers.
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmp.ops import rope_qk
+from fastmp.ops import rope_qk, topk_router
 
 FORMS = {  # activations by their classes in transformers and torch: the form that fastmp's ops call them
     "SiLUActivation": "silu",
@@ -136,46 +139,98 @@ class GatedMLP(Part):
         return self.down_proj(torch.ops.fastmp.gated_activation(gate, None, form, up))
 
 
+class GroupedRouter(Part):
+    """The router of DeepSeek-V3: sigmoids, groups of experts, and a bias for the choice alone."""
+
+    by = "fastmp.ops.topk_router"
+    needs = (
+        *("weight", "e_score_correction_bias", "top_k", "num_group", "topk_group"),
+        *("norm_topk_prob", "routed_scaling_factor"),
+    )
+
+    def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = F.linear(tokens.float(), self.weight.float())
+        chosen = topk_router(
+            logits,
+            self.top_k,
+            score="sigmoid",
+            num_groups=self.num_group,
+            group_topk=self.topk_group,
+            expert_bias=self.e_score_correction_bias,
+            normalize=self.norm_topk_prob,
+            scale=self.routed_scaling_factor,
+            balance=False,
+        )
+        return logits, chosen.probs, chosen.indices.long()
+
+
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
     """The rotary embedding of queries (B, N, S, D) and keys (B, G, S, D), as `apply_rotary_pos_emb` has it.
 
     With `unsqueeze_dim` 2 they are (B, S, N, D) and (B, S, G, D). cos and sin: (B or 1, S, D or D / 2) of
     hidden states' dtype; what lies beyond D / 2 is a repetition.
     """
+    return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=False)
+
+
+def rotate_neighbours(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, position_ids: Any = None, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """`rotate` of pairs of neighbours, as `apply_rotary_pos_emb_interleave` has it but for one thing.
+
+    That also moves the even elements before the odd ones. Here all stay in their places: products of queries
+    and keys have the same terms, and a cache only ever meets this order.
+    """
+    return _rotate(q, k, cos, sin, unsqueeze_dim, interleaved=True)
+
+
+def _rotate(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     half = q.shape[-1] // 2
     if q.shape[-1] not in (cos.shape[-1], 2 * cos.shape[-1]):
         raise ValueError(f"accelerate: {cos.shape[-1]} rotary positions do not fit heads of {q.shape[-1]}")
     cos, sin = cos[..., :half], sin[..., :half]
     if unsqueeze_dim == 2:
-        return rope_qk(q, k, cos, sin)
-    q, k = rope_qk(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return rope_qk(q, k, cos, sin, interleaved=interleaved)
+    q, k = rope_qk(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
     return q.transpose(1, 2), k.transpose(1, 2)
 
 
 class Attention(Part):
-    """Attention whose queries and keys fastmp rotates: its own `forward`, in which one function is another.
+    """Attention whose queries and keys fastmp rotates: its own `forward`, in which a function is another.
 
     The function is a global of transformers' file. `forward` gets globals of its own, so that no other model
     in this process changes.
     """
 
     by = "fastmp.ops.rope_qk"
-    function = "apply_rotary_pos_emb"
+    functions: Mapping[str, Any] = MappingProxyType({"apply_rotary_pos_emb": rotate})
 
     @classmethod
     def members(cls, original: Any) -> dict[str, Any]:
         forward = original.forward
-        if cls.function not in getattr(getattr(forward, "__code__", None), "co_names", ()):
-            raise AttributeError(f"forward that calls {cls.function}")
-        given, wanted = (list(signature(f).parameters) for f in (forward.__globals__[cls.function], rotate))
-        if given != wanted:
-            raise AttributeError(f"{cls.function} of {', '.join(wanted)}")
+        for name, ours in cls.functions.items():
+            if name not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+                raise AttributeError(f"forward that calls {name}")
+            given, wanted = (list(signature(f).parameters) for f in (forward.__globals__[name], ours))
+            if given != wanted:
+                raise AttributeError(f"{name} of {', '.join(wanted)}")
         # without __name__ a compiler looks globals up in this dict, not in the file of that name
         scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
-        scope[cls.function] = rotate
+        scope |= cls.functions
         made = types.FunctionType(
             forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
         )
         made.__kwdefaults__, made.__annotations__ = forward.__kwdefaults__, forward.__annotations__
         made.__module__, made.__qualname__ = forward.__module__, forward.__qualname__
         return {"forward": made}
+
+
+class LatentAttention(Attention):
+    """The attention of DeepSeek-V3, which rotates a part of each head, as its configuration says how."""
+
+    functions = MappingProxyType(
+        {**Attention.functions, "apply_rotary_pos_emb_interleave": rotate_neighbours}
+    )
