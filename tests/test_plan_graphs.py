@@ -23,6 +23,7 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.layout import make_grid, problems
+from fastmp.nn import Documents
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -62,6 +63,10 @@ def scoped(made, scope):
 def in_buckets(made, size):
     """The recipe with small buckets."""
     return replace(made, optimizer=OptimizerConfig(bucket_size=size))
+
+
+def masked(made):
+    return replace(made, data=replace(made.data, document_masking=True))
 
 
 def size_of(made, dp):
@@ -109,6 +114,11 @@ CASES = {
         1,
         FULL,
     ),
+    "documents": (masked(recipe(SHARED, cp=2, recompute=True)), 1, None),
+    "documents, not in graphs": (masked(recipe(DENSE)), 1, ["mlp"]),
+    "pp, documents": (masked(recipe(DENSE, microbatches=4, pp=2, schedule="zero_bubble")), 1, None),
+    "full, documents": (masked(recipe(MOE)), 1, FULL),
+    "full, pp, documents": (masked(recipe(DENSE, microbatches=4, pp=2, vpp=2)), 1, FULL),
     "full, pp, uneven": (recipe(MOE, microbatches=3, pp=2, stage_layers=(4, 0)), 1, FULL),
 }
 
@@ -130,7 +140,11 @@ def seen_case(rank, world, made, scope):
     manager = make_graphs(runner, number, config, rng=rng, device=torch.device("cpu"), run_size=run_size)
     manager.begin_step()
     tokens = torch.zeros(2, made.data.seq_len, dtype=torch.int64)
-    runner.train(lambda microbatch: {"tokens": tokens, "targets": tokens}, number)
+    batch = {"tokens": tokens, "targets": tokens}
+    if made.data.document_masking:
+        position_ids = torch.arange(made.data.seq_len).repeat(2, 1)
+        batch["documents"] = Documents.from_position_ids(position_ids, max_documents=2)
+    runner.train(lambda microbatch: batch, number)
     manager.begin_step()
     planned, pp_rank = manager.plan, group_rank(groups.pp)
     return pp_rank, (planned.chunks, planned.num_graphs, planned.inputs(), planned.nbytes)
@@ -159,7 +173,7 @@ QUICK = {
         "pp, vpp",
         "pp, zero bubble",
     ),
-    *("pp, uneven", "full, pp, cp, zero bubble", "some dense, front"),
+    *("pp, uneven", "full, pp, cp, zero bubble", "some dense, front", "documents"),
 }
 
 

@@ -16,7 +16,7 @@ from fastmp.graphs.hooks import suspended_hooks
 from fastmp.graphs.replay import add_gradients
 from fastmp.graphs.restore import repeatable_backward
 from fastmp.graphs.runs import Run
-from fastmp.nn.segment import Link, Tensors, run_links
+from fastmp.nn.segment import Link, Tensors
 from fastmp.ops.wgrad import WgradQueue, current_queue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD
 
@@ -55,7 +55,7 @@ class Capture:
             defer_wgrad(queue),
             self._captured(None, observed.watched) as graph,
         ):
-            tensors, others = run_links(run.links, tuple(inputs), run.call, begun=begun)
+            tensors, others = run.through(tuple(inputs), self._graph_set.shared, begun)
             if versions != [buffer._version for buffer in static]:
                 raise CaptureError("it writes to an input, of which a replay has a copy; write to a copy")
         if not self._backend.runs_at_capture:

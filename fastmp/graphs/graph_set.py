@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs.backend import Graph, Weak
 from fastmp.graphs.buffers import BufferPlan, Replay, TensorSpec
@@ -177,6 +178,7 @@ class GraphSet:
     """What belongs to training steps of one signature: the plan, the static buffers, the captured graphs.
 
     observed: what an eager step has shown, by (chunk, run). autocast: the dtype that it cast to, or False.
+    shared: what all layers were given as keywords, without its tensors.
     captured: by the number of the forward's graph. done: the numbers of all graphs that are captured.
     drops: how many rounds were begun and could not be captured as a whole.
     left: gradients that captured backwards of this round have left, by address. They are held, as the
@@ -188,9 +190,11 @@ class GraphSet:
         plan: BufferPlan,
         observed: dict[tuple[int, int], Observed],
         device: torch.device,
-        autocast: torch.dtype | bool = False,
+        autocast: torch.dtype | bool,
+        shared: TreeSpec,
     ) -> None:
-        self.plan, self.observed, self.device, self.autocast = plan, observed, device, autocast
+        self.plan, self.observed, self.device = plan, observed, device
+        self.autocast, self.shared = autocast, shared
         self.left: dict[int, Tensor] = {}
         self.buffers = [
             torch.empty_strided(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,8 +65,8 @@ def called_whole(links: Iterable[Link]) -> tuple[list[Link], dict[nn.Module, Ski
 
 
 def _call(layer: SegmentedLayer) -> Callable[..., Tensors]:
-    def call(*tensors: torch.Tensor) -> Tensors:
-        made = layer(*tensors)
+    def call(*tensors: torch.Tensor, **shared: Any) -> Tensors:
+        made = layer(*tensors, **shared)
         return (made,) if isinstance(made, torch.Tensor) else tuple(made)
 
     return call

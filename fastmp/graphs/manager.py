@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs.backend import Backend, Graph
 from fastmp.graphs.buffers import BufferPlan, RunSpec, TensorSpec, plan_buffers
@@ -35,6 +36,7 @@ from fastmp.graphs.runs import (
     Observed,
     Part,
     Run,
+    Shared,
     called_modules,
     cut,
     keeps_gradients,
@@ -53,23 +55,33 @@ _MOST_DROPS = 4  # rounds that could not be captured in one pass, before their s
 _MOST_GRAPH_SETS = 4  # signatures that have graphs; each has static buffers of its own
 
 Place = tuple[int, int]  # chunk, run
-Signature = tuple[Any, ...]  # of the first inputs of a step
+Signature = tuple[Any, ...]  # of the first inputs of a step: autocast, what layers share, and each tensor
 
 
 class StepRunner(Protocol):
     """Runs the chains of one training step in which runs are graphs; see `GraphManager.begin_replays`.
 
-    Each method is called in the order in which the step runs. `shared` gets the addresses of storages that
-    later work writes to: the manager copies what leaves a chain from there.
+    Each method is called in the order in which the step runs. `overwritten` gets the addresses of storages
+    that later work writes to: the manager copies what leaves a chain from there. `shared` are the keywords
+    of all layers.
     """
 
     def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, shared: set[int]
+        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
-        """What run `number` of a chunk hands on, and what its layers return besides."""
+        """What run `number` of a chunk hands on, and what its layers return besides.
+
+        Where `run.takes_shared`, the last of `tensors` are those of what layers share.
+        """
 
     def between(
-        self, chunk: int, number: int, part: EagerPart, tensors: Tensors, shared: set[int]
+        self,
+        chunk: int,
+        number: int,
+        part: EagerPart,
+        tensors: Tensors,
+        shared: dict[str, Any],
+        overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
         """The same of the eager part before run `number`."""
 
@@ -118,6 +130,10 @@ class GraphManager:
     eager segment uses it too. Hooks of modules before their forward that have an attribute `replayed = True`
     are called as hook(module, ()). A layer with any other hook runs eagerly as a whole. Hooks may be added
     and removed between steps.
+
+    What a chain gets as keywords for all layers goes by its tensors, which are inputs of every run in which
+    a layer begins; it must be a pytree of tensors. Packed documents have to be made with `max_documents`, so
+    that all microbatches have one signature.
 
     A parameter of two runs, or of one and eager segments, gets two gradients, which eager autograd adds up
     first: the last bits of the sum may differ, under autocast those of the dtype that it casts to.
@@ -291,24 +307,24 @@ class GraphManager:
             for c, runs in enumerate(self.runs)
         ]
         self._graph_sets[self._signature] = GraphSet(
-            plan_buffers(self.order, chunks), observed, self._device, self._signature[0]
+            plan_buffers(self.order, chunks), observed, self._device, *self._signature[:2]
         )
 
     def _spec(self, observed: dict[Place, Observed], place: Place, run: Run) -> RunSpec:
         gradients = tuple(self._arrived[place]) if place in self._reached else None
         return RunSpec(run.name, tuple(spec for spec, _ in observed[place].inputs), gradients)
 
-    def _first_forward(self, tensors: Tensors) -> Signature:
+    def _first_forward(self, tensors: Tensors, shared: TreeSpec) -> Signature:
         """Decide by a step's first inputs whether it runs eagerly, is observed, or goes through graphs."""
         if DistributedDataParallel._get_active_ddp_module() is not None:
             raise GraphError(
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
                 "fastmp's GradBuffer, or hooks behind accumulated gradients"
             )
-        self._signature = signature = (_autocast(tensors), *map(_spec_and_grad, tensors))
+        self._signature = signature = (_autocast(tensors), shared, *map(_spec_and_grad, tensors))
         self._device = tensors[0].device
         if self.verify_every > 0 and self._step % self.verify_every == 0:
-            self._verifier = VerifiedReplay(self.runs, self.backend.rng)
+            self._verifier = VerifiedReplay(self.runs, shared, self.backend.rng)
         if self._step < self.warmup - 1:
             return signature
         if signature in self._graph_sets:
@@ -337,46 +353,50 @@ class GraphManager:
         replay = Replay() if self._verifier is None else self._verifier
         return GraphedStep(graph_set, self.runs, self.backend, replay, fallback=self.fallback)
 
-    def _forward(self, chunk: int, *tensors: Tensor) -> Tensors:
+    def _forward(self, chunk: int, tensors: Tensors, shared: dict[str, Any]) -> Tensors:
         chain = self.chains[chunk]
         if self._step < 0 or not torch.is_grad_enabled() or not chain.training:
-            return type(chain).forward(chain, *tensors)
-        signature = self._signature or self._first_forward(tensors)
+            return type(chain).forward(chain, *tensors, **shared)
+        common = Shared.of(shared)
+        signature = self._signature or self._first_forward((*tensors, *common.tensors), common.form)
         runner = self._runner
         graphed = runner is not None and not (
-            _autocast(tensors) != signature[0] or torch._C._are_functorch_transforms_active()
+            (_autocast(tensors), common.form) != signature[:2] or torch._C._are_functorch_transforms_active()
         )
         if self._verifier is not None and self.group is not None:
-            self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors))
+            self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors, common))
         if runner is not None and graphed:
-            return self._through_graphs(runner, chunk, tensors)
+            return self._through_graphs(runner, chunk, tensors, common)
         if runner is not None:
             runner.skip(chunk)
         elif self._observed is not None:
-            return self._observe_chain(self._observed, chunk, tensors)
-        return type(chain).forward(chain, *tensors)
+            return self._observe_chain(self._observed, chunk, tensors, common)
+        return type(chain).forward(chain, *tensors, **shared)
 
-    def _through_graphs(self, runner: StepRunner, chunk: int, tensors: Tensors) -> Tensors:
+    def _through_graphs(self, runner: StepRunner, chunk: int, tensors: Tensors, shared: Shared) -> Tensors:
         others: Tensors = ()
-        shared: set[int] = set()
+        overwritten: set[int] = set()
         number = 0
         for part in self._parts[chunk]:
             if isinstance(part, Run):
-                tensors, more = runner.run(chunk, number, part, tensors, shared)
+                tensors, more = runner.run(chunk, number, part, shared.beside(tensors, part), overwritten)
                 number += 1
             elif isinstance(part, EagerPart):
                 call_pre_hooks(part.begins)
-                tensors, more = runner.between(chunk, number, part, tensors, shared)
+                keywords = shared.keywords
+                tensors, more = runner.between(chunk, number, part, tensors, keywords, overwritten)
             others += more
         made = (*tensors, *others)
-        in_graphs = [tensor.untyped_storage().data_ptr() in shared for tensor in made]
+        in_graphs = [tensor.untyped_storage().data_ptr() in overwritten for tensor in made]
         own = iter(_copy_out([tensor for tensor, inside in zip(made, in_graphs) if inside]))
         return tuple([next(own) if inside else tensor for tensor, inside in zip(made, in_graphs)])
 
-    def _replays(self, chunk: int, tensors: Tensors) -> bool:
+    def _replays(self, chunk: int, tensors: Tensors, shared: Shared) -> bool:
         assert self._runner is not None and self._graph_set is not None
-        begins = isinstance(self._parts[chunk][0], Run)
-        return self._runner.replays(chunk) and (not begins or self._graph_set.takes(chunk, 0, tensors))
+        first = self._parts[chunk][0]
+        return self._runner.replays(chunk) and (
+            not isinstance(first, Run) or self._graph_set.takes(chunk, 0, shared.beside(tensors, first))
+        )
 
     def _all_replay(self, own: bool) -> bool:
         """Whether all ranks of the group replay the next forward."""
@@ -384,7 +404,9 @@ class GraphManager:
         dist.all_reduce(replay, dist.ReduceOp.MIN, group=self.group)
         return bool(replay)
 
-    def _observe_chain(self, observed: dict[Place, Observed], chunk: int, tensors: Tensors) -> Tensors:
+    def _observe_chain(
+        self, observed: dict[Place, Observed], chunk: int, tensors: Tensors, shared: Shared
+    ) -> Tensors:
         """Run a chain eagerly, and note what enters and leaves its runs."""
         others: Tensors = ()
         number, keeps = 0, False
@@ -392,21 +414,28 @@ class GraphManager:
             call_pre_hooks(part.begins)
             given = tensors
             if isinstance(part, Run):
-                # What comes before a chain is not known: it may keep gradients.
-                tensors, more = self._observe(observed, (chunk, number), part, tensors, keeps or number == 0)
+                inputs = shared.beside(tensors, part)
+                tensors, more = self._observe(observed, (chunk, number), part, inputs, shared.form, keeps)
                 keeps |= any(t is each for t in (*tensors, *more) for each in given)
                 number += 1
             else:
-                tensors, more = run_links(part.links, tensors, part.call)
+                tensors, more = run_links(part.links, tensors, part.call, shared=shared.keywords)
                 keeps |= keeps_gradients(part, given, tensors)
             others += more
         return *tensors, *others
 
     def _observe(
-        self, observed: dict[Place, Observed], place: Place, run: Run, tensors: Tensors, keeps: bool
+        self,
+        observed: dict[Place, Observed],
+        place: Place,
+        run: Run,
+        tensors: Tensors,
+        shared: TreeSpec,
+        keeps: bool,
     ) -> tuple[Tensors, Tensors]:
+        keeps = keeps or place[1] == 0  # what comes before a chain is not known: it may keep gradients
         with called_modules() as called, self.backend.watch() as watched:
-            handed_on, others = run_links(run.links, tensors, run.call)
+            handed_on, others = run.through(tensors, shared)
         made = [t for t in made_by((*handed_on, *others), tensors) if t.requires_grad]
         outputs = [spec_of(t) for t in made]
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
@@ -445,14 +474,9 @@ def _managed(
     """Stand in for the forward of a chain, without keeping the manager and its graphs."""
     own, layers = manager(), chain()
     assert layers is not None
-    if own is None or (shared and not (torch.is_grad_enabled() and layers.training)):
+    if own is None:
         return type(layers).forward(layers, *tensors, **shared)
-    if shared:
-        raise ValueError(
-            f"graphs: what all layers share, here {', '.join(shared)}, differs between microbatches and is "
-            "in no graph; train on packed documents without graphs"
-        )
-    return own._forward(chunk, *tensors)
+    return own._forward(chunk, tensors, shared)
 
 
 def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

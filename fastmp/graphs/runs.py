@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
 from fastmp.graphs.buffers import TensorSpec
 from fastmp.graphs.hooks import called_whole
 from fastmp.graphs.scope import captured_segments, layer_groups
-from fastmp.nn.segment import Call, LayerChain, Link
+from fastmp.nn.segment import Call, LayerChain, Link, Tensors, run_links
 
 __all__ = [
-    "EagerPart", "Observed", "Part", "Run", "called_modules", "cut", "keeps_gradients", "made_by",
+    "EagerPart", "Observed", "Part", "Run", "Shared", "called_modules", "cut", "keeps_gradients", "made_by",
     "nodes_behind", "spec_of",
 ]  # fmt: skip
 
@@ -43,6 +45,11 @@ class Part:
     begins: list[nn.Module]
     call: Call | None
 
+    @cached_property
+    def takes_shared(self) -> bool:
+        """Whether a layer begins here: it takes what all layers of the chain share."""
+        return any(link.first for link in self.links)
+
     @property
     def layers(self) -> list[nn.Module]:
         """The layers that have segments here, each once."""
@@ -55,11 +62,51 @@ class Part:
 
 
 class Run(Part):
-    """Segments that one graph holds."""
+    """Segments that one graph holds.
+
+    Where layers begin in it, its inputs end with the tensors of what all layers of the chain share.
+    """
+
+    def through(
+        self, inputs: Tensors, shared: TreeSpec, begun: list[Link] | None = None
+    ) -> tuple[Tensors, Tensors]:
+        """Run the segments, as `run_links` does.
+
+        shared: what layers share, without its tensors, which are the last of `inputs`.
+        """
+        first = len(inputs) - (shared.num_leaves if self.takes_shared else 0)
+        keywords = tree_unflatten(inputs[first:], shared) if first < len(inputs) else {}
+        return run_links(self.links, inputs[:first], self.call, shared=keywords, begun=begun)
 
 
 class EagerPart(Part):
     """Segments that run eagerly in every step."""
+
+
+class Shared(NamedTuple):
+    """What a chain gets as `keywords` for all layers: its tensors, and its form without them."""
+
+    keywords: dict[str, Any]
+    tensors: Tensors
+    form: TreeSpec
+
+    @classmethod
+    def of(cls, keywords: dict[str, Any]) -> Shared:
+        """Take it apart. ValueError where it holds something else than tensors."""
+        if not keywords:
+            return _NOTHING
+        leaves, form = tree_flatten(keywords)
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                raise ValueError(f"graphs: what all layers share must consist of tensors, got {leaf!r}")
+        return cls(keywords, tuple(leaves), form)
+
+    def beside(self, tensors: Tensors, part: Part) -> Tensors:
+        """The inputs of `part`: `tensors`, and these if a layer begins there."""
+        return (*tensors, *self.tensors) if self.tensors and part.takes_shared else tensors
+
+
+_NOTHING = Shared({}, (), tree_structure({}))
 
 
 class Observed(NamedTuple):

@@ -83,11 +83,11 @@ class GraphedStep:
             self._position.eager |= {(slot.step.microbatch, chunk, run) for run in runs}
 
     def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, shared: set[int]
+        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
         """What run `number` of a chunk hands on, and what its layers return besides, as `run_links`.
 
-        shared: gets the addresses of storages that later replays write to.
+        overwritten: gets the addresses of storages that later replays write to.
         """
         graph_set = self._graph_set
         slot = self._position.expect(chunk, number, (FORWARD,))
@@ -103,7 +103,7 @@ class GraphedStep:
             with suspended_hooks(run):  # those before the forward have been called
                 return self._eagerly(slot, run, tensors)
         captured = graph_set.captured[slot.graph]
-        shared |= captured.places
+        overwritten |= captured.places
         self._aliased = captured.aliased
         if len(made) < len(captured.outputs):
             own = iter(made)
@@ -114,7 +114,7 @@ class GraphedStep:
         self._position.eager.add(slot.key)
         in_buffers = [tensor.data_ptr() in slot.addresses for tensor in tensors]
         tensors = tuple([t.clone() if inside else t for t, inside in zip(tensors, in_buffers)])
-        return run_links(run.links, tensors, run.call)
+        return run.through(tensors, self._graph_set.shared)
 
     def _fail(self, error: CaptureError) -> None:
         if not self._fallback:
@@ -122,7 +122,13 @@ class GraphedStep:
         self.failure = self.failure or error
 
     def between(
-        self, chunk: int, number: int, part: EagerPart, tensors: Tensors, shared: set[int]
+        self,
+        chunk: int,
+        number: int,
+        part: EagerPart,
+        tensors: Tensors,
+        shared: dict[str, Any],
+        overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
         """Run a part eagerly that comes before run `number`.
 
@@ -133,9 +139,9 @@ class GraphedStep:
         out = None
         if slot is not None and slot.run == number and part.links[-1].segment.accepts_out:
             out = slot.static[0].detach()
-            shared.add(out.untyped_storage().data_ptr())
+            overwritten.add(out.untyped_storage().data_ptr())
         versions = [tensor._version for tensor in tensors] if self._aliased else []
-        made = run_links(part.links, tensors, part.call, out=out)
+        made = run_links(part.links, tensors, part.call, shared=shared, out=out)
         if versions and versions != [tensor._version for tensor in tensors]:
             raise GraphError(
                 f"graphs: {part.name!r} writes in place to a tensor that the graph before it returns twice, "

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import GraphError
@@ -15,7 +16,7 @@ from fastmp.graphs.hooks import suspended_hooks
 from fastmp.graphs.replay import Replay
 from fastmp.graphs.restore import PartState, random_states, restore_random_states
 from fastmp.graphs.runs import Run, made_by
-from fastmp.nn.segment import Tensors, run_links
+from fastmp.nn.segment import Tensors
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.schedule import BACKWARD
 
@@ -33,6 +34,7 @@ class _Eager(NamedTuple):
 class VerifiedReplay(Replay):
     """Replays graphs and compares what they make with what their segments make eagerly.
 
+    shared: what layers share, without its tensors.
     rng: the streams that segments draw from; None: torch's default generators.
 
     `wanted`: whether the next forward is compared; its backward is if the forward was.
@@ -41,8 +43,8 @@ class VerifiedReplay(Replay):
     once, after the comparison.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Run]], rng: RandomStreams | None) -> None:
-        self._runs, self._rng, self.wanted = runs, rng, True
+    def __init__(self, runs: Sequence[Sequence[Run]], shared: TreeSpec, rng: RandomStreams | None) -> None:
+        self._runs, self._shared, self._rng, self.wanted = runs, shared, rng, True
         self._eager: dict[Key, _Eager] = {}
 
     def forward(self, slot: Slot, captured: Captured, static: Sequence[Tensor]) -> Tensors:
@@ -57,7 +59,7 @@ class VerifiedReplay(Replay):
         before.put_back()
         queue = None if captured.queue is None else WgradQueue()
         with torch.enable_grad(), suspended_hooks(run), defer_wgrad(queue):
-            tensors, others = run_links(run.links, tuple(inputs), run.call)
+            tensors, others = run.through(tuple(inputs), self._shared)
         expected = made_by((*tensors, *others), inputs)
         for i, pair in enumerate(zip(made, expected, strict=True)):
             _compare(slot, f"output {i}", *pair)

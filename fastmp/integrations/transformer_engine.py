@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs import hooks
 from fastmp.graphs.buffers import BufferPlan
@@ -115,7 +116,7 @@ class TransformerEngineManager(GraphManager):
     def _callables(self, graph_set: GraphSet) -> _Callables:
         wanted = arguments(graph_set.plan, self.order)
         modules = {
-            (chunk, number): _RunModule(run)
+            (chunk, number): _RunModule(run, graph_set.shared)
             for chunk, runs in enumerate(self.runs)
             for number, run in enumerate(runs)
         }
@@ -156,14 +157,14 @@ class _Replays:
         self._forwards: Counter[tuple[int, int]] = Counter()  # {(chunk, run): how many have begun}
 
     def run(
-        self, chunk: int, number: int, run: Run, tensors: Tensors, shared: set[int]
+        self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
         microbatch = self._forwards[chunk, number]
         self._forwards[chunk, number] += 1
         observed = self._graph_set.observed[chunk, number]
         if self.failure is not None or not self._graph_set.takes(chunk, number, tensors):
             hooks.call_pre_hooks(run.begins)
-            return run_links(run.links, tensors)
+            return run.through(tensors, self._graph_set.shared)
         hooks.call_pre_hooks(observed.calls)
         inputs = [
             _CopiedGradient.apply(t) if t.requires_grad and (observed.keeps or t.is_leaf) else t
@@ -171,15 +172,21 @@ class _Replays:
         ]
         module, call = self._callables[chunk, microbatch, number]
         made = call(*inputs)
-        shared |= {each.untyped_storage().data_ptr() for each in made}
+        overwritten |= {each.untyped_storage().data_ptr() for each in made}
         new = iter(made)
         outputs = [next(new) if given is None else tensors[given] for given in module.given]
         return tuple(outputs[: module.num_tensors]), tuple(outputs[module.num_tensors :])
 
     def between(
-        self, chunk: int, number: int, part: EagerPart, tensors: Tensors, shared: set[int]
+        self,
+        chunk: int,
+        number: int,
+        part: EagerPart,
+        tensors: Tensors,
+        shared: dict[str, Any],
+        overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
-        return run_links(part.links, tensors, part.call)
+        return run_links(part.links, tensors, part.call, shared=shared)
 
     def skip(self, chunk: int) -> None:
         self._forwards.update((own, run) for own, run in _all_runs(self._graph_set) if own == chunk)
@@ -250,9 +257,9 @@ class _Backend:
 class _RunModule(nn.Module):
     """A run as a module: tensors in, a tuple of new tensors out, and the parameters that are trained."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, shared: TreeSpec) -> None:
         super().__init__()
-        self.run = run
+        self.run, self.shared = run, shared
         self.given: list[
             int | None
         ] = []  # for each output: the number of the input that is handed on, or None
@@ -261,7 +268,7 @@ class _RunModule(nn.Module):
             self.register_parameter(str(i), param)
 
     def forward(self, *inputs: Tensor) -> Tensors:
-        tensors, others = run_links(self.run.links, inputs)
+        tensors, others = self.run.through(inputs, self.shared)
         outputs, self.num_tensors = (*tensors, *others), len(tensors)
         self.given = [next((i for i, own in enumerate(inputs) if own is o), None) for o in outputs]
         return tuple(output for output, given in zip(outputs, self.given) if given is None)

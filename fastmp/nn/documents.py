@@ -6,11 +6,12 @@ Shapes: B batch, T the undivided sequence, n documents of a batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 from fastmp.ops.attention import Borders
 
@@ -44,10 +45,15 @@ class Documents(Positions):
     borders_n: (n + 1,) int32, where documents begin among the rows laid one after the other, and B * T
         (`cu_seqlens`). The last entries may repeat.
     longest: no document is longer.
+    static: borders have one shape and `longest` one value in all batches, and their values are read on the
+        device alone, as graphs need; so with `max_documents`.
+
+    It is a pytree: two tensors, and `longest` and `static` around them.
     """
 
     borders_n: Tensor
     longest: int
+    static: bool = False
 
     @classmethod
     def from_position_ids(cls, position_ids_BT: Tensor, *, max_documents: int | None = None) -> Documents:
@@ -55,9 +61,10 @@ class Documents(Positions):
 
         Padding at the end of a row is documents of its own: any positions that start at 0.
 
-        max_documents: no batch has more, documents that begin with a row included. Needed on a GPU, where
-            counting them would wait for it; else make this on the CPU, where batches come from, and move it
-            with `to`. Beyond this number documents would be joined: a CPU raises, a GPU does not look.
+        max_documents: no batch has more, documents that begin with a row included. Needed for CUDA graphs,
+            where batches must be alike, and on a GPU, where counting documents would wait for it; else make
+            this on the CPU, where batches come from, and move it with `to`. Beyond this number documents
+            would be joined: a CPU raises, a GPU does not look.
 
         ValueError for other shapes, on a GPU without `max_documents`, and for more documents than that.
         """
@@ -81,8 +88,9 @@ class Documents(Positions):
             raise ValueError(f"Documents: the batch has {count} documents, more than max_documents {size}")
         begins = torch.nonzero_static(begins_BT.flatten(), size=size, fill_value=B * T).flatten()
         borders_n = torch.nn.functional.pad(begins, (0, 1), value=B * T).int()
-        longest = int(borders_n.diff().max()) if readable else T
-        return cls(position_ids_BT, borders_n, longest)
+        if max_documents is not None:
+            return cls(position_ids_BT, borders_n, T, static=True)
+        return cls(position_ids_BT, borders_n, int(borders_n.diff().max()))
 
     def anew(self) -> Documents:
         """The same documents, of which `once` has made nothing yet: that lives as long as its user."""
@@ -97,19 +105,37 @@ class Documents(Positions):
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Documents:
-        return Documents(change(self.position_ids_BT), change(self.borders_n), self.longest)
+        return replace(
+            self,
+            position_ids_BT=change(self.position_ids_BT),
+            borders_n=change(self.borders_n),
+            _made={},
+        )
 
     def borders(self, queries: range, keys: range) -> Borders:
         """Those of the parts of documents in these positions of every row; made once for all layers."""
 
         def part(positions: range) -> Tensor:
             T, length = self.position_ids_BT.shape[1], len(positions)
+            if length == T:
+                return self.borders_n
             within = (self.borders_n % T).clamp(positions.start, positions.stop) - positions.start
             return (self.borders_n // T * length + within).int()
 
         return self.once(
             (queries, keys),
             lambda: Borders(
-                part(queries), part(keys), min(self.longest, len(queries)), min(self.longest, len(keys))
+                part(queries),
+                part(keys),
+                min(self.longest, len(queries)),
+                min(self.longest, len(keys)),
+                self.static,
             ),
         )
+
+
+register_pytree_node(
+    Documents,
+    lambda own: ([own.position_ids_BT, own.borders_n], (own.longest, own.static)),
+    lambda tensors, others: Documents(*tensors, *others),
+)

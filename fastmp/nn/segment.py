@@ -10,11 +10,12 @@ experts, combine, where the last three are not capturable if experts are divided
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -112,22 +113,25 @@ class LayerChain(nn.ModuleList):
         links = []
         for name, layer in self._modules.items():  # a layer may be there twice
             assert isinstance(layer, SegmentedLayer)
-            *_, last = segments = layer.segments()
+            segments = layer.segments()
+            first, last = segments[0], segments[-1]
             for each in segments:
                 title = f"fastmp.segment.{type(layer).__name__}.{each.name}"
-                links.append(Link(name, layer, each, each is last, title))
+                links.append(Link(name, layer, each, each is first, each is last, title))
         return links
 
 
 class Link(NamedTuple):
     """A segment of a layer of a chain. The next layer takes the first tensor that the `last` one returns.
 
+    first: it takes what all layers share as keywords.
     region: its name for profilers.
     """
 
     name: str
     layer: SegmentedLayer
     segment: Segment
+    first: bool
     last: bool
     region: str
 
@@ -141,21 +145,22 @@ def run_links(
     tensors: Tensors,
     call: Call | None = None,
     *,
+    shared: Mapping[str, Any] = MappingProxyType({}),
     out: torch.Tensor | None = None,
     begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Run segments; return the tensors of the last one, and further tensors of the layers that ended.
 
-    call: the `call` of the chain.
+    call: the `call` of the chain. shared: the keywords that it was called with.
     out: where the last segment may leave its first tensor, see `Segment.accepts_out`.
     begun: gets every link before it runs.
     """
     writer = links[-1] if out is not None and links[-1].segment.accepts_out else None
     if call is None:
-        return _run_links(links, tensors, writer, out, begun)
+        return _run_links(links, tensors, shared, writer, out, begun)
     others: Tensors = ()
     for _, own in groupby(links, attrgetter("name")):
-        part = _Part(list(own), writer, out, begun)
+        part = _Part(list(own), shared, writer, out, begun)
         tensors = _tuple(call(part, *tensors))
         if part.links[-1].last:
             tensors, others = tensors[:1], others + tensors[1:]
@@ -165,9 +170,10 @@ def run_links(
 def _run_links(
     links: Sequence[Link],
     tensors: Tensors,
-    writer: Link | None,
-    out: torch.Tensor | None,
-    begun: list[Link] | None,
+    shared: Mapping[str, Any],
+    writer: Link | None = None,
+    out: torch.Tensor | None = None,
+    begun: list[Link] | None = None,
 ) -> tuple[Tensors, Tensors]:
     others: Tensors = ()
     for link in links:
@@ -175,7 +181,7 @@ def _run_links(
             begun.append(link)
         with region(link.region):
             options = {"out": out} if link is writer else {}
-            tensors = link.segment.run(*tensors, **options)
+            tensors = link.segment.run(*tensors, **options, **(shared if link.first else {}))
         if link.last:
             tensors, others = tensors[:1], others + tuple(tensors[1:])
     return tensors, others
@@ -184,12 +190,12 @@ def _run_links(
 class _Part:
     """Some segments of a layer as a function. Called again, to recompute, it makes new tensors throughout."""
 
-    def __init__(self, links: list[Link], *options: Any) -> None:
-        self.links, self.options = links, options
+    def __init__(self, links: list[Link], shared: Mapping[str, Any], *options: Any) -> None:
+        self.links, self.shared, self.options = links, shared, options
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        options, self.options = self.options, (None, None, None)
-        tensors, others = _run_links(self.links, tensors, *options)
+        options, self.options = self.options, ()
+        tensors, others = _run_links(self.links, tensors, self.shared, *options)
         return *tensors, *others
 
 

@@ -15,7 +15,7 @@ chooses and calls.
   of cuDNN or of the CPU's flash kernel, whose results are weighed by their sums of exponentials. There is no
   mask then, and no key that is looked at in vain.
 - blocks: for windows, blocks of queries with the keys that they may see, and a mask of one block.
-- documents: one document after the other; on a CPU, which knows their lengths.
+- documents: one document after the other; on a CPU, which may read their lengths.
 - mask: sdpa with a mask of queries x keys.
 
 Shapes: B batch, N query heads, G key/value heads, which divide N, C queries, E keys, D width of a head.
@@ -36,6 +36,8 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastmp.ops.registry import can_read_values
+
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
 
 _16_BITS = ("bfloat16", "float16")
@@ -51,12 +53,14 @@ class Borders(NamedTuple):
         document i are queries[i] to queries[i + 1] - 1, and are the last of its keys. Documents may be empty:
         entries repeated at the end let the number of documents vary under a fixed shape.
     longest_queries, longest_keys: bounds of the length of a document.
+    static: nobody reads the borders on the host, also on a CPU, as in what graphs hold.
     """
 
     queries: Tensor
     keys: Tensor
     longest_queries: int
     longest_keys: int
+    static: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class AttentionCall:
     flash: who serves torch's flash operators, "FA2", "FA3" or "FA4"; "" where they are disabled.
     cudnn_first: `scaled_dot_product_attention` prefers cuDNN on this GPU.
     deterministic: `torch.use_deterministic_algorithms` is on.
+    readable: the host may read where documents begin.
     """
 
     device: str
@@ -86,6 +91,7 @@ class AttentionCall:
     flash: str = "FA2"
     cudnn_first: bool = False
     deterministic: bool = False
+    readable: bool = True
 
 
 class Choice(NamedTuple):
@@ -104,7 +110,7 @@ def choose(call: AttentionCall) -> Choice:
     if call.documents:
         if not refusal:
             return Choice("flash", f"{call.flash} takes documents by their borders")
-        if call.device == "cpu":
+        if call.device == "cpu" and call.readable:
             return Choice("documents", "a CPU knows their lengths")
         return Choice("mask", f"flash attention takes {refusal}")
     if call.window:
@@ -193,6 +199,7 @@ def attend(
         causal=causal,
         window=window is not None,
         documents=documents is not None,
+        readable=documents is None or (can_read_values(documents.queries) and not documents.static),
         mask=mask is not None,
         dropout=dropout_p > 0.0,
     )
@@ -320,7 +327,7 @@ def _flash(
     borders: tuple[Any, ...] = (None, None, C, k_BGED.shape[2])
     if documents is not None:
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        borders = tuple(documents)
+        borders = documents[:4]
     output = torch.ops.aten._flash_attention_forward(
         q,
         k,

@@ -91,6 +91,8 @@ def runs(
                 tensors, others = tensors[:1], others + tensors[1:]
         made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
         if captured:
+            if any(segment is own[layer][0] for layer, segment in run):
+                given = (*given, *_Parts(shapes).documents())
             first, last = (f"{layer}.{segment.name}" for layer, segment in (run[0], run[-1]))
             found.append(
                 RunSpec(
@@ -111,15 +113,16 @@ def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> li
     parts, experts = _Parts(shapes), any(shapes.model.layers[layer].moe is not None for layer in layers)
     batch = (shapes.tokens // shapes.length, shapes.length * shapes.grid.cp)
     ids, hidden = TensorSpec(batch, "int64"), parts.hidden().spec
+    documents = tuple(each.spec for each in parts.documents())
     aux = (TensorSpec((), "float32"),) if experts and parts.balanced else ()
     if num_stages == 1:
-        return [[RunSpec("0.microbatch", (ids, ids), (TensorSpec((), "float32"), *aux))]]
+        return [[RunSpec("0.microbatch", (ids, ids, *documents), (TensorSpec((), "float32"), *aux))]]
     own = ids._replace(shape=(batch[0], shapes.length))
-    found = [[RunSpec("0.stage", (hidden if stage else own,), (hidden, *aux))]]
+    found = [[RunSpec("0.stage", (hidden if stage else own, *documents), (hidden, *aux))]]
     if stage and not layers:
         found = [[]]  # it returns what it gets
     if stage == num_stages - 1:
-        found.append([RunSpec("0.loss", (hidden, ids, ids), (TensorSpec((), "float64"),))])
+        found.append([RunSpec("0.loss", (hidden, ids, ids, *documents), (TensorSpec((), "float64"),))])
     return found
 
 
@@ -157,6 +160,12 @@ class _Parts:
         return Tensor(
             (self.shapes.rows // batch, batch, self.shapes.model.hidden_size), self.dtype, grad=True
         )
+
+    def documents(self) -> Tensors:
+        """What all layers share of packed documents: positions, and borders."""
+        shapes, batch = self.shapes, self.shapes.tokens // self.shapes.length
+        positions = Tensor((batch, shapes.length * shapes.grid.cp), "int64")
+        return (positions, Tensor((shapes.documents + 1,), "int32")) if shapes.documents else ()
 
     def new_hidden(self, *_: Tensor) -> Tensors:
         return (self.hidden(),)

@@ -16,7 +16,8 @@ class Shapes:
 
     Of a microbatch, `tokens` go through this rank's products, `rows` are its hidden states between
     tensor-parallel regions (fewer under sequence parallelism), and `routed` go through its router. `length`
-    is its part of a sequence. `itemsize` is the bytes of a parameter and of an activation.
+    is its part of a sequence. `itemsize` is the bytes of a parameter and of an activation. `documents` are
+    those of a microbatch whose documents are masked, as if each sample were one; else 0.
     """
 
     model: GPTConfig
@@ -28,6 +29,7 @@ class Shapes:
     tokens: int
     rows: int
     routed: int
+    documents: int = 0
 
     def of_layer(self, layer: int) -> Shapes:
         """Return the same for one layer: its model describes no experts where the layer is dense."""
@@ -90,4 +92,5 @@ def shapes_of(recipe: Recipe, world_size: int) -> Shapes:
         tokens=tokens,
         rows=routed if layout.sequence_parallel else tokens,
         routed=routed,
+        documents=data.micro_batch_size if data.document_masking else 0,
     )

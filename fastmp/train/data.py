@@ -49,6 +49,7 @@ class TokenDataset:
         begins with end-of-text, as token files have it, and with every row. End-of-text sees itself alone and
         predicts how a document begins; the last token of a document predicts end-of-text. So every target is
         one that its token can know of, and all of them count.
+    static_shapes: in training these have room for as many documents as a batch may hold, for graphs.
 
     Opening checks sizes and the checksums of the small files: ValueError names the damaged file. `batch`
     checks each block of 64 KiB that it reads from for the first time, and every id.
@@ -62,6 +63,7 @@ class TokenDataset:
         micro_batch_size: int,
         seed: int,
         document_masking: bool = False,
+        static_shapes: bool = False,
     ) -> None:
         directory = Path(directory)
         if seq_len < 1 or micro_batch_size < 1:
@@ -81,9 +83,14 @@ class TokenDataset:
                 f"{self.train.path}: {self.train.info.num_tokens} tokens do not hold one sample of "
                 f"seq_len + 1 = {seq_len + 1}"
             )
+        self.max_documents: int | None = None
+        if document_masking and static_shapes:
+            self.max_documents = micro_batch_size * self.train.most_documents(seq_len)
 
     @classmethod
-    def from_config(cls, config: DataConfig, *, cache_dir: str | Path) -> TokenDataset:
+    def from_config(
+        cls, config: DataConfig, *, cache_dir: str | Path, static_shapes: bool = False
+    ) -> TokenDataset:
         """Open `config.path`, or the built-in `config.text`, built under `cache_dir` the first time."""
         directory = cls.directory(config, cache_dir)
         if config.path is None and not directory.exists():
@@ -100,6 +107,7 @@ class TokenDataset:
             micro_batch_size=config.micro_batch_size,
             seed=config.seed,
             document_masking=config.document_masking,
+            static_shapes=static_shapes,
         )
 
     @staticmethod
@@ -145,7 +153,7 @@ class TokenDataset:
             self.seq_len,
         )
         windows = _windows(self.train, starts, self.seq_len)
-        return self._tensors(windows[:, :-1].copy(), windows[:, 1:].copy())
+        return self._tensors(windows[:, :-1].copy(), windows[:, 1:].copy(), self.max_documents)
 
     def num_validation_batches(self, dp_size: int = 1) -> int:
         """Batches that `validation_batches` yields on every rank."""
@@ -178,7 +186,12 @@ class TokenDataset:
                 tokens[row, :real], targets[row, :real] = window[:-1], window[1:]
         return self._tensors(tokens, targets)
 
-    def _tensors(self, tokens: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> dict[str, Any]:
+    def _tensors(
+        self,
+        tokens: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.int64],
+        max_documents: int | None = None,
+    ) -> dict[str, Any]:
         import torch  # here, so that building token files does not wait for it
 
         batch: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
@@ -186,7 +199,8 @@ class TokenDataset:
             from fastmp.nn.documents import Documents
 
             begins = (tokens == self.tokenizer.end_of_text) & (targets != IGNORE_INDEX)  # not each of padding
-            batch["documents"] = Documents.from_position_ids(torch.from_numpy(_position_ids(begins)))
+            position_ids = torch.from_numpy(_position_ids(begins))
+            batch["documents"] = Documents.from_position_ids(position_ids, max_documents=max_documents)
         return batch
 
 

@@ -348,12 +348,13 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
     cache_dir = Path(recipe.train.run_dir) / "data"
     if recipe.train.name == cache_dir.name:
         raise ValueError(f"{cache_dir} is for token files; choose another name for the run")
+    options = {"cache_dir": cache_dir, "static_shapes": recipe.graphs.enabled}
     if runtime.local_rank == 0:
-        data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
+        data = TokenDataset.from_config(recipe.data, **options)
     if runtime.world_size > 1:
         dist.barrier()
     if runtime.local_rank != 0:
-        data = TokenDataset.from_config(recipe.data, cache_dir=cache_dir)
+        data = TokenDataset.from_config(recipe.data, **options)
     if 0 < recipe.model.vocab_size < data.vocab_size:
         raise ValueError(
             f"the data has a vocabulary of {data.vocab_size} tokens, model.vocab_size is "

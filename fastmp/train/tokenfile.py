@@ -184,6 +184,13 @@ class Split:
                 self.check(block)
         return self.tokens[begin:end]
 
+    def most_documents(self, length: int) -> int:
+        """The most documents that `length` tokens in a row, also around the end, have a part of."""
+        begins = self.documents[:-1]
+        around = np.concatenate([begins, begins[begins < length] + self.info.num_tokens])
+        behind = np.searchsorted(around, begins + (length - 1))  # of those that begin with a document
+        return 1 + int((behind - np.arange(len(begins))).max())
+
     def check(self, block: int) -> None:
         """Read a block and compare its checksum; ValueError as `read`."""
         begin = block * BLOCK_BYTES

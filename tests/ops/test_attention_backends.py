@@ -234,6 +234,7 @@ CPU = AttentionCall("cpu", "float32", 64, 1024, 4096)
         (replace(CPU, queries=1), "sdpa", "one query"),
         (replace(CPU, window=True), "blocks", "CUDA tensors only"),
         (replace(CPU, documents=True), "documents", "lengths"),
+        (replace(CPU, documents=True, readable=False), "mask", "CUDA tensors"),
     ],
 )
 def test_the_choice_and_its_reason(call, backend, reason):

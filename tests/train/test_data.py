@@ -10,7 +10,7 @@ import pytest
 import tokenizer_tools
 import tokenizers
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastmp.config import DataConfig
@@ -256,6 +256,7 @@ def short_documents(tmp_path_factory):
     return build([f"{folder}/*.txt"], folder / "tokens", validation_fraction=0.2)
 
 
+@settings(max_examples=40)
 @given(step=st.integers(0, 200), seq_len=st.integers(1, 70))
 def test_documents_of_a_batch_are_those_of_the_file(short_documents, step, seq_len):
     """Which span two samples, begin one, are empty, or wrap around the end of the file."""
@@ -275,6 +276,20 @@ def test_documents_of_a_batch_are_those_of_the_file(short_documents, step, seq_l
     borders = batch["documents"].borders_n
     assert borders.tolist() == [*np.flatnonzero(positions == 0), 3 * seq_len]
     assert int(borders.diff().max()) == batch["documents"].longest
+
+
+@pytest.mark.parametrize("seq_len", [1, 7, 40, 300])
+def test_there_is_room_for_the_documents_of_any_batch(short_documents, seq_len):
+    options = {"seq_len": seq_len, "micro_batch_size": 3, "seed": 5}
+    data = TokenDataset(short_documents, **options, document_masking=True, static_shapes=True)
+    ends = np.tile(data.train.tokens, 2)[1:] == data.tokenizer.end_of_text
+    sums = np.concatenate([[0], np.cumsum(ends)])
+    most = 1 + max(sums[s + seq_len - 1] - sums[s] for s in range(data.train.info.num_tokens))
+    assert data.train.most_documents(seq_len) == most and data.max_documents == 3 * most
+    for step in range(5):
+        documents = data.batch(step, 0, 1, 0, 1)["documents"]
+        assert documents.borders_n.shape == (3 * most + 1,)
+        assert (documents.longest, documents.static) == (seq_len, True)
 
 
 def test_padding_of_held_out_text_is_no_document_of_each_token(short_documents):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from marks import full
 from test_train_pipeline import case, make_groups, make_trainer, whole
 from train_tools import DENSE, EXPERTS, PackedSamples, arguments, gather_main_grads, losses
 
+from fastmp.config import GraphConfig
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.command import main
 from fastmp.train.corpus import build
@@ -24,12 +27,12 @@ MOE = replace(EXPERTS, position="rope", moe=replace(EXPERTS.moe, aux_loss=0.0))
 
 def alone(config):
     """Loss per token and all gradients of a step, each document in a batch of its own."""
-    trainer = make_trainer(config=config)
+    trainer = make_trainer(config=config, samples=PackedSamples)
     trainer.grads.zero()
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for number in range(trainer.config.global_batch_size):
         first = 0
-        for length in PackedSamples.LENGTHS[number % len(PackedSamples.LENGTHS)]:
+        for length in trainer.data.lengths(number):
             ids, targets = (x[None, first : first + length] for x in trainer.data.sample(number))
             loss = trainer.model.loss(ids, targets, ignore_index=-100)
             of_tokens, aux = (loss, 0.0) if config.moe is None else (loss.tokens, loss.aux)
@@ -88,6 +91,63 @@ def packed_on_one_rank(config):
     return trainer.evaluate().loss
 
 
+def steps_of(groups, layout, config, graphs, max_documents=12):
+    """All numbers of some steps, and the manager of graphs."""
+    samples = partial(PackedSamples, max_documents=max_documents)
+    trainer = make_trainer(groups, layout, config=config, samples=samples, graphs=graphs)
+    results = [trainer.train_step() for _ in range(6)]
+    seen = [number for result in results for number in (result.loss, result.grad_norm)]
+    return [*seen, *(p.detach().clone() for p in trainer.grads.parameters.values())], trainer.graphs
+
+
+def graphs_case(rank, world, cases):
+    for config, layout, scope in cases:
+        groups = ParallelGroups.alone() if world == 1 else make_groups(world, layout)
+        graphs = GraphConfig(enabled=True, scope=scope, verify_every=5)
+        (graphed, manager), (eager, _) = (steps_of(groups, layout, config, each) for each in (graphs, None))
+        assert manager.num_graphs == manager.plan.num_graphs, manager.describe()
+        assert all(map(torch.equal, graphed, eager)), (layout, scope)
+
+
+GRAPHS = {
+    1: [
+        (*case(MOE), None),
+        (*case(LLAMA, recompute=True), None),
+        (*case(replace(LLAMA, attention_dropout=0.1)), None),
+        (*case(MOE), ("moe_router",)),
+        (*case(MOE, recompute=True), ("full",)),
+    ],
+    2: [
+        (*case(LLAMA, pp=2, vpp=2), None),
+        (*case(MOE, pp=2, schedule="zero_bubble", recompute=True), None),
+        (*case(DENSE, pp=2, stage_layers=(0, 4)), ("full",)),
+        (*case(MOE, cp=2, ep=2), None),
+        (*case(MOE, tp=2, sequence_parallel=True), ("full",)),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, GRAPHS[1][:1]),
+        *full([(1, GRAPHS[1][1:]), (2, GRAPHS[2])]),
+    ],
+)
+def test_graphs_read_where_documents_of_each_microbatch_begin(world, cases):
+    """Bit for bit what eager steps make of them; they differ from microbatch to microbatch."""
+    graphs_case(0, 1, cases) if world == 1 else run_ranks(graphs_case, world, cases, timeout=180)
+
+
+@pytest.mark.full
+def test_documents_without_room_for_more_run_eagerly_where_their_number_differs():
+    (graphed, _), (eager, _) = (
+        steps_of(ParallelGroups.alone(), None, LLAMA, graphs, None)
+        for graphs in (GraphConfig(enabled=True), None)
+    )
+    torch.testing.assert_close(graphed, eager, **CLOSE)
+
+
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
     """Token files of 60 documents of 10 to 80 tokens."""
@@ -97,6 +157,7 @@ def documents(tmp_path_factory):
     return build([f"{folder}/*.txt"], folder / "tokens")
 
 
+@pytest.mark.full
 def test_a_run_on_documents_goes_on_bitwise(tmp_path, documents, capsys):
     def run(name, *more, **changes):
         changes = {"checkpoint.interval": 3, "model.position": "rope", "train.steps": 5} | changes
@@ -109,5 +170,8 @@ def test_a_run_on_documents_goes_on_bitwise(tmp_path, documents, capsys):
     first = run("in-two", *masked, **{"train.steps": 3})
     assert run("in-two", *masked, "--resume", "auto") == through and first == through[:3]
     assert "resumed after step 3" in capsys.readouterr().out
+    graphed = run("graphed", *masked, "--graphs")
+    assert "graphs of 1 runs of segments" in capsys.readouterr().out
+    assert [loss for _, loss in graphed] == pytest.approx([loss for _, loss in through], abs=1e-5)
     plain = run("plain")
     assert plain[0][1] != through[0][1] and abs(plain[0][1] - through[0][1]) < 0.1

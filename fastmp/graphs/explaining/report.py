@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.random import fork_rng
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastmp.graphs.explaining.tracing import Event, Problem, Trace, key, line_of
 from fastmp.graphs.hooks import Skipped, called_whole
@@ -116,7 +117,7 @@ class _Watcher:
         if not named:
             layers = list(model) if isinstance(model, nn.Sequential) else [model]
             self.links = self._links(LayerChain(layers))
-            self.call = lambda *inputs: self.through(self.links, inputs)
+            self.call = lambda *inputs: self.through(self.links, inputs, {})
         self.traces: dict[str, list[Trace]] = {name: [] for name in self.links}
         self.error = ""
 
@@ -139,7 +140,7 @@ class _Watcher:
     def _instead(self, chain: LayerChain, links: dict[str, Link]) -> Iterator[None]:
         """Lets a chain run through this, also where a manager of graphs has replaced its forward."""
         before = vars(chain).get("forward")
-        chain.forward = lambda *tensors: self.through(links, tensors, chain.call)  # type: ignore[method-assign]
+        chain.forward = lambda *tensors, **shared: self.through(links, tensors, shared, chain.call)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -147,19 +148,27 @@ class _Watcher:
             if before is not None:
                 chain.forward = before  # type: ignore[method-assign]
 
-    def through(self, links: dict[str, Link], tensors: tuple[Any, ...], call: Call | None = None) -> Tensors:
+    def through(
+        self,
+        links: dict[str, Link],
+        tensors: tuple[Any, ...],
+        shared: dict[str, Any],
+        call: Call | None = None,
+    ) -> Tensors:
         others: Tensors = ()
         for name, link in links.items():
             if link.segment.capturable:
-                tensors, more = self._watched(name, link, tensors, call)
+                tensors, more = self._watched(name, link, tensors, shared if link.first else {}, call)
             else:
-                tensors, more = run_links([link], tensors, call)
+                tensors, more = run_links([link], tensors, call, shared=shared)
             others += more
         return *tensors, *others
 
     def _watched(
-        self, name: str, link: Link, given: tuple[Any, ...], call: Call | None
+        self, name: str, link: Link, given: tuple[Any, ...], shared: dict[str, Any], call: Call | None
     ) -> tuple[Tensors, Tensors]:
+        leaves, form = tree_flatten(shared)
+        num_given, given = len(given), (*given, *leaves)
         inputs = tuple(
             x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in given
         )
@@ -178,7 +187,8 @@ class _Watcher:
         try:
             anomaly = torch.autograd.set_detect_anomaly(True, check_nan=False)
             with anomaly, trace.running():
-                tensors, others = run_links([link], inputs, call)
+                keywords = tree_unflatten(inputs[num_given:], form)
+                tensors, others = run_links([link], inputs[:num_given], call, shared=keywords)
                 _backward(link, inputs, (*tensors, *others))
         except Exception as error:
             if not trace.problems:
