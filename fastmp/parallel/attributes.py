@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["ParallelAttributes", "parallel_attributes", "shard_of"]
+__all__ = ["ParallelAttributes", "parallel_attributes", "shard_of", "whole_of"]
 
 
 class ParallelAttributes(NamedTuple):
@@ -47,3 +48,9 @@ def shard_of(full: torch.Tensor, dim: int, stride: int, size: int, rank: int) ->
     A fused weight of query, key and value (stride 3) gives each rank its part of every block.
     """
     return torch.cat(full.chunk(size * stride, dim)[rank::size], dim) if size > 1 else full
+
+
+def whole_of(shards: Sequence[torch.Tensor], dim: int, stride: int) -> torch.Tensor:
+    """The tensor of which `shard_of` gives the ranks these shards."""
+    blocks = zip(*(shard.chunk(stride, dim) for shard in shards), strict=True)
+    return torch.cat([part for block in blocks for part in block], dim)

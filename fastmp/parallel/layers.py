@@ -388,8 +388,8 @@ class VocabParallelEmbedding(ParallelModule):
     Rank r holds rows [r * num_embeddings/P, (r+1) * num_embeddings/P). Input: ids of any shape (int64), the
     same on every rank; output (*ids.shape, embedding_dim), the same on every rank. With `sequence_parallel`
     ids (S, B) give this rank's sequence shard (S/P, B, embedding_dim). A rank contributes zeros for ids
-    outside its rows, and the contributions are summed. Options: see ColumnParallelLinear; the default
-    `init_method` is N(0, 1).
+    outside its rows, and the contributions are summed. The row of `padding_idx`, which `from_embedding` sets,
+    has no gradient. Options: see ColumnParallelLinear; the default `init_method` is N(0, 1).
 
     ValueError where P does not divide num_embeddings, and on a CPU for an id outside [0, num_embeddings); on
     a GPU such an id is the same error as in nn.Embedding (a device assertion).
@@ -410,6 +410,7 @@ class VocabParallelEmbedding(ParallelModule):
     ) -> None:
         super().__init__(group)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx: int | None = None
         self.sequence_parallel = sequence_parallel
         self.pipeline_shared = self.pipeline_replica = False
         part = self._part("num_embeddings", num_embeddings)
@@ -433,10 +434,9 @@ class VocabParallelEmbedding(ParallelModule):
     ) -> VocabParallelEmbedding:
         """This rank's rows of `embedding`; same dtype and device, no memory shared.
 
-        ValueError for an nn.Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse: not
-        supported.
+        ValueError for an nn.Embedding with max_norm, scale_grad_by_freq or sparse: not supported.
         """
-        for name in ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse"):
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             value = getattr(embedding, name, None)
             if value is not None and value is not False:
                 raise ValueError(f"{cls.__name__}.from_embedding: {name}={value!r} is not supported")
@@ -444,13 +444,17 @@ class VocabParallelEmbedding(ParallelModule):
             *embedding.weight.shape, group=group, device="meta", dtype=embedding.weight.dtype, **options
         )
         layer._take(embedding, weight=embedding.weight)
+        layer.padding_idx = embedding.padding_idx
         return layer
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if can_read_values(ids):
             self._check(ids)
+        padding = self.padding_idx
+        if padding is not None:
+            padding = padding - self.vocab_start if self.vocab_start <= padding < self.vocab_end else None
         if self.tp_size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self.weight, padding)
         # The first rank lets ids below 0 through, the last those beyond the table: they fail in the lookup.
         if self.tp_rank == 0:
             outside = ids >= self.vocab_end
@@ -458,7 +462,7 @@ class VocabParallelEmbedding(ParallelModule):
             outside = ids < self.vocab_start
         else:
             outside = (ids < self.vocab_start) | (ids >= self.vocab_end)
-        rows = F.embedding((ids - self.vocab_start).masked_fill(outside, 0), self.weight)
+        rows = F.embedding((ids - self.vocab_start).masked_fill(outside, 0), self.weight, padding)
         rows.masked_fill_(outside.unsqueeze(-1), 0)
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group_)(rows, self.group)
 

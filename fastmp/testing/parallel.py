@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.parallel import gather
-from fastmp.parallel.attributes import parallel_attributes
+from fastmp.parallel.attributes import parallel_attributes, whole_of
 from fastmp.parallel.collectives import group_size
 
 __all__ = ["Collectives", "count_collectives", "full_gradient", "full_tensor", "late_gathers"]
@@ -101,8 +101,7 @@ def full_tensor(
     marks = parallel_attributes(param)
     group = etp_group if marks.expert_parallel else group
     if marks.tensor_model_parallel and group_size(group) > 1:
-        of_ranks = [p.chunk(marks.partition_stride, marks.partition_dim) for p in _parts(shard, group)]
-        shard = torch.cat([part for block in zip(*of_ranks) for part in block], marks.partition_dim)
+        shard = whole_of(_parts(shard, group), marks.partition_dim, marks.partition_stride)
     if marks.expert_parallel and group_size(ep_group) > 1:
         shard = torch.cat(_parts(shard, ep_group))
     return shard

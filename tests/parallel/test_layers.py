@@ -358,7 +358,7 @@ def check_example(rank, tp):
     table = VocabParallelEmbedding(9, 4, group=dist.group.WORLD)
     looked_up, summed = [], []
     lookup, reduce = F.embedding, layers.reduce_from_group_
-    F.embedding = lambda ids, weight: looked_up.append(ids) or lookup(ids, weight)
+    F.embedding = lambda ids, weight, padding: looked_up.append(ids) or lookup(ids, weight, padding)
     layers.reduce_from_group_ = lambda x, group: summed.append(x.clone()) or reduce(x, group)
     y = table(torch.tensor([2, 7, 1, 5]))
     return table.vocab_start, looked_up[0].tolist(), summed[0].abs().sum(-1).ne(0).tolist(), y.tolist()
@@ -542,6 +542,12 @@ def check_from(rank, tp):
     embedding = nn.Embedding(V, H, dtype=torch.float64)
     ids = torch.randint(V, (3, 5))
     close(VocabParallelEmbedding.from_embedding(embedding, group=group)(ids), embedding(ids))
+    embedding = nn.Embedding(V, H, padding_idx=V - 2)
+    ids = torch.arange(V)
+    embedding(ids).square().sum().backward()
+    divided = VocabParallelEmbedding.from_embedding(embedding, group=group)
+    divided(ids).square().sum().backward()
+    close(full_gradient(divided.weight, group), embedding.weight.grad)
     torch.set_rng_state(state)
     ColumnParallelLinear.from_linear(linear, group=group)
     assert torch.equal(torch.get_rng_state(), state)
@@ -606,8 +612,8 @@ def check_errors(rank, tp):
             lambda: ColumnParallelLinear.from_linear(nn.LayerNorm(4), group=group),
         ),
         (
-            "VocabParallelEmbedding.from_embedding: padding_idx=0 is not supported",
-            lambda: VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, padding_idx=0), group=group),
+            "VocabParallelEmbedding.from_embedding: max_norm=1.0 is not supported",
+            lambda: VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0), group=group),
         ),
         (
             "reduce_scatter_sequence: dimension 0 has size 3, which a group of 2 does not divide",

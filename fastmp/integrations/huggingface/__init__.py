@@ -8,5 +8,10 @@ from __future__ import annotations
 from fastmp._lazy import exports
 
 __getattr__, __dir__, __all__ = exports(
-    __name__, {"accelerated": "accelerate restore", "weights": "TransformersReader export_weights"}
+    __name__,
+    {
+        "accelerated": "accelerate restore",
+        "division": "clip_grad_norm_ whole_state_dict",
+        "weights": "TransformersReader export_weights",
+    },
 )

@@ -1,23 +1,45 @@
 """`accelerate(model)`: a model of transformers computes the same with fastmp's ops, and `restore(model)`
 undoes it.
 
-A family says which part takes the place of which class. The plan is made first, without touching the model:
-it finds the modules, checks that they have what the parts read, and says what stays and why. Only a whole
-plan is carried out.
+A family says which part takes the place of which class, and how its modules are divided over a group. The
+plan is made first, without touching the model: it finds the modules, checks that they have what the parts
+read, and says what stays and why. Only a whole plan is carried out.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from fastmp.integrations.huggingface import experts
+from fastmp.integrations.huggingface.divided import (
+    Columns,
+    EnteredColumns,
+    ExpertsOfRank,
+    FusedColumns,
+    Heads,
+    LatentHeads,
+    Region,
+    Rows,
+    Summed,
+)
+from fastmp.integrations.huggingface.division import (
+    Share,
+    Table,
+    agree,
+    divide,
+    group_of,
+    join,
+    plan_division,
+    rows_of,
+)
 from fastmp.integrations.huggingface.heads import (
     CausalLM,
     CausalLMWithCrossAttention,
@@ -49,27 +71,58 @@ class Family:
     file: str
     parts: Mapping[str, type[Part]]
     experts: str | None = None  # the class of its experts
+    divided: Mapping[str, Table] = field(default_factory=dict)  # its classes, over a group
+
+
+_QKV = dict.fromkeys(("q_proj", "k_proj", "v_proj"), Columns)
+_HEADS: Table = {"": Heads, **_QKV, "o_proj": Rows, "q_norm": Summed, "k_norm": Summed}
+_LATENT: Table = {
+    "": LatentHeads,
+    **dict.fromkeys(("q_proj", "q_b_proj"), EnteredColumns),
+    **{"kv_b_proj": Columns, "o_proj": Rows},
+    **dict.fromkeys(("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")),
+}
+_MLP: Table = {"": Region, "gate_proj": Columns, "up_proj": Columns, "down_proj": Rows}
+_EXPERTS: Table = {"": ExpertsOfRank}
 
 
 def _like_llama(file: str, prefix: str, head: type[Part] = CausalLM, **others: type[Part]) -> Family:
     """The family of a decoder whose classes are named as Llama's are."""
     parts: dict[str, type[Part]] = {"RMSNorm": RMSNorm, "Attention": Attention, "MLP": GatedMLP}
     parts |= {"ForCausalLM": head, **others}
-    return Family(file, {f"{prefix}{name}": part for name, part in parts.items()})
+    divided = {f"{prefix}Attention": _HEADS, f"{prefix}MLP": _MLP}
+    return Family(file, {f"{prefix}{name}": part for name, part in parts.items()}, divided=divided)
 
 
 def _with_experts(file: str, prefix: str, *, dense: bool = False, norm: type[Part] = RMSNorm) -> Family:
     """The family of a decoder with experts; `dense`: some layers have none."""
-    parts = dict(_like_llama(file, prefix, MoeCausalLM, RMSNorm=norm).parts)
+    like = _like_llama(file, prefix, MoeCausalLM, RMSNorm=norm)
+    parts, divided = dict(like.parts), {**like.divided, f"{prefix}Experts": _EXPERTS}
     if not dense:
-        del parts[f"{prefix}MLP"]
-    return Family(file, parts, f"{prefix}Experts")
+        del parts[f"{prefix}MLP"], divided[f"{prefix}MLP"]
+    return Family(file, parts, f"{prefix}Experts", divided=divided)
 
 
 _GELUS = {"NewGELUActivation": GELU, "GELUActivation": GELU, "GELUTanh": GELU}
 FAMILIES = {
-    "bert": Family("bert", {"LayerNorm": LayerNorm, **_GELUS, "BertForMaskedLM": MaskedLM}),
-    "gpt2": Family("gpt2", {"LayerNorm": LayerNorm, **_GELUS, "GPT2LMHeadModel": CausalLMWithCrossAttention}),
+    "bert": Family(
+        "bert",
+        {"LayerNorm": LayerNorm, **_GELUS, "BertForMaskedLM": MaskedLM},
+        divided={
+            "BertSelfAttention": {"": Heads, "query": Columns, "key": Columns, "value": Columns},
+            "BertSelfOutput": {"dense": Rows, "LayerNorm": None},
+            "BertIntermediate": {"dense": EnteredColumns},
+            "BertOutput": {"dense": Rows, "LayerNorm": None},
+        },
+    ),
+    "gpt2": Family(
+        "gpt2",
+        {"LayerNorm": LayerNorm, **_GELUS, "GPT2LMHeadModel": CausalLMWithCrossAttention},
+        divided={
+            "GPT2Attention": {"": Heads, "c_attn": FusedColumns, "c_proj": Rows},
+            "GPT2MLP": {"c_fc": EnteredColumns, "c_proj": Rows},
+        },
+    ),
     "llama": _like_llama("llama", "Llama"),
     "mistral": _like_llama("mistral", "Mistral"),
     "qwen2": _like_llama("qwen2", "Qwen2"),
@@ -87,6 +140,11 @@ FAMILIES = {
             TopkRouter=GroupedRouter,
         ).parts,
         experts="DeepseekV3Experts",
+        divided={
+            "DeepseekV3Attention": _LATENT,
+            "DeepseekV3MLP": _MLP,
+            "DeepseekV3Experts": _EXPERTS,
+        },
     ),
 }
 
@@ -108,6 +166,8 @@ class Accelerated:
     model: str
     rows: tuple[Row, ...]
     experts_before: str | None = None
+    ranks: int = 1
+    shares: tuple[Row, ...] = ()  # of several ranks
 
     @property
     def replaced(self) -> dict[str, str]:
@@ -119,14 +179,25 @@ class Accelerated:
         """{class: why it stays}."""
         return {row.name: row.why for row in self.rows if row.why is not None}
 
+    @property
+    def divided(self) -> dict[str, str]:
+        """{module: how it is divided over the ranks of the group}."""
+        return {row.name: row.by for row in self.shares if row.by is not None}
+
     def __str__(self) -> str:
-        cells = [(row.name, str(row.count), row.by or f"kept: {row.why}") for row in self.rows]
-        widths = [max(len(cell[i]) for cell in cells) for i in (0, 1)]
-        lines = [f"{name:{widths[0]}}  {count:>{widths[1]}}  {what}" for name, count, what in cells]
-        return "\n".join([self.model, *lines])
+        text = [self.model, *_lines(self.rows, "kept")]
+        if self.shares:
+            text += [f"divided over {self.ranks} ranks", *_lines(self.shares, "whole")]
+        return "\n".join(text)
 
 
-def accelerate(model: nn.Module) -> Accelerated:
+def _lines(rows: tuple[Row, ...], stays: str) -> list[str]:
+    cells = [(row.name, str(row.count), row.by or f"{stays}: {row.why}") for row in rows]
+    widths = [max(len(cell[i]) for cell in cells) for i in (0, 1)]
+    return [f"{name:{widths[0]}}  {count:>{widths[1]}}  {what}" for name, count, what in cells]
+
+
+def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accelerated:
     """Let a model of transformers compute with fastmp's ops, in place: what it computes stays the same.
 
     Norms, activations, rotary embeddings, experts, and the head with its loss are replaced. In training with
@@ -134,38 +205,49 @@ def accelerate(model: nn.Module) -> Accelerated:
     labels. Names in the state_dict, parameters and hooks stay. Call it before `fully_shard`, DDP, PEFT or
     torch.compile, though only the first needs it.
 
+    With a group, its ranks divide the model: attention by heads, MLPs by columns and rows, embedding and head
+    by the vocabulary, experts by their number. All ranks call this with the same whole model, and the model
+    then with the same tokens. They get the same loss, logits and gradients of what each has whole. Parameters
+    that are divided keep their names, and have this rank's part of their shape.
+
     Args:
         model: a model of transformers, or a module that holds one, such as PEFT's. Families: `FAMILIES`.
+        group: the ranks that divide it; None: this rank alone.
 
     Returns:
         What was replaced, by what, and what stays and why: `print` it. A second call returns the same.
 
     Raises:
         ValueError: no model of transformers or several, one of another family, one with shards (DTensor),
-            or one whose classes lack an attribute (another version of transformers). It is untouched then.
+            or one whose classes lack an attribute (another version of transformers). With a group, also, and
+            then the same on all ranks: sizes that they do not divide, dropout, weights that differ between
+            them, an adapter of PEFT, and a model that was accelerated for other ranks. It is untouched then.
     """
     pretrained = _pretrained("accelerate", model)
+    if group is not None and group.size() == 1:
+        group = None
     if _PLAN in pretrained.__dict__:
+        if group is not group_of(pretrained) and group is not None:
+            raise ValueError(
+                f"accelerate: {type(pretrained).__name__} is accelerated for other ranks; restore it first"
+            )
         return pretrained.__dict__[_PLAN]
-    try:
-        rows, changes, has_experts = _plan(pretrained)
-        if has_experts:
-            _require(pretrained, ("set_experts_implementation",))
-            experts.register()
-    except (AttributeError, ImportError) as error:  # of what transformers has beside its models
-        raise _changed(type(pretrained), f"what is read of it ({error})") from None
-    before = pretrained.config._experts_implementation if has_experts else None
-    plan = Accelerated(type(pretrained).__name__, rows, before)
-    if has_experts:
+    plan, changes, shares = _agreed_plan(pretrained, group)
+    if plan.experts_before is not None:
         pretrained.set_experts_implementation(experts.NAME)
     for module, replacement in changes:
         module.__class__ = replacement
+    if group is not None:
+        divide(pretrained, shares, group)
     pretrained.__dict__[_PLAN] = plan
     return plan
 
 
 def restore(model: nn.Module) -> None:
     """Undo `accelerate`: every module has its own class again.
+
+    A divided model is whole again, to the bit, without the gradients of what was divided; all ranks of its
+    group call this.
 
     Raises:
         ValueError: the model is not accelerated, or something has replaced its classes since (`fully_shard`).
@@ -174,13 +256,14 @@ def restore(model: nn.Module) -> None:
     plan = pretrained.__dict__.get(_PLAN)
     if plan is None:
         raise ValueError(f"restore: {type(pretrained).__name__} is not accelerated")
-    parts: list[Any] = [module for module in pretrained.modules() if isinstance(module, Part)]
-    for module in parts:
-        if "original" not in vars(type(module)):
+    for module in pretrained.modules():
+        if isinstance(module, Part) and "original" not in vars(type(module)):
             raise ValueError(
                 f"restore: the class {type(module).__name__} was made since, of an accelerated one"
             )
-    for module in parts:
+    join(pretrained)
+    replaced: list[Any] = [module for module in pretrained.modules() if isinstance(module, Part)]
+    for module in replaced:
         module.__class__ = type(module).original
     if plan.experts_before is not None:
         pretrained.set_experts_implementation(plan.experts_before)
@@ -200,8 +283,30 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
     return found[0]
 
 
-def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
-    """What the table says, the new classes of modules, and whether there are experts. Changes nothing."""
+_Plan = tuple[Accelerated, list[tuple[Any, type]], list[Share]]
+
+
+def _agreed_plan(model: Any, group: ProcessGroup | None) -> _Plan:
+    """`_plan`, or on all ranks of the group the error that one of them has."""
+    error = None
+    try:
+        plan = _plan(model, 1 if group is None else group.size())
+        if plan[0].experts_before is not None:
+            _require(model, ("set_experts_implementation",))
+            experts.register()
+    except (AttributeError, ImportError) as missing:  # of what transformers has beside its models
+        error = _changed(type(model), f"what is read of it ({missing})")
+    except ValueError as found:
+        error = found
+    if group is not None:
+        agree(model, group, error)
+    if error is not None:
+        raise error from None
+    return plan
+
+
+def _plan(model: Any, ranks: int) -> _Plan:
+    """What is returned, the new classes of modules, and what is divided over ranks. Changes nothing."""
     from transformers import PreTrainedModel
 
     name, kind = type(model).__name__, model.config.model_type
@@ -211,7 +316,7 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
         )
     _refuse_shards(model)
     family = FAMILIES[kind]
-    classes = _classes(family)
+    classes = _classes(family, [*family.parts, *([family.experts] if family.experts else [])])
     changes: list[tuple[Any, type]] = []
     found: Counter[tuple[str, str | None, str | None]] = Counter()
     for module in model.modules():
@@ -237,7 +342,17 @@ def _plan(model: Any) -> tuple[tuple[Row, ...], list[tuple[Any, type]], bool]:
                 changes.append((head, class_with(type(head), LossHead)))
     found["attention", None, f"transformers' interface, {model.config._attn_implementation}"] += 1
     rows = tuple(Row(named, count, by, why) for (named, by, why), count in found.items())
-    return rows, changes, any(row.name == family.experts for row in rows)
+    has_experts = any(row.name == family.experts for row in rows)
+    before = model.config._experts_implementation if has_experts else None
+    if ranks == 1:
+        return Accelerated(name, rows, before), changes, []
+    tables = {cls: family.divided[named] for named, cls in _classes(family, family.divided).items()}
+    shares = plan_division(model, tables, ranks)
+    cells = [
+        Row(label, count, how, None if how else "every rank computes it alike")
+        for label, count, how in rows_of(model, shares)
+    ]
+    return Accelerated(name, rows, before, ranks, tuple(cells)), changes, shares
 
 
 def _why_not(part: type[Part], module: Any) -> str | None:
@@ -262,13 +377,12 @@ def _refuse_shards(model: Any) -> None:
         )
 
 
-def _classes(family: Family) -> dict[str, Any]:
-    """The classes that the family's table names, from transformers' file, its activations, or torch."""
+def _classes(family: Family, names: Iterable[str]) -> dict[str, Any]:
+    """The classes of these names, from transformers' file, its activations, or torch."""
     import transformers
 
     file = f"transformers.models.{family.file}.modeling_{family.file}"
     places = importlib.import_module(file), importlib.import_module("transformers.activations"), nn
-    names = [*family.parts, *([family.experts] if family.experts else [])]
     classes = {name: next((vars(p)[name] for p in places if name in vars(p)), None) for name in names}
     for name, found in classes.items():
         if found is None:

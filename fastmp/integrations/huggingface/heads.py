@@ -47,12 +47,15 @@ class LossHead(Part):
             hidden, weight = _with_bias(hidden, weight, self.bias)
         labels = labels.reshape(-1).to(hidden.device)
         if num_items is None:
-            return linear_cross_entropy(hidden, weight, labels, reduction="mean", **options)
+            return self.cross_entropy(hidden, weight, labels, reduction="mean", **options)
         # as weights of tokens, not as a factor of the sum: gradients are then rounded once
         if isinstance(num_items, Tensor):
             num_items = num_items.to(hidden.device)
         weights = hidden.new_ones(labels.shape, dtype=compute_dtype(hidden.dtype)) / num_items
-        return linear_cross_entropy(hidden, weight, labels, token_weight=weights, reduction="sum", **options)
+        return self.cross_entropy(hidden, weight, labels, token_weight=weights, reduction="sum", **options)
+
+    def cross_entropy(self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, **options)
 
 
 def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

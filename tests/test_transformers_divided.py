@@ -1,0 +1,396 @@
+"""`fastmp.accelerate(model, group=...)`: ranks that divide a model of transformers compute the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import CONFIGS, Float64, batch_of, model_of, step
+from marks import full
+from torch.nn.parallel import DistributedDataParallel
+
+import fastmp
+from fastmp.integrations.huggingface import clip_grad_norm_, whole_state_dict
+from fastmp.parallel.attributes import parallel_attributes
+from fastmp.testing import count_collectives, full_tensor, run_ranks
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+if not hasattr(transformers, "Qwen3MoeConfig"):  # a version before the interface of experts
+    pytest.skip(f"transformers {transformers.__version__} is too old", allow_module_level=True)
+
+MOST = ["llama", "qwen3_moe"]
+
+
+def kinds(model):
+    """The class of every module, and what it says of its own sizes."""
+    names = ("num_experts", "nf", "split_size", "group", "division")
+    return [(type(module), [vars(module).get(name) for name in names]) for module in model.modules()]
+
+
+def gradients(model, group):
+    """The whole gradients, by name; those that every rank has are the same bits on all."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad, marks = parameter.grad.contiguous(), parallel_attributes(parameter)
+            if not marks.tensor_model_parallel:
+                others = [torch.empty_like(grad) for _ in range(group.size())]
+                dist.all_gather(others, grad, group=group)
+                assert all(torch.equal(other, grad) for other in others), name
+            grad = full_tensor(grad, parameter, group)
+            if marks.rows:
+                assert not grad[marks.rows :].any()
+                grad = grad[: marks.rows]
+            found[name] = grad
+    return found
+
+
+def divided(family, dtype=torch.float64, group=None, **options):
+    model = model_of(family, dtype, **options)
+    fastmp.accelerate(model, group=dist.group.WORLD if group is None else group)
+    return model
+
+
+def assert_divided_is_whole(family, ranks, **options):
+    """Losses, logits and gradients of ranks that divide a model; restored, it has its weights again."""
+    batch, reference = batch_of(family), model_of(family, torch.float64, **options)
+    with Float64():
+        expected, wanted = step(reference, **batch)
+        logits = reference.eval()(input_ids=batch["input_ids"]).logits.detach()
+    largest = max(grad.abs().max() for grad in wanted.values())
+
+    def run(rank, world_size):
+        model = model_of(family, torch.float64, **options)
+        weights = copy.deepcopy(model.state_dict())
+        before = kinds(model)
+        table = fastmp.accelerate(model, group=dist.group.WORLD)
+        assert list(model.state_dict()) == list(weights)
+        with Float64():
+            output = model(**batch)
+            output.loss.backward()
+            assert output.logits is None and abs(output.loss - expected.loss) <= 1e-9 * expected.loss
+            found = model.eval()(input_ids=batch["input_ids"]).logits
+        torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
+        grads = gradients(model, dist.group.WORLD)
+        assert grads.keys() == wanted.keys()
+        for name, grad in wanted.items():
+            assert (grads[name] - grad).abs().max() <= 1e-9 * largest, name
+        numbers = sum(parameter.numel() for parameter in model.parameters())
+        fastmp.restore(model.train())
+        assert kinds(model) == before
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, weights[name]), name
+        assert not any(hasattr(parameter, "tensor_model_parallel") for parameter in model.parameters())
+        return str(table), numbers / sum(parameter.numel() for parameter in model.parameters())
+
+    results = run_ranks(run, ranks)
+    assert len(set(results)) == 1  # also the same parts
+    return results[0]
+
+
+@pytest.mark.parametrize("family", [*MOST, *full(family for family in CONFIGS if family not in MOST)])
+def test_two_ranks_compute_what_the_whole_model_computes(family):
+    table, share = assert_divided_is_whole(family, 2)
+    assert "divided over 2 ranks" in table and share < 0.8  # tables of positions, norms and routers are whole
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", CONFIGS)
+def test_four_ranks_and_a_vocabulary_that_they_do_not_divide(family):
+    """Zeros fill the last parts; GPT-2's 50257 ids are divided by no number of ranks."""
+    options = {"vocab_size": 130}
+    if family not in ("gpt2", "bert"):
+        options["num_key_value_heads"] = 4
+    if family == "bert":
+        options["pad_token_id"] = 129  # a row without a gradient, of the last rank
+    _, share = assert_divided_is_whole(family, 4, **options)
+    assert share < 0.65
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+        ("llama", {"hidden_act": "relu"}),  # its MLP is transformers' own
+        ("llama", {"attn_implementation": "eager"}),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+        ("mixtral", {"output_router_logits": False}),
+    ],
+    ids=str,
+)
+def test_other_models_of_a_family(family, options):
+    assert_divided_is_whole(family, 2, **options)
+
+
+def test_the_table_names_what_is_divided_and_what_is_whole():
+    def run(rank, world_size):
+        table = fastmp.accelerate(model := model_of("qwen3_moe"), group=dist.group.WORLD)
+        assert fastmp.accelerate(model, group=dist.group.WORLD) is table and fastmp.accelerate(model) is table
+        assert table.divided["Qwen3MoeExperts"] == "experts" and table.divided["lm_head"] == "vocabulary"
+        assert "Qwen3MoeTopKRouter        1  whole: every rank computes it alike" in str(table)
+        alone = fastmp.accelerate(
+            model_of("llama"), group=dist.new_group([rank], use_local_synchronization=True)
+        )
+        assert not alone.divided
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+def test_collectives_of_a_step():
+    """One sum for a region, each way: two in a layer; one for the embedding, one for the head's input."""
+
+    def run(rank, world_size):
+        model, batch = divided("llama"), batch_of("llama")
+        with count_collectives() as forward:
+            loss = model(**batch).loss
+        with count_collectives() as backward:
+            loss.backward()
+        return forward.counts, backward.counts
+
+    (forward, backward), _ = run_ranks(run, 2)
+    layers = 2
+    assert forward.pop("all_reduce") + backward.pop("all_reduce") == 2 * layers + 1 + 2 * layers + 1
+    assert sum(forward.values()) + sum(backward.values()) == 1  # statistics of the loss
+
+
+def rms(tensors):
+    return torch.cat([tensor.double().flatten() for tensor in tensors]).square().mean().sqrt()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("mixtral", {"num_experts_per_tok": 4, "output_router_logits": False})],
+)
+def test_in_bfloat16_errors_are_those_of_transformers(family, options):
+    """Against float64; all experts are chosen, for a flipped choice is no rounding."""
+    batch, model = batch_of(family, 4, 64), model_of(family, torch.bfloat16, **options)
+    with Float64():
+        _, true = step(copy.deepcopy(model).double(), **batch)
+    _, theirs = step(model, **batch)
+
+    def run(rank, world_size):
+        model = divided(family, torch.bfloat16, **options)
+        step(model, **batch)
+        return gradients(model, dist.group.WORLD)
+
+    ours = run_ranks(run, 2)[0]
+    error = [rms(grads[name].double() - true[name] for name in true) for grads in (ours, theirs)]
+    assert error[0] <= 1.1 * error[1]
+
+
+def train(model, batch, clip, steps=5):
+    """Losses and norms of some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with Float64():
+            loss = model(**batch).loss
+            loss.backward()
+        norm = clip(model)
+        optimizer.step()
+        found += [loss.item(), norm.item()]
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*MOST, "gpt2", "gpt_oss"])
+def test_ranks_train_the_same_model(family, tmp_path):
+    """Also with clipped gradients, and what is saved is the whole model."""
+    batch, options = batch_of(family), {"vocab_size": 129}
+    whole = model_of(family, torch.float64, **options)
+    wanted = train(whole, batch, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+
+    def run(rank, world_size):
+        model = divided(family, **options)
+        found = train(model, batch, lambda model: clip_grad_norm_(model, 0.5))
+        assert found == pytest.approx(wanted, rel=1e-9)
+        state = whole_state_dict(model)
+        assert bool(state) is (rank == 0)
+        if rank == 0:
+            model.save_pretrained(tmp_path, state_dict=state)
+        for given in ({}, {"state_dict": model.state_dict()}):
+            with pytest.raises(
+                ValueError, match=r"save_pretrained: this rank has one of 2 parts of .*; call whole"
+            ):
+                model.save_pretrained(tmp_path / "none", **given)
+
+    run_ranks(run, 2)
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    for name, tensor in whole.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], tensor, rtol=0, atol=1e-8)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*MOST, "gpt2", "deepseek_v3"])
+def test_generation_gives_every_rank_the_same_tokens(family):
+    ids = batch_of(family)["input_ids"]
+    greedy = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model_of(family, torch.float64).eval().generate(ids, **greedy)
+
+    def run(rank, world_size):
+        return divided(family).eval().generate(ids, **greedy)
+
+    for found in run_ranks(run, 2):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", [*MOST, "deepseek_v3"])
+def test_compiled_and_recomputed_and_copied(family):
+    def run(rank, world_size):
+        batch, model = batch_of(family), divided(family, use_cache=False)
+        step(model, **batch)
+        wanted = gradients(model, dist.group.WORLD)
+        twin = copy.deepcopy(model)
+        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+        model.gradient_checkpointing_enable()
+        for other in (twin, compiled, model):
+            other.zero_grad()
+            other(**batch).loss.backward()
+            grads = gradients(getattr(other, "_orig_mod", other), dist.group.WORLD)
+            for name, grad in wanted.items():
+                torch.testing.assert_close(grads[name], grad)
+        with pytest.raises(TypeError, match="divided over ranks and cannot be pickled: restore it first"):
+            torch.save(model, "/dev/null")
+        with pytest.raises(ValueError, match=r"resize_token_embeddings: .* is divided; restore it first"):
+            model.resize_token_embeddings(140)
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(
+        torch.ones(2)
+    )  # imported before ranks are forked
+    run_ranks(run, 2, timeout=200)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", MOST)
+def test_beside_data_parallel_ranks(family):
+    """Two ranks divide the model, and two such pairs the batch."""
+    batch, options = batch_of(family, 4), {"output_router_logits": False} if family == "qwen3_moe" else {}
+    with Float64():
+        expected, wanted = step(model_of(family, torch.float64, **options), **batch)
+
+    def run(rank, world_size):
+        tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+        data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
+        model = divided(family, group=tensor, **options)
+        replicas = DistributedDataParallel(model, process_group=data)
+        with Float64():
+            loss = replicas(**{name: x[rank // 2 :: 2] for name, x in batch.items()}).loss
+            loss.backward()
+        for name, grad in gradients(model, tensor).items():
+            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-9)
+        return loss.item()
+
+    losses = run_ranks(run, 4)
+    assert sum(losses) / 4 == pytest.approx(expected.loss.item(), rel=1e-9)
+
+
+# What is refused leaves the model as it was, on all ranks.
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        (
+            "llama",
+            {"num_attention_heads": 1, "num_key_value_heads": 1},
+            "num_attention_heads 1 is not divisible by",
+        ),
+        *full(
+            [
+                (
+                    "llama",
+                    {"num_key_value_heads": 1},
+                    "num_key_value_heads 1 is not divisible by the 2 ranks",
+                ),
+                (
+                    "llama",
+                    {"intermediate_size": 47},
+                    "of model.layers.0.mlp.gate_proj.weight, 47, is not divisible",
+                ),
+                (
+                    "qwen3_moe",
+                    {"num_experts": 3},
+                    "of model.layers.1.mlp.experts.gate_up_proj, 3, is not div",
+                ),
+                ("gpt2", {"attn_pdrop": 0.1}, "transformer.h.0.attn.attn_dropout.p is 0.1, and ranks"),
+                ("llama", {"attention_dropout": 0.1}, "model.layers.0.self_attn.attention_dropout is 0.1"),
+                ("mixtral", {"router_jitter_noise": 0.1}, "model.layers.0.mlp.jitter_noise is 0.1"),
+                ("gpt2", {"add_cross_attention": True}, "how to divide transformer.h.0.crossattention"),
+            ]
+        ),
+    ],
+)
+def test_what_ranks_do_not_divide(family, options, message):
+    def run(rank, world_size):
+        untouched(model_of(family, **options), message)
+
+    run_ranks(run, 2)
+
+
+def untouched(model, message):
+    classes, shapes = [type(module) for module in model.modules()], [p.shape for p in model.parameters()]
+    with pytest.raises(ValueError, match=message) as raised:
+        fastmp.accelerate(model, group=dist.group.WORLD)
+    assert "\n" not in str(raised.value)
+    assert [type(module) for module in model.modules()] == classes
+    assert [parameter.shape for parameter in model.parameters()] == shapes
+
+
+def test_ranks_that_differ_and_modules_that_are_not_known():
+    def run(rank, world_size):
+        model = model_of("llama")
+        if rank == 1:
+            model.model.layers[1].mlp.up_proj.weight.data += 1
+        untouched(
+            model, "model.layers.1.mlp.up_proj.weight of rank 1 of the group is not that of rank 0; load"
+        )
+        model = model_of("llama", num_attention_heads=4 - 3 * rank, num_key_value_heads=1 + (1 - rank))
+        untouched(
+            model, f"num_attention_heads 1 is not divisible.*{'on rank 1 of the group' if rank == 0 else ''}"
+        )
+        model = model_of("llama")
+        model.model.layers[0].self_attn.scale = torch.nn.Parameter(torch.ones(3))
+        model.model.layers[0].mlp.extra_proj = torch.nn.Linear(2, 2)
+        untouched(model, "how to divide model.layers.0.mlp.extra_proj.weight over ranks is not known")
+        model = model_of("llama")
+        model.model.layers[0].mlp.up_proj = torch.nn.Bilinear(2, 2, 2)
+        untouched(
+            model, "mlp.up_proj is torch.nn.modules.linear.Bilinear, not torch.nn.modules.linear.Linear"
+        )
+        fastmp.accelerate(model := model_of("llama"))
+        with pytest.raises(
+            ValueError, match="LlamaForCausalLM is accelerated for other ranks; restore it first"
+        ):
+            fastmp.accelerate(model, group=dist.group.WORLD)
+        with pytest.raises(
+            ValueError, match="whole_state_dict: LlamaForCausalLM is not divided over ranks by acc"
+        ):
+            whole_state_dict(model)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+def test_adapters_of_peft_are_refused():
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def run(rank, world_size):
+        config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+        with pytest.raises(
+            ValueError, match="GPT2LMHeadModel is divided over ranks, and takes no adapter of PEFT"
+        ):
+            peft.get_peft_model(divided("gpt2"), config)
+        with pytest.raises(
+            ValueError, match="GPT2LMHeadModel has an adapter of PEFT, which ranks do not divide"
+        ):
+            fastmp.accelerate(peft.get_peft_model(model_of("gpt2"), config), group=dist.group.WORLD)
+
+    run_ranks(run, 2)
