@@ -388,6 +388,31 @@ def test_any_layout_reads_a_model_and_gives_it_back(name, sizes, tmp_path):
     assert all(torch.equal(again[each], tensor) for each, tensor in tensors.items())
 
 
+def resident(kind):
+    """Bytes of memory: VmRSS now, VmHWM at most since it was reset."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", status)[1])
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is Linux's")
+def test_models_go_in_and_out_a_tensor_at_a_time(tmp_path, monkeypatch):
+    large = {"num_layers": 8, "hidden_size": 512, "ffn_hidden_size": 4096, "vocab_size": 8192}
+    for key, value in large.items():
+        monkeypatch.setitem(SMALL, key, value)
+    _, tensors = written("llama", tmp_path / "model")
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    del tensors
+    for arguments in (
+        ["import", str(tmp_path / "model")],
+        ["export", str(tmp_path / "model-fastmp"), str(tmp_path / "again")],
+    ):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = resident("VmRSS")
+        assert main([*arguments, "--no-verify"]) == 0
+        assert resident("VmHWM") - before < 4 * max(sizes) < sum(sizes) / 2
+
+
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -398,9 +423,7 @@ def test_a_run_begins_with_imported_weights(tmp_path):
     edit(tmp_path / "model" / "config.json", vocab_size=257)
     change_tensors(
         tmp_path / "model" / "model.safetensors",
-        lambda t: t.update(
-            {n: torch.randn(257, 16) for n in ("model.embed_tokens.weight", "lm_head.weight") if n in t}
-        ),
+        lambda t: t.update({n: torch.randn(257, 16) for n in TABLES if n in t}),
     )
     assert main(["import", str(tmp_path / "model"), "--no-verify"]) == 0
     recipe = tmp_path / "model-fastmp" / "recipe.toml"

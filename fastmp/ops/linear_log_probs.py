@@ -273,8 +273,8 @@ def _scale_of(name: str, temperature: float | Tensor, target: Tensor, dtype: tor
         constant = not temperature.requires_grad
         checks.require(constant, "{}: temperature requires a gradient, but receives none", name)
         if can_read_values(temperature):
-            positive = bool((temperature > 0).all())
-            checks.require(positive, "{}: every temperature must be positive, got {}", name, temperature)
+            lowest = temperature.min().item() if temperature.numel() else 1.0  # NaN where one is
+            checks.require(lowest > 0, "{}: every temperature must be positive, got {}", name, lowest)
         return temperature.reshape(-1).to(dtype).reciprocal()
     usable = 0 < temperature < math.inf
     checks.require(usable, "{}: temperature must be positive and finite, got {}", name, temperature)

@@ -166,7 +166,7 @@ def test_extra_memory_is_a_tenth_of_plain_torch():
         ({"temperature": math.nan}, "temperature must be positive and finite, got nan"),
         ({"temperature": torch.ones(3)}, r"temperature \(3,\) does not fit target \(4,\)"),
         ({"temperature": torch.ones(4, requires_grad=True)}, "temperature requires a gradient"),
-        ({"temperature": torch.tensor([1.0, 0, 1, 1])}, "every temperature must be positive, got .*0"),
+        ({"temperature": torch.tensor([1.0, 0, 1, 1])}, r"every temperature must be positive, got 0.0$"),
         ({"workspace": -1}, "workspace must not be negative, got -1"),
     ),
 )
