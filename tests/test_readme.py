@@ -37,6 +37,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
                 ("docs/optimizer.md", 0, ALONE),
                 ("docs/muon.md", 0, ALONE),
                 ("docs/from-liger.md", 0, ALONE),
+                ("docs/attention.md", 0, ALONE),
                 ("docs/many-machines.md", 0, ALONE),
                 ("docs/fsdp2.md", 0, TORCHRUN),
                 ("docs/reinforcement-learning.md", 0, ALONE),

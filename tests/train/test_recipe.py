@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from dataclasses import fields
@@ -284,5 +285,9 @@ def test_the_page_for_users_of_megatron_names_fields_that_there_are(capsys):
     with pytest.raises(SystemExit):
         parse_arguments(["--help"])
     options = set(re.findall(r"--[a-z][a-z.-]+", capsys.readouterr().out))
-    assert len(named) > 40
+    assert len(named) > 60
     assert {"--" + name.replace("_", "-") for name in named} <= options
+    names = set(re.findall(r"`(fastmp\.[\w.]+)`", page))
+    assert len(names) > 25
+    for name in names:
+        assert hasattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]), name
