@@ -106,6 +106,8 @@ EXPECTED = {
     "bias_dropout_add_into": Expected(0.92),
     "bias_gelu": Expected(0.93),
     "bias_gelu_backward": Expected(0.91),
+    "clamped_swiglu": Expected(0.93),
+    "clamped_swiglu_backward": Expected(0.91),
     "cross_entropy_grad": Expected(0.9),
     "cross_entropy_grad_": Expected(0.9),
     "cross_entropy_loss_grad_": Expected(0.72),  # part of the second read leaves the second-level cache

@@ -28,38 +28,6 @@ FASTMP_DECLARE(void rope_run(const RopeRun&);)
 
 namespace FASTMP_ISA {
 
-// Elements 0, 2, 4 ... and 1, 3, 5 ... of two vectors' worth, and back.
-template <class T>
-FASTMP_INLINE Pair<lanes_of<T>> load_neighbours(const T* p) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    return load_pair(p);
-  } else {
-    using V = lanes_of<T>;
-    const V low = load(p), high = load(p + num_lanes<V>);
-    V even, odd;
-    for (int i = 0; i < num_lanes<V> / 2; ++i) {
-      even[i] = low[2 * i], even[i + num_lanes<V> / 2] = high[2 * i];
-      odd[i] = low[2 * i + 1], odd[i + num_lanes<V> / 2] = high[2 * i + 1];
-    }
-    return {even, odd};
-  }
-}
-template <class T>
-FASTMP_INLINE void store_neighbours(T* p, Pair<lanes_of<T>> v) {
-  if constexpr (std::is_same_v<T, BFloat16>) {
-    store_pair<true>(p, v);
-  } else {
-    using V = lanes_of<T>;
-    V low, high;
-    for (int i = 0; i < num_lanes<V> / 2; ++i) {
-      low[2 * i] = v.first[i], high[2 * i] = v.first[i + num_lanes<V> / 2];
-      low[2 * i + 1] = v.second[i], high[2 * i + 1] = v.second[i + num_lanes<V> / 2];
-    }
-    store(p, low);
-    store(p + num_lanes<V>, high);
-  }
-}
-
 template <class V>
 FASTMP_INLINE Pair<V> turn(Pair<V> v, V c, V s) {
   return {v.first * c - v.second * s, v.second * c + v.first * s};

@@ -265,6 +265,38 @@ FASTMP_INLINE void store_pair(T* p, Pair<lanes_of<T>> v) {
   }
 }
 
+// Elements 0, 2, 4 ... and 1, 3, 5 ... of two vectors' worth, and back.
+template <class T>
+FASTMP_INLINE Pair<lanes_of<T>> load_neighbours(const T* p) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return load_pair(p);
+  } else {
+    using V = lanes_of<T>;
+    const V low = load(p), high = load(p + num_lanes<V>);
+    V even, odd;
+    for (int i = 0; i < num_lanes<V> / 2; ++i) {
+      even[i] = low[2 * i], even[i + num_lanes<V> / 2] = high[2 * i];
+      odd[i] = low[2 * i + 1], odd[i + num_lanes<V> / 2] = high[2 * i + 1];
+    }
+    return {even, odd};
+  }
+}
+template <class T>
+FASTMP_INLINE void store_neighbours(T* p, Pair<lanes_of<T>> v) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    store_pair<true>(p, v);
+  } else {
+    using V = lanes_of<T>;
+    V low, high;
+    for (int i = 0; i < num_lanes<V> / 2; ++i) {
+      low[2 * i] = v.first[i], high[2 * i] = v.first[i + num_lanes<V> / 2];
+      low[2 * i + 1] = v.second[i], high[2 * i + 1] = v.second[i + num_lanes<V> / 2];
+    }
+    store(p, low);
+    store(p + num_lanes<V>, high);
+  }
+}
+
 // Copies fewer elements than a vector has, in at most one piece of each power of two: no call of memcpy.
 template <typename T>
 FASTMP_INLINE void copy_part(T* to, const T* from, int64_t count) {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.adamw import adamw_
 from fastmp.ops.capacity import apply_capacity
+from fastmp.ops.clamped_swiglu import clamped_swiglu
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
 from fastmp.ops.dropout import bias_dropout_add
 from fastmp.ops.finite import first_not_finite
@@ -39,6 +40,7 @@ __all__ = [
     "backends",
     "bias_dropout_add",
     "bias_gelu",
+    "clamped_swiglu",
     "cross_entropy",
     "cross_entropy_from_stats",
     "first_not_finite",

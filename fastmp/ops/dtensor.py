@@ -35,6 +35,8 @@ _OUTPUTS = {
     "bias_gelu_backward": "rows sum",
     "gated_activation": "rows",
     "gated_activation_backward": "rows up sum",
+    "clamped_swiglu": "rows",
+    "clamped_swiglu_backward": "rows",
     "scaled_masked_softmax": "rows",
     "scaled_masked_softmax_backward": "rows",
     "rope": "rows k",

@@ -41,6 +41,8 @@ LATENCY = 29_000  # bytes: 4.8 TB/s times 0.8 us over 132 multiprocessors
 ELEMENTWISE = Facts(loads=1, stores=1)
 GATED = Facts(2, 1, exps=1, registers=128)  # one exponential, for the activation and its slope
 GATED_BACKWARD = Facts(3, 2, exps=1, registers=128)
+CLAMPED = Facts(2, 1, exps=1, registers=128)
+CLAMPED_BACKWARD = Facts(3, 2, exps=1, registers=128)
 WARP = r"redux\.sync"  # a token is reduced within a warp
 HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
 SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
@@ -232,6 +234,20 @@ def _gated_backward(form, *facts):
     return case, facts
 
 
+def _clamped(*facts):
+    def case(t, wide):
+        return "clamped_swiglu", (t(8192, 2 * 2880), 1.702, 7.0)
+
+    return case, facts
+
+
+def _clamped_backward(*facts):
+    def case(t, wide):
+        return "clamped_swiglu_backward", (t(8192, 2880), t(8192, 2 * 2880), 1.702, 7.0)
+
+    return case, facts
+
+
 ROWS_EACH = {"decode": 1, "few": 48, "fine": 100, "large": 128}
 EXPERTS, N, K = 255, 4096, 7168
 
@@ -396,6 +412,8 @@ CASES = {
     "gated backward silu": _gated_backward("silu", GATED_BACKWARD, ANY),
     "gated backward gelu": _gated_backward("gelu", Facts(3, 2, registers=128), ANY),
     "gated backward gelu_tanh": _gated_backward("gelu_tanh", GATED_BACKWARD, ANY),
+    "clamped": _clamped(CLAMPED),
+    "clamped backward": _clamped_backward(CLAMPED_BACKWARD),
     "grouped decode": _grouped("decode", ANY),
     "grouped few": _grouped("few", ANY),
     "grouped fine": _grouped("fine", ANY),

@@ -1,0 +1,64 @@
+"""clamped_swiglu of fastmp, torch eager and torch.compile: the activation of GPT-OSS."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cases import COMPILE, EAGER, OURS, Case, Workload, compiled, sweep, title
+from benchmarks.conftest import CLOCK, DEVICE
+from fastmp.ops import OPS, clamped_swiglu
+
+ALPHA, LIMIT = 1.702, 7.0
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+
+
+def _eager(x: Tensor) -> Tensor:
+    """As transformers computes it."""
+    gate, up = x[..., ::2].clamp(max=LIMIT), x[..., 1::2].clamp(min=-LIMIT, max=LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+
+def clamped_swiglu_case(rows: int, width: int, dtype: torch.dtype, device: str, seed: int = 0) -> Case:
+    """x (rows, 2 width)."""
+    grad, x = arguments("clamped_swiglu_backward", (rows, width), dtype, device, seed)[:2]
+    x.requires_grad_()
+    with_compile = compiled(_eager)
+    return Case(
+        title("clamped_swiglu", (rows, 2 * width), dtype),
+        (x,),
+        grad,
+        {OURS: lambda: clamped_swiglu(x), EAGER: lambda: _eager(x), COMPILE: lambda: with_compile(x)},
+        OPS["clamped_swiglu"].traffic(x, ALPHA, LIMIT),
+        OPS["clamped_swiglu_backward"].traffic(grad, x, ALPHA, LIMIT),
+    )
+
+
+# Rows are pairs of a token and an expert; the width is that of GPT-OSS's experts.
+WORKLOADS = (
+    Workload(
+        "clamped_swiglu",
+        clamped_swiglu_case,
+        cpu=((4096, 2880),),
+        cuda=((8192, 2880), (32768, 2880)),
+        rivals=(OURS, EAGER, COMPILE),
+        tiny=(6, 8),
+    ),
+)
+SHAPES = dict.fromkeys(("clamped_swiglu", "clamped_swiglu_backward"), ((8192, 2880), (32768, 2880)))
+
+
+def arguments(op: str, shape: tuple[int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Random arguments of `torch.ops.fastmp.<op>`; shape is that of y."""
+    generator = torch.Generator(device).manual_seed(seed)
+    rows, width = shape
+    x = torch.randn(rows, 2 * width, device=device, generator=generator).to(dtype)
+    grad = torch.randn(shape, device=device, generator=generator).to(dtype)
+    return (x, ALPHA, LIMIT) if op == "clamped_swiglu" else (grad, x, ALPHA, LIMIT)
+
+
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
+def test_clamped_swiglu(compare, case, rival, direction):
+    compare(case(), rival, direction)

@@ -1,0 +1,181 @@
+"""clamped_swiglu: y = (up + 1) * gate * sigmoid(alpha * gate) with gate and up clamped, and its backward.
+
+The activation of GPT-OSS. gate and up are neighbours in x, columns 2i and 2i + 1, as its weights have them.
+gate is at most `limit`, up between -limit and limit; beyond, their gradients are zero. Only x is saved.
+GPT-OSS: OpenAI 2025 (arXiv 2508.10925).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastmp.ops import checks, rows
+from fastmp.ops._triton import jit, tl
+from fastmp.ops.registry import autocast, compute_dtype, register
+from fastmp.profiling import traced
+
+
+def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """gate and up as they are, in the dtype of the arithmetic."""
+    wide = x.to(compute_dtype(x.dtype))
+    return wide[..., ::2], wide[..., 1::2]
+
+
+def reference(x: Tensor, alpha: float, limit: float) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), rounded once."""
+    gate, up = _pairs(x)
+    gate = gate.clamp(max=limit)
+    return ((up.clamp(-limit, limit) + 1) * gate * (alpha * gate).sigmoid()).to(x.dtype).contiguous()
+
+
+def reference_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tensor:
+    """The gradient of x."""
+    gate, up = _pairs(x)
+    capped = gate.clamp(max=limit)
+    s = (alpha * capped).sigmoid()
+    slope = s + capped * (s * (-alpha * capped).sigmoid()) * alpha
+    dgate = torch.where(gate <= limit, grad * (up.clamp(-limit, limit) + 1) * slope, 0.0)
+    dup = torch.where(up.abs() <= limit, grad * capped * s, 0.0)
+    return torch.stack((dgate, dup), -1).flatten(-2).to(x.dtype)
+
+
+@jit
+def _clamp(pairs, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """gate and up of BLOCK_N pairs a row, and both clamped; NaN stays NaN."""
+    gate, up = tl.split(tl.reshape(pairs, [BLOCK_M, BLOCK_N, 2]))
+    capped = tl.where(gate > LIMIT, LIMIT, gate)
+    return gate, up, capped, tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+
+
+@jit
+def clamped_swiglu_kernel(
+    x, y, num_rows, num_vectors, x_pitch,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of y. Its row length and the pitch of x count vectors of VECTOR elements: both are aligned."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = (pid % column_blocks) * BLOCK_N
+    live = (rows < num_rows)[:, None]
+    both = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
+    pairs = tl.load(x + rows[:, None] * x_pitch * VECTOR + both, mask=live & (both < 2 * num_cols), other=0.0)
+    _, _, gate, up = _clamp(pairs.to(COMPUTE), LIMIT, BLOCK_M, BLOCK_N)
+    s = 1.0 / (1.0 + tl.exp2((-1.4426950408889634 * ALPHA) * gate))
+    cols = first + tl.arange(0, BLOCK_N)[None, :]
+    tl.store(y + rows[:, None] * num_cols + cols, (up + 1.0) * (gate * s), mask=live & (cols < num_cols))
+
+
+@jit
+def clamped_swiglu_backward_kernel(
+    grad, x, dx, num_rows, num_vectors, grad_pitch, x_pitch,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient of x: BLOCK_N pairs of a row. Sizes and pitches as in the forward."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    first = (pid % column_blocks) * BLOCK_N
+    live = (rows < num_rows)[:, None]
+    both = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
+    cols = first + tl.arange(0, BLOCK_N)[None, :]
+    inside = live & (both < 2 * num_cols)
+    pairs = tl.load(x + rows[:, None] * x_pitch * VECTOR + both, mask=inside, other=0.0).to(COMPUTE)
+    g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols, mask=live & (cols < num_cols), other=0.0)
+    g = g.to(COMPUTE)
+    gate, up, capped, bounded = _clamp(pairs, LIMIT, BLOCK_M, BLOCK_N)
+    # The sigmoid and its slope by one exponential, without cancellation: e = exp(-|alpha gate|).
+    e = tl.exp2(-1.4426950408889634 * tl.abs(ALPHA * capped))
+    r = 1.0 / (1.0 + e)
+    s = tl.where(ALPHA * capped > 0, r, e * r)
+    dgate = tl.where(gate <= LIMIT, g * ((bounded + 1.0) * (s + capped * (e * r * r) * ALPHA)), 0.0)
+    dup = tl.where(tl.abs(up) <= LIMIT, g * (capped * s), 0.0)
+    both_grads = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * BLOCK_N])
+    tl.store(dx + rows[:, None] * (2 * num_cols) + both, both_grads, mask=inside)
+
+
+def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
+    """(BLOCK_M, BLOCK_N) in pairs: half the rows keep as much in flight."""
+    block_m, block_n = rows.block_shape(num_cols, itemsize)
+    return block_m // 2, block_n
+
+
+def launch(x: Tensor, alpha: float, limit: float) -> Tensor:
+    y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+    if y.numel():
+        rows.launch(
+            clamped_swiglu_kernel,
+            (x,),
+            (y,),
+            columns=y.shape[-1],
+            blocks=block_shape,
+            ALPHA=alpha,
+            LIMIT=limit,
+        )
+    return y
+
+
+def launch_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tensor:
+    dx = rows.empty_like(x)
+    if dx.numel():
+        rows.launch(
+            clamped_swiglu_backward_kernel, (grad, x), (dx,), blocks=block_shape, ALPHA=alpha, LIMIT=limit
+        )
+    return dx
+
+
+register(
+    "clamped_swiglu_backward(Tensor grad, Tensor x, float alpha, float limit) -> Tensor",
+    reference=reference_backward,
+    triton=launch_backward,
+    flops=lambda grad, x, alpha, limit: math.prod(grad.shape) * 22,
+)
+_clamped_swiglu = register(
+    "clamped_swiglu(Tensor x, float alpha, float limit) -> Tensor",
+    reference=reference,
+    triton=launch,
+    flops=lambda x, alpha, limit: math.prod(x.shape) // 2 * 12,
+    derivative="clamped_swiglu_backward(grad, x, alpha, limit) -> x",
+)
+
+
+@checks.remembered
+def _check(x: Tensor) -> None:
+    checks.floating("clamped_swiglu", "x", x)
+    odd = "clamped_swiglu: x must end in a dimension of even size, got shape {}"
+    checks.require(x.shape[-1] % 2 == 0, odd, x.shape)
+
+
+@traced("fastmp.clamped_swiglu")
+def clamped_swiglu(x: Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of clamped pairs; differentiable once.
+
+    Under autocast, in its dtype.
+
+    Args:
+        x: (..., 2F), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy): gates
+            at 2i, ups at 2i + 1.
+        alpha: the slope of the sigmoid; 1.702 in GPT-OSS.
+        limit: gate is at most `limit`, up at most `limit` from zero; positive, 7 in GPT-OSS.
+
+    Returns:
+        A new contiguous tensor (..., F) of x's dtype. Arithmetic is in float32 (float64 for float64 x) and
+        rounded once. Where gate or up is clamped, its gradient is zero.
+
+    Raises:
+        ValueError: the last dimension is odd, the dtype another one, or `limit` not positive.
+
+    OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025.
+    """
+    (x,) = autocast(x)
+    _check(x)
+    if not limit > 0:
+        raise ValueError(f"clamped_swiglu: limit must be positive, got {limit}")
+    return _clamped_swiglu(x, float(alpha), float(limit))
