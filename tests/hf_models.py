@@ -77,6 +77,7 @@ CONFIGS = {
             **_EXPERTS,
             "head_dim": 8,
             "num_local_experts": 4,
+            "swiglu_limit": 0.1,  # which some of the numbers of so small a model pass
             "sliding_window": 8,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },

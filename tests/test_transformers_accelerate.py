@@ -377,6 +377,21 @@ def test_saved_configurations_name_the_same_model(tmp_path):
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
+@pytest.mark.full
+def test_a_gate_that_computes_something_else_stays(monkeypatch):
+    """As a later version of transformers may have it, with the same attributes."""
+
+    def gate(self, pairs):
+        gate, up = pairs[..., ::2].clamp(max=self.limit), pairs[..., 1::2]
+        return up * gate * torch.sigmoid(gate * self.alpha)
+
+    monkeypatch.setattr(transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts, "_apply_gate", gate)
+    model, batch = model_of("gpt_oss"), batch_of("gpt_oss")
+    expected = step(model, **batch)
+    assert fastmp.accelerate(model).replaced["GptOssExperts"].endswith("between them transformers' gate")
+    assert_same(step(model, **batch), expected, 1e-5)
+
+
 # What is refused leaves the model as it was.
 
 

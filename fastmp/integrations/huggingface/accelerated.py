@@ -331,7 +331,7 @@ def _plan(model: Any, ranks: int) -> _Plan:
         if named == family.experts:
             _require(module, experts.FLAGS)
             _require(module, experts.reads(module))
-            found[named, "fastmp.ops.grouped_mm, grouped_mlp_in, permute", None] += 1
+            found[named, experts.by(module), None] += 1
         elif why := _why_not(part := family.parts[named], module):
             found[named, None, why] += 1
         else:

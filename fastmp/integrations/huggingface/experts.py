@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastmp.integrations.huggingface.parts import FORMS
-from fastmp.ops import grouped_mlp_in, grouped_mm, permutation, permute, unpermute
+from fastmp.ops import clamped_swiglu, grouped_mlp_in, grouped_mm, permutation, permute, unpermute
 from fastmp.ops.registry import compute_dtype
 
 NAME = "fastmp"
@@ -28,6 +28,28 @@ def reads(module: Any) -> tuple[str, ...]:
         names += (f"{first}_bias", "down_proj_bias")
     plain = not module.has_gate or getattr(type(module), "_apply_gate", None) is _default_gate()
     return (*names, "act_fn") if plain else names
+
+
+_CLAMPED: set[Any] = set()  # the `_apply_gate`s that were found to be clamped_swiglu
+
+
+def by(module: Any) -> str:
+    """What computes a module of experts, for the table; remembers whether its gate is `clamped_swiglu`."""
+    gate = type(module)._apply_gate
+    if gate is _default_gate() or not module.has_gate:
+        return "fastmp.ops.grouped_mm, grouped_mlp_in, permute"
+    if {"alpha", "limit"} <= vars(module).keys() and _is_clamped(module):
+        _CLAMPED.add(gate)
+        return "fastmp.ops.grouped_mm, clamped_swiglu, permute"
+    return "fastmp.ops.grouped_mm, permute, between them transformers' gate"
+
+
+def _is_clamped(module: Any) -> bool:
+    """Whether the module's gate computes `clamped_swiglu` on numbers inside and outside of its limits."""
+    values = torch.linspace(-1.5, 1.5, 12, dtype=torch.float64, device="cpu") * module.limit
+    pairs = torch.cartesian_prod(values, values).flatten()
+    ours = clamped_swiglu(pairs, alpha=module.alpha, limit=module.limit)
+    return torch.allclose(module._apply_gate(pairs), ours, rtol=1e-9, atol=1e-12)
 
 
 def _default_gate() -> Any:
@@ -46,13 +68,19 @@ def register() -> None:
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         usual_gate = type(self)._apply_gate is default_gate
-        return experts(self, hidden_states, top_k_index, top_k_weights, usual_gate)
+        clamped = type(self)._apply_gate in _CLAMPED
+        return experts(self, hidden_states, top_k_index, top_k_weights, usual_gate, clamped)
 
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, forward)
 
 
 def experts(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, usual_gate: bool
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    usual_gate: bool,
+    clamped: bool,
 ) -> Tensor:
     """The experts' outputs of tokens (T, H), weighted and added up: (T, H) of their dtype.
 
@@ -61,7 +89,7 @@ def experts(
     """
     row_of, offsets = permutation(top_k_index.to(torch.int32), self.num_experts)
     rows = permute(hidden_states, row_of, row_of.numel())
-    out = _first_product(self, rows, offsets, usual_gate)
+    out = _first_product(self, rows, offsets, usual_gate, clamped)
     out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed)
     if self.has_bias:
         out = out + _of_rows(self.down_proj_bias, offsets, out)
@@ -71,7 +99,7 @@ def experts(
     return out.to(hidden_states.dtype)
 
 
-def _first_product(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool) -> Tensor:
+def _first_product(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool, clamped: bool) -> Tensor:
     """The first product of the experts' MLPs, with its activation."""
     weight = self.gate_up_proj if self.has_gate else self.up_proj
     bias = None
@@ -84,6 +112,8 @@ def _first_product(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool) -
     out = grouped_mm(rows, weight, offsets, transposed=self.is_transposed)
     if bias is not None:
         out = out + _of_rows(bias, offsets, out)
+    if clamped:
+        return clamped_swiglu(out, alpha=self.alpha, limit=self.limit)
     return self._apply_gate(out) if self.has_gate else self.act_fn(out)
 
 
