@@ -388,6 +388,27 @@ def test_any_layout_reads_a_model_and_gives_it_back(name, sizes, tmp_path):
     assert all(torch.equal(again[each], tensor) for each, tensor in tensors.items())
 
 
+def test_an_export_may_have_the_tokenizer_of_another_model(tmp_path, capsys):
+    config, _ = written("llama", tmp_path / "model")
+    files = {"tokenizer.json": "{}", "generation_config.json": "[1]", "chat_template.jinja": "{{ x }}"}
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_text(content)
+    edit(tmp_path / "model" / "config.json", eos_token_id=[7, 9], bos_token_id=None)
+    assert main(["import", str(tmp_path / "model"), "--no-verify"]) == 0
+    arguments = ["export", str(tmp_path / "model-fastmp"), str(tmp_path / "again"), "--no-verify", "--like"]
+    assert main([*arguments, str(tmp_path / "model-fastmp")]) == 2
+    assert "has no tokenizer and no generation configuration" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+    assert main([*arguments, str(tmp_path / "model")]) == 0
+    for name, content in files.items():
+        assert (tmp_path / "again" / name).read_text() == content
+    there = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert there == to_transformers("llama", config, "float32") | {
+        "eos_token_id": [7, 9],
+        "bos_token_id": None,
+    }
+
+
 def resident(kind):
     """Bytes of memory: VmRSS now, VmHWM at most since it was reset."""
     status = Path("/proc/self/status").read_text()

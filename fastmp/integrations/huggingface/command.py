@@ -13,9 +13,18 @@ from typing import Any
 
 from fastmp.commands import Parser
 from fastmp.config import GPTConfig
+from fastmp.files import read_file
 from fastmp.integrations.huggingface.families import family_of
 from fastmp.integrations.huggingface.verify import verify
-from fastmp.integrations.huggingface.weights import FILE_BYTES, TransformersReader, export_weights
+from fastmp.integrations.huggingface.weights import (
+    CONFIG,
+    FILE_BYTES,
+    TransformersReader,
+    export_weights,
+    is_transformers,
+    json_bytes,
+    read_config,
+)
 from fastmp.train.checkpoint.boxes import Box, whole_box
 from fastmp.train.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.train.checkpoint.files import verify as verify_files
@@ -23,6 +32,7 @@ from fastmp.train.checkpoint.reshard import write_again
 from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.recipe import model_from
 from fastmp.train.tokenfile import write_synced
+from fastmp.train.tokenize import TOKENIZER_LIMIT
 
 __all__ = ["main", "recipe_text"]
 
@@ -61,6 +71,11 @@ def _parser() -> Parser:
     )
     made.add_argument("path", metavar="CHECKPOINT", help="a checkpoint, or a run, whose latest one is meant")
     made.add_argument("out", metavar="DIR", help="the new directory")
+    made.add_argument(
+        "--like",
+        metavar="DIR",
+        help="a model of transformers whose tokenizer and generation settings go with it",
+    )
     made.set_defaults(run=export_command)
     _add_verify(made)
     return parser
@@ -102,14 +117,36 @@ def export_command(options: Namespace) -> None:
         family_of(config)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
+    files, tokens = _beside(Path(options.like)) if options.like else ({}, {})
     verify_files(checkpoint, manifest, manifest.files)
     reader = CheckpointReader(checkpoint, manifest)
 
     def check(directory: Path) -> None:
+        for name, content in files.items():
+            write_synced(directory / name, content)
+        write_synced(directory / CONFIG, json_bytes(read_config(directory) | tokens))
         if options.verify:
             print(verify(directory, reader, config))
 
     print(export_weights(checkpoint, config, out, check=check))
+
+
+# what generation needs beside weights, of those that a model may have
+_BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("chat_template.jinja", "generation_config.json"),
+)
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
+
+
+def _beside(source: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """A model's tokenizer and generation settings: files by name, and what its config.json says of them."""
+    files = {name: read_file(source / name, TOKENIZER_LIMIT) for name in _BESIDE if (source / name).exists()}
+    if not files:
+        raise ValueError(f"{source} has no tokenizer and no generation configuration")
+    content = read_config(source) if is_transformers(source) else {}
+    return files, {key: content[key] for key in _TOKENS if key in content}
 
 
 def _check_new(out: Path) -> None:

@@ -166,6 +166,11 @@ def read_json(path: Path, limit: int) -> dict[str, Any]:
     return content
 
 
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of the model in the directory `path`; ValueError naming it where there is none."""
+    return read_json(path / CONFIG, _MOST_CONFIG)
+
+
 class TransformersReader(CheckpointReader):
     """Reads a directory of a `transformers` model as a checkpoint of its weights alone.
 
@@ -181,7 +186,7 @@ class TransformersReader(CheckpointReader):
 
     def __init__(self, directory: str | Path, *, ignored: Sequence[str] = ()) -> None:
         path = Path(directory)
-        content = read_json(path / CONFIG, _MOST_CONFIG)
+        content = read_config(path)
         try:
             self.kind, self.config = from_transformers(content, ignored)
         except ValueError as error:
@@ -332,7 +337,8 @@ def export_weights(
 ) -> Path:
     """Write the weights of `checkpoint` to the new directory `out`, whole or not at all; returns it.
 
-    check: called with the directory before it gets its name; where it raises, nothing is left.
+    check: called with the directory before it gets its name, to add files, too; where it raises, nothing is
+        left.
     """
     reader, kind = CheckpointReader(checkpoint), family_of(config)
     theirs = _their_tensors(reader, kind, config)
@@ -344,12 +350,12 @@ def export_weights(
         names = _write(staging, forms, lambda form: _read(reader, form, theirs[form.name][2]))
         if len(set(names.values())) > 1:
             index = {"metadata": {"total_size": sum(form.bytes for form in forms)}, "weight_map": names}
-            write_synced(staging / INDEX, _json(index))
+            write_synced(staging / INDEX, json_bytes(index))
         dtype = str(DTYPES[reader.manifest.tensors["model/final_norm.weight"].dtype]).removeprefix("torch.")
-        write_synced(staging / CONFIG, _json(to_transformers(kind, config, dtype)))
-        sync_directory(staging)
+        write_synced(staging / CONFIG, json_bytes(to_transformers(kind, config, dtype)))
         if check is not None:
             check(staging)
+        sync_directory(staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -418,5 +424,6 @@ def _read(reader: CheckpointReader, form: Form, pieces: _Pieces) -> Tensor:
     return out
 
 
-def _json(content: Mapping[str, Any]) -> bytes:
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """The content of a JSON file as transformers writes them."""
     return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
