@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
+import hf_models
 import pytest
 import torch
 from hf_models import CONFIGS, Float64, assert_same, batch_of, model_of, step
@@ -128,6 +129,61 @@ def test_the_forms_that_deepseek_has(options):
         expected = step(model, **batch)
         fastmp.accelerate(model)
         assert_same(step(model, **batch), expected, 1e-9)
+
+
+def flattened(lengths, **options):
+    """Documents as transformers packs them into one row, and each in a batch of its own."""
+    ids = torch.randint(3, hf_models.VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    collate = transformers.DataCollatorWithFlattening(**options)
+    packed = collate([{"input_ids": piece.tolist()} for piece in ids.split(lengths)])
+    return dict(packed), [{"input_ids": piece[None], "labels": piece[None]} for piece in ids.split(lengths)]
+
+
+NO_SINKS = [family for family in CONFIGS if family != "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", ["llama", *full(family for family in NO_SINKS if family != "llama")])
+def test_a_flattened_batch_is_its_documents_one_by_one(family):
+    """By their borders and no mask, and by the masks that transformers makes of their positions."""
+    experts = {"output_router_logits": False} if "output_router_logits" in CONFIGS[family][1] else {}
+    model = model_of(family, torch.float64, use_cache=False, **experts)
+    lengths = (11, 2, 7, 20)
+    batch, alone = flattened(lengths, return_flash_attn_kwargs=True)
+    if family == "bert":  # whose labels are not those of the next token, but whose first does not count here
+        alone = [
+            {**each, "labels": each["labels"].clone().index_fill_(1, torch.tensor([0]), -100)}
+            for each in alone
+        ]
+    shares = [(length - 1) / (sum(lengths) - len(lengths)) for length in lengths]
+    with Float64():
+        steps = [step(model, **each) for each in alone]
+        loss = sum(share * output.loss for share, (output, _) in zip(shares, steps))
+        names = {name for _, grads in steps for name in grads}
+        grads = {n: sum(s * g[n] for s, (_, g) in zip(shares, steps) if n in g) for n in names}
+        fastmp.accelerate(model)
+        # transformers keeps documents apart by their positions under causality alone
+        for attention in ("fastmp_varlen", *(() if family == "bert" else ("sdpa", "eager"))):
+            model.set_attn_implementation(attention)
+            output, found = step(model, **batch)
+            torch.testing.assert_close(output.loss, loss, rtol=0, atol=1e-9)
+            for name, grad in grads.items():
+                torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-9, msg=name)
+
+
+def test_attention_by_borders_refuses_what_it_does_not_know():
+    batch, _ = flattened((9, 7), return_flash_attn_kwargs=True)
+    model = model_of("llama", use_cache=False)
+    fastmp.accelerate(model)
+    model.set_attn_implementation("fastmp_varlen")
+    with pytest.raises(ValueError, match="fastmp_varlen: the batch does not say where documents begin; take"):
+        model(**batch_of("llama"))
+    with pytest.raises(ValueError, match=r"one row of packed documents .* got 2 rows; set_attn"):
+        rows = {name: batch[name].view(2, 8) for name in ("input_ids", "labels", "position_ids")}
+        model(**{**batch, **rows})
+    model = model_of("gpt_oss", use_cache=False)
+    model.set_attn_implementation("fastmp_varlen")
+    with pytest.raises(ValueError, match="got 1 rows, attention sinks; set_attn_implementation"):
+        model(**batch)
 
 
 @pytest.mark.parametrize("family", ["llama", *full(["mistral", "qwen3_moe", "gpt_oss", "deepseek_v3"])])

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from fastmp.integrations.huggingface import experts
+from fastmp.integrations.huggingface import experts, varlen
 from fastmp.integrations.huggingface.divided import (
     Columns,
     EnteredColumns,
@@ -294,6 +294,7 @@ def _agreed_plan(model: Any, group: ProcessGroup | None) -> _Plan:
         if plan[0].experts_before is not None:
             _require(model, ("set_experts_implementation",))
             experts.register()
+        varlen.register()
     except (AttributeError, ImportError) as missing:  # of what transformers has beside its models
         error = _changed(type(model), f"what is read of it ({missing})")
     except ValueError as found:
