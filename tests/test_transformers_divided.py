@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 from hf_models import CONFIGS, Float64, batch_of, model_of, step
 from marks import full
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmp
-from fastmp.integrations.huggingface import clip_grad_norm_, whole_state_dict
+from fastmp.integrations.huggingface import accelerated, clip_grad_norm_, whole_state_dict
+from fastmp.integrations.huggingface.divided import Columns, Rows, Summed
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.testing import count_collectives, full_tensor, run_ranks
 
@@ -90,7 +94,9 @@ def assert_divided_is_whole(family, ranks, **options):
     return results[0]
 
 
-@pytest.mark.parametrize("family", [*MOST, *full(family for family in CONFIGS if family not in MOST)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *full(family for family in CONFIGS if family != "qwen3_moe")]
+)
 def test_two_ranks_compute_what_the_whole_model_computes(family):
     table, share = assert_divided_is_whole(family, 2)
     assert "divided over 2 ranks" in table and share < 0.8  # tables of positions, norms and routers are whole
@@ -125,6 +131,7 @@ def test_other_models_of_a_family(family, options):
     assert_divided_is_whole(family, 2, **options)
 
 
+@pytest.mark.full
 def test_the_table_names_what_is_divided_and_what_is_whole():
     def run(rank, world_size):
         table = fastmp.accelerate(model := model_of("qwen3_moe"), group=dist.group.WORLD)
@@ -268,33 +275,94 @@ def test_compiled_and_recomputed_and_copied(family):
     run_ranks(run, 2, timeout=200)
 
 
+def replicated(model, mesh):
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def sharded(model, mesh):
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("prepare", [replicated, sharded], ids=["ddp", "fsdp2"])
 @pytest.mark.parametrize("family", MOST)
-def test_beside_data_parallel_ranks(family):
-    """Two ranks divide the model, and two such pairs the batch."""
+def test_beside_data_parallel_ranks(family, prepare):
+    """Two ranks divide the model, and two such pairs the batch; gradients of two passes are added up."""
     batch, options = batch_of(family, 4), {"output_router_logits": False} if family == "qwen3_moe" else {}
-    with Float64():
-        expected, wanted = step(model_of(family, torch.float64, **options), **batch)
+
+    def trained(model, shares, clip):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        norms = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            for _ in range(2):
+                with Float64():
+                    model(**shares).loss.backward()
+            norms.append(clip(model, 0.5).item())
+            optimizer.step()
+        return norms
+
+    whole = model_of(family, torch.float64, **options)
+    wanted = trained(
+        whole, batch, lambda model, norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+    )
 
     def run(rank, world_size):
-        tensor = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
-        data = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])][rank % 2]
-        model = divided(family, group=tensor, **options)
-        replicas = DistributedDataParallel(model, process_group=data)
-        with Float64():
-            loss = replicas(**{name: x[rank // 2 :: 2] for name, x in batch.items()}).loss
-            loss.backward()
-        for name, grad in gradients(model, tensor).items():
-            torch.testing.assert_close(grad, wanted[name], rtol=0, atol=1e-9)
-        return loss.item()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = divided(family, group=mesh["tensor"].get_group(), **options)
+        shares = {name: x[mesh["data"].get_local_rank() :: 2] for name, x in batch.items()}
+        assert trained(prepare(model, mesh["data"]), shares, clip_grad_norm_) == pytest.approx(
+            wanted, rel=1e-9
+        )
+        state = whole_state_dict(model)
+        assert bool(state) is (mesh["tensor"].get_local_rank() == 0)
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=1e-9)
 
-    losses = run_ranks(run, 4)
-    assert sum(losses) / 4 == pytest.approx(expected.loss.item(), rel=1e-9)
+    run_ranks(run, 4, timeout=200)
+
+
+@pytest.mark.full
+def test_a_body_with_another_head_is_divided_too():
+    ids, config = batch_of("llama")["input_ids"], model_of("llama", pad_token_id=0).config
+
+    def classified(model):
+        with Float64():
+            return model(input_ids=ids).logits
+
+    def made():
+        torch.manual_seed(0)
+        return transformers.AutoModelForSequenceClassification.from_config(config).double()
+
+    expected = classified(made())
+
+    def run(rank, world_size):
+        table = fastmp.accelerate(model := made(), group=dist.group.WORLD)
+        assert "LlamaAttention.o_proj" in table.divided and "Linear  " in str(table)
+        torch.testing.assert_close(classified(model), expected, rtol=0, atol=1e-9)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_tables_agree_with_the_plans_that_transformers_has(family):
+    """Where it has one; it divides single experts there, which here are divided by their number."""
+    model = model_of(family)
+    parts = {re.sub(r"\d+", "*", share.name): share.part for share in accelerated._plan(model, 2)[2]}
+    plan = {f"model.{name}": style for name, style in (model.config.base_model_tp_plan or {}).items()}
+    meant = {"colwise": Columns, "rowwise": Rows, "replicated_with_grad_allreduce": Summed}
+    found = {re.sub(r"\d+", "*", name) for name, _ in model.named_modules()}
+    for name in found & plan.keys():
+        if not name.endswith(".experts"):
+            assert issubclass(parts[name], meant[plan[name]]), name
 
 
 # What is refused leaves the model as it was, on all ranks.
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
@@ -303,29 +371,25 @@ def test_beside_data_parallel_ranks(family):
             {"num_attention_heads": 1, "num_key_value_heads": 1},
             "num_attention_heads 1 is not divisible by",
         ),
-        *full(
-            [
-                (
-                    "llama",
-                    {"num_key_value_heads": 1},
-                    "num_key_value_heads 1 is not divisible by the 2 ranks",
-                ),
-                (
-                    "llama",
-                    {"intermediate_size": 47},
-                    "of model.layers.0.mlp.gate_proj.weight, 47, is not divisible",
-                ),
-                (
-                    "qwen3_moe",
-                    {"num_experts": 3},
-                    "of model.layers.1.mlp.experts.gate_up_proj, 3, is not div",
-                ),
-                ("gpt2", {"attn_pdrop": 0.1}, "transformer.h.0.attn.attn_dropout.p is 0.1, and ranks"),
-                ("llama", {"attention_dropout": 0.1}, "model.layers.0.self_attn.attention_dropout is 0.1"),
-                ("mixtral", {"router_jitter_noise": 0.1}, "model.layers.0.mlp.jitter_noise is 0.1"),
-                ("gpt2", {"add_cross_attention": True}, "how to divide transformer.h.0.crossattention"),
-            ]
+        (
+            "llama",
+            {"num_key_value_heads": 1},
+            "num_key_value_heads 1 is not divisible by the 2 ranks",
         ),
+        (
+            "llama",
+            {"intermediate_size": 47},
+            "of model.layers.0.mlp.gate_proj.weight, 47, is not divisible",
+        ),
+        (
+            "qwen3_moe",
+            {"num_experts": 3},
+            "of model.layers.1.mlp.experts.gate_up_proj, 3, is not div",
+        ),
+        ("gpt2", {"attn_pdrop": 0.1}, "transformer.h.0.attn.attn_dropout.p is 0.1, and ranks"),
+        ("llama", {"attention_dropout": 0.1}, "model.layers.0.self_attn.attention_dropout is 0.1"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "model.layers.0.mlp.jitter_noise is 0.1"),
+        ("gpt2", {"add_cross_attention": True}, "how to divide transformer.h.0.crossattention"),
     ],
 )
 def test_what_ranks_do_not_divide(family, options, message):
@@ -344,6 +408,7 @@ def untouched(model, message):
     assert [parameter.shape for parameter in model.parameters()] == shapes
 
 
+@pytest.mark.full
 def test_ranks_that_differ_and_modules_that_are_not_known():
     def run(rank, world_size):
         model = model_of("llama")

@@ -348,7 +348,7 @@ def _plan(model: Any, ranks: int) -> _Plan:
     if ranks == 1:
         return Accelerated(name, rows, before), changes, []
     tables = {cls: family.divided[named] for named, cls in _classes(family, family.divided).items()}
-    shares = plan_division(model, tables, ranks)
+    shares = plan_division(model, tables, ranks, dict(changes))
     cells = [
         Row(label, count, how, None if how else "every rank computes it alike")
         for label, count, how in rows_of(model, shares)

@@ -192,10 +192,10 @@ class Summed(Divided):
     """A norm of single heads: every rank has its weight, and the gradient of its own heads."""
 
     by = "whole; its gradient is summed"
+    needs = ("normalised",)
 
-    @property
-    def weight(self: Any) -> Tensor:  # type: ignore[override]
-        return copy_to_group(self._parameters["weight"], self.group)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return self.normalised(hidden_states, copy_to_group(self.weight, self.group))
 
 
 class ExpertsOfRank(Divided):

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from fastmp.integrations.huggingface.divided import (
     Divided,
@@ -24,7 +25,7 @@ from fastmp.integrations.huggingface.divided import (
     VocabularyRows,
 )
 from fastmp.integrations.huggingface.parts import class_with
-from fastmp.parallel.attributes import parallel_attributes
+from fastmp.parallel.attributes import ParallelAttributes
 from fastmp.parallel.collectives import all_reduce_
 from fastmp.train.replicas import checksum
 
@@ -44,8 +45,13 @@ class Share:
     label: str
 
 
-def plan_division(model: Any, tables: Mapping[type, Table], size: int) -> list[Share]:
-    """The modules that are divided, and how. Changes nothing; ValueError for what cannot be divided."""
+def plan_division(
+    model: Any, tables: Mapping[type, Table], size: int, replaced: Mapping[nn.Module, type]
+) -> list[Share]:
+    """The modules that are divided, and how; `replaced`: what classes modules will have before.
+
+    Changes nothing. ValueError for what cannot be divided.
+    """
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(model.config, name, None)
         if isinstance(count, int) and count % size:
@@ -66,9 +72,10 @@ def plan_division(model: Any, tables: Mapping[type, Table], size: int) -> list[S
         if why := share.part.why_not(share.module):
             raise ValueError(f"accelerate: {share.name} {why}, which is not divided over ranks")
         for attribute in share.part.needs:
-            if not hasattr(share.module, attribute):
+            if not hasattr(replaced.get(share.module, type(share.module)), attribute):
                 raise ValueError(
-                    f"accelerate: {share.name} has no {attribute}, and is not divided without it"
+                    f"accelerate: {share.name} is a {type(share.module).__name__} without {attribute}, which "
+                    "is not divided over ranks"
                 )
         _check_sizes(share, size)
     return shares
@@ -168,22 +175,17 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     All ranks of the group call it. The first one gets the tensors, the others an empty dict; one tensor at a
     time is gathered. ValueError where no module is divided.
     """
-    first = _required_group("whole_state_dict", model).rank() == 0
-    divided = {
-        id(getattr(module, name)): (module, marks)
-        for module in model.modules()
-        if isinstance(module, Divided)
-        for name, marks in module.division.items()
-    }
+    first, divided = _required_group("whole_state_dict", model).rank() == 0, _divided(model)
     state, gathered = model.state_dict(), dict[int, Tensor]()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (key := id(parameter)) in divided:
             module, marks = divided[key]
             if key not in gathered:  # tied ones stay one tensor
-                whole = module.whole(parameter.detach(), marks)
+                whole = module.whole(_unsharded(parameter.detach()), marks)
                 gathered[key] = whole.cpu() if first else whole[:0]
             state[name] = gathered[key]
-    return {name: tensor.cpu() for name, tensor in state.items()} if first else {}
+    whole_state = {name: _unsharded(tensor) for name, tensor in state.items()}
+    return {name: tensor.cpu() for name, tensor in whole_state.items()} if first else {}
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
@@ -192,17 +194,32 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     As `torch.nn.utils.clip_grad_norm_`, which would give ranks different norms. Returns the norm before, the
     same on every rank; all ranks of the group call it. ValueError where no module is divided.
     """
-    group = _required_group("clip_grad_norm_", model)
+    group, divided = _required_group("clip_grad_norm_", model), _divided(model)
     with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in with_grad:
         assert parameter.grad is not None
-        grads[parallel_attributes(parameter).tensor_model_parallel].append(parameter.grad)
-    squares = [nn.utils.get_total_norm(grads[divided]).double().square() for divided in (True, False)]
+        grads[id(parameter) in divided].append(parameter.grad)
+    squares = [_unsharded(nn.utils.get_total_norm(grads[part])).double().square() for part in (True, False)]
     all_reduce_(squares[0], group)
     norm = (squares[0] + squares[1]).sqrt()
     nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
+
+
+def _divided(model: nn.Module) -> dict[int, tuple[Any, ParallelAttributes]]:
+    """The modules and marks of the parameters that are divided, by their ids."""
+    return {
+        id(getattr(module, name)): (module, marks)
+        for module in model.modules()
+        if isinstance(module, Divided)
+        for name, marks in module.division.items()
+    }
+
+
+def _unsharded(tensor: Tensor) -> Tensor:
+    """What `fully_shard` has divided over other ranks."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def group_of(model: nn.Module) -> ProcessGroup | None:

@@ -80,7 +80,9 @@ class RMSNorm(Part):
     needs = ("weight", "variance_epsilon")
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        weight = self.weight
+        return self.normalised(hidden_states, self.weight)
+
+    def normalised(self: Any, hidden_states: Tensor, weight: Tensor) -> Tensor:
         if hidden_states.dtype != weight.dtype:  # the product with the weight has the wider dtype
             dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
@@ -90,8 +92,8 @@ class RMSNorm(Part):
 class RMSNormOfItsDtype(RMSNorm):
     """The norm of GPT-OSS, whose result has the dtype of the input, whatever that of the weight."""
 
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return super().forward(hidden_states).to(hidden_states.dtype)
+    def normalised(self: Any, hidden_states: Tensor, weight: Tensor) -> Tensor:
+        return super().normalised(hidden_states, weight).to(hidden_states.dtype)
 
 
 class LayerNorm(Part):
