@@ -235,8 +235,16 @@ WRONG = {
         "rope_type is 'longrope', fastmp computes default, linear, llama3 and yarn",
     ),
     "window": (
+        lambda p: edit(p / "config.json", sliding_window=8),
+        "sliding_window is 8, fastmp computes no window in llama",
+    ),
+    "windows": (
         lambda p: edit(
-            p / "config.json", sliding_window=8, layer_types=["full_attention", "sliding_attention"]
+            p / "config.json",
+            model_type="mistral",
+            sliding_window=8,
+            layer_types=["full_attention", "sliding_attention"],
+            **dict.fromkeys(("attention_bias", "mlp_bias"), ...),
         ),
         "sliding_window is that of 1 of 2 layers, fastmp has it in all",
     ),
@@ -345,7 +353,7 @@ def test_a_model_that_computes_something_else_is_refused(tmp_path, capsys, monke
     edit(tmp_path / "model" / "config.json")
     from fastmp.integrations.huggingface import families
 
-    monkeypatch.setattr(families, "_rope", lambda content, longest: {"rope_base": 5e5})  # forgets the scaling
+    monkeypatch.setattr(families, "_rope", lambda *_: {"rope_base": 5e5})  # forgets the scaling
     assert main(["import", str(tmp_path / "model")]) == 2
     assert "fastmp does not compute this model" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

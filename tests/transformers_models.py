@@ -50,6 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         SIZES | EXPERTS | {"num_experts": 4, "mlp_only_layers": [2], "decoder_sparse_step": 1},
     ),
     "qwen3_moe, every second": ("Qwen3Moe", SIZES | EXPERTS | {"num_experts": 4, "decoder_sparse_step": 2}),
+    "qwen3_moe, window": (
+        "Qwen3Moe",
+        SIZES | EXPERTS | {"num_experts": 4, "sliding_window": 7, "use_sliding_window": True},
+    ),
     "dots1": (
         "Dots1",
         {

@@ -23,7 +23,10 @@ __all__ = ["FAMILIES", "Family", "family_of", "from_transformers", "to_transform
 
 
 class Field(NamedTuple):
-    """Our name of a value ("moe.top_k"), theirs where it is absent (...: it must be there), ours of each."""
+    """Our name of a value ("moe.top_k"), theirs where it is absent (...: it must be there), ours of each.
+
+    What is absent has the default of transformers' class, which may be another value than that of a null.
+    """
 
     ours: str
     default: Any = ...
@@ -82,7 +85,7 @@ _SIZES = {
     "intermediate_size": Field("ffn_hidden_size"),
     "num_hidden_layers": Field("num_layers"),
     "num_attention_heads": Field("num_heads"),
-    "num_key_value_heads": Field("num_kv_heads", None),
+    "num_key_value_heads": Field("num_kv_heads", 32),
     "max_position_embeddings": Field("max_seq_len"),
     "rms_norm_eps": Field("layernorm_epsilon", 1e-6),
     "initializer_range": Field("init_std", 0.02),
@@ -91,6 +94,7 @@ _SIZES = {
     "hidden_act": Field("activation", "silu", _GATED),
 }
 _HEAD = {"head_dim": Field("head_size", None)}
+_KEYS_OF_8 = {"num_key_value_heads": Field("num_kv_heads", 8)}
 _LLAMA = {"norm": "rmsnorm", "position": "rope", "linear_bias": False}
 _CHOICE = {
     "num_experts_per_tok": Field("moe.top_k"),
@@ -149,9 +153,17 @@ FAMILIES = {  # what several tables have, and the long parts of one, stand above
         conv1d=True,
     ),
     "llama": Family(
-        "LlamaForCausalLM", "model.layers", _ENDS, _DENSE, _SIZES | _HEAD, _LLAMA, always=_NO_BIAS
+        "LlamaForCausalLM",
+        "model.layers",
+        _ENDS,
+        _DENSE,
+        _SIZES | _HEAD | {"num_key_value_heads": Field("num_kv_heads", None)},
+        _LLAMA,
+        always=_NO_BIAS,
     ),
-    "mistral": Family("MistralForCausalLM", "model.layers", _ENDS, _DENSE, _SIZES | _HEAD, _LLAMA),
+    "mistral": Family(
+        "MistralForCausalLM", "model.layers", _ENDS, _DENSE, _SIZES | _HEAD | _KEYS_OF_8, _LLAMA
+    ),
     "qwen2": Family(
         "Qwen2ForCausalLM", "model.layers", _ENDS, _DENSE | _QKV_BIAS, _SIZES, _LLAMA | {"qkv_bias": True}
     ),
@@ -177,6 +189,7 @@ FAMILIES = {  # what several tables have, and the long parts of one, stand above
         },
         {name: each for name, each in _SIZES.items() if name != "intermediate_size"}
         | _HEAD
+        | _KEYS_OF_8
         | {
             "rms_norm_eps": Field("layernorm_epsilon", 1e-5),
             "intermediate_size": Field("moe.expert_ffn_hidden_size"),
@@ -195,7 +208,11 @@ FAMILIES = {  # what several tables have, and the long parts of one, stand above
         _SIZES
         | _HEAD
         | _CHOICE
-        | {"num_experts": Field("moe.num_experts"), "norm_topk_prob": Field("moe.normalize_topk", False)},
+        | {
+            "num_key_value_heads": Field("num_kv_heads", 4),
+            "num_experts": Field("moe.num_experts"),
+            "norm_topk_prob": Field("moe.normalize_topk", False),
+        },
         _LLAMA | {"qk_norm": True},
         experts={},
         always=_NO_BIAS,
@@ -274,16 +291,16 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
         raise ValueError(f"the layers must be 1 to {MOST_LAYERS}, the positions a number")
     model["sliding_window"] = _window(kind, content, layers, longest)
     if model.get("position") == "rope":
-        model |= _rope(content, longest)
+        model |= _rope(content, longest, 1e6 if kind == "mixtral" else 1e4)
     if family.experts is None:
         return kind, model_from(model)
     model["dense_layers"] = _dense_layers(content, layers)
     if kind == "dots1":
-        shared = _whole(content, "n_shared_experts", 0)
+        shared = _whole(content, "n_shared_experts", None) or 0
         model["moe"]["shared_expert_ffn_hidden_size"] = shared * model["moe"]["expert_ffn_hidden_size"]
     config = model_from(model)
     assert config.moe is not None
-    coefficient = content.get("router_aux_loss_coef") or 0.0
+    coefficient = content.get("router_aux_loss_coef", 0.0 if kind == "dots1" else 0.001) or 0.0
     aux_loss = _rounded(coefficient * config.moe.top_k / (layers - len(config.dense_layers)))
     return kind, replace(config, moe=replace(config.moe, aux_loss=aux_loss))
 
@@ -294,8 +311,7 @@ def _fields(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     if family.experts is not None:
         model["moe"] = dict(family.experts)
     for key, (ours, default, choices) in family.fields.items():
-        value = content.get(key)
-        value = default if value is None else value
+        value = content.get(key, default)
         if value is ...:
             raise ValueError(f"{key} is missing")
         if choices is not None:
@@ -307,12 +323,12 @@ def _fields(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     return model
 
 
-def _whole(content: Mapping[str, Any], key: str, default: int) -> int:
-    """A number of config.json that may be absent."""
-    value = content.get(key)
+def _whole(content: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    """A number of config.json that may be absent, or null."""
+    value = content.get(key, default)
     if value is not None and type(value) is not int:
         raise ValueError(f"{key} must be a whole number, got {short(value)}")
-    return default if value is None else value
+    return value
 
 
 def to_transformers(kind: str, config: GPTConfig, dtype: str) -> dict[str, Any]:
@@ -368,6 +384,11 @@ def _rounded(number: float) -> float:
 
 
 _ATTENTION = ("full_attention", "sliding_attention")
+# the window of a family, and the first layer that has it, where config.json does not say so
+_WINDOWS: dict[str, tuple[int | None, int]] = {
+    **{"mistral": (4096, 0), "mixtral": (None, 0), "qwen3_moe": (4096, 0)},
+    **{"qwen2": (4096, 28), "qwen3": (4096, 28), "dots1": (4096, 62)},
+}
 
 
 def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len: int) -> int | None:
@@ -375,14 +396,19 @@ def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len:
     kinds = content.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(each in _ATTENTION for each in kinds)):
         raise ValueError(f"layer_types is {short(kinds)}, fastmp computes {' and '.join(_ATTENTION)}")
-    absent = kind == "mistral" and "sliding_window" not in content
-    window = 4096 if absent else _whole(content, "sliding_window", max_seq_len)
-    if content.get("use_sliding_window") is False or window >= max_seq_len:
+    window, first = _WINDOWS.get(kind, (None, 0))
+    window = _whole(content, "sliding_window", window)
+    first = _whole(content, "max_window_layers", first) or 0
+    if kind.startswith("qwen") and not content.get("use_sliding_window"):
         return None
+    if window is None or window >= max_seq_len:
+        return None
+    if kind not in _WINDOWS:
+        raise ValueError(f"sliding_window is {window}, fastmp computes no window in {kind}")
     if kinds is not None:
         sliding = sum(each == "sliding_attention" for each in kinds)
     else:
-        sliding = num_layers - min(_whole(content, "max_window_layers", 0), num_layers)
+        sliding = num_layers - min(first, num_layers)
     if sliding not in (0, num_layers):
         raise ValueError(f"sliding_window is that of {sliding} of {num_layers} layers, fastmp has it in all")
     return window if sliding else None
@@ -392,7 +418,7 @@ def _window_there(kind: str, config: GPTConfig) -> dict[str, Any]:
     """What says so in config.json; nothing in families whose layers see all."""
     if kind in ("mistral", "mixtral"):
         return {"sliding_window": config.sliding_window}
-    if kind in ("qwen2", "qwen3") and config.sliding_window is not None:
+    if kind.startswith("qwen") and config.sliding_window is not None:
         sliding = {"use_sliding_window": True, "max_window_layers": 0}
         return {**sliding, "sliding_window": config.sliding_window}
     return {"sliding_window": None} if kind == "dots1" else {}
@@ -410,13 +436,13 @@ _SCALINGS = {
 }
 
 
-def _rope(content: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    """Our fields of rotary positions: transformers 5 has one table of them, 4 had two keys."""
-    table = content.get("rope_parameters") or content.get("rope_scaling") or {}
+def _rope(content: Mapping[str, Any], max_seq_len: int, usual_base: float) -> dict[str, Any]:
+    """Our fields of rotary positions: transformers 5 has one table of them; the two keys of 4 still count."""
+    table = content.get("rope_scaling") or content.get("rope_parameters") or {}
     if not isinstance(table, Mapping):
         raise ValueError(f"rope_parameters must be a table, got {short(table)}")
     given = {key: value for key, value in table.items() if value is not None}
-    base = given.pop("rope_theta", content.get("rope_theta", 10000.0))
+    base = given.pop("rope_theta", content.get("rope_theta", usual_base))
     kind = given.pop("rope_type", given.get("type", "default"))
     given.pop("type", None)
     if (part := given.pop("partial_rotary_factor", content.get("partial_rotary_factor", 1.0))) != 1.0:
@@ -446,8 +472,8 @@ def _rope_parameters(config: GPTConfig) -> dict[str, Any]:
 
 
 def _dense_layers(content: Mapping[str, Any], num_layers: int) -> list[int]:
-    first, step = _whole(content, "first_k_dense_replace", 0), _whole(content, "decoder_sparse_step", 1)
+    first, step = _whole(content, "first_k_dense_replace", 0) or 0, _whole(content, "decoder_sparse_step", 1)
     alone = content.get("mlp_only_layers") or []
-    if not isinstance(alone, list) or step < 1:
+    if not isinstance(alone, list) or step is None or step < 1:
         raise ValueError(f"mlp_only_layers {short(alone)} or decoder_sparse_step {step} says no layers")
     return [layer for layer in range(num_layers) if layer < first or layer in alone or (layer + 1) % step]
