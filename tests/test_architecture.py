@@ -104,11 +104,15 @@ ALLOWED = {
         "profiling",
         "_host",
     },
+    "fastmp.generation": {
+        *("generation", "commands", "config", "files", "graphs", "integrations", "layout", "nn", "parallel"),
+        *("train", "_lazy"),
+    },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.launch": {"config", "parallel.runtime"},
     "fastmp.doctor": {"commands", "config", "ops", "testing"},
     "fastmp.hang": {"commands", "files", "parallel.verdict"},
-    "fastmp.cli": {"commands", "train", "plan", "doctor", "hang"},
+    "fastmp.cli": {"commands", "generation", "train", "plan", "doctor", "hang"},
 }
 STDLIB_ONLY = (
     *(
@@ -200,6 +204,7 @@ def test_pure_modules_use_the_standard_library_only(module):
     [
         "--help",
         "train --help",
+        "generate --help",
         "hang --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",

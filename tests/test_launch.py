@@ -85,10 +85,12 @@ def test_ranks_that_are_told_to_stop_have_time_to_save(options, monkeypatch):
     assert os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "120"
 
 
-def test_train_is_short_for_the_module(options):
+def test_train_and_generate_are_short_for_the_module(options):
     args = options("-n 2 train --recipe some.toml -n 3")
     assert (args.module, args.training_script) == (True, "fastmp")
     assert args.training_script_args == ["train", "--recipe", "some.toml", "-n", "3"]
+    args = options("-n 2 generate --tp 2")
+    assert (args.training_script, args.training_script_args) == ("fastmp", ["generate", "--tp", "2"])
     assert options("./train --steps 3").training_script == "./train"
     assert options("-m train --steps 3").training_script == "train"
 

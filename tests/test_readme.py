@@ -41,6 +41,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
                 ("docs/many-machines.md", 0, ALONE),
                 ("docs/fsdp2.md", 0, TORCHRUN),
                 ("docs/reinforcement-learning.md", 0, ALONE),
+                ("docs/generate.md", 0, ALONE),
                 ("docs/faults.md", 0, TORCHRUN),
                 ("docs/transformers.md", 1, TORCHRUN),
             ]

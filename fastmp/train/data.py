@@ -92,24 +92,15 @@ class TokenDataset:
         cls, config: DataConfig, *, cache_dir: str | Path, static_shapes: bool = False
     ) -> TokenDataset:
         """Open `config.path`, or the built-in `config.text`, built under `cache_dir` the first time."""
-        if config.path is not None:
-            directory = Path(config.path)
-        else:
-            tokenizer = config.tokenizer
-            if tokenizer not in ("byte", "bpe"):  # a file: others may have the same name
-                loaded = load_tokenizer(tokenizer)
-                description = f"{loaded.end_of_text} {loaded.to_json()}"
-                tokenizer = f"{Path(tokenizer).stem}-{zlib.crc32(description.encode()):08x}"
-            name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
-            directory = Path(cache_dir) / f"{name}-{config.validation_fraction:g}-{FORMAT.rpartition('-')[2]}"
-            if not directory.exists():
-                with contextlib.suppress(DatasetExists):  # another process has just built it
-                    build(
-                        [config.text],
-                        directory,
-                        tokenizer=config.tokenizer,
-                        validation_fraction=config.validation_fraction,
-                    )
+        directory = cls.directory(config, cache_dir)
+        if config.path is None and not directory.exists():
+            with contextlib.suppress(DatasetExists):  # another process has just built it
+                build(
+                    [config.text],
+                    directory,
+                    tokenizer=config.tokenizer,
+                    validation_fraction=config.validation_fraction,
+                )
         return cls(
             directory,
             seq_len=config.seq_len,
@@ -118,6 +109,19 @@ class TokenDataset:
             document_masking=config.document_masking,
             static_shapes=static_shapes,
         )
+
+    @staticmethod
+    def directory(config: DataConfig, cache_dir: str | Path) -> Path:
+        """The directory that `from_config` opens; a built-in text's may not be there yet."""
+        if config.path is not None:
+            return Path(config.path)
+        tokenizer = config.tokenizer
+        if tokenizer not in ("byte", "bpe"):  # a file: others may have the same name
+            loaded = load_tokenizer(tokenizer)
+            description = f"{loaded.end_of_text} {loaded.to_json()}"
+            tokenizer = f"{Path(tokenizer).stem}-{zlib.crc32(description.encode()):08x}"
+        name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
+        return Path(cache_dir) / f"{name}-{config.validation_fraction:g}-{FORMAT.rpartition('-')[2]}"
 
     @property
     def validation(self) -> Split:

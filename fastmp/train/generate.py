@@ -107,12 +107,7 @@ def choose_tokens(
     It has fixed shapes and never waits for the device. A row depends on its own numbers alone. ValueError for
     a negative temperature or top_k, and for a top_p outside of (0, 1].
     """
-    if not temperature >= 0:
-        raise ValueError(f"generate: temperature must not be negative, got {temperature}")
-    if top_k < 0:
-        raise ValueError(f"generate: top_k must not be negative, got {top_k}")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"generate: top_p must be above 0 and at most 1, got {top_p}")
+    check_choice(temperature, top_k, top_p)
     if temperature == 0:
         return logits_BV.argmax(-1)
     scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)).double() / temperature
@@ -129,3 +124,13 @@ def choose_tokens(
     reached_B1 = points_B.to(sums_BV).unsqueeze(1) * sums_BV[:, -1:]
     last_B1 = sums_BV.argmax(-1, keepdim=True)  # rounding may reach beyond the last that has a share
     return torch.minimum(torch.searchsorted(sums_BV, reached_B1, right=True), last_B1).squeeze(1)
+
+
+def check_choice(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise ValueError for what `choose_tokens` cannot choose by."""
+    if not temperature >= 0:
+        raise ValueError(f"generate: temperature must not be negative, got {temperature}")
+    if top_k < 0:
+        raise ValueError(f"generate: top_k must not be negative, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"generate: top_p must be above 0 and at most 1, got {top_p}")

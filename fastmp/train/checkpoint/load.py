@@ -36,7 +36,7 @@ def agree(group: Group, work: Callable[[], T]) -> T:
     result, problem = None, ""
     try:
         result = work()
-    except CheckpointError as error:
+    except ValueError as error:  # a mistake that speaks for itself, as a CheckpointError does
         problem = str(error) or "damaged"
     except OSError as error:
         problem = f"the checkpoint cannot be read: {error}"

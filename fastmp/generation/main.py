@@ -1,0 +1,107 @@
+"""What `fastmp generate` does on each rank: groups, tokenizer, prompts, weights, then all texts at once."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fastmp.config import Environment
+from fastmp.generation.load import ends_of, load_model, open_weights, tokenizer_beside
+from fastmp.generation.loop import Generated, check_prompts, generate
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.runtime import Runtime, init, main_guard
+from fastmp.train.checkpoint.load import agree
+from fastmp.train.checkpoint.storage import CheckpointReader
+from fastmp.train.command import first_rank_speaks
+from fastmp.train.generate import check_choice
+from fastmp.train.tokenize import Tokenizer, load_tokenizer
+from fastmp.train.trainer import DTYPES
+
+__all__ = ["run"]
+
+
+def run(options: Namespace) -> int:
+    """Generate as this process's whole program; returns the exit status, 2 for what the user did wrong."""
+    return main_guard(lambda: _job(options))
+
+
+def _job(options: Namespace) -> int:
+    try:
+        with first_rank_speaks(Environment.read().rank or 0):
+            runtime = init()
+            prompts, generated = _generate(options, runtime)
+    except (ValueError, OSError) as error:
+        print(f"fastmp generate: {str(error).removeprefix('generate: ')}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if runtime.rank == 0:
+        for number, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
+            print(f"== prompt {number}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text)
+        sys.stdout.flush()
+        print(_speed(generated), file=sys.stderr)
+    runtime.close()
+    return 0
+
+
+def _generate(options: Namespace, runtime: Runtime) -> tuple[list[str], Generated]:
+    check_choice(options.temperature, options.top_k, options.top_p)
+    groups = _groups(options, runtime.world_size)
+    world = dist.group.WORLD if runtime.world_size > 1 else None
+    reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
+    tokenizer = agree(world, lambda: _tokenizer(options, reader))
+    ids = [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
+    check_prompts(config, ids, options.max_new_tokens, min(config.vocab_size, tokenizer.vocab_size))
+    auto = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
+    dtype = DTYPES.get(options.dtype, auto)
+    model = load_model(reader, config, groups, device=runtime.device, dtype=dtype)
+    ends = {tokenizer.end_of_text} | (ends_of(Path(options.hf)) if options.hf else set())
+    chosen = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
+    return options.prompt, generate(
+        model,
+        ids,
+        max_new_tokens=options.max_new_tokens,
+        tokenizer=tokenizer,
+        stop=options.stop,
+        ends=ends,
+        seed=options.seed,
+        groups=groups,
+        **chosen,
+    )
+
+
+def _groups(options: Namespace, world_size: int) -> ParallelGroups:
+    """The process groups of the layout; ValueError where it does not fit the ranks."""
+    tp, pp, ep = options.tp, options.pp, options.ep
+    etp = options.etp or tp
+    needed = pp * math.lcm(tp, ep * etp)
+    if world_size % needed:
+        raise ValueError(
+            f"tp {tp}, pp {pp}, ep {ep} and etp {etp} need {needed} ranks or a multiple, there are "
+            f"{world_size}: fastmp launch -n {needed} generate ..."
+        )
+    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp))
+
+
+def _tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
+    """That of `--tokenizer`, of the model or of the run."""
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    try:
+        return load_tokenizer(options.hf) if options.hf else tokenizer_beside(reader.directory.absolute())
+    except ValueError as error:
+        raise ValueError(f"{error}; name the model's tokenizer by --tokenizer FILE") from None
+
+
+def _speed(generated: Generated) -> str:
+    """A line on how fast it went."""
+    prompts, new = generated.prompt_tokens, generated.decoded_tokens
+    before, after = generated.prefill_seconds, generated.decode_seconds
+    return (
+        f"prompts: {prompts} tokens in {before:.3f} s, {prompts / before:.1f} tokens/s; after the first new "
+        f"tokens: {new} in {after:.3f} s, {new / max(after, 1e-9):.1f} tokens/s"
+    )
