@@ -12,11 +12,14 @@ chooses and calls.
 - flash: torch's flash operators, FA2 or what `torch.nn.attention.activate_flash_attention_impl` has put in
   its place. They count from the end, and know windows and documents.
 - merged: the keys before the queries' own, which every query sees, and their own, a causal square: two calls
-  of cuDNN or of the CPU's flash kernel, whose results are weighed by their sums of exponentials. There is no
-  mask then, and no key that is looked at in vain.
+  of the CPU's flash kernel, whose results are weighed by their sums of exponentials. There is no mask then,
+  and no key that is looked at in vain.
 - blocks: for windows, blocks of queries with the keys that they may see, and a mask of one block.
 - documents: one document after the other; on a CPU, which may read their lengths.
 - mask: sdpa with a mask of queries x keys.
+
+Kernels round what they return. Results and gradients that are put together of rounded parts have up to 1.4
+times the error of one call, so on a CPU merged and blocks compute in float32 (float64).
 
 Shapes: B batch, N query heads, G key/value heads, which divide N, C queries, E keys, D width of a head.
 """
@@ -24,7 +27,6 @@ Shapes: B batch, N query heads, G key/value heads, which divide N, C queries, E 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,7 +38,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastmp.ops.registry import can_read_values
+from fastmp.ops.registry import can_read_values, compute_dtype, without_autocast
 
 __all__ = ["AttentionCall", "Borders", "Choice", "active_flash", "attend", "choose", "describe"]
 
@@ -72,7 +74,6 @@ class AttentionCall:
     head_dim, value_dim: widths of a head of queries and keys, and of values.
     flash: who serves torch's flash operators, "FA2", "FA3" or "FA4"; "" where they are disabled.
     cudnn_first: `scaled_dot_product_attention` prefers cuDNN on this GPU.
-    deterministic: `torch.use_deterministic_algorithms` is on.
     readable: the host may read where documents begin.
     """
 
@@ -90,7 +91,6 @@ class AttentionCall:
     capability: tuple[int, int] = (0, 0)
     flash: str = "FA2"
     cudnn_first: bool = False
-    deterministic: bool = False
     readable: bool = True
 
 
@@ -125,13 +125,11 @@ def choose(call: AttentionCall) -> Choice:
         return Choice("sdpa", "one query sees all keys")
     if call.device == "cpu":
         wrong = call.dropout or call.value_dim not in (0, call.head_dim) or not call.flash
-        if not wrong and call.dtype not in _16_BITS:
+        if not wrong:
             return Choice("merged", "two calls of the CPU's flash kernel need no mask")
-        return Choice("mask", "the CPU's flash kernel has no dropout, and parts are merged in 32 or 64 bits")
-    if call.cudnn_first and not _cudnn_refuses(call):
-        return Choice("merged", "torch prefers cuDNN, which counts from the start: two calls")
+        return Choice("mask", "the CPU's flash kernel has no dropout")
     if not refusal:
-        return Choice("flash", f"{call.flash} counts from the end")
+        return Choice("flash", f"{call.flash} counts from the end, in one call")
     return Choice("mask", f"flash attention takes {refusal}")
 
 
@@ -149,12 +147,6 @@ def _flash_refuses(call: AttentionCall) -> str:
     if call.dropout and call.flash != "FA2":
         return f"no dropout ({call.flash})"
     return ""
-
-
-def _cudnn_refuses(call: AttentionCall) -> bool:
-    """Whether cuDNN's kernels may not be called; the narrowest of its limits over versions."""
-    wrong_heads = call.head_dim % 8 or call.head_dim > 128 or call.value_dim not in (0, call.head_dim)
-    return bool(wrong_heads) or call.dtype not in _16_BITS or call.dropout or call.deterministic
 
 
 def attend(
@@ -206,11 +198,16 @@ def attend(
     backend, tensors = choose(call).backend, (q_BNCD, k_BGED, v_BGED)
     if backend == "flash":
         return _flash(*tensors, causal, window, documents, dropout_p, scale)
-    if backend == "merged":
-        return _Merged.apply(*tensors, scale, call.device == "cuda")
-    if backend == "blocks":
-        assert window is not None
-        return _blocks(*tensors, window, dropout_p, scale)
+    if backend in ("merged", "blocks"):
+        dtype = q_BNCD.dtype
+        wide = compute_dtype(dtype) if call.device == "cpu" else dtype
+        q, k, v = (x.to(wide) for x in tensors)
+        if window is None:
+            return _Merged.apply(q, k, v, scale).to(dtype)
+        with (
+            nullcontext() if wide == dtype else without_autocast(call.device)
+        ):  # which would narrow them again
+            return _blocks(q, k, v, window, dropout_p, scale).to(dtype)
     if backend == "documents":
         assert documents is not None
         return _one_by_one(*tensors, documents, causal, window, dropout_p, scale)
@@ -234,7 +231,7 @@ def attend(
 
 def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: Any) -> AttentionCall:
     """The `AttentionCall` of these tensors, with what torch and the device have; `asked`: other fields."""
-    flash, *capability, cudnn_first, deterministic = _machine(q_BNCD.device.type, q_BNCD.device.index)
+    flash, *capability, cudnn_first = _machine(q_BNCD.device.type, q_BNCD.device.index)
     return AttentionCall(
         device=q_BNCD.device.type,
         dtype=str(q_BNCD.dtype).removeprefix("torch."),
@@ -245,7 +242,6 @@ def describe(q_BNCD: Tensor, k_BGED: Tensor, v_BGED: Tensor, **asked: Any) -> At
         capability=(capability[0], capability[1]),
         flash=flash,
         cudnn_first=cudnn_first,
-        deterministic=deterministic,
         **asked,
     )
 
@@ -257,17 +253,16 @@ def active_flash() -> str:
 
 
 @torch.compiler.assume_constant_result
-def _machine(device: str, index: int | None) -> tuple[str, int, int, bool, bool]:
-    """`flash`, the two numbers of `capability`, `cudnn_first` and `deterministic` of an `AttentionCall`.
+def _machine(device: str, index: int | None) -> tuple[str, int, int, bool]:
+    """`flash`, the two numbers of `capability` and `cudnn_first` of an `AttentionCall`.
 
     A compiler keeps those of its first trace.
     """
     flash = active_flash() if torch.backends.cuda.flash_sdp_enabled() else ""
     if device != "cuda":
-        return flash, 0, 0, False, False
+        return flash, 0, 0, False
     major, minor, cudnn_first = _gpu(index)
-    cudnn_first = cudnn_first and torch.backends.cuda.cudnn_sdp_enabled()
-    return flash, major, minor, cudnn_first, torch.are_deterministic_algorithms_enabled()
+    return flash, major, minor, cudnn_first and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @lru_cache
@@ -352,65 +347,35 @@ class _Merged(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, cudnn: bool) -> Tensor:
-        (early, early_lse, early_state), (own, own_lse, own_state) = (
-            _part_forward(q, *part, scale, cudnn) for part in _parts(q, k, v)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        (early, early_lse), (own, own_lse) = (
+            kernel(q, *keys_and_values, 0.0, causal, scale=scale)
+            for *keys_and_values, causal in _parts(q, k, v)
         )
         lse = torch.logaddexp(early_lse, own_lse)
-        weight = (early_lse - lse).exp().unsqueeze(-1)
-        output = torch.lerp(own.to(weight.dtype), early.to(weight.dtype), weight).to(q.dtype)
-        ctx.scale, ctx.cudnn, ctx.numbers = scale, cudnn, len(early_state)
-        ctx.save_for_backward(q, k, v, output, lse, *early_state, *own_state)
+        output = torch.lerp(own, early, (early_lse - lse).exp().unsqueeze(-1))
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, output, lse)
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, output, lse, *states = ctx.saved_tensors
+        q, k, v, output, lse = ctx.saved_tensors
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         early, own = (
-            _part_backward(grad, q, *part, output, lse, state, ctx.scale, ctx.cudnn)
-            for part, state in zip(_parts(q, k, v), (states[: ctx.numbers], states[ctx.numbers :]))
+            kernel(grad, q, *keys_and_values, output, lse, 0.0, causal, scale=ctx.scale)
+            for *keys_and_values, causal in _parts(q, k, v)
         )
         keys, values = (torch.cat((early[i], own[i]), 2) for i in (1, 2))
-        return early[0] + own[0], keys, values, None, None
+        return early[0] + own[0], keys, values, None
 
 
 def _parts(q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, bool], ...]:
     """Keys, values, and whether they are a causal square with the queries: the early ones, then these."""
     first = k.shape[2] - q.shape[2]
     return (k[:, :, :first], v[:, :, :first], False), (k[:, :, first:], v[:, :, first:], True)
-
-
-def _part_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, cudnn: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The output, the log-sum-exp (B, N, C), and what else the kernel's backward takes."""
-    if cudnn:
-        kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
-        output, lse, *_, seed, offset, _ = kernel(q, k, v, None, True, 0.0, causal, scale=scale)
-        return output, lse.squeeze(-1), (seed, offset)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return *kernel(q, k, v, 0.0, causal, scale=scale), ()
-
-
-def _part_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    output: Tensor,
-    lse: Tensor,
-    state: Sequence[Tensor],
-    scale: float | None,
-    cudnn: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if cudnn:
-        kernel = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-        others = (*state, None, None, None, q.shape[2], k.shape[2])  # no bias, and no documents' borders
-        return kernel(grad, q, k, v, output, lse.unsqueeze(-1), *others, 0.0, causal, scale=scale)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(grad, q, k, v, output, lse, 0.0, causal, scale=scale)
 
 
 def _blocks(

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from marks import full
 
 from fastmp.ops import attention
@@ -148,54 +149,47 @@ def test_flash_operators_are_called_as_they_are_meant(monkeypatch):
             same(attend(*leaves, window=window, documents=borders(lengths, 2)), expected, leaves)
 
 
-def cudnn_forward(q, k, v, bias, with_sum, p, causal, *, scale):
-    """torch's `_scaled_dot_product_cudnn_attention`: a causal mask starts with both at token 0."""
-    assert bias is None and with_sum and p == 0.0
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    output, lse = kernel(q, k, v, p, causal, scale=scale)
-    return output, lse.unsqueeze(-1), None, None, *map(len, (q, k)), torch.tensor(5), torch.tensor(6), None
-
-
-def cudnn_backward(grad, q, k, v, out, lse, seed, offset, *others, scale):
-    assert (seed, offset) == (5, 6) and lse.shape == (*q.shape[:3], 1)
-    assert others[:5] == (None, None, None, q.shape[2], k.shape[2]) and others[5] == 0.0
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return kernel(grad, q, k, v, out, lse.squeeze(-1), 0.0, others[6], scale=scale)
-
-
-def test_cudnn_operators_are_called_as_they_are_meant(monkeypatch):
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", cudnn_forward)
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention_backward", cudnn_backward)
-    describe_as(monkeypatch, **HOPPER, cudnn_first=True)
-    for queries, keys, kv_heads in ((5, 12, 4), (6, 7, 2)):
-        leaves = draw(queries, keys, kv_heads)
-        same(attend(*leaves), plain(*leaves, seen_by(queries, keys)), leaves)
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(64, 256), (128, 144)])
-def test_what_merging_16_bit_parts_costs(queries, keys, monkeypatch):
-    """Both parts are rounded before they are merged: at most 1.4 times the error of one call with a mask.
-
-    So does cuDNN on a GPU; on a CPU such calls take a mask.
-    """
+@pytest.mark.parametrize(
+    ("queries", "keys", "window"), [(64, 256, None), (128, 144, None), (512, 512, 100), (256, 512, 100)]
+)
+def test_16_bit_results_are_rounded_once(queries, keys, window):
+    """Against float64, beside one call of torch over all tokens, or with a mask."""
     exact, rounded = (draw(queries, keys, dtype=dtype, batch=8) for dtype in (torch.float64, torch.bfloat16))
     grad = torch.randn(exact[0].shape, generator=torch.Generator().manual_seed(8))
     with torch.no_grad():
         for wide, narrow in zip(exact, rounded):
             wide.copy_(narrow)
-    assert choose(attention.describe(*rounded)).backend == "mask"
-    outputs = [
-        plain(*exact, seen_by(queries, keys)),
-        attention._Merged.apply(*rounded, None, False),
-        attend(*rounded),
-    ]
+    q, k, v = rounded
+    seen = seen_by(queries, keys, True, window)
+    if window is None:
+        whole = torch.cat((q.new_zeros(*q.shape[:2], keys - queries, D), q), 2)
+        theirs = F.scaled_dot_product_attention(whole, k, v, is_causal=True, enable_gqa=True)[:, :, -queries:]
+    else:
+        theirs = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = attend(q, k, v, window=window)
+    outputs = plain(*exact, seen), ours, theirs
     results = [
         (output, *torch.autograd.grad(output, leaves, grad.to(output.dtype)))
         for output, leaves in zip(outputs, (exact, rounded, rounded))
     ]
-    for name, true, ours, theirs in zip("oqkv", *results):
-        error, usual = ((each.double() - true).square().mean().sqrt() for each in (ours, theirs))
-        assert error <= (1.4 if name in "oq" else 1.1) * usual
+    for true, found, usual in zip(*results):
+        error, usual_error = ((each.double() - true).square().mean().sqrt() for each in (found, usual))
+        assert error <= 1.1 * usual_error
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gpu_merges_no_16_bit_parts(dtype):
+    fields = {
+        "capability": [(7, 5), (8, 0), (9, 0), (10, 0)],
+        "flash": ["", "FA2", "FA3", "FA4"],
+        "cudnn_first": [False, True],
+        "dropout": [False, True],
+        "head_dim": [20, 64, 256],
+    }
+    for values in itertools.product(*fields.values()):
+        call = replace(GPU, dtype=dtype, **dict(zip(fields, values)))
+        assert choose(call).backend in ("flash", "mask"), call
 
 
 GPU = AttentionCall("cuda", "bfloat16", 128, 1024, 4096, capability=(9, 0), cudnn_first=True)
@@ -207,10 +201,9 @@ CPU = AttentionCall("cpu", "float32", 64, 1024, 4096)
     [
         (replace(GPU, queries=4096), "sdpa", "cuDNN first"),
         (replace(GPU, causal=False), "sdpa", "cuDNN first"),
-        (GPU, "merged", "prefers cuDNN"),
+        (GPU, "flash", "FA2 counts from the end, in one call"),
         (replace(GPU, head_dim=256), "flash", "FA2 counts from the end"),
         (replace(GPU, dropout=True), "flash", "FA2 counts"),
-        (replace(GPU, deterministic=True), "flash", "FA2 counts"),
         (replace(GPU, capability=(8, 0), cudnn_first=False), "flash", "FA2 counts"),
         (replace(GPU, dtype="float32"), "mask", "16-bit dtypes only, not float32"),
         (replace(GPU, head_dim=20), "mask", "multiple of 8 up to 256 elements, not 20"),
@@ -218,7 +211,7 @@ CPU = AttentionCall("cpu", "float32", 64, 1024, 4096)
         (replace(GPU, flash="FA3"), "flash", "FA3 has been activated"),
         (replace(GPU, flash="FA3", queries=4096), "flash", "FA3 has been activated"),
         (replace(GPU, flash="FA3", dropout=True), "mask", r"no dropout \(FA3\)"),
-        (replace(GPU, flash="FA3", capability=(10, 0)), "merged", "prefers cuDNN"),
+        (replace(GPU, flash="FA3", capability=(10, 0)), "mask", r"other GPUs \(FA3\)"),
         (replace(GPU, flash="FA4", capability=(10, 0)), "flash", "FA4 has been activated"),
         (replace(GPU, flash="", cudnn_first=False), "mask", "where it is enabled"),
         (replace(GPU, capability=(7, 5), cudnn_first=False), "mask", r"other GPUs \(FA2\)"),
@@ -230,7 +223,7 @@ CPU = AttentionCall("cpu", "float32", 64, 1024, 4096)
         (replace(GPU, dtype="float32", queries=1), "sdpa", "one query"),
         (CPU, "merged", "need no mask"),
         (replace(CPU, dropout=True), "mask", "has no dropout"),
-        (replace(CPU, dtype="bfloat16"), "mask", "32 or 64 bits"),
+        (replace(CPU, dtype="bfloat16"), "merged", "need no mask"),
         (replace(CPU, queries=1), "sdpa", "one query"),
         (replace(CPU, window=True), "blocks", "CUDA tensors only"),
         (replace(CPU, documents=True), "documents", "lengths"),
