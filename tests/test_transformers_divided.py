@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import fastmp
 from fastmp.integrations.huggingface import accelerated, clip_grad_norm_, whole_state_dict
 from fastmp.integrations.huggingface.divided import Columns, Rows, Summed
+from fastmp.ops import linear_log_probs
+from fastmp.parallel import vocab_parallel_linear_log_probs
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.testing import count_collectives, full_tensor, run_ranks
 
@@ -325,6 +327,28 @@ def test_beside_data_parallel_ranks(family, prepare):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
+def test_before_and_after_a_model_is_divided(family):
+    """It trains on, also while losses of before are kept."""
+
+    def run(rank, world_size):
+        batch, model = batch_of(family), model_of(family, torch.float64)
+        with Float64():
+            before, wanted = step(model, **batch)
+            fastmp.accelerate(model, group=dist.group.WORLD)
+            during, _ = step(model, **batch)
+            found = [gradients(model, dist.group.WORLD)]
+            fastmp.restore(model)
+            after, grads = step(model, **batch)
+        for each in (*found, grads):
+            for name, grad in wanted.items():
+                torch.testing.assert_close(each[name], grad, rtol=0, atol=1e-9)
+        assert before.loss == after.loss and abs(before.loss - during.loss) <= 1e-9
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
 def test_a_body_with_another_head_is_divided_too():
     ids, config = batch_of("llama")["input_ids"], model_of("llama", pad_token_id=0).config
 
@@ -439,6 +463,42 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
             ValueError, match="whole_state_dict: LlamaForCausalLM is not divided over ranks by acc"
         ):
             whole_state_dict(model)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+def test_ranks_that_are_taken_for_replicas_are_noticed():
+    """DDP over the ranks that divide a model gives all of them the first one's part."""
+
+    def run(rank, world_size):
+        model = DistributedDataParallel(divided("llama"))
+        if rank == 1:
+            with pytest.raises(ValueError, match="part 1 of the model is overwritten by part 0, as by DDP"):
+                model.module(**batch_of("llama"))
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+def test_log_probabilities_of_a_divided_model():
+    """As docs/reinforcement-learning.md has them of a whole one."""
+    ids, whole = batch_of("qwen3")["input_ids"], model_of("qwen3", torch.float64, vocab_size=129)
+    with Float64():
+        expected = linear_log_probs(whole.model(ids).last_hidden_state, whole.lm_head.weight, ids)
+        expected.square().sum().backward()
+
+    def run(rank, world_size):
+        model, group = divided("qwen3", vocab_size=129), dist.group.WORLD
+        with Float64():
+            hidden = model.model(ids).last_hidden_state
+            found = vocab_parallel_linear_log_probs(
+                hidden, model.lm_head.weight, ids, group=group, vocab_size=129
+            )
+            found.square().sum().backward()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        for name, grad in gradients(model, group).items():
+            torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
 
     run_ranks(run, 2)
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from fastmp.integrations.huggingface.parts import Part
+from fastmp.ops.registry import can_read_values
 from fastmp.parallel.attributes import ParallelAttributes, parallel_attributes, shard_of, whole_of
 from fastmp.parallel.collectives import all_gather, copy_to_group, gather_from_group, reduce_from_group_
 from fastmp.parallel.layers import GroupModule, ParallelModule, VocabParallelEmbedding
@@ -64,7 +65,7 @@ class Divided(Part, ParallelModule):
         for name, marks in division.items():
             parameter = getattr(self, name)
             if not parallel_attributes(parameter).tensor_model_parallel:  # a tied one may be a part already
-                parameter.data, parameter.grad = self._part_of(parameter.data, marks), None
+                _put(parameter, self._part_of(parameter.data, marks))
         self._mark()
 
     def join_(self: Any) -> None:
@@ -72,7 +73,7 @@ class Divided(Part, ParallelModule):
         for name, marks in self.division.items():
             parameter = getattr(self, name)
             if parallel_attributes(parameter).tensor_model_parallel:
-                parameter.data, parameter.grad = self.whole(parameter.data, marks), None
+                _put(parameter, self.whole(parameter.data, marks))
                 for mark in ParallelAttributes._fields:
                     delattr(parameter, mark)
         for name in self._counts():
@@ -100,6 +101,16 @@ class Divided(Part, ParallelModule):
 
     def _marks(self) -> dict[str, ParallelAttributes]:
         return dict(self.division)
+
+
+def _put(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter data of another shape, and no gradient.
+
+    While a loss of before is alive, autograd keeps the shape that gradients had; another dtype ends that.
+    """
+    parameter.grad = None
+    parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype != torch.float32 else torch.float64)
+    parameter.data = data
 
 
 class Region(Divided):
@@ -217,7 +228,12 @@ class ExpertsOfRank(Divided):
 
 
 class VocabularyRows(Divided, VocabParallelEmbedding):
-    """This rank's rows of the embedding; ids of other rows give zeros, which are added up over the group."""
+    """This rank's rows of the embedding; ids of other rows give zeros, which are added up over the group.
+
+    DDP and the Trainer take ranks for replicas where nobody says otherwise, and begin by giving all of them
+    the parameters and buffers of the first one. `part` is a buffer that would tell: it is looked at in the
+    first call, and on a CPU in each.
+    """
 
     by = "vocabulary"
     of = ("torch.nn.modules.sparse.Embedding",)
@@ -229,14 +245,26 @@ class VocabularyRows(Divided, VocabParallelEmbedding):
 
     def divide_(self: Any, group: ProcessGroup) -> None:
         super().divide_(group)
-        part = self.weight.shape[0]
-        start = group.rank() * part
-        self.__dict__.update(vocab_start=start, vocab_end=start + part, sequence_parallel=False)
+        rows = len(self.weight)
+        start = self.tp_rank * rows
+        self.__dict__.update(vocab_start=start, vocab_end=start + rows, sequence_parallel=False, seen=False)
+        part = torch.tensor(self.tp_rank, device=self.weight.device)
+        self.register_buffer("part", part, persistent=False)
 
     def join_(self: Any) -> None:
-        for name in ("vocab_start", "vocab_end", "sequence_parallel"):
-            del self.__dict__[name]
+        for name in ("vocab_start", "vocab_end", "sequence_parallel", "seen", "part"):
+            delattr(self, name)
         super().join_()
+
+    def forward(self: Any, ids: Tensor) -> Tensor:
+        if can_read_values(ids) or not (self.seen or torch.compiler.is_compiling()):
+            self.seen = True
+            if (part := int(self.part)) != self.tp_rank:
+                raise ValueError(
+                    f"accelerate: part {self.tp_rank} of the model is overwritten by part {part}, as by "
+                    "DDP; give DDP, as its process_group, the ranks that have the same part"
+                )
+        return super().forward(ids)
 
 
 class VocabularyColumns(Columns):
