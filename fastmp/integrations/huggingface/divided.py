@@ -109,7 +109,8 @@ def _put(parameter: nn.Parameter, data: Tensor) -> None:
     While a loss of before is alive, autograd keeps the shape that gradients had; another dtype ends that.
     """
     parameter.grad = None
-    parameter.data = data.new_empty(0, dtype=torch.float32 if data.dtype != torch.float32 else torch.float64)
+    another = torch.float16 if data.dtype == torch.bfloat16 else torch.bfloat16
+    parameter.data = data.new_empty(0, dtype=another)
     parameter.data = data
 
 
