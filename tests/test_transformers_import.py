@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hf_models import Float64
 from transformers_models import MODELS, SIZES, save
 
+from fastmp.config import DataConfig
+from fastmp.integrations.huggingface.command import main
 from fastmp.integrations.huggingface.families import from_transformers
 from fastmp.integrations.huggingface.weights import TransformersReader
 from fastmp.nn import GPT, Placement
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint.weights import load_weights
+from fastmp.train.data import TokenDataset
+from fastmp.train.metrics import read_metrics
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -81,6 +88,29 @@ def test_a_converted_coefficient_gives_the_same_balancing_loss(name, tmp_path, m
         expected = 0.7 * theirs(input_ids=tokens, output_router_logits=True).aux_loss
     found = ours.loss(tokens, targets).aux / tokens.numel()
     assert found.item() == pytest.approx(expected.item(), rel=1e-9) and found > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe, some dense"])
+def test_the_first_loss_of_a_run_is_that_of_transformers(name, tmp_path, monkeypatch):
+    """From the import to metrics.jsonl by the commands of the page, on the bytes of a text."""
+    family, values = without_dropout(name)
+    monkeypatch.setitem(MODELS, name, (family, values | {"vocab_size": 257}))
+    theirs = save(name, tmp_path / "model").train()
+    assert main(["import", str(tmp_path / "model"), "--out", str(tmp_path / "ours")]) == 0
+    recipe = f"--recipe {tmp_path}/ours/recipe.toml --steps 3 --train.eval-interval 0 --train.log-interval 1"
+    data = f"--data.seq-len 32 --data.seed 3 --name first --train.run-dir {tmp_path}"
+    command = [sys.executable, "-m", "fastmp", "train", *recipe.split(), *data.split()]
+    subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
+    records = read_metrics(tmp_path / "first" / "metrics.jsonl")
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+
+    config = DataConfig(seq_len=32, seed=3)
+    batch = TokenDataset.from_config(config, cache_dir=tmp_path / "data").batch(0, 0, 1, 0, 1)
+    with torch.no_grad():
+        expected = theirs(input_ids=batch["tokens"], labels=batch["tokens"], shift_labels=batch["targets"])
+    assert losses[0] == pytest.approx(expected.loss.item(), rel=1e-5)
+    assert len(losses) == 3
 
 
 SCALED = {"rope_type": "linear", "factor": 4.0}

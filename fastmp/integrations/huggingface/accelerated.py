@@ -296,7 +296,7 @@ def _agreed_plan(model: Any, group: ProcessGroup | None) -> _Plan:
             experts.register()
         varlen.register()
     except (AttributeError, ImportError) as missing:  # of what transformers has beside its models
-        error = _changed(type(model), f"what is read of it ({missing})")
+        error = _changed(type(model), f"attribute or function as fastmp knows it ({missing})")
     except ValueError as found:
         error = found
     if group is not None:
