@@ -193,6 +193,10 @@ class GPTConfig(Checked):
     sliding_window: int | None = option(
         None, "tokens that a token sees, itself included (Mistral); none: all up to it"
     )
+    full_attention_layers: tuple[int, ...] = option(
+        (),
+        "layers, from 0, in which a token sees all up to it where sliding_window gives the others a window",
+    )
     dense_layers: tuple[int, ...] = option(
         (), "layers, from 0, with an MLP of ffn_hidden_size where model.moe gives the others experts"
     )
@@ -212,18 +216,23 @@ class GPTConfig(Checked):
             yield f'rope_scaling needs position "rope", got {self.position!r}'
         sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
         wrong = list(self._not_positive(*sizes, "head_size"))
-        yield from wrong or (*self._head_problems(), *self._dense_problems())
+        yield from wrong or (
+            *self._head_problems(),
+            *self._some_problems("dense_layers", "moe", "with experts"),
+            *self._some_problems("full_attention_layers", "sliding_window", "with a window"),
+        )
 
-    def _dense_problems(self) -> Iterator[str]:
-        dense, layers = self.dense_layers, self.num_layers
-        if not dense:
+    def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
+        """Check the layers `name`, which do without what `of_others` gives all other layers."""
+        chosen, layers = getattr(self, name), self.num_layers
+        if not chosen:
             return
-        if self.moe is None:
-            yield "dense_layers are those without experts of a model with experts, but moe is absent"
-        if list(dense) != sorted({layer for layer in dense if 0 <= layer < layers}):
-            yield f"dense_layers must be numbers from 0 to {layers - 1} in ascending order, got {list(dense)}"
-        elif len(dense) == layers:
-            yield f"dense_layers must leave a layer with experts, got all {layers}"
+        if getattr(self, of_others) is None:
+            yield f"{name} are those not {with_what} where others are, but {of_others} is absent"
+        if list(chosen) != sorted({layer for layer in chosen if 0 <= layer < layers}):
+            yield f"{name} must be numbers from 0 to {layers - 1} in ascending order, got {list(chosen)}"
+        elif len(chosen) == layers:
+            yield f"{name} must leave a layer {with_what}, got all {layers}"
 
     def _head_problems(self) -> Iterator[str]:
         if self.head_size is None and self.hidden_size % self.num_heads:
@@ -243,10 +252,18 @@ class GPTConfig(Checked):
 
     @cached_property
     def layers(self) -> tuple[GPTConfig, ...]:
-        """The configuration of each layer: that of a dense one describes no experts."""
-        dense = replace(self, moe=None, dense_layers=()) if self.dense_layers else self
-        chosen = frozenset(self.dense_layers)
-        return tuple(dense if layer in chosen else self for layer in range(self.num_layers))
+        """The configuration of each layer: a dense one has no experts, one with full attention no window."""
+        kinds: dict[tuple[bool, bool], GPTConfig] = {(False, False): self}
+        found, dense, full = [], frozenset(self.dense_layers), frozenset(self.full_attention_layers)
+        for layer in range(self.num_layers):
+            kind = layer in dense, layer in full
+            if kind not in kinds:
+                without: dict[str, Any] = {"moe": None, "dense_layers": ()} if kind[0] else {}
+                if kind[1]:
+                    without |= {"sliding_window": None, "full_attention_layers": ()}
+                kinds[kind] = replace(self, **without)
+            found.append(kinds[kind])
+        return tuple(found)
 
     @property
     def ffn_size(self) -> int:

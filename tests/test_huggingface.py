@@ -246,7 +246,17 @@ WRONG = {
             layer_types=["full_attention", "sliding_attention"],
             **dict.fromkeys(("attention_bias", "mlp_bias"), ...),
         ),
-        "sliding_window is that of 1 of 2 layers, fastmp has it in all",
+        "sliding_window is that of 1 of 2 layers, fastmp has it in all of mistral",
+    ),
+    "kinds of layers": (
+        lambda p: edit(
+            p / "config.json",
+            model_type="mistral",
+            sliding_window=8,
+            layer_types=["sliding_attention"],
+            **dict.fromkeys(("attention_bias", "mlp_bias"), ...),
+        ),
+        "layer_types is a list of 1 for 2 layers",
     ),
     "attention": (
         lambda p: edit(p / "config.json", layer_types=["linear_attention", "full_attention"]),

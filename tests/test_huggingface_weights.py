@@ -148,6 +148,10 @@ LLAMA = GPTConfig(norm="rmsnorm", position="rope", activation="swiglu", linear_b
             *("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
         ),
         (replace(LLAMA, sliding_window=9), "mistral", {"sliding_window": 9}),
+        (
+            replace(LLAMA, qkv_bias=True, sliding_window=9, full_attention_layers=(0, 2)),
+            *("qwen2", {"sliding_window": 9, "max_window_layers": 2}),
+        ),
         (replace(LLAMA, qkv_bias=True), "qwen2", {"num_key_value_heads": 6}),
         (replace(LLAMA, moe=MoEConfig(pre_softmax=False)), "mixtral", {"num_experts_per_tok": 2}),
         (

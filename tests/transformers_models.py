@@ -40,6 +40,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2",
         SIZES | {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0},
     ),
+    "qwen2, window above": (
+        "Qwen2",
+        SIZES | {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3, every second window": (
+        "Qwen3",
+        SIZES
+        | {"sliding_window": 7, "use_sliding_window": True, "head_dim": 6}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "qwen2": ("Qwen2", SIZES),
     "qwen2, yarn": ("Qwen2", SIZES | {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", SIZES | {"head_dim": 6}),

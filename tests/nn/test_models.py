@@ -358,11 +358,22 @@ def test_sizes_that_tp_does_not_divide_are_refused():
         ({"head_size": 0}, "head_size must be positive, got 0"),
         ({"rope_base": 0.0}, "rope_base must be positive, got 0.0"),
         ({"norm": "rms"}, "norm must be one of layernorm, rmsnorm, got 'rms'"),
-        ({"dense_layers": (0,)}, "dense_layers are those without experts of a model with experts, but moe"),
+        (
+            {"dense_layers": (0,)},
+            "dense_layers are those not with experts where others are, but moe is absent",
+        ),
         ({"moe": EXPERTS.moe, "dense_layers": (2,)}, "dense_layers must be numbers from 0 to 1 in ascending"),
         (
             {"moe": EXPERTS.moe, "dense_layers": (0, 1)},
             "dense_layers must leave a layer with experts, got",
+        ),
+        (
+            {"full_attention_layers": (0,)},
+            "full_attention_layers are those not with a window where others are, but sliding_window is",
+        ),
+        (
+            {"sliding_window": 5, "full_attention_layers": (0, 1)},
+            "full_attention_layers must leave a layer with a window, got all 2",
         ),
         ({"rope_scaling": RopeScaling()}, "rope_scaling needs position \"rope\", got 'learned'"),
         ({"position": "rope", "head_size": 5}, 'position "rope" needs heads of even size, got 5'),

@@ -48,6 +48,21 @@ def test_what_is_out_of_reach_changes_nothing():
     assert changed.nonzero().flatten().tolist() == list(range(3, 3 + 2 * 4 + 1))
 
 
+def test_some_layers_may_see_all():
+    """The second of two reaches everything that the first one's window has made."""
+    config = replace(WINDOWED, full_attention_layers=(1,))
+    assert [layer.sliding_window for layer in config.layers] == [5, None]
+    model, (tokens_BS, _) = make_gpt(config), text(config, batch=1, sequence=24)
+    with torch.no_grad():
+        hidden, logits = model.layers[0](model.embed(tokens_BS)), model(tokens_BS)
+        tokens_BS[0, 3] += 1
+        changed = [model.layers[0](model.embed(tokens_BS)) != hidden, model(tokens_BS) != logits]
+    seen = [each.any(-1).squeeze(1).nonzero().flatten().tolist() for each in changed]
+    assert seen == [list(range(3, 8)), list(range(3, 24))]
+    flops = [flops_per_token(each, 24) for each in (WINDOWED, config, replace(WINDOWED, sliding_window=None))]
+    assert flops[1] - flops[0] == pytest.approx(flops[2] - flops[1]) and flops[1] > flops[0]
+
+
 def test_a_window_needs_causality_and_a_positive_size():
     with pytest.raises(
         ValueError, match="SelfAttention: sliding_window 5 needs causal=True, got causal=False"

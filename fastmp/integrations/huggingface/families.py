@@ -289,7 +289,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     layers, longest = model["num_layers"], model["max_seq_len"]
     if type(layers) is not int or not 0 < layers <= MOST_LAYERS or type(longest) is not int:
         raise ValueError(f"the layers must be 1 to {MOST_LAYERS}, the positions a number")
-    model["sliding_window"] = _window(kind, content, layers, longest)
+    model |= _window(kind, content, layers, longest)
     if model.get("position") == "rope":
         model |= _rope(content, longest, 1e6 if kind == "mixtral" else 1e4)
     if family.experts is None:
@@ -389,10 +389,11 @@ _WINDOWS: dict[str, tuple[int | None, int]] = {
     **{"mistral": (4096, 0), "mixtral": (None, 0), "qwen3_moe": (4096, 0)},
     **{"qwen2": (4096, 28), "qwen3": (4096, 28), "dots1": (4096, 62)},
 }
+_WINDOWS_OF_LAYERS = ("qwen2", "qwen3")  # of which some layers may have it, and others not
 
 
-def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len: int) -> int | None:
-    """The sliding window of all layers; ValueError where only some of them have it."""
+def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len: int) -> dict[str, Any]:
+    """The sliding window, and the layers without it; ValueError where the family has it in all or none."""
     kinds = content.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(each in _ATTENTION for each in kinds)):
         raise ValueError(f"layer_types is {short(kinds)}, fastmp computes {' and '.join(_ATTENTION)}")
@@ -400,18 +401,24 @@ def _window(kind: str, content: Mapping[str, Any], num_layers: int, max_seq_len:
     window = _whole(content, "sliding_window", window)
     first = _whole(content, "max_window_layers", first) or 0
     if kind.startswith("qwen") and not content.get("use_sliding_window"):
-        return None
+        return {}
     if window is None or window >= max_seq_len:
-        return None
+        return {}
     if kind not in _WINDOWS:
         raise ValueError(f"sliding_window is {window}, fastmp computes no window in {kind}")
+    full = list(range(min(first, num_layers)))
     if kinds is not None:
-        sliding = sum(each == "sliding_attention" for each in kinds)
-    else:
-        sliding = num_layers - min(first, num_layers)
-    if sliding not in (0, num_layers):
-        raise ValueError(f"sliding_window is that of {sliding} of {num_layers} layers, fastmp has it in all")
-    return window if sliding else None
+        if len(kinds) != num_layers:
+            raise ValueError(f"layer_types is a list of {len(kinds)} for {num_layers} layers")
+        full = [layer for layer, each in enumerate(kinds) if each == "full_attention"]
+    if len(full) == num_layers:
+        return {}
+    if full and kind not in _WINDOWS_OF_LAYERS:
+        raise ValueError(
+            f"sliding_window is that of {num_layers - len(full)} of {num_layers} layers, "
+            f"fastmp has it in all of {kind}"
+        )
+    return {"sliding_window": window, "full_attention_layers": full}
 
 
 def _window_there(kind: str, config: GPTConfig) -> dict[str, Any]:
@@ -419,8 +426,12 @@ def _window_there(kind: str, config: GPTConfig) -> dict[str, Any]:
     if kind in ("mistral", "mixtral"):
         return {"sliding_window": config.sliding_window}
     if kind.startswith("qwen") and config.sliding_window is not None:
-        sliding = {"use_sliding_window": True, "max_window_layers": 0}
-        return {**sliding, "sliding_window": config.sliding_window}
+        found = {"use_sliding_window": True, "sliding_window": config.sliding_window}
+        found["max_window_layers"] = len(config.full_attention_layers)
+        if kind in _WINDOWS_OF_LAYERS:
+            kinds = [_ATTENTION[layer.sliding_window is not None] for layer in config.layers]
+            return {**found, "layer_types": kinds}
+        return found
     return {"sliding_window": None} if kind == "dots1" else {}
 
 
