@@ -24,10 +24,12 @@ NEW = 24
 
 
 def saved(name, path):
-    """The model `name`, in the directory `path`, with no bias of its own for one token."""
+    """The model `name`, in the directory `path`, whose norms add nothing that favours one token."""
     model = save(name, path)
     if name.startswith("gpt2"):
-        torch.nn.init.zeros_(model.transformer.ln_f.bias)
+        for parameter_name, parameter in model.named_parameters():
+            if ".ln_" in parameter_name and parameter_name.endswith("bias"):
+                torch.nn.init.zeros_(parameter)
         model.save_pretrained(path)
     return model
 
