@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hf_models import CONFIGS, Float64, batch_of, model_of, step
 from marks import full
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +19,7 @@ import fastmp
 from fastmp.integrations.huggingface import accelerated, clip_grad_norm_, whole_state_dict
 from fastmp.integrations.huggingface.divided import Columns, Rows, Summed
 from fastmp.ops import linear_log_probs
-from fastmp.parallel import vocab_parallel_linear_log_probs
+from fastmp.parallel import sharded_state_dict, vocab_parallel_linear_log_probs
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.testing import count_collectives, full_tensor, run_ranks
 
@@ -463,6 +464,24 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
             ValueError, match="whole_state_dict: LlamaForCausalLM is not divided over ranks by acc"
         ):
             whole_state_dict(model)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_oss"])
+def test_checkpoints_of_torch_hold_all_parts(family, tmp_path):
+    def run(rank, world_size):
+        model = divided(family, vocab_size=129)
+        with pytest.raises(CheckpointException, match="give it sharded_state_dict"):
+            dist.checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "none")
+        dist.checkpoint.save(sharded_state_dict(model), checkpoint_id=tmp_path / "parts")
+        weights = copy.deepcopy(list(model.parameters()))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        dist.checkpoint.load(sharded_state_dict(model), checkpoint_id=tmp_path / "parts")
+        assert all(map(torch.equal, model.parameters(), weights))
 
     run_ranks(run, 2)
 

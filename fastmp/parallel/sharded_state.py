@@ -38,20 +38,25 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     """
     state = module.state_dict()
     meshes: dict[ProcessGroup, DeviceMesh] = {}
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for name, param in part.named_parameters(recurse=False, remove_duplicate=False):
-            marks, key = parallel_attributes(param), f"{prefix}.{name}" if prefix else name
-            if marks.expert_parallel:
-                raise ValueError(
-                    f"sharded_state_dict: {key} belongs to experts, which are divided over another grid; "
-                    "fastmp.train.Checkpointer saves those"
-                )
-            if not isinstance(part, ParallelModule) or not marks.tensor_model_parallel:
-                continue
-            group, mesh = part.group, None
-            if group is not None and group_size(group) > 1:
-                mesh = meshes[group] = meshes.get(group) or DeviceMesh.from_group(group, param.device.type)
-            state.update(_blocks(key, state.pop(key), marks, mesh))
+    groups = {  # of tied parameters as well, which other modules hold
+        param: part.group
+        for part in module.modules()
+        if isinstance(part, ParallelModule)
+        for param in part.parameters(recurse=False)
+    }
+    for key, param in module.named_parameters(remove_duplicate=False):
+        marks = parallel_attributes(param)
+        if marks.expert_parallel:
+            raise ValueError(
+                f"sharded_state_dict: {key} belongs to experts, which are divided over another grid; "
+                "fastmp.train.Checkpointer saves those"
+            )
+        if param not in groups or not marks.tensor_model_parallel:
+            continue
+        group, mesh = groups[param], None
+        if group is not None and group_size(group) > 1:
+            mesh = meshes[group] = meshes.get(group) or DeviceMesh.from_group(group, param.device.type)
+        state.update(_blocks(key, state.pop(key), marks, mesh))
     return state
 
 

@@ -221,11 +221,16 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
         ValueError: no model of transformers or several, one of another family, one with shards (DTensor),
             or one whose classes lack an attribute (another version of transformers). With a group, also, and
             then the same on all ranks: sizes that they do not divide, dropout, weights that differ between
-            them, an adapter of PEFT, and a model that was accelerated for other ranks. It is untouched then.
+            them or are not there, an adapter of PEFT, a model inside another module, such as DDP, and one
+            that was accelerated for other ranks. It is untouched then.
     """
     pretrained = _pretrained("accelerate", model)
     if group is not None and group.size() == 1:
         group = None
+    if group is not None and pretrained is not model:
+        raise ValueError(
+            f"accelerate: ranks divide a model before a {type(model).__name__} is made of it; give the model"
+        )
     if _PLAN in pretrained.__dict__:
         if group is not group_of(pretrained) and group is not None:
             raise ValueError(

@@ -37,7 +37,7 @@ class Divided(Part, ParallelModule):
     group, and torch.distributed.checkpoint takes `sharded_state_dict` alone.
     """
 
-    by: str  # how it is divided, for the table
+    by = ""  # how it is divided, for the table, where it says something
     of: tuple[str, ...] = ()  # the classes that it divides; any, where there are none
     counts: tuple[str, ...] = ()  # attributes that count what is divided
     padded = False  # whether zeros fill the last parts where ranks do not divide the rows
@@ -116,8 +116,6 @@ def _put(parameter: nn.Parameter, data: Tensor) -> None:
 
 class Region(Divided):
     """A module whose input enters a region: every rank computes its part of it."""
-
-    by = "its input's gradient is summed"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if args:

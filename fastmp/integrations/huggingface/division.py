@@ -63,6 +63,11 @@ def plan_division(
                     f"accelerate: {name}.{attribute} is {value}, and ranks that divide a model do not draw "
                     "random numbers alike; make the model with 0 there"
                 )
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError(
+            f"accelerate: {type(model).__name__} is on the meta device and has no weights of which ranks "
+            "could keep parts; load them before"
+        )
     if hasattr(model, "peft_config"):
         raise ValueError(
             f"accelerate: {type(model).__name__} has an adapter of PEFT, which ranks do not divide"
@@ -116,8 +121,8 @@ def _check_sizes(share: Share, size: int) -> None:
 def agree(model: nn.Module, group: ProcessGroup, error: ValueError | None) -> None:
     """Raise, on all ranks, the `error` of one, or that they do not have the same weights. Collective."""
     sums = {
-        name: None if tensor.is_meta else int(checksum(tensor.reshape(-1)[:_LOOKED_AT]))
-        for name, tensor in model.state_dict().items()
+        name: int(checksum(tensor.reshape(-1)[:_LOOKED_AT]))
+        for name, tensor in ({} if error else model.state_dict()).items()
     }
     everyones: list[Any] = [None] * group.size()
     dist.all_gather_object(everyones, (None if error is None else str(error), sums), group=group)
@@ -157,7 +162,7 @@ def rows_of(model: nn.Module, shares: list[Share]) -> list[tuple[str, int, str |
     """What is divided: (label, number of modules, how); and the classes of what stays whole, with None."""
     cut = {id(getattr(share.module, name)) for share in shares for name in share.part.cut(share.module)}
     cut |= {id(p) for share in shares if share.part is Summed for p in share.module.parameters()}
-    found = Counter((s.label, s.part.by) for s in shares if s.part is Summed or s.part.cut(s.module))
+    found = Counter((share.label, share.part.by) for share in shares if share.part.by)
     whole = Counter(
         type(module).__name__
         for module in model.modules()
@@ -176,16 +181,21 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     time is gathered. ValueError where no module is divided.
     """
     first, divided = _required_group("whole_state_dict", model).rank() == 0, _divided(model)
-    state, gathered = model.state_dict(), dict[int, Tensor]()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (key := id(parameter)) in divided:
+    names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    found, gathered = dict[str, Any](), dict[int, Tensor]()
+    for name, tensor in model.state_dict().items():
+        key = names.get(name)
+        if key in gathered:  # tied ones stay one tensor
+            found[name] = gathered[key]
+            continue
+        whole = _unsharded(tensor)
+        if key in divided:
             module, marks = divided[key]
-            if key not in gathered:  # tied ones stay one tensor
-                whole = module.whole(_unsharded(parameter.detach()), marks)
-                gathered[key] = whole.cpu() if first else whole[:0]
-            state[name] = gathered[key]
-    whole_state = {name: _unsharded(tensor) for name, tensor in state.items()}
-    return {name: tensor.cpu() for name, tensor in whole_state.items()} if first else {}
+            whole = module.whole(whole, marks)
+        found[name] = whole.cpu() if first else whole.new_empty(0)
+        if key is not None:
+            gathered[key] = found[name]
+    return found if first else {}
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
