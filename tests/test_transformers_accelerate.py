@@ -170,6 +170,43 @@ def test_a_flattened_batch_is_its_documents_one_by_one(family):
                 torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-9, msg=name)
 
 
+def of_flattened_batches(attention):
+    model = model_of("qwen3", use_cache=False)
+    fastmp.accelerate(model)
+    model.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.full
+def test_the_trainer_takes_flattened_batches(tmp_path):
+    features = [{"input_ids": list(range(3, 3 + n))} for n in (9, 7, 12, 4, 8, 8, 10, 6)]
+    options = {"per_device_train_batch_size": 4, "max_steps": 4, "use_cpu": True, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], save_strategy="no", **options)
+    collate, losses = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True), []
+    for attention in ("sdpa", "fastmp_varlen"):
+        model = of_flattened_batches(attention)
+        model.gradient_checkpointing_enable()
+        trainer = transformers.Trainer(model, arguments, train_dataset=features, data_collator=collate)
+        trainer.train()
+        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
+    assert len(losses[0]) == 4 and losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+@pytest.mark.full
+def test_flattened_batches_compile_in_one_graph():
+    model, (batch, _) = (
+        of_flattened_batches("fastmp_varlen"),
+        flattened((9, 7), return_flash_attn_kwargs=True),
+    )
+    expected = step(model, **batch)
+    torch._dynamo.reset()
+    model.zero_grad()
+    output = torch.compile(model, backend="aot_eager", fullgraph=True)(**batch)
+    output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same((output, grads), expected, 1e-5)
+
+
 def test_attention_by_borders_refuses_what_it_does_not_know():
     batch, _ = flattened((9, 7), return_flash_attn_kwargs=True)
     model = model_of("llama", use_cache=False)

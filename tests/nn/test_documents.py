@@ -141,6 +141,17 @@ def test_graphs_can_hold_them_where_there_is_more_room():
         model.layers(torch.zeros(32, 2, 32, dtype=torch.float64), documents="abc")
 
 
+@pytest.mark.full
+def test_they_compile_in_one_graph_whatever_their_borders():
+    model, batch = make_gpt(MODELS["qwen3"]), text(MODELS["qwen3"], batch=2, sequence=32)
+    compiled = torch.compile(model.loss, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for positions in (POSITIONS, POSITIONS.flip(0)):
+            documents = Documents.from_position_ids(positions, max_documents=9)
+            expected = model.loss(*batch, documents=documents)
+            torch.testing.assert_close(compiled(*batch, documents=documents), expected, **CLOSE)
+
+
 def test_documents_on_a_gpu_take_no_values():
     """On the meta device, where there are none: any look at them would raise."""
     with pytest.raises(
