@@ -9,13 +9,16 @@ import pytest
 import torch
 from marks import full
 from test_train_pipeline import case, make_groups, make_trainer, whole
-from train_tools import DENSE, EXPERTS, PackedSamples, arguments, gather_main_grads, losses
+from torch._subclasses.fake_tensor import FakeTensorMode
+from train_tools import DENSE, EXPERTS, NoDeviceCopies, PackedSamples, arguments, gather_main_grads, losses
 
-from fastmp.config import GraphConfig
+from fastmp.config import GraphConfig, ParallelConfig, TrainConfig
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.command import main
 from fastmp.train.corpus import build
+from fastmp.train.language import gpt_and_loss
+from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,6 +149,21 @@ def test_documents_without_room_for_more_run_eagerly_where_their_number_differs(
         for graphs in (GraphConfig(enabled=True), None)
     )
     torch.testing.assert_close(graphed, eager, **CLOSE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("max_documents", [None, 12])
+@pytest.mark.parametrize("layout", [ParallelConfig(), ParallelConfig(vpp=2, schedule="zero_bubble")])
+def test_a_step_copies_nothing_to_the_host(layout, max_documents):
+    """On the meta device, where reading a value raises; batches are made before, by the host."""
+    data = PackedSamples(4, max_documents=max_documents)
+    batches = [data.batch(0, number, 4, 0, 1) for number in range(4)]
+    data.batch = lambda step, microbatch, *of: batches[microbatch]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, loss = gpt_and_loss(MOE, ParallelGroups.alone(), layout, device="meta")
+        trainer = Trainer(model, data, loss, TrainConfig(global_batch_size=16))
+        with NoDeviceCopies():
+            assert trainer.train_step().loss.device.type == "meta"
 
 
 @pytest.fixture(scope="module")
