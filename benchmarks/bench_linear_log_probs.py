@@ -7,6 +7,7 @@ prints processor time and memory at a large vocabulary, on a CPU: the table of d
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from functools import partial
 
@@ -108,6 +109,7 @@ def test_linear_log_probs(compare, case, rival, direction):
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print("| | full logits | `linear_log_probs` |\n|---|---|---|")
     for with_entropy in (False, True):
         for dtype in (torch.float32, torch.bfloat16):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -64,6 +65,16 @@ def test_the_plan_is_what_is_printed(capsys):
     for command, expected in blocks:
         assert cli.main(shlex.split(command)) == 0
         assert capsys.readouterr().out == expected
+
+
+def test_the_page_for_users_of_liger_names_functions_that_there_are():
+    page = (ROOT / "docs" / "from-liger.md").read_text()
+    rows = re.findall(r"^\| `[Ll]iger\w+[^|]*\|([^|]*)\|", page, re.MULTILINE)
+    named = {name for cell in rows for name in re.findall(r"`([\w.]+)[(`]", cell)} - {"x"}
+    assert len(rows) > 9 and len(named) > 12
+    for name in named:
+        room, _, function = name.rpartition(".")
+        assert hasattr(importlib.import_module(room or "fastmp.ops"), function), name
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/many-machines.md"])

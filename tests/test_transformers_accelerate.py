@@ -285,6 +285,12 @@ def test_logits_are_there_when_they_are_asked_for():
     assert model.eval()(**batch).logits.shape == expected.shape
     assert len(model.train()(**batch, return_dict=False)) == 2  # loss and cache
 
+    model.loss_function = model.loss_function
+    output = model(**batch)
+    torch.testing.assert_close(output.logits, expected)
+    torch.testing.assert_close(output.loss, model.eval()(**batch).loss)
+    model.train()
+
     def doubled(logits, labels, vocab_size, **others):
         return 2 * logits.sum()
 
