@@ -5,7 +5,12 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+import fastmp
+from fastmp.parallel.attributes import parallel_attributes
+from fastmp.testing import full_tensor
 
 VOCAB = 128
 _DECODER = {
@@ -139,6 +144,31 @@ def assert_same(found, expected, tolerance: float) -> None:
     largest = max(grad.abs().max() for grad in wanted_grads.values())
     for name, grad in wanted_grads.items():
         assert (grads[name] - grad).abs().max() <= tolerance * largest, name
+
+
+def whole_gradients(model, group):
+    """The whole gradients, by name; those that every rank has are the same bits on all."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad, marks = parameter.grad.contiguous(), parallel_attributes(parameter)
+            if not marks.tensor_model_parallel:
+                others = [torch.empty_like(grad) for _ in range(group.size())]
+                dist.all_gather(others, grad, group=group)
+                assert all(torch.equal(other, grad) for other in others), name
+            grad = full_tensor(grad, parameter, group)
+            if marks.rows:
+                assert not grad[marks.rows :].any()
+                grad = grad[: marks.rows]
+            found[name] = grad
+    return found
+
+
+def divided(family: str, dtype: torch.dtype = torch.float64, group=None, **options):
+    """`model_of`, divided over a group, or over all ranks."""
+    model = model_of(family, dtype, **options)
+    fastmp.accelerate(model, group=dist.group.WORLD if group is None else group)
+    return model
 
 
 class Float64(TorchFunctionMode):

@@ -8,20 +8,14 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import CONFIGS, Float64, batch_of, model_of, step
+from hf_models import CONFIGS, Float64, batch_of, divided, model_of, step, whole_gradients
 from marks import full
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmp
 from fastmp.integrations.huggingface import accelerated, clip_grad_norm_, whole_state_dict
 from fastmp.integrations.huggingface.divided import Columns, Rows, Summed
-from fastmp.ops import linear_log_probs
-from fastmp.parallel import sharded_state_dict, vocab_parallel_linear_log_probs
-from fastmp.parallel.attributes import parallel_attributes
-from fastmp.testing import count_collectives, full_tensor, run_ranks
+from fastmp.testing import count_collectives, run_ranks
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 if not hasattr(transformers, "Qwen3MoeConfig"):  # a version before the interface of experts
@@ -34,30 +28,6 @@ def kinds(model):
     """The class of every module, and what it says of its own sizes."""
     names = ("num_experts", "nf", "split_size", "group", "division")
     return [(type(module), [vars(module).get(name) for name in names]) for module in model.modules()]
-
-
-def gradients(model, group):
-    """The whole gradients, by name; those that every rank has are the same bits on all."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            grad, marks = parameter.grad.contiguous(), parallel_attributes(parameter)
-            if not marks.tensor_model_parallel:
-                others = [torch.empty_like(grad) for _ in range(group.size())]
-                dist.all_gather(others, grad, group=group)
-                assert all(torch.equal(other, grad) for other in others), name
-            grad = full_tensor(grad, parameter, group)
-            if marks.rows:
-                assert not grad[marks.rows :].any()
-                grad = grad[: marks.rows]
-            found[name] = grad
-    return found
-
-
-def divided(family, dtype=torch.float64, group=None, **options):
-    model = model_of(family, dtype, **options)
-    fastmp.accelerate(model, group=dist.group.WORLD if group is None else group)
-    return model
 
 
 def assert_divided_is_whole(family, ranks, **options):
@@ -80,7 +50,7 @@ def assert_divided_is_whole(family, ranks, **options):
             assert output.logits is None and abs(output.loss - expected.loss) <= 1e-9 * expected.loss
             found = model.eval()(input_ids=batch["input_ids"]).logits
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
-        grads = gradients(model, dist.group.WORLD)
+        grads = whole_gradients(model, dist.group.WORLD)
         assert grads.keys() == wanted.keys()
         for name, grad in wanted.items():
             assert (grads[name] - grad).abs().max() <= 1e-9 * largest, name
@@ -186,7 +156,7 @@ def test_in_bfloat16_errors_are_those_of_transformers(family, options):
     def run(rank, world_size):
         model = divided(family, torch.bfloat16, **options)
         step(model, **batch)
-        return gradients(model, dist.group.WORLD)
+        return whole_gradients(model, dist.group.WORLD)
 
     ours = run_ranks(run, 2)[0]
     error = [rms(grads[name].double() - true[name] for name in true) for grads in (ours, theirs)]
@@ -251,83 +221,6 @@ def test_generation_gives_every_rank_the_same_tokens(family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [*MOST, "deepseek_v3"])
-def test_compiled_and_recomputed_and_copied(family):
-    def run(rank, world_size):
-        batch, model = batch_of(family), divided(family, use_cache=False)
-        step(model, **batch)
-        wanted = gradients(model, dist.group.WORLD)
-        twin = copy.deepcopy(model)
-        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
-        model.gradient_checkpointing_enable()
-        for other in (twin, compiled, model):
-            other.zero_grad()
-            other(**batch).loss.backward()
-            grads = gradients(getattr(other, "_orig_mod", other), dist.group.WORLD)
-            for name, grad in wanted.items():
-                torch.testing.assert_close(grads[name], grad)
-        with pytest.raises(TypeError, match="divided over ranks and cannot be pickled: restore it first"):
-            torch.save(model, "/dev/null")
-        with pytest.raises(ValueError, match=r"resize_token_embeddings: .* is divided; restore it first"):
-            model.resize_token_embeddings(140)
-
-    torch._dynamo.reset()
-    torch.compile(lambda x: x.sin() + 1, backend="aot_eager")(
-        torch.ones(2)
-    )  # imported before ranks are forked
-    run_ranks(run, 2, timeout=200)
-
-
-def replicated(model, mesh):
-    return DistributedDataParallel(model, process_group=mesh.get_group())
-
-
-def sharded(model, mesh):
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("prepare", [replicated, sharded], ids=["ddp", "fsdp2"])
-@pytest.mark.parametrize("family", MOST)
-def test_beside_data_parallel_ranks(family, prepare):
-    """Two ranks divide the model, and two such pairs the batch; gradients of two passes are added up."""
-    batch, options = batch_of(family, 4), {"output_router_logits": False} if family == "qwen3_moe" else {}
-
-    def trained(model, shares, clip):
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        norms = []
-        for _ in range(2):
-            optimizer.zero_grad()
-            for _ in range(2):
-                with Float64():
-                    model(**shares).loss.backward()
-            norms.append(clip(model, 0.5).item())
-            optimizer.step()
-        return norms
-
-    whole = model_of(family, torch.float64, **options)
-    wanted = trained(
-        whole, batch, lambda model, norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
-    )
-
-    def run(rank, world_size):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        model = divided(family, group=mesh["tensor"].get_group(), **options)
-        shares = {name: x[mesh["data"].get_local_rank() :: 2] for name, x in batch.items()}
-        assert trained(prepare(model, mesh["data"]), shares, clip_grad_norm_) == pytest.approx(
-            wanted, rel=1e-9
-        )
-        state = whole_state_dict(model)
-        assert bool(state) is (mesh["tensor"].get_local_rank() == 0)
-        for name, tensor in state.items():
-            torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=1e-9)
-
-    run_ranks(run, 4, timeout=200)
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt2"])
 def test_before_and_after_a_model_is_divided(family):
     """It trains on, also while losses of before are kept."""
@@ -338,7 +231,7 @@ def test_before_and_after_a_model_is_divided(family):
             before, wanted = step(model, **batch)
             fastmp.accelerate(model, group=dist.group.WORLD)
             during, _ = step(model, **batch)
-            found = [gradients(model, dist.group.WORLD)]
+            found = [whole_gradients(model, dist.group.WORLD)]
             fastmp.restore(model)
             after, grads = step(model, **batch)
         for each in (*found, grads):
@@ -455,6 +348,14 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
         untouched(
             model, "mlp.up_proj is torch.nn.modules.linear.Bilinear, not torch.nn.modules.linear.Linear"
         )
+        with torch.device("meta"):
+            model = model_of("llama")
+        untouched(model, "LlamaForCausalLM is on the meta device and has no weights of which ranks")
+        wrapped = DistributedDataParallel(model_of("llama"))
+        with pytest.raises(
+            ValueError, match="before a DistributedDataParallel is made of it; give the model"
+        ):
+            fastmp.accelerate(wrapped, group=dist.group.WORLD)
         fastmp.accelerate(model := model_of("llama"))
         with pytest.raises(
             ValueError, match="LlamaForCausalLM is accelerated for other ranks; restore it first"
@@ -464,77 +365,5 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
             ValueError, match="whole_state_dict: LlamaForCausalLM is not divided over ranks by acc"
         ):
             whole_state_dict(model)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_oss"])
-def test_checkpoints_of_torch_hold_all_parts(family, tmp_path):
-    def run(rank, world_size):
-        model = divided(family, vocab_size=129)
-        with pytest.raises(CheckpointException, match="give it sharded_state_dict"):
-            dist.checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "none")
-        dist.checkpoint.save(sharded_state_dict(model), checkpoint_id=tmp_path / "parts")
-        weights = copy.deepcopy(list(model.parameters()))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        dist.checkpoint.load(sharded_state_dict(model), checkpoint_id=tmp_path / "parts")
-        assert all(map(torch.equal, model.parameters(), weights))
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.full
-def test_ranks_that_are_taken_for_replicas_are_noticed():
-    """DDP over the ranks that divide a model gives all of them the first one's part."""
-
-    def run(rank, world_size):
-        model = DistributedDataParallel(divided("llama"))
-        if rank == 1:
-            with pytest.raises(ValueError, match="part 1 of the model is overwritten by part 0, as by DDP"):
-                model.module(**batch_of("llama"))
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.full
-def test_log_probabilities_of_a_divided_model():
-    """As docs/reinforcement-learning.md has them of a whole one."""
-    ids, whole = batch_of("qwen3")["input_ids"], model_of("qwen3", torch.float64, vocab_size=129)
-    with Float64():
-        expected = linear_log_probs(whole.model(ids).last_hidden_state, whole.lm_head.weight, ids)
-        expected.square().sum().backward()
-
-    def run(rank, world_size):
-        model, group = divided("qwen3", vocab_size=129), dist.group.WORLD
-        with Float64():
-            hidden = model.model(ids).last_hidden_state
-            found = vocab_parallel_linear_log_probs(
-                hidden, model.lm_head.weight, ids, group=group, vocab_size=129
-            )
-            found.square().sum().backward()
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-        for name, grad in gradients(model, group).items():
-            torch.testing.assert_close(grad, whole.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
-
-    run_ranks(run, 2)
-
-
-@pytest.mark.full
-def test_adapters_of_peft_are_refused():
-    peft = pytest.importorskip("peft", reason="peft is not installed")
-
-    def run(rank, world_size):
-        config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
-        with pytest.raises(
-            ValueError, match="GPT2LMHeadModel is divided over ranks, and takes no adapter of PEFT"
-        ):
-            peft.get_peft_model(divided("gpt2"), config)
-        with pytest.raises(
-            ValueError, match="GPT2LMHeadModel has an adapter of PEFT, which ranks do not divide"
-        ):
-            fastmp.accelerate(peft.get_peft_model(model_of("gpt2"), config), group=dist.group.WORLD)
 
     run_ranks(run, 2)
