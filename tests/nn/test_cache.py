@@ -21,6 +21,7 @@ CONFIGS = {
     "learned": SMALL,
     "rope": QWEN,
     "window": replace(QWEN, sliding_window=5),
+    "some windows": replace(QWEN, sliding_window=5, full_attention_layers=(1,)),
     "scaled": replace(QWEN, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_seq_len=8)),
     "experts": EXPERTS,
     "one dense layer": replace(EXPERTS, dense_layers=(0,)),
