@@ -195,6 +195,20 @@ class MatrixUnit {
   alignas(64) TileConfig before_;
 };
 
+// Pairs of neighbouring terms in lanes, and their products added to a total of lanes, as `Lanes` of product.cpp.
+struct Pairs {
+  using Stored = BFloat16;
+  using Terms = __m512i;
+  static constexpr int64_t kTerms = 32;
+  template <class Count>
+  static FASTMP_INLINE Terms terms(const BFloat16* p, Count count) {
+    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>(0xffffffffu >> (kTerms - count)), p);
+  }
+  static FASTMP_INLINE void add(floats& total, Terms a, Terms b) {
+    __asm__("vdpbf16ps %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
+  }
+};
+
 // Dot products of pairs of terms, in lanes: 12 x 32 blocks, whose sums fill the registers.
 struct PairUnit {
   using Stored = BFloat16;

@@ -6,6 +6,9 @@
 // element is summed in the same order in whatever block it lies: results do not depend on the number of threads. 16-bit
 // types are widened when packed, except that bfloat16 stays as it is where a unit of bfloat16.h can multiply it; that
 // sums in fp32, too.
+//
+// A product of a few rows, as of one token at a time, takes as long as it takes to read the right operand: that is read
+// where it lies, and an element is summed in lanes.
 #include "product.h"
 
 #include "bfloat16.h"
@@ -151,8 +154,8 @@ FASTMP_INLINE void finish_row(const ProductJob& job, int64_t row, const scalar_o
   for_vectors<num_lanes<V>>(job.cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
     V v = load(sums + col, count, 0);
     if constexpr (epilogue == Epilogue::kAdd) v += load(out + col, count, 0);
+    if (epilogue != Epilogue::kAdd && bias) v += load(bias + col, count, 0);
     if constexpr (epilogue == Epilogue::kActivate || epilogue == Epilogue::kGate) {
-      if (bias) v += load(bias + col, count, 0);
       if (kept) store(kept + col, v, count);
       v = activation<form>(v);
       if constexpr (epilogue == Epilogue::kGate) {
@@ -235,7 +238,78 @@ void multiply_job(const ProductJob& job, Scratch& scratch) {
   }
 }
 
+// Terms of a row in lanes, and their products added to a total of lanes.
+template <class T>
+struct Lanes {
+  using Stored = T;
+  using Terms = lanes_of<T>;
+  static constexpr int64_t kTerms = num_lanes<Terms>;
+  template <class Count>
+  static FASTMP_INLINE Terms terms(const T* p, Count count) {
+    return load(p, count, 0);
+  }
+  static FASTMP_INLINE void add(Terms& total, Terms a, Terms b) { total += a * b; }
+};
+
+// sums (kRows, kCols), `pitch` apart, of rows of `a` and columns of `b` whose terms are neighbours. The columns behind
+// these are asked for meanwhile: memory is what this waits for.
+template <class L, int64_t kRows, int64_t kCols, class T = typename L::Stored>
+FASTMP_INLINE void dot_products(const T* a, int64_t a_outer, const T* b, int64_t b_outer, int64_t terms,
+                                scalar_of<T>* sums, int64_t pitch) {
+  lanes_of<T> totals[kRows][kCols] = {};
+  for_vectors<L::kTerms>(terms, [&](int64_t t, auto count) FASTMP_LAMBDA {
+    typename L::Terms right[kCols];
+    for (int64_t j = 0; j < kCols; ++j) {
+      right[j] = L::terms(b + j * b_outer + t, count);
+      __builtin_prefetch(b + (j + kCols) * b_outer + t);
+    }
+    for (int64_t i = 0; i < kRows; ++i) {
+      const auto left = L::terms(a + i * a_outer + t, count);
+      for (int64_t j = 0; j < kCols; ++j) L::add(totals[i][j], left, right[j]);
+    }
+  });
+  for (int64_t i = 0; i < kRows; ++i) {
+    for (int64_t j = 0; j < kCols; ++j) sums[i * pitch + j] = sum(totals[i][j]);
+  }
+}
+
+// A job whose operands both have neighbours for terms, and whose rows are few.
+template <class L>
+void multiply_few(const ProductJob& job, Scratch& scratch) {
+  using T = typename L::Stored;
+  using S = scalar_of<T>;
+  constexpr int64_t kRows = 4, kCols = kVectorBytes == 64 ? 4 : 2;  // totals, which fill half of the registers
+  const int64_t pitch = (job.epilogue == Epilogue::kGate ? 2 : 1) * job.cols;
+  S* sums = static_cast<S*>(scratch.get(job.rows * pitch * sizeof(S)));
+  const T* a = static_cast<const T*>(job.a.data);
+  const auto columns = [&](const void* data, S* into) {
+    const T* b = static_cast<const T*>(data);
+    const auto block = [&](int64_t col, auto width) {
+      const auto rows = [&](int64_t row, auto height) {
+        dot_products<L, height.value, width.value>(a + row * job.a.outer, job.a.outer, b + col * job.b.outer,
+                                                   job.b.outer, job.terms, into + row * pitch + col, pitch);
+      };
+      int64_t row = 0;
+      for (; row + kRows <= job.rows; row += kRows) rows(row, std::integral_constant<int64_t, kRows>{});
+      for (; row < job.rows; ++row) rows(row, std::integral_constant<int64_t, 1>{});
+    };
+    int64_t col = 0;
+    for (; col + kCols <= job.cols; col += kCols) block(col, std::integral_constant<int64_t, kCols>{});
+    for (; col < job.cols; ++col) block(col, std::integral_constant<int64_t, 1>{});
+  };
+  columns(job.b.data, sums);
+  if (job.epilogue == Epilogue::kGate) columns(job.up, sums + job.cols);
+  finish<T>(job, 0, job.rows, sums, pitch, job.cols);
+}
+
 void product_job(const ProductJob& job, Scratch& scratch) {
+  if (job.few) {
+#ifdef FASTMP_AMX
+    if (job.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_few<Pairs>(job, scratch);
+#endif
+    return dispatch_float(job.dtype, "grouped_mm",
+                          [&](auto tag) { multiply_few<Lanes<typename decltype(tag)::type>>(job, scratch); });
+  }
 #ifdef FASTMP_AMX
   if (job.dtype == ScalarType::BFloat16 && has_amx()) return multiply_job<MatrixUnit>(job, scratch);
   if (job.dtype == ScalarType::BFloat16 && has_dot_products()) return multiply_job<PairUnit>(job, scratch);
@@ -259,6 +333,12 @@ int64_t terms_at_a_time(const ProductJob& job) {
   constexpr int64_t kTerms = 512;
   const bool goes_on = job.epilogue == Epilogue::kAdd && job.out_dtype == compute_dtype(job.dtype);
   return goes_on ? kTerms : std::max<int64_t>(1, job.terms);
+}
+
+// Whether reading the right operand takes longer than multiplying it.
+bool few(const ProductJob& whole) {
+  constexpr int64_t kRows = 8;
+  return whole.rows <= kRows && whole.a.term == 1 && whole.b.term == 1 && whole.epilogue != Epilogue::kAdd;
 }
 
 }  // namespace
@@ -286,6 +366,7 @@ void run_products(const std::vector<ProductJob>& products, const Tensor& x, cons
     for (int64_t col = 0; col < whole.cols; col += cols) {
       for (int64_t row = 0; row < whole.rows; row += rows) {
         ProductJob job = whole;
+        job.few = few(whole);  // by the rows of all blocks: their number depends on that of threads
         job.rows = std::min(rows, whole.rows - row);
         job.cols = std::min(cols, whole.cols - col);
         move(job.a.data, row * whole.a.outer * itemsize);

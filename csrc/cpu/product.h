@@ -20,7 +20,7 @@ enum class Epilogue { kStore, kAdd, kActivate, kGate };
 
 // `cols` columns of the product, beginning where `b` does; kGate has as many again that begin at `up`. `out` is
 // where the block's first element goes, `kept` (or null) the same of the pre-activation, `bias` of the first column;
-// up's are `up_offset` elements further in `kept` and `bias`.
+// up's are `up_offset` elements further in `kept` and `bias`. `few`: nothing is packed, because so few rows would use it.
 struct ProductJob {
   Operand a, b;
   const void* up;
@@ -31,6 +31,7 @@ struct ProductJob {
   ScalarType dtype, out_dtype;
   Epilogue epilogue;
   Form form;  // of the activation, for kActivate and kGate
+  bool few;
 };
 
 #ifdef FASTMP_ISA_BASE

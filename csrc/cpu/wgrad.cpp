@@ -1,5 +1,5 @@
-// The gradient of a linear layer's weight, added to a sum that goes on, on the CPU, by product.cpp.
-// The semantics are those of the reference in fastmp/ops/wgrad.py.
+// The gradient of a linear layer's weight, added to a sum that goes on, and a linear layer of a few rows, on the CPU, by
+// product.cpp. The semantics are those of the references in fastmp/ops/wgrad.py.
 #include "product.h"
 
 #ifdef FASTMP_ISA_BASE
@@ -24,11 +24,31 @@ void accumulate_weight_grad_(Tensor& total, const Tensor& grad, const Tensor& x)
   if (!swapped && total.stride(1) != 1) torch::stable::copy_(total, sums);
 }
 
+Tensor few_rows_linear(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  constexpr const char* kOp = "few_rows_linear";
+  check_operands(kOp, x, weight, 2, 2);
+  FASTMP_CHECK(x.size(1) == weight.size(1), kOp, ": shapes do not fit");
+  FASTMP_CHECK(!bias || (bias->scalar_type() == x.scalar_type() && bias->dim() == 1 && bias->size(0) == weight.size(0)),
+               kOp, ": bias must be ", dtype_name(x.scalar_type()), " (", weight.size(0), ",)");
+  Tensor y = fastmp::empty({x.size(0), weight.size(0)}, x.scalar_type(), x);
+  if (y.numel() == 0) return y;
+  const Tensor left = along_rows(x), right = along_rows(weight);
+  ProductJob job{};
+  if (bias) job.bias = place(*(bias = torch::stable::contiguous(*bias)), 0);
+  job.a = {place(left, 0), left.stride(0), 1}, job.b = {place(right, 0), right.stride(0), 1};
+  job.rows = y.size(0), job.cols = y.size(1), job.terms = x.size(1);
+  job.out = place(y, 0), job.out_pitch = job.cols;
+  job.dtype = job.out_dtype = x.scalar_type(), job.epilogue = Epilogue::kStore;
+  run_products({job}, x, y);
+  return y;
+}
+
 }  // namespace
 }  // namespace fastmp
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "accumulate_weight_grad_", fastmp::accumulate_weight_grad_);
+  FASTMP_IMPL(m, "few_rows_linear", fastmp::few_rows_linear);
 }
 
 #endif  // FASTMP_ISA_BASE

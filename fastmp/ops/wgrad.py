@@ -9,6 +9,9 @@ stage before this one waits only for the former; the latter can fill a time in w
 (Qi et al. 2023, arXiv:2401.10241). Inside `defer_wgrad(queue)` the products with large weights (linear
 layers and those of experts) put the work of the weight's gradient into the queue. Everything else, biases
 and norms, gets its gradient in backward as ever.
+
+Without any gradient, a product of a few rows takes as long as reading the weight. On a CPU a kernel of its
+own comes closer to that than the BLAS does.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ __all__ = [
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
+_FEW = 8  # rows of a product, for which its kernel on a CPU packs nothing
 _WIDENED = 1 << 22  # elements of a gradient that plain torch on a CPU converts to fp32 at a time
 
 
@@ -73,6 +77,13 @@ register(
     reference=reference,
     fake=lambda total, grad, x: None,
     flops=lambda total, grad, x: 2 * grad.shape[0] * grad.shape[1] * x.shape[1],
+)
+
+
+register(
+    "few_rows_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    reference=lambda x, weight, bias: F.linear(x, weight, bias),
+    flops=lambda x, weight, bias: 2 * x.shape[0] * weight.shape[0] * weight.shape[1],
 )
 
 
@@ -205,7 +216,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             neither the dtype of the product's operands nor, if that has 16 bits, float32.
     """
     main_grad, defer = main_grad_of(weight), deferral(weight)
-    if not torch.is_grad_enabled() or (main_grad is None and defer is None):
+    if not torch.is_grad_enabled():
+        return _without_gradient(x, weight, bias)
+    if main_grad is None and defer is None:
         return F.linear(x, weight, bias)
     narrow = autocast(x, weight, bias)
     if defer is None and _in_cpp is not None:
@@ -223,6 +236,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(*narrow, None, main_grad, defer)
     kept = _Kept.apply(*narrow[:2])
     return _linear(kept, *narrow[1:], kept.grad_fn, main_grad, defer)
+
+
+def _without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.numel() // max(1, weight.shape[1])
+    alike = x.is_cpu and x.dtype == weight.dtype == (weight if bias is None else bias).dtype
+    alike = alike and not torch.is_autocast_enabled("cpu")
+    if not (alike and 0 < rows <= _FEW) or checks.is_dtensor(weight) or _needs_every_gradient():
+        return F.linear(x, weight, bias)
+    y = torch.ops.fastmp.few_rows_linear(x.reshape(rows, weight.shape[1]), weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 class _Kept(torch.autograd.Function):

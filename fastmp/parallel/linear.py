@@ -48,7 +48,7 @@ def column_linear(
     With `sequence_parallel`, x is this rank's shard of the sequence, dimension 0. The gradient of the weight
     goes to its `main_grad` where there is one, as in `fastmp.ops.wgrad.linear`, which serves a group of one.
     """
-    if group_size(group) == 1:
+    if group_size(group) == 1 or not (torch.is_grad_enabled() or sequence_parallel):
         return linear(x, weight, bias)
     main_grad, defer = main_grad_of(weight), deferral(weight)
     # Autocast does not reach into the backward of a Function: cast outside it.

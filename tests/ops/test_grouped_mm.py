@@ -382,3 +382,24 @@ def test_a_main_gradient_has_the_shape_of_its_weight(call, shape):
     weight.main_grad = torch.zeros(shape)
     with pytest.raises(ValueError, match=r"main_grad of shape .* does not fit w of shape \(2, 6, 5\)"):
         call(given["x"], weight, given["offsets"])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.full
+def test_a_few_rows_of_an_expert_are_not_packed(kind, dtype):
+    """Products of up to eight rows and of more: near float64, and the same on any number of threads."""
+    sizes = (1, 8, 3, 9, 0, 20)
+    x, w, offsets, _ = problem(sizes, dtype=dtype, n=22, k=133)
+    with torch.no_grad():
+        y, h = grouped_mm(x, w, offsets), grouped_mlp_in(x, w, offsets, **FUSED[kind])
+        expected = by_hand(x.double(), w.double(), sizes)
+        close = {torch.float64: 1e-13, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+        for found, wanted in ((y, expected), (h, activated(expected, **FUSED[kind]))):
+            assert (found.double() - wanted).norm() <= close * wanted.norm()
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(3 - min(threads, 2))
+            assert torch.equal(grouped_mm(x, w, offsets), y)
+        finally:
+            torch.set_num_threads(threads)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
+from marks import full
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -412,3 +414,47 @@ def test_costs():
     arguments = torch.zeros(6, 5), torch.zeros(4, 6).bfloat16(), torch.zeros(4, 5).bfloat16()
     assert op.flops(*arguments) == 2 * 4 * 6 * 5
     assert op.traffic(*arguments) == 2 * 6 * 5 * 4 + (4 * 6 + 4 * 5) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *full([torch.float64, torch.bfloat16, torch.float16])])
+def test_a_few_rows_without_gradient(dtype):
+    """Each row as by itself, to the last bit, and near float64; more rows, and all else, as ever."""
+    generator = torch.Generator().manual_seed(2)
+    weight, bias = (torch.randn(size, generator=generator) for size in ((37, 1029), (37,)))
+    weight, bias = torch.nn.Parameter(weight.to(dtype)), bias.to(dtype)
+    for shape in ((1, 1), (1, 5), (2, 4)):
+        x = torch.randn(*shape, 1029, generator=generator).to(dtype)
+        with torch.no_grad(), Ops() as ops:
+            y = linear(x, weight, bias)
+        assert ops.names == ["few_rows_linear"] and y.shape == (*shape, 37)
+        expected = F.linear(x.double(), weight.detach().double(), bias.double())
+        error, theirs = (each.double().sub(expected).norm() for each in (y, F.linear(x, weight, bias)))
+        assert error <= max(1.1 * theirs, 1e-14 * expected.norm())
+        with torch.no_grad():
+            alone = torch.stack([linear(row, weight, bias) for row in x.flatten(0, 1)])
+        assert torch.equal(y.flatten(0, 1), alone) or OPS["few_rows_linear"].serving["cpu"] != "c++"
+    for x, context in (
+        (torch.ones(9, 1029, dtype=dtype), torch.no_grad()),
+        (torch.ones(0, 1029, dtype=dtype), torch.no_grad()),
+        (torch.ones(2, 1029, dtype=dtype), torch.enable_grad()),
+    ):
+        with context, Ops() as ops:
+            linear(x, weight)
+        assert not ops.names
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert linear(torch.ones(2, 1029, dtype=dtype), weight).dtype == (
+            dtype if dtype == torch.float64 else torch.bfloat16
+        )
+
+
+class Ops(TorchDispatchMode):
+    """The names of fastmp's ops that were called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastmp":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Sample arguments of the gradient of a linear layer's weight."""
+"""Sample arguments of the gradient of a linear layer's weight, and of its product of a few rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,31 @@ import torch
 
 
 def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """Arguments of an op of the family `wgrad`."""
+    return _few_rows(dtype, generator) if op == "few_rows_linear" else _gradients(dtype, generator)
+
+
+def _few_rows(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
+    """More rows than a few, then few: with and without a rest of lanes, rows apart, and none of anything."""
+    sizes = (
+        (20, 24, 40, 0),
+        (1, 48, 64, 0),
+        (8, 5, 33, 3),
+        (3, 3, 1030, 0),
+        (5, 1, 1, 0),
+        (0, 4, 4, 0),
+        (2, 3, 0, 0),
+    )
+    for number, (rows, columns, terms, gap) in enumerate(sizes):
+        x, weight = (
+            torch.randn(size, terms + gap, generator=generator, dtype=torch.float64).to(dtype)[:, :terms]
+            for size in (rows, columns)
+        )
+        bias = torch.randn(columns, generator=generator, dtype=torch.float64).to(dtype)
+        yield x, weight, None if number % 2 else bias
+
+
+def _gradients(dtype: torch.dtype, generator: torch.Generator) -> Iterator[tuple]:
     """Arguments of accumulate_weight_grad_: a sum that goes on in fp32, or as narrow as the operands, and one
     that lies transposed."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
