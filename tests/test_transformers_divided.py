@@ -30,9 +30,9 @@ def kinds(model):
     return [(type(module), [vars(module).get(name) for name in names]) for module in model.modules()]
 
 
-def assert_divided_is_whole(family, ranks, **options):
+def assert_divided_is_whole(family, ranks, given=None, **options):
     """Losses, logits and gradients of ranks that divide a model; restored, it has its weights again."""
-    batch, reference = batch_of(family), model_of(family, torch.float64, **options)
+    batch, reference = {**batch_of(family), **(given or {})}, model_of(family, torch.float64, **options)
     with Float64():
         expected, wanted = step(reference, **batch)
         logits = reference.eval()(input_ids=batch["input_ids"]).logits.detach()
@@ -102,6 +102,21 @@ def test_four_ranks_and_a_vocabulary_that_they_do_not_divide(family):
 )
 def test_other_models_of_a_family(family, options):
     assert_divided_is_whole(family, 2, **options)
+
+
+MASK = torch.ones(2, 16, dtype=torch.int64).index_fill_(1, torch.arange(13, 16), 0)
+PACKED = torch.cat([torch.arange(10), torch.arange(6)]).expand(2, -1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "given",
+    [{"position_ids": PACKED}, {"attention_mask": MASK}, {"num_items_in_batch": 17}, {"shift_labels": MASK}],
+    ids=lambda given: "-".join(given),
+)
+def test_batches_of_all_kinds(given):
+    """Packed documents, padding, and how losses are counted."""
+    assert_divided_is_whole("qwen3_moe", 2, given)
 
 
 @pytest.mark.full
