@@ -206,6 +206,7 @@ def pickled(path):
 
 
 NORM = "model.norm.weight"
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 WRONG = {
     "unknown family": (
         lambda p: edit(p / "config.json", model_type="gemma"),
@@ -274,6 +275,12 @@ WRONG = {
     "left over": (
         lambda p: change_tensors(p / "model.safetensors", lambda t: t.update(more=torch.ones(2))),
         "unexpected 'more', which llama has not",
+    ),
+    "untied": (
+        lambda p: change_tensors(
+            p / "model.safetensors", lambda t: t.update({"lm_head.weight": t[TABLES[0]].clone().add_(1)})
+        ),
+        "lm_head.weight is not model.embed_tokens.weight, though config.json ties them",
     ),
     "two dtypes": (
         lambda p: change_tensors(
@@ -406,6 +413,14 @@ def test_any_layout_reads_a_model_and_gives_it_back(name, sizes, tmp_path):
     assert all(torch.equal(again[each], tensor) for each, tensor in tensors.items())
 
 
+def test_a_tied_head_that_is_stored_twice_is_read(tmp_path):
+    _, tensors = written("llama", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    change_tensors(file, lambda stored: stored.update({TABLES[1]: stored[TABLES[0]].clone()}))
+    reader = TransformersReader(tmp_path / "model")
+    assert torch.equal(read_tensor(reader, "model/word_embedding.weight"), tensors[TABLES[0]])
+
+
 def test_an_export_may_have_the_tokenizer_of_another_model(tmp_path, capsys):
     config, _ = written("llama", tmp_path / "model")
     files = {"tokenizer.json": "{}", "generation_config.json": "[1]", "chat_template.jinja": "{{ x }}"}
@@ -450,9 +465,6 @@ def test_models_go_in_and_out_a_tensor_at_a_time(tmp_path, monkeypatch):
         before = resident("VmRSS")
         assert main([*arguments, "--no-verify"]) == 0
         assert resident("VmHWM") - before < 4 * max(sizes) < sum(sizes) / 2
-
-
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @pytest.mark.full

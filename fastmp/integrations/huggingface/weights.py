@@ -47,6 +47,7 @@ __all__ = ["TransformersReader", "check_family", "export_weights", "is_transform
 FILE_BYTES = 5 << 30  # after which a file is full
 CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
 _MOST_CONFIG, _MOST_INDEX, _MOST_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
+_PIECE = 1 << 24  # bytes that are compared at a time
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # tables that old files hold
 Shape = tuple[int, ...]
@@ -181,7 +182,7 @@ class TransformersReader(CheckpointReader):
     Attributes: `kind`, the model type; `config`, our configuration of the model.
 
     ValueError, one line, where the model is of another family, or the files do not hold its tensors: missing,
-    unexpected, or in other shapes. Nothing but their headers has been read then.
+    unexpected, or in other shapes. Nothing but their headers has been read then, and a head that is tied.
     """
 
     def __init__(self, directory: str | Path, *, ignored: Sequence[str] = ()) -> None:
@@ -203,6 +204,7 @@ class TransformersReader(CheckpointReader):
             ) from None
         tensors = {f"model/{name}": self._tensor(path, name, shape) for name, shape in own.items()}
         self._check_all_used(path)
+        self._check_tied(path)
         description = json.loads(json.dumps(described(self.config)["description"]))
         manifest = Manifest(0, True, {}, description, {}, files={}, tensors=tensors)
         super().__init__(path, manifest)
@@ -239,6 +241,13 @@ class TransformersReader(CheckpointReader):
             if id(stored) not in used and name not in tied and not _NOT_WEIGHTS.search(name):
                 raise ValueError(f"{path}: unexpected {short(name)}, which {self.kind} has not")
 
+    def _check_tied(self, path: Path) -> None:
+        """A head that is tied may be stored, too; another one would be lost, where transformers unties it."""
+        names = [FAMILIES[self.kind].ends[f"{each}.weight"] for each in ("output_layer", "word_embedding")]
+        head, table = map(self._find, names)
+        if self.config.tie_embeddings and head and table and not _same_bytes(path, head, table):
+            raise ValueError(f"{path}: {' is not '.join(names)}, though {CONFIG} ties them")
+
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
         with _opened(self.directory / file) as source:
@@ -252,6 +261,20 @@ class TransformersReader(CheckpointReader):
                 reader.read(part.start, link.shape, there, own)
                 link.view(out).copy_(own)
                 planner.commit_tensor(item, out)
+
+
+def _same_bytes(path: Path, one: _Stored, other: _Stored) -> bool:
+    """Whether two tensors of a directory are equal to the bit, of one dtype and shape."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    size = prod(one.shape) * DTYPES[one.dtype].itemsize
+    with _opened(path / one.file) as first, _opened(path / other.file) as second:
+        return all(
+            os.pread(first.descriptor, length, one.start + at)
+            == os.pread(second.descriptor, length, other.start + at)
+            for at in range(0, size, _PIECE)
+            for length in (min(_PIECE, size - at),)
+        )
 
 
 @contextmanager
