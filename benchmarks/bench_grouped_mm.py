@@ -266,6 +266,7 @@ _FACTOR = 1.0 if torch.cpu._is_amx_tile_supported() else 3.0
 GOALS = (CpuGoal("grouped_mm", "bfloat16", "forward", OURS, _FACTOR, _FACTOR, over=TORCH),)
 SHAPES = {
     "grouped_mm": (*LARGE, *FINE, DECODE),
+    "grouped_mm_bias": (LARGE[0], FINE[0]),
     "grouped_mm_wgrad": (LARGE[0], FINE[0]),
     "grouped_mm_wgrad_": (*LARGE, *FINE),
     "grouped_mlp_in": (LARGE[3], *FINE),
@@ -277,6 +278,8 @@ def arguments(op: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, 
     x, w, offsets, grad, _ = _operands(shape, "balanced", dtype, device, seed)
     if op == "grouped_mm":
         return x, w, offsets, False
+    if op == "grouped_mm_bias":
+        return x, w, w[:, :, 0].contiguous(), offsets, False
     if op == "grouped_mlp_in":
         return x, w, None, offsets, "silu", True, True
     if op == "grouped_mm_wgrad":

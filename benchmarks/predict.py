@@ -120,6 +120,7 @@ EXPECTED = {
     "gated_activation_backward": Expected(0.91),
     "grouped_mlp_in": Expected(_product),
     "grouped_mm": Expected(_product),
+    "grouped_mm_bias": Expected(_product),
     "grouped_mm_wgrad": Expected(_weight_gradient),
     "grouped_mm_wgrad_": Expected(lambda total, *rest: _weight_gradient(*rest)),
     "layer_norm": Expected(0.9),

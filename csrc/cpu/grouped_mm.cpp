@@ -73,6 +73,12 @@ Tensor grouped_mm(const Tensor& x, const Tensor& w, const Tensor& offsets, bool 
   return product(kOp, x, w, std::nullopt, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
 }
 
+Tensor grouped_mm_bias(const Tensor& x, const Tensor& w, const Tensor& bias, const Tensor& offsets, bool transposed) {
+  constexpr const char* kOp = "grouped_mm_bias";
+  check_operands(kOp, x, w, 2, 3);
+  return product(kOp, x, w, bias, offsets, transposed, Epilogue::kStore, Form{}, nullptr);
+}
+
 std::tuple<Tensor, Tensor> grouped_mlp_in(const Tensor& x, const Tensor& w, std::optional<Tensor> bias,
                                           const Tensor& offsets, std::string form, bool gated, bool keep) {
   constexpr const char* kOp = "grouped_mlp_in";
@@ -126,6 +132,7 @@ void grouped_mm_wgrad_(Tensor& out, const Tensor& grad, const Tensor& x, const T
 
 STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "grouped_mm", fastmp::grouped_mm);
+  FASTMP_IMPL(m, "grouped_mm_bias", fastmp::grouped_mm_bias);
   FASTMP_IMPL(m, "grouped_mm_wgrad", fastmp::grouped_mm_wgrad);
   FASTMP_IMPL(m, "grouped_mm_wgrad_", fastmp::grouped_mm_wgrad_);
   FASTMP_IMPL(m, "grouped_mlp_in", fastmp::grouped_mlp_in);

@@ -57,12 +57,18 @@ def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def reference(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     """Multiply each expert's rows by its weight; rounded once."""
+    return reference_bias(x, w, None, offsets, transposed)
+
+
+def reference_bias(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, transposed: bool) -> Tensor:
+    """Multiply each expert's rows by its weight, and add its bias; rounded once."""
     y = x.new_empty(len(x), w.shape[2 if transposed else 1])
     dtype, end = compute_dtype(x.dtype), 0
     with without_autocast(x.device.type):
-        for weight, (start, end) in zip(w, spans(offsets, len(x)), strict=True):
+        for expert, (start, end) in enumerate(spans(offsets, len(x))):
             if start < end:
-                y[start:end] = _product(x[start:end], weight if transposed else weight.t(), dtype)
+                product = _product(x[start:end], w[expert] if transposed else w[expert].t(), dtype)
+                y[start:end] = product if bias is None else product + bias[expert]
     y[end:] = 0
     return y
 
@@ -155,6 +161,13 @@ register(
     flops=_flops,
 )
 register(
+    "grouped_mm_bias(Tensor x, Tensor w, Tensor bias, Tensor offsets, bool transposed) -> Tensor",
+    reference=reference_bias,
+    fake=lambda x, w, bias, offsets, transposed: x.new_empty(x.shape[0], bias.shape[1]),
+    triton=grouped_mm_triton.launch_bias,
+    flops=_flops,
+)
+register(
     "grouped_mm_wgrad(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
     reference=reference_wgrad,
     fake=lambda grad, x, offsets: x.new_empty(offsets.shape[0], grad.shape[1], x.shape[1]),
@@ -244,12 +257,19 @@ def _wgrad_or_defer(defer: Callable[..., None] | None, *arguments: Any) -> Tenso
     return None
 
 
-def _forward(x, w, offsets, main_grad, defer, transposed, sizes):
+def _column_sums(grad: Tensor, offsets: Tensor) -> Tensor:
+    """Sum each expert's rows: a product with a column of ones."""
+    return torch.ops.fastmp.grouped_mm_wgrad(grad, grad.new_ones(grad.shape[0], 1), offsets).squeeze(2)
+
+
+def _forward(x, w, bias, offsets, main_grad, defer, transposed, sizes):
+    if bias is not None:
+        return torch.ops.fastmp.grouped_mm_bias(x, w, bias, offsets, transposed)
     return _mm(x, w, offsets, transposed, sizes)
 
 
 def _setup(ctx, inputs, output):
-    x, w, offsets, ctx.main_grad, ctx.defer, ctx.transposed, ctx.sizes = inputs
+    x, w, _, offsets, ctx.main_grad, ctx.defer, ctx.transposed, ctx.sizes = inputs
     ctx.save_for_backward(x, w, offsets)
 
 
@@ -257,13 +277,15 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad):
     refuse_create_graph("grouped_mm")
     x, w, offsets = ctx.saved_tensors
-    dx = dw = None
+    dx = dw = dbias = None
     if ctx.needs_input_grad[0]:
         dx = _mm(grad, w, offsets, not ctx.transposed, ctx.sizes)
     if ctx.needs_input_grad[1]:
         left, right = (x, grad) if ctx.transposed else (grad, x)
         dw = _wgrad_or_defer(ctx.defer, left, right, offsets, ctx.main_grad, ctx.sizes)
-    return dx, dw, None, None, None, None, None
+    if ctx.needs_input_grad[2]:
+        dbias = _column_sums(grad, offsets)
+    return dx, dw, dbias, None, None, None, None, None
 
 
 def _forward_mlp_in(x, w, bias, offsets, main_grad, defer, form, gated):
@@ -289,8 +311,8 @@ def _backward_mlp_in(ctx, grad, _):
         dx = torch.ops.fastmp.grouped_mm(dh, w, offsets, True)
     if ctx.needs_input_grad[1]:
         dw = _wgrad_or_defer(ctx.defer, dh, x, offsets, ctx.main_grad)
-    if ctx.needs_input_grad[2]:  # column sums of each expert's rows: a product with a column of ones
-        dbias = torch.ops.fastmp.grouped_mm_wgrad(dh, dh.new_ones(dh.shape[0], 1), offsets).squeeze(2)
+    if ctx.needs_input_grad[2]:
+        dbias = _column_sums(dh, offsets)
     return dx, dw, dbias, None, None, None, None, None
 
 
@@ -367,9 +389,10 @@ def grouped_mm(
     offsets: Tensor,
     *,
     transposed: bool = False,
+    bias: Tensor | None = None,
     sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Multiply rows of x by the weight of their expert: y[r] = w[e] @ x[r]; differentiable once in x and w.
+    """Multiply rows of x by the weight of their expert: y[r] = w[e] @ x[r] + bias[e]; differentiable once.
 
     Under autocast, in its dtype. The gradient of w is summed in fp32 (fp64 for fp64); where the parameter has
     a `main_grad`, a tensor of its shape, in the dtype of the sums or of x, it is added to that and rounded
@@ -381,9 +404,10 @@ def grouped_mm(
         w: (E, N, K) of the same dtype and device; contiguous avoids a copy.
         offsets: (E,) int32 on the same device: where the rows of each expert end. They never fall, and the
             last is at most M. Rows from there on are zeros in the result and in the gradient of x.
-        transposed: x is (M, N), and the result y[r] = x[r] @ w[e] is (M, K).
+        transposed: x is (M, N), and the result y[r] = x[r] @ w[e] + bias[e] is (M, K).
+        bias: (E, N), or (E, K) if transposed, of the same dtype and device, or None.
         sizes: rows of each expert, where the host knows them: lets `grouped_mm_choice` take one product after
-            another where that is faster.
+            another where that is faster, and there is no bias.
 
     Returns:
         (M, N), or (M, K) if transposed, contiguous, of x's dtype; sums are in float32 (float64 for float64
@@ -396,13 +420,17 @@ def grouped_mm(
     Gale et al., "MegaBlocks", 2022 (arXiv 2211.15841).
     """
     main_grad = getattr(w, "main_grad", None)  # of the parameter, not of what autocast makes of it
-    x, w = autocast(x, w)
+    x, w, bias = autocast(x, w, bias)
     main_grad = main_grad if w.requires_grad and torch.is_grad_enabled() else None
     _check("grouped_mm", x, w, offsets, 1 if transposed else 2, main_grad)
+    if bias is not None:
+        checks.fits("grouped_mm", (w.shape[0], w.shape[2 if transposed else 1]), to=("w", w), bias=bias)
+        checks.like("grouped_mm", x=x, bias=bias)
     _check_rows("grouped_mm", x, w, offsets, sizes)
     defer = deferral(w)
     w = w if defer is None else leaf_of(w)
-    return _grouped_mm(x, w, offsets, main_grad, defer, transposed, _sizes_of_a_loop(sizes, x, w))
+    loop = None if bias is not None else _sizes_of_a_loop(sizes, x, w)
+    return _grouped_mm(x, w, bias, offsets, main_grad, defer, transposed, loop)
 
 
 def _apply(h: Tensor, form: str, gated: bool) -> Tensor:

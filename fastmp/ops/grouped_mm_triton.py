@@ -421,6 +421,10 @@ def launch(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
     return _product(x, w, None, offsets, transposed, "none", False, False)[0]
 
 
+def launch_bias(x: Tensor, w: Tensor, bias: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    return _product(x, w, bias, offsets, transposed, "none", False, False)[0]
+
+
 def launch_mlp_in(
     x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, form: str, gated: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:

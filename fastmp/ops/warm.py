@@ -143,6 +143,7 @@ def _tokens_of_router_backward(
 # Ops whose tiles depend on counts: from the arguments of one call, those of calls that have all their tiles.
 _TILE_CLASSES: dict[str, Callable[..., Iterator[tuple]]] = {
     "grouped_mm": _rows_of_experts,
+    "grouped_mm_bias": _rows_of_experts,
     "grouped_mlp_in": _rows_of_experts,
     "grouped_mm_wgrad": _terms_of_experts,
     "grouped_mm_wgrad_": _terms_of_experts,

@@ -268,6 +268,15 @@ def _grouped(rows, facts, *, transposed=False, apart=False):
     return case, (facts,)
 
 
+def _grouped_bias(rows, facts, *, transposed=False):
+    def case(t, wide):
+        columns, width = (N, K) if transposed else (K, N)
+        x, bias = t(ROWS_EACH[rows] * EXPERTS, columns), t(EXPERTS, width)
+        return "grouped_mm_bias", (x, t(EXPERTS, N, K), bias, _offsets(t), transposed)
+
+    return case, (facts,)
+
+
 def _grouped_mlp_in(form, gated, rows, facts):
     def case(t, wide):
         x = t(ROWS_EACH[rows] * EXPERTS, K)
@@ -422,6 +431,9 @@ CASES = {
     "grouped large transposed": _grouped("large", ANY, transposed=True),
     "grouped decode apart": _grouped("decode", ANY, apart=True),
     "grouped large apart": _grouped("large", ANY, apart=True),
+    "grouped bias fine": _grouped_bias("fine", ANY),
+    "grouped bias large": _grouped_bias("large", ANY),
+    "grouped bias large transposed": _grouped_bias("large", ANY, transposed=True),
     "grouped swiglu fine": _grouped_mlp_in("silu", True, "fine", ANY),
     "grouped swiglu large": _grouped_mlp_in("silu", True, "large", ANY),
     "grouped geglu fine": _grouped_mlp_in("gelu", True, "fine", ANY),

@@ -109,6 +109,26 @@ def test_any_routing(sizes, spare, transposed, known):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_biases_are_those_of_the_experts(transposed):
+    """Values and gradients; an expert without rows has none, and rows of nobody stay zeros."""
+    sizes, spare = [3, 0, 4], 2
+    x, w, offsets, grad = problem(sizes, spare)
+    x, w = x.detach().requires_grad_(), (w.detach().mT.contiguous() if transposed else w.detach())
+    w, bias = w.requires_grad_(), torch.randn(3, grad.shape[1], dtype=torch.float64, requires_grad=True)
+    known = grouped_mm(x, w, offsets, transposed=transposed, bias=bias, sizes=sizes)
+    y = grouped_mm(x, w, offsets, transposed=transposed, bias=bias)
+    plain = by_hand(x, w.mT if transposed else w, sizes)
+    expert = torch.tensor([0] * 3 + [2] * 4)
+    truth = torch.cat((plain[:7] + bias[expert], plain[7:]))
+    got = [y, *torch.autograd.grad(y, (x, w, bias), grad)]
+    want = [truth, *torch.autograd.grad(truth, (x, w, bias), grad)]
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert torch.equal(known, y) and not got[3][1].any()
+    with pytest.raises(ValueError, match=r"grouped_mm: bias of shape .* does not fit w"):
+        grouped_mm(x, w, offsets, transposed=transposed, bias=bias[:2])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_neither_nan_of_another_expert_nor_of_nobody_comes_through(dtype):
     sizes = [3, 4, 2]

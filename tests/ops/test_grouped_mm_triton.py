@@ -50,6 +50,8 @@ def calls(sizes, spare, n, k, dtype):
     return [
         ("grouped_mm", (x, w, offsets, False)),
         ("grouped_mm", (grad, w, offsets, True)),
+        ("grouped_mm_bias", (x, w, bias, offsets, False)),
+        ("grouped_mm_bias", (grad, w, random(experts, k, dtype=dtype, seed=6), offsets, True)),
         ("grouped_mm_wgrad", (grad, x, offsets)),
         ("grouped_mm_wgrad_", (random(experts, n, k, dtype=wide, seed=4), grad, x, offsets)),
         ("grouped_mm_wgrad_", (random(experts, n, k, dtype=dtype, seed=5), grad, x, offsets)),

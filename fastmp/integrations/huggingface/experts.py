@@ -90,9 +90,8 @@ def experts(
     row_of, offsets = permutation(top_k_index.to(torch.int32), self.num_experts)
     rows = permute(hidden_states, row_of, row_of.numel())
     out = _first_product(self, rows, offsets, usual_gate, clamped)
-    out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed)
-    if self.has_bias:
-        out = out + _of_rows(self.down_proj_bias, offsets, out)
+    bias = self.down_proj_bias if self.has_bias else None
+    out = grouped_mm(out, self.down_proj, offsets, transposed=self.is_transposed, bias=bias)
     if getattr(self, "has_post_expert_norm", False):
         out = self.post_expert_norm(out)
     out = unpermute(out, row_of, top_k_weights.to(compute_dtype(out.dtype)))
@@ -109,16 +108,7 @@ def _first_product(self: Any, rows: Tensor, offsets: Tensor, usual_gate: bool, c
     plain = (self.is_concatenated and usual_gate) or not self.has_gate
     if form is not None and plain and not self.is_transposed:
         return grouped_mlp_in(rows, weight, offsets, form=form, gated=self.has_gate, bias=bias)
-    out = grouped_mm(rows, weight, offsets, transposed=self.is_transposed)
-    if bias is not None:
-        out = out + _of_rows(bias, offsets, out)
+    out = grouped_mm(rows, weight, offsets, transposed=self.is_transposed, bias=bias)
     if clamped:
         return clamped_swiglu(out, alpha=self.alpha, limit=self.limit)
     return self._apply_gate(out) if self.has_gate else self.act_fn(out)
-
-
-def _of_rows(bias: Tensor, offsets: Tensor, like: Tensor) -> Tensor:
-    """The bias (E, N) of the expert of each row of `like` (M, N); rows of no expert get the last one's."""
-    rows = torch.arange(like.shape[0], device=like.device, dtype=offsets.dtype)
-    expert = torch.searchsorted(offsets, rows, right=True).clamp(max=bias.shape[0] - 1)
-    return bias.to(like.dtype)[expert]

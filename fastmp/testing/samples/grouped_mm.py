@@ -39,6 +39,9 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         if op == "grouped_mm":
             yield x, w, offsets, False
             yield grad, w, offsets, True
+        elif op == "grouped_mm_bias":
+            yield x, w, bias, offsets, False
+            yield grad, w, random(len(ends), k), offsets, True
         elif op == "grouped_mlp_in":
             yield x, w, None, offsets, "silu", True, True
             yield x, w, bias, offsets, "gelu_tanh", False, True
@@ -59,23 +62,25 @@ def _of_each_row(offsets: Tensor, rows: int) -> Tensor:
     )
 
 
-def _eager_grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+def _eager_grouped_mm(
+    x: Tensor, w: Tensor, offsets: Tensor, transposed: bool, bias: Tensor | None = None
+) -> Tensor:
     starts = [0, *offsets.tolist()]
     parts = [
         x[start:end] @ (weight if transposed else weight.t())
         for weight, start, end in zip(w, starts, starts[1:], strict=False)
     ]
     columns = w.shape[2 if transposed else 1]
-    return torch.cat([*parts, x.new_zeros(len(x) - starts[-1], columns)])
+    y = torch.cat([*parts, x.new_zeros(len(x) - starts[-1], columns)])
+    if bias is None:
+        return y
+    return y + torch.cat([bias, bias.new_zeros(1, columns)])[_of_each_row(offsets, len(x))]
 
 
 def _eager_grouped_mlp_in(
     x: Tensor, w: Tensor, offsets: Tensor, form: str, gated: bool, bias: Tensor | None
 ) -> Tensor:
-    h = _eager_grouped_mm(x, w, offsets, False)
-    expert = _of_each_row(offsets, len(x))
-    if bias is not None:
-        h = h + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[expert]
+    h = _eager_grouped_mm(x, w, offsets, False, bias)
     gate, up = h.chunk(2, -1) if gated else (h, None)
     gelu = {"gelu": "none", "gelu_tanh": "tanh"}
     y = F.silu(gate) if form == "silu" else F.gelu(gate, approximate=gelu[form])
@@ -114,9 +119,9 @@ def _draw_grouped_mm(draw: Draw) -> tuple[tuple, dict[str, Any]]:
     transposed = draw.flag()
     width = n if transposed else k
     x = draw.tensor(rows, width)
-    return (x, draw.tensor(len(offsets), n, k, scale=max(width, 1) ** -0.5), offsets), {
-        "transposed": transposed
-    }
+    w = draw.tensor(len(offsets), n, k, scale=max(width, 1) ** -0.5)
+    bias = draw.tensor(len(offsets), k if transposed else n) if draw.flag() else None
+    return (x, w, offsets), {"transposed": transposed, "bias": bias}
 
 
 def _draw_grouped_mlp_in(draw: Draw) -> tuple[tuple, dict[str, Any]]:
