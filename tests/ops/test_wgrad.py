@@ -429,7 +429,8 @@ def test_a_few_rows_without_gradient(dtype):
         assert ops.names == ["few_rows_linear"] and y.shape == (*shape, 37)
         expected = F.linear(x.double(), weight.detach().double(), bias.double())
         error, theirs = (each.double().sub(expected).norm() for each in (y, F.linear(x, weight, bias)))
-        assert error <= max(1.1 * theirs, 1e-14 * expected.norm())
+        rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps * expected.norm()
+        assert error <= max(1.1 * theirs, 8 * rounding)
         with torch.no_grad():
             alone = torch.stack([linear(row, weight, bias) for row in x.flatten(0, 1)])
         assert torch.equal(y.flatten(0, 1), alone) or OPS["few_rows_linear"].serving["cpu"] != "c++"
