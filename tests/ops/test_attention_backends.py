@@ -150,7 +150,8 @@ def test_flash_operators_are_called_as_they_are_meant(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys", "window"), [(64, 256, None), (128, 144, None), (512, 512, 100), (256, 512, 100)]
+    ("queries", "keys", "window"),
+    [(64, 256, None), *full([(128, 144, None), (512, 512, 100)]), (256, 512, 100)],
 )
 def test_16_bit_results_are_rounded_once(queries, keys, window):
     """Against float64, beside one call of torch over all tokens, or with a mask."""
