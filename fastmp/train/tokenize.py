@@ -166,7 +166,8 @@ class FileTokenizer:
 def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
     """Learn a byte-level BPE (Radford et al. 2019) of at most `vocab_size` tokens, which loses nothing.
 
-    There are fewer tokens if the text runs out of pairs. The same text gives the same tokens.
+    There are fewer tokens if the text runs out of pairs. The same text gives the same tokens. A prompt begins
+    with end-of-text, as documents in token files do.
 
     ValueError if vocab_size < 257 or a document is not UTF-8.
     """
@@ -186,6 +187,10 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int) -> FileTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator((_as_str(document) for document in documents), trainer)
+    begin = END_OF_TEXT, tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[begin]
+    )
     return FileTokenizer(tokenizer.to_str())
 
 
@@ -263,6 +268,7 @@ def _library() -> tokenizers:
         import tokenizers.decoders
         import tokenizers.models
         import tokenizers.pre_tokenizers
+        import tokenizers.processors
         import tokenizers.trainers
     except ImportError:
         raise ValueError(

@@ -132,7 +132,6 @@ def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
     ("changes", "named"),
     [
         (["--max-new-tokens", "40"], "model of 32 positions; at most "),
-        (["--prompt", ""], "a prompt is empty"),
         (["--tokenizer", "nowhere"], "tokenizer nowhere: cannot be read"),
         (["--hf"], "tokenizer.json: cannot be read (No such file or directory); name the model's tokenizer"),
     ],

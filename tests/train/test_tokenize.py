@@ -53,6 +53,12 @@ def test_bpe_is_deterministic_and_learns(bpe):
     assert len(bpe.encode(CORPUS[0])) < len(CORPUS[0]) / 2
 
 
+def test_prompts_begin_as_documents_in_token_files_do(bpe):
+    for tokenizer in (bpe, ByteTokenizer()):
+        for text in ("", "the cat"):
+            assert tokenizer.encode_prompt(text) == [tokenizer.end_of_text, *tokenizer.encode(text)]
+
+
 def test_bpe_batch_is_one_by_one(bpe):
     for one, batched in zip(CORPUS, bpe.encode_batch(CORPUS)):
         assert np.array_equal(bpe.encode(one), batched)
