@@ -27,28 +27,42 @@ __all__ = ["run"]
 
 
 def run(options: Namespace) -> int:
-    """Generate as this process's whole program; returns the exit status, 2 for what the user did wrong."""
-    return main_guard(lambda: _job(options))
+    """Generate as this process's whole program; returns the exit status, 2 for what the user did wrong.
+
+    BrokenPipeError where nobody reads the texts any more.
+    """
+    made: list[Generated] = []
+    status = main_guard(lambda: _job(options, made))
+    for generated in made:
+        _print(options.prompt, generated)
+    return status
 
 
-def _job(options: Namespace) -> int:
+def _job(options: Namespace, made: list[Generated]) -> None:
+    """Add to `made`, on the first rank, what was generated."""
     try:
         with first_rank_speaks(Environment.read().rank or 0):
             runtime = init()
-            prompts, generated = _generate(options, runtime)
+            generated = _generate(options, runtime)
     except (ValueError, OSError) as error:
         print(f"fastmp generate: {str(error).removeprefix('generate: ')}", file=sys.stderr)
         raise SystemExit(2) from None
     if runtime.rank == 0:
-        for number, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
-            print(f"== prompt {number}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text)
-        sys.stdout.flush()
-        print(_speed(generated), file=sys.stderr)
+        made.append(generated)
     runtime.close()
-    return 0
 
 
-def _generate(options: Namespace, runtime: Runtime) -> tuple[list[str], Generated]:
+def _print(prompts: list[str], generated: Generated) -> None:
+    """Print all texts, and on stderr how fast they came; what stdout cannot encode is escaped."""
+    encoding = sys.stdout.encoding or "utf-8"
+    for number, (prompt, row) in enumerate(zip(prompts, generated.rows), 1):
+        text = f"== prompt {number}: {row.reason}\n" * (len(prompts) > 1) + prompt + row.text
+        print(text.encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.flush()
+    print(_speed(generated), file=sys.stderr)
+
+
+def _generate(options: Namespace, runtime: Runtime) -> Generated:
     check_choice(options.temperature, options.top_k, options.top_p)
     groups = _groups(options, runtime.world_size)
     world = dist.group.WORLD if runtime.world_size > 1 else None
@@ -61,7 +75,7 @@ def _generate(options: Namespace, runtime: Runtime) -> tuple[list[str], Generate
     model = load_model(reader, config, groups, device=runtime.device, dtype=dtype)
     ends = {tokenizer.end_of_text} | (ends_of(Path(options.hf)) if options.hf else set())
     chosen = {"temperature": options.temperature, "top_k": options.top_k, "top_p": options.top_p}
-    return options.prompt, generate(
+    return generate(
         model,
         ids,
         max_new_tokens=options.max_new_tokens,

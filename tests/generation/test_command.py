@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,18 @@ def test_ranks_print_what_one_does(trained, layout):
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected_of(trained)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_a_reader_that_leaves_and_one_that_knows_no_unicode(trained):
+    command = [sys.executable, "-m", "fastmp", "generate", "--checkpoint", str(trained)]
+    command += ["--max-new-tokens", "9", "--prompt"]
+    with subprocess.Popen([*command, "1"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as left:
+        left.stdout.close()
+        assert (left.stderr.read(), left.wait()) == (b"", 1)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "日"], cwd=ROOT, capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stdout.startswith(rb"\u65e5"), done.stderr
 
 
 @pytest.mark.parametrize(
