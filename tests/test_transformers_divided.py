@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -376,9 +377,43 @@ def test_ranks_that_differ_and_modules_that_are_not_known():
             ValueError, match="LlamaForCausalLM is accelerated for other ranks; restore it first"
         ):
             fastmp.accelerate(model, group=dist.group.WORLD)
-        with pytest.raises(
-            ValueError, match="whole_state_dict: LlamaForCausalLM is not divided over ranks by acc"
+        fastmp.restore(model)
+        if rank == 1:
+            fastmp.accelerate(model)
+        with pytest.raises(ValueError, match="LlamaForCausalLM is accelerated for other ranks"):
+            fastmp.accelerate(model, group=dist.group.WORLD)
+        with pytest.raises(ValueError, match="Sequential is made of it; give the model"):
+            fastmp.accelerate(
+                torch.nn.Sequential(model_of("llama")) if rank else model_of("llama"), group=dist.group.WORLD
+            )
+        first = dist.new_group([0])
+        with (
+            pytest.raises(ValueError, match="group is -100, not a ProcessGroup that this rank is in")
+            if rank
+            else nullcontext()
         ):
-            whole_state_dict(model)
+            fastmp.accelerate(model_of("llama"), group=first)
 
     run_ranks(run, 2)
+
+
+@pytest.mark.full
+def test_one_rank_trains_and_saves_as_several_do(tmp_path):
+    """A script for a group also runs with one rank."""
+
+    def run(rank, world_size):
+        model, reference = model_of("llama", torch.float64), model_of("llama", torch.float64)
+        fastmp.accelerate(model, group=dist.group.WORLD)
+        batch = batch_of("llama")
+        with Float64():
+            found = train(model, batch, lambda model: clip_grad_norm_(model, 0.5))
+            wanted = train(
+                reference, batch, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            )
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
+        model.save_pretrained(tmp_path, state_dict=whole_state_dict(model))
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        for name, tensor in reference.state_dict().items():
+            torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-7, atol=1e-9)
+
+    run_ranks(run, 1)

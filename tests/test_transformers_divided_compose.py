@@ -91,11 +91,10 @@ def test_beside_data_parallel_ranks(family, prepare):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         model = divided(family, group=mesh["tensor"].get_group(), **options)
         shares = {name: x[mesh["data"].get_local_rank() :: 2] for name, x in batch.items()}
-        assert trained(prepare(model, mesh["data"]), shares, clip_grad_norm_) == pytest.approx(
-            wanted, rel=1e-9
-        )
-        state = whole_state_dict(model)
-        assert bool(state) is (mesh["tensor"].get_local_rank() == 0)
+        prepared = prepare(model, mesh["data"])
+        assert trained(prepared, shares, clip_grad_norm_) == pytest.approx(wanted, rel=1e-9)
+        state = whole_state_dict(prepared)
+        assert list(state) == (list(whole.state_dict()) if mesh["tensor"].get_local_rank() == 0 else [])
         for name, tensor in state.items():
             torch.testing.assert_close(tensor, whole.state_dict()[name], rtol=0, atol=1e-9)
 

@@ -224,20 +224,16 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
             them or are not there, an adapter of PEFT, a model inside another module, such as DDP, and one
             that was accelerated for other ranks. It is untouched then.
     """
-    pretrained = _pretrained("accelerate", model)
+    if group is not None and not isinstance(group, ProcessGroup):  # dist.new_group gives other ranks a number
+        raise ValueError(
+            f"accelerate: group is {group!r}, not a ProcessGroup that this rank is in; of a DeviceMesh, give "
+            "mesh.get_group()"
+        )
     if group is not None and group.size() == 1:
         group = None
-    if group is not None and pretrained is not model:
-        raise ValueError(
-            f"accelerate: ranks divide a model before a {type(model).__name__} is made of it; give the model"
-        )
+    pretrained, plan, changes, shares = _agreed_plan(model, group)
     if _PLAN in pretrained.__dict__:
-        if group is not group_of(pretrained) and group is not None:
-            raise ValueError(
-                f"accelerate: {type(pretrained).__name__} is accelerated for other ranks; restore it first"
-            )
-        return pretrained.__dict__[_PLAN]
-    plan, changes, shares = _agreed_plan(pretrained, group)
+        return plan
     if plan.experts_before is not None:
         pretrained.set_experts_implementation(experts.NAME)
     for module, replacement in changes:
@@ -291,24 +287,39 @@ def _pretrained(caller: str, model: nn.Module) -> Any:
 _Plan = tuple[Accelerated, list[tuple[Any, type]], list[Share]]
 
 
-def _agreed_plan(model: Any, group: ProcessGroup | None) -> _Plan:
-    """`_plan`, or on all ranks of the group the error that one of them has."""
+def _agreed_plan(model: nn.Module, group: ProcessGroup | None) -> tuple[Any, *_Plan]:
+    """The model of transformers and its `_plan`, or on all ranks of the group the error that one of them has.
+
+    Of a model that is accelerated already, what it was accelerated by.
+    """
     error = None
     try:
-        plan = _plan(model, 1 if group is None else group.size())
+        pretrained = _pretrained("accelerate", model)
+        if group is not None and pretrained is not model:
+            raise ValueError(
+                f"accelerate: ranks divide a model before a {type(model).__name__} is made of it; give the "
+                "model"
+            )
+        if _PLAN in pretrained.__dict__:
+            if group is None or group is group_of(pretrained):
+                return pretrained, pretrained.__dict__[_PLAN], [], []
+            raise ValueError(
+                f"accelerate: {type(pretrained).__name__} is accelerated for other ranks; restore it first"
+            )
+        plan = _plan(pretrained, 1 if group is None else group.size())
         if plan[0].experts_before is not None:
-            _require(model, ("set_experts_implementation",))
+            _require(pretrained, ("set_experts_implementation",))
             experts.register()
         varlen.register()
     except (AttributeError, ImportError) as missing:  # of what transformers has beside its models
-        error = _changed(type(model), f"attribute or function as fastmp knows it ({missing})")
+        error = _changed(type(pretrained), f"attribute or function as fastmp knows it ({missing})")
     except ValueError as found:
         error = found
     if group is not None:
         agree(model, group, error)
     if error is not None:
         raise error from None
-    return plan
+    return pretrained, *plan
 
 
 def _plan(model: Any, ranks: int) -> _Plan:

@@ -32,6 +32,7 @@ from fastmp.train.replicas import checksum
 # {name of a child, "" for the module itself: its part, None where it stays whole}
 Table = Mapping[str, type[Divided] | None]
 _RANDOM = ("attention_dropout", "jitter_noise")
+_AROUND = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}  # classes, and what they hold
 _LOOKED_AT = 4096  # elements of a tensor, which tell weights from others
 
 
@@ -178,9 +179,13 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
     """The `state_dict` of a divided model as it is undivided, on the CPU: for `save_pretrained`, for example.
 
     All ranks of the group call it. The first one gets the tensors, the others an empty dict; one tensor at a
-    time is gathered. ValueError where no module is divided.
+    time is gathered. Names are those without DDP and torch.compile around the model. A model that is not
+    divided, as with a group of one rank, is its own first rank.
     """
-    first, divided = _required_group("whole_state_dict", model).rank() == 0, _divided(model)
+    while (around := _AROUND.get(type(model).__name__)) is not None:
+        model = getattr(model, around)
+    group, divided = group_of(model), _divided(model)
+    first = group is None or group.rank() == 0
     names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     found, gathered = dict[str, Any](), dict[int, Tensor]()
     for name, tensor in model.state_dict().items():
@@ -202,16 +207,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients of a divided model so that the 2-norm of all of them is at most `max_norm`.
 
     As `torch.nn.utils.clip_grad_norm_`, which would give ranks different norms. Returns the norm before, the
-    same on every rank; all ranks of the group call it. ValueError where no module is divided.
+    same on every rank; all ranks of the group call it. Of a model that is not divided it is torch's own norm.
     """
-    group, divided = _required_group("clip_grad_norm_", model), _divided(model)
+    group, divided = group_of(model), _divided(model)
     with_grad = [parameter for parameter in model.parameters() if parameter.grad is not None]
     grads: dict[bool, list[Tensor]] = {True: [], False: []}
     for parameter in with_grad:
         assert parameter.grad is not None
         grads[id(parameter) in divided].append(parameter.grad)
     squares = [_unsharded(nn.utils.get_total_norm(grads[part])).double().square() for part in (True, False)]
-    all_reduce_(squares[0], group)
+    if group is not None:
+        all_reduce_(squares[0], group)
     norm = (squares[0] + squares[1]).sqrt()
     nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
     return norm
@@ -235,11 +241,3 @@ def _unsharded(tensor: Tensor) -> Tensor:
 def group_of(model: nn.Module) -> ProcessGroup | None:
     """The group over which a model is divided, or one that it holds."""
     return next((module.group for module in model.modules() if isinstance(module, DividedModel)), None)
-
-
-def _required_group(caller: str, model: nn.Module) -> ProcessGroup:
-    if (group := group_of(model)) is not None:
-        return group
-    raise ValueError(
-        f"{caller}: {type(model).__name__} is not divided over ranks by accelerate(model, group=...)"
-    )
