@@ -14,7 +14,7 @@ from marks import full
 from torch.nn.parallel import DistributedDataParallel
 
 import fastmp
-from fastmp.integrations.huggingface import accelerated, clip_grad_norm_, whole_state_dict
+from fastmp.integrations.huggingface import accelerated, clip_grad_norm_, division, whole_state_dict
 from fastmp.integrations.huggingface.divided import Columns, Rows, Summed
 from fastmp.testing import count_collectives, run_ranks
 
@@ -417,3 +417,16 @@ def test_one_rank_trains_and_saves_as_several_do(tmp_path):
             torch.testing.assert_close(again.state_dict()[name], tensor, rtol=1e-7, atol=1e-9)
 
     run_ranks(run, 1)
+
+
+@pytest.mark.full
+def test_norms_are_summed_where_the_model_is_also_where_all_that_is_divided_is_frozen(monkeypatch):
+    def run(rank, world_size):
+        devices = []
+        monkeypatch.setattr(division, "all_reduce_", lambda tensor, group: devices.append(tensor.device.type))
+        model = divided("llama").to("meta")
+        model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
+        assert clip_grad_norm_(model, 1.0).device.type == "meta"
+        assert devices == ["meta"]
+
+    run_ranks(run, 2)

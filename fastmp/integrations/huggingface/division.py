@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -215,7 +216,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     for parameter in with_grad:
         assert parameter.grad is not None
         grads[id(parameter) in divided].append(parameter.grad)
-    squares = [_unsharded(nn.utils.get_total_norm(grads[part])).double().square() for part in (True, False)]
+    device = next(model.parameters()).device  # where the norm of no gradients is not
+    norms = (_unsharded(nn.utils.get_total_norm(grads[part])) for part in (True, False))
+    squares = [norm.to(device, torch.float64).square() for norm in norms]
     if group is not None:
         all_reduce_(squares[0], group)
     norm = (squares[0] + squares[1]).sqrt()
