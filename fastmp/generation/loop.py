@@ -191,7 +191,19 @@ class Row:
                 self.text = self._stopped() if self.stop else None
 
     def _stopped(self) -> str | None:
-        """The text before the first stop string in it; None where there is none."""
+        """The text before the first stop string in it; None where there is none.
+
+        The whole text is decoded only where the last tokens hold what the newest has completed. In front of
+        the newest they have a longest stop string, and some more: characters cut in two, a space dropped.
+        """
+        assert self.tokenizer is not None
+        reach, tail = max(map(len, self.stop)) + CONTEXT, CONTEXT
+        while tail < len(self.ids) and len(self.tokenizer.decode(self.ids[-tail:-1])) < reach:
+            tail *= 2
+        if tail < len(self.ids):
+            latest = self.tokenizer.decode(self.ids[-tail:])
+            if not any(each in latest for each in self.stop):
+                return None
         text = self._text()
         found = [at for each in self.stop if (at := text.find(each)) >= 0]
         return text[: min(found)] if found else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from marks import full
 
 from fastmp.generation import generate
+from fastmp.generation.loop import Row
 from fastmp.graphs import RecordingBackend
 from fastmp.nn import Placement, gpt_stages
 from fastmp.parallel.collectives import group_rank
@@ -113,6 +115,43 @@ def test_stop_strings_lie_across_tokens(stop, first, second, monkeypatch):
     assert [(row.text, row.reason) for row in generated.rows] == [first, second, ("", "end of text")]
     lengths = [len(row.ids) + (row.reason == "end of text") for row in generated.rows]
     assert generated.decoded_tokens == sum(lengths) - 3
+
+
+class Counts(ByteTokenizer):
+    """Counts the tokens that it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids):
+        self.decoded += len(ids)
+        return super().decode(ids)
+
+
+def test_long_texts_are_not_decoded_again_for_each_token():
+    tokenizer = Counts()
+    row = Row([1], 2000, tokenizer, ("two", "three"))
+    row.take([*b"one " * 499, *b"two"])
+    assert row.continuation() == ([*b"one " * 499, *b"two"], "one " * 499, "stop string")
+    assert tokenizer.decoded < 100 * 2000
+
+
+@pytest.mark.parametrize("seed", [0, *full(range(1, 20))])
+def test_stop_strings_are_found_as_soon_as_they_are_there(seed):
+    """Characters cut in two, tokens that stand for no text, and stop strings of several lengths."""
+    generator = random.Random(seed)
+    tokenizer, stop = ByteTokenizer(), ("\u65e5\u672c" * 2, "ab" * 11, "\U0001f600\u65e5a")
+    characters = [each.encode() for each in "\u65e5\u672c\U0001f600"]
+    pieces = [b"a", b"b", b"ab" * 5, *characters, *(each[:2] for each in characters)]
+    ids = [i for _ in range(300) for i in (*generator.choice(pieces), *[256] * generator.choice([0, 0, 9]))]
+    ids += stop[0].encode()
+    row = Row([1], len(ids), tokenizer, stop)
+    for number, token in enumerate(ids, 1):
+        row.take([token])
+        text = tokenizer.decode(ids[:number])
+        assert row.done == any(each in text for each in stop), number
+        if row.done:
+            break
+    assert row.done and row.continuation().text == text[: min(text.find(s) for s in stop if s in text)]
 
 
 @pytest.mark.full
