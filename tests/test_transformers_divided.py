@@ -141,6 +141,7 @@ def test_collectives_of_a_step():
 
     def run(rank, world_size):
         model, batch = divided("llama"), batch_of("llama")
+        model(**batch)  # the first call also compares the ranks' tokens
         with count_collectives() as forward:
             loss = model(**batch).loss
         with count_collectives() as backward:
@@ -428,5 +429,18 @@ def test_norms_are_summed_where_the_model_is_also_where_all_that_is_divided_is_f
         model.model.norm.weight.grad = torch.ones_like(model.model.norm.weight)
         assert clip_grad_norm_(model, 1.0).device.type == "meta"
         assert devices == ["meta"]
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("longer", [0, 1])
+def test_ranks_with_other_tokens_are_noticed_in_the_first_call(longer):
+    """A loader gives them that divides samples over all ranks, with batches of one length or of several."""
+
+    def run(rank, world_size):
+        model, ids = divided("llama"), torch.arange(6 + longer * rank).reshape(1, -1)
+        with pytest.raises(ValueError, match="rank 1 of the group has other tokens than rank 0; ranks that"):
+            model(input_ids=ids + rank, labels=ids)
 
     run_ranks(run, 2)

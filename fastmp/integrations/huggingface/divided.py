@@ -25,6 +25,7 @@ from fastmp.parallel.attributes import ParallelAttributes, parallel_attributes, 
 from fastmp.parallel.collectives import all_gather, copy_to_group, gather_from_group, reduce_from_group_
 from fastmp.parallel.layers import GroupModule, ParallelModule, VocabParallelEmbedding
 from fastmp.parallel.linear_loss import vocab_parallel_linear_cross_entropy
+from fastmp.train.replicas import checksum
 
 _OUTPUTS, _INPUTS = ParallelAttributes(True, 0), ParallelAttributes(True, 1)
 _LINEAR = ("torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D")
@@ -231,7 +232,8 @@ class VocabularyRows(Divided, VocabParallelEmbedding):
 
     DDP and the Trainer take ranks for replicas where nobody says otherwise, and begin by giving all of them
     the parameters and buffers of the first one. `part` is a buffer that would tell: it is looked at in the
-    first call, and on a CPU in each.
+    first call, and on a CPU in each. Other tokens on each rank would give numbers without a meaning, so the
+    first call compares those, too.
     """
 
     by = "vocabulary"
@@ -256,14 +258,27 @@ class VocabularyRows(Divided, VocabParallelEmbedding):
         super().join_()
 
     def forward(self: Any, ids: Tensor) -> Tensor:
-        if can_read_values(ids) or not (self.seen or torch.compiler.is_compiling()):
-            self.seen = True
+        first = not (self.seen or torch.compiler.is_compiling())
+        if can_read_values(ids) or first:
             if (part := int(self.part)) != self.tp_rank:
                 raise ValueError(
                     f"accelerate: part {self.tp_rank} of the model is overwritten by part {part}, as by "
                     "DDP; give DDP, as its process_group, the ranks that have the same part"
                 )
+        if first:
+            self.seen = True
+            self._compare(ids)
         return super().forward(ids)
+
+    def _compare(self: Any, ids: Tensor) -> None:
+        """Raise ValueError, on all ranks, where one has other tokens."""
+        sums = all_gather(checksum(ids)[None], self.group)[0].tolist()
+        other = next((rank for rank, found in enumerate(sums) if found != sums[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"accelerate: rank {other} of the group has other tokens than rank 0; ranks that divide a "
+                "model take the same batches (a DistributedSampler of them counts the groups, not all ranks)"
+            )
 
 
 class VocabularyColumns(Columns):
