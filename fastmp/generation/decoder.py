@@ -24,7 +24,9 @@ from fastmp.nn.segment import Link, Tensors
 from fastmp.parallel.collectives import gather_from_group, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
 
-__all__ = ["Decoder"]
+__all__ = ["NO_TOKEN", "Decoder"]
+
+NO_TOKEN = -1  # of a row whose largest logit is no finite number
 
 Choose = Callable[[Tensor, Tensor], Tensor]
 Work = Callable[..., Tensors]
@@ -42,6 +44,7 @@ class Decoder:
 
     All ranks of a tensor-parallel and of a pipeline group have the same rows, and return the same tokens:
     the ranks of the last stage choose, each from the logits of all of them. Stages work one after the other.
+    A row whose largest logit is not finite gets NO_TOKEN.
 
     ValueError for context or sequence parallelism, and for more places than the model has positions.
     """
@@ -109,7 +112,7 @@ class Decoder:
         self.cache.follow(self._positions_B, columns)
         if not self.model.part.first:
             return (self._hidden,)
-        return (self.model.embed(self._tokens_B.unsqueeze(1), cache=self.cache),)
+        return (self.model.embed(self._tokens_B.clamp(min=0).unsqueeze(1), cache=self.cache),)
 
     def _layer(self, link: Link, first: bool, *tensors: Tensor) -> Tensors:
         made = link.segment.run(*tensors, **({"cache": self.cache} if first else {}))
@@ -119,7 +122,9 @@ class Decoder:
         """Choose tokens on the last stage, and move on to the next position."""
         if self.model.part.last:
             logits_BV = gather_from_group(self.model.head(hidden_1BH).squeeze(0), self.tp)
-            self._tokens_B.copy_(self.choose(logits_BV[:, : self.vocab_size], self._points_B))
+            logits_BV = logits_BV[:, : self.vocab_size]
+            chosen_B = self.choose(logits_BV, self._points_B)
+            self._tokens_B.copy_(chosen_B.where(logits_BV.amax(-1).isfinite(), NO_TOKEN))
         if advance:
             self._positions_B += 1
         return (hidden_1BH,)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastmp.config import GPTConfig
-from fastmp.generation.decoder import Decoder
+from fastmp.generation.decoder import NO_TOKEN, Decoder
 from fastmp.graphs.backend import Backend
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.nn.models import GPT
@@ -25,6 +25,7 @@ from fastmp.train.tokenize import Tokenizer
 __all__ = ["Continuation", "Generated", "check_prompts", "generate"]
 
 CONTEXT = 8  # tokens of a prompt that are decoded together with new ones
+LOST = "not finite"  # why a row ends that raises in the end, on all ranks
 STEPS_AHEAD = 16  # of a GPU before the host reads what it has chosen
 
 
@@ -89,7 +90,8 @@ def generate(
 
     ValueError for an empty prompt, an id outside of the vocabulary, prompts that leave no room for
     `max_new_tokens` within the model's positions, an empty stop string or one without a tokenizer, and as
-    `choose_tokens` and `Decoder`. Nothing is computed then.
+    `choose_tokens` and `Decoder`; nothing is computed then. ValueError, on all ranks, for logits that are not
+    finite.
 
     Source of top_p: Holtzman et al. 2020; of the cache and static shapes: Pope et al. 2022, arXiv 2211.05102.
     """
@@ -129,6 +131,12 @@ def generate(
         dist.all_gather_object(everyones, found, group=groups.dp)
         found = [each for one in everyones for each in one]
     found = found[: len(prompts)]
+    for number, (row, _) in enumerate(found, 1):
+        if row.reason == LOST:
+            raise ValueError(
+                f"generate: prompt {number} has logits that are not finite after {len(row.ids)} new tokens: "
+                "the weights are not, or a number is too large for their dtype"
+            )
     decoded = sum(taken for _, taken in found) - len(found)
     return Generated([row for row, _ in found], sum(map(len, prompts)), decoded, *seconds)
 
@@ -175,18 +183,19 @@ class Row:
     taken: int = 0
     text: str | None = None  # up to a stop string
     ended: bool = False
+    lost: bool = False
 
     @property
     def done(self) -> bool:
-        return self.ended or self.text is not None or self.taken == self.room
+        return self.ended or self.lost or self.text is not None or self.taken == self.room
 
     def take(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if self.done:
                 return
             self.taken += 1
-            self.ended = token in self.ends
-            if not self.ended:
+            self.ended, self.lost = token in self.ends, token == NO_TOKEN
+            if not (self.ended or self.lost):
                 self.ids.append(token)
                 self.text = self._stopped() if self.stop else None
 
@@ -209,7 +218,8 @@ class Row:
         return text[: min(found)] if found else None
 
     def continuation(self) -> Continuation:
-        reason = "end of text" if self.ended else "length" if self.text is None else "stop string"
+        reason = "length" if self.text is None else "stop string"
+        reason = "end of text" if self.ended else LOST if self.lost else reason
         return Continuation(self.ids, self._text() if self.text is None else self.text, reason)
 
     def _text(self) -> str:

@@ -242,6 +242,21 @@ def test_layouts_generate_what_one_rank_does(name, layout, world, graphs):
     assert run_ranks(divided, world, name, layout, graphs) == [expected] * world
 
 
+def lost(rank, world):
+    """One of the ranks that divide the prompts has a row whose logits become NaN."""
+    groups = ParallelGroups.create(RankGrid(world_size=world))
+    model = model_of("learned", groups)
+    with torch.no_grad():
+        next(model.parameters())[77] = torch.nan  # the embedding of a token of the first prompt
+    with pytest.raises(ValueError, match="prompt 1 has logits that are not finite after 0 new tokens"):
+        generate(model, PROMPTS, groups=groups, **GREEDY)
+
+
+@pytest.mark.parametrize("ranks", [1, *full([2])])
+def test_logits_that_are_not_finite_are_no_text(ranks):
+    run_ranks(lost, ranks) if ranks > 1 else lost(0, 1)
+
+
 def refused(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=world, cp=2))
     with pytest.raises(ValueError, match="without context and sequence parallelism, got cp 2"):
