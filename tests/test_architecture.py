@@ -1,4 +1,7 @@
-"""Imports go one way: what each module imports, read with `ast`, must follow docs/architecture.md."""
+"""Imports go one way: what each module imports, read with `ast`, must follow docs/architecture.md.
+
+Tests are imported by their file names, which must differ.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -221,3 +225,8 @@ def test_light_commands_never_import_torch(command):
 def test_the_environment_is_read_in_one_place():
     readers = {module_name(p) for p in MODULES if re.search(r"os\.(environ|getenv)", p.read_text())}
     assert readers - {"fastmp.testing.ranks"} == {"fastmp.config"}  # the harness sets its children's
+
+
+def test_files_of_tests_have_names_of_their_own():
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
