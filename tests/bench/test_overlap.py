@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from marks import full
 
 from fastmp.testing import run_ranks
 
@@ -60,7 +59,8 @@ def overlapped(case):
     return max(shares), results[0][2]
 
 
-@pytest.mark.parametrize(("graphs", "hidden"), [(True, 0.70), *full([(False, 0.83)])])
+@pytest.mark.full
+@pytest.mark.parametrize(("graphs", "hidden"), [(True, 0.70), (False, 0.83)])
 def test_known_times_give_the_hidden_share(graphs, hidden, tmp_path):
     """Buckets are an MLP with the attention of the next layer, and the attention of the first one.
 

@@ -263,6 +263,7 @@ def test_losses_of_several_runs_are_one_picture(tmp_path):
     assert both.shape == alone.shape and (both != alone).any()
 
 
+@pytest.mark.full
 def test_what_the_picture_draws(tmp_path):
     import matplotlib.image
 

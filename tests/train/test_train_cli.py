@@ -14,7 +14,6 @@ import time
 import psutil
 import pytest
 import torch
-from marks import full
 from train_tools import ROOT, arguments, losses
 
 from fastmp.parallel.rng import RngTracker
@@ -245,7 +244,8 @@ def test_stages_have_the_weights_of_the_whole_and_random_numbers_of_their_own(tm
     assert not any(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["moe-small", *full(["gpt-small"])])
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["moe-small", "gpt-small"])
 def test_the_recipes_of_make_train_train(tmp_path, tokens, recipe, capsys):
     options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 2, "train.eval-batches": 1}
     options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2}

@@ -70,7 +70,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("world", [2, *full([4])])
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 4])
 def test_every_layout_trains_on_each_document_alone(world):
     def rank_main(rank, world_size):
         return [packed(make_groups(world_size, layout), layout, config) for config, layout in CASES[world]]
