@@ -1,4 +1,7 @@
-"""The gradient of a linear layer's weight, added to a sum in float32; torch eager: a product, an addition."""
+"""The gradient of a linear layer's weight, added to a sum in float32; torch eager: a product, an addition.
+
+Beside it, the product of the few rows that a decoded token makes.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,18 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
-    """Random arguments of `torch.ops.fastmp.accumulate_weight_grad_`: tokens, inputs, outputs."""
+    """Random arguments of `torch.ops.fastmp.accumulate_weight_grad_`, or `few_rows_linear`, at a shape
+    (tokens, inputs, outputs)."""
     tokens, inputs, outputs = shape
     generator = torch.Generator(device).manual_seed(seed)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    grad, x = (
-        torch.randn(tokens, columns, device=device, generator=generator).to(dtype)
-        for columns in (outputs, inputs)
+    left = (outputs, inputs) if op == "few_rows_linear" else (tokens, outputs)
+    other, x = (
+        torch.randn(size, device=device, generator=generator).to(dtype) for size in (left, (tokens, inputs))
     )
-    return torch.zeros(outputs, inputs, dtype=wide, device=device), grad, x
+    if op == "few_rows_linear":
+        return x, other, None
+    return torch.zeros(outputs, inputs, dtype=wide, device=device), other, x
 
 
 def wgrad_case(
@@ -68,7 +74,10 @@ WORKLOADS = (
         tiny=(24, 16, 65),
     ),
 )
-SHAPES = {"accumulate_weight_grad_": ((8192, 14336, 4096), (4096, 4096, 128256), (8192, 8192, 16032))}
+SHAPES = {
+    "accumulate_weight_grad_": ((8192, 14336, 4096), (4096, 4096, 128256), (8192, 8192, 16032)),
+    "few_rows_linear": ((1, 4096, 14336), (8, 4096, 14336)),
+}
 
 
 @pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
