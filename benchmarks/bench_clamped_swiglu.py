@@ -16,7 +16,7 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 
 def _eager(x: Tensor) -> Tensor:
-    """As transformers computes it."""
+    """The activation as transformers computes it."""
     gate, up = x[..., ::2].clamp(max=LIMIT), x[..., 1::2].clamp(min=-LIMIT, max=LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
 

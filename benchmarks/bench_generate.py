@@ -11,18 +11,16 @@ works and times are of the CPU, because other work on the machine only adds to o
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.measure import cpu_ms, environment, event_ms, in_turn, name_of
+from benchmarks.against_transformers import read_options, write_rows
+from benchmarks.measure import cpu_ms, event_ms, in_turn, name_of
 from fastmp.generation import generate, load_model, open_weights
 from fastmp.nn import GPT
 from fastmp.parallel.groups import ParallelGroups
@@ -158,11 +156,7 @@ def measure(case: str, dtype: torch.dtype, rows: int, device: str, rounds: int) 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=5, help="of all rivals in turn")
-    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
-    options = parser.parse_args()
+    options = read_options(__doc__.partition("\n")[0])
     if options.device == "cpu":
         torch.set_num_threads(1)
     print(f"{'':11}{'dtype':10}{'rows':>4}  {'':14}{'prefill/s':>10}{'ratio':>7}{'decode/s':>10}{'ratio':>7}"
@@ -181,10 +175,7 @@ def main() -> int:
                     )
                     rows.append(row)
     if options.out:
-        import transformers
-
-        result = {**environment(options.device), "transformers": transformers.__version__, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_rows(options.out, options.device, rows)
     return 0
 
 

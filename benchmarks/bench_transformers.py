@@ -11,21 +11,19 @@ it would change every model of the process.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import json
 import statistics
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import fastmp
-from benchmarks.measure import cpu_ms, environment, event_ms, extra_bytes, in_turn, name_of
+from benchmarks.against_transformers import read_options, write_rows
+from benchmarks.measure import cpu_ms, event_ms, extra_bytes, in_turn, name_of
 from benchmarks.peers import LIGER, peer, why_absent
 
 WORKLOADS = ()  # it stands by itself
@@ -133,11 +131,7 @@ def measure(case: str, dtype: torch.dtype, device: str, rounds: int) -> list[dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=5, help="of all rivals in turn")
-    parser.add_argument("--out", type=Path, help="write the results there, as JSON")
-    options = parser.parse_args()
+    options = read_options(__doc__.partition("\n")[0])
     rows = []
     print(f"{'':18}{'dtype':10}{'':12}{'ms':>10}{'of eager':>10}{'peak MiB':>10}{'of eager':>10}")
     for case in CASES:
@@ -149,10 +143,7 @@ def main() -> int:
                 )
                 rows.append(row)
     if options.out:
-        import transformers
-
-        result = {**environment(options.device), "transformers": transformers.__version__, "rows": rows}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_rows(options.out, options.device, rows)
     return 0
 
 
