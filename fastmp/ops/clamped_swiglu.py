@@ -43,6 +43,19 @@ def reference_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> T
 
 
 @jit
+def _tile(num_rows, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows, columns of pairs and of both their elements in a program's tile, and which of each exist."""
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = ((pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    first = (pid % column_blocks) * BLOCK_N
+    cols = first + tl.arange(0, BLOCK_N)[None, :]
+    both = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
+    live = rows < num_rows
+    return rows, cols, both, live & (cols < num_cols), live & (both < 2 * num_cols)
+
+
+@jit
 def _clamp(pairs, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """gate and up of BLOCK_N pairs a row, and both clamped; NaN stays NaN."""
     gate, up = tl.split(tl.reshape(pairs, [BLOCK_M, BLOCK_N, 2]))
@@ -58,17 +71,11 @@ def clamped_swiglu_kernel(
 ):  # fmt: skip
     """One tile of y. Its row length and the pitch of x count vectors of VECTOR elements: both are aligned."""
     num_cols = num_vectors * VECTOR
-    column_blocks = tl.cdiv(num_cols, BLOCK_N)
-    pid = tl.program_id(0)
-    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (pid % column_blocks) * BLOCK_N
-    live = (rows < num_rows)[:, None]
-    both = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
-    pairs = tl.load(x + rows[:, None] * x_pitch * VECTOR + both, mask=live & (both < 2 * num_cols), other=0.0)
+    rows, cols, both, stored, inside = _tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
+    pairs = tl.load(x + rows * x_pitch * VECTOR + both, mask=inside, other=0.0)
     _, _, gate, up = _clamp(pairs.to(COMPUTE), LIMIT, BLOCK_M, BLOCK_N)
     s = 1.0 / (1.0 + tl.exp2((-1.4426950408889634 * ALPHA) * gate))
-    cols = first + tl.arange(0, BLOCK_N)[None, :]
-    tl.store(y + rows[:, None] * num_cols + cols, (up + 1.0) * (gate * s), mask=live & (cols < num_cols))
+    tl.store(y + rows * num_cols + cols, (up + 1.0) * (gate * s), mask=stored)
 
 
 @jit
@@ -79,17 +86,9 @@ def clamped_swiglu_backward_kernel(
 ):  # fmt: skip
     """One tile of the gradient of x: BLOCK_N pairs of a row. Sizes and pitches as in the forward."""
     num_cols = num_vectors * VECTOR
-    column_blocks = tl.cdiv(num_cols, BLOCK_N)
-    pid = tl.program_id(0)
-    rows = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    first = (pid % column_blocks) * BLOCK_N
-    live = (rows < num_rows)[:, None]
-    both = 2 * first + tl.arange(0, 2 * BLOCK_N)[None, :]
-    cols = first + tl.arange(0, BLOCK_N)[None, :]
-    inside = live & (both < 2 * num_cols)
-    pairs = tl.load(x + rows[:, None] * x_pitch * VECTOR + both, mask=inside, other=0.0).to(COMPUTE)
-    g = tl.load(grad + rows[:, None] * grad_pitch * VECTOR + cols, mask=live & (cols < num_cols), other=0.0)
-    g = g.to(COMPUTE)
+    rows, cols, both, stored, inside = _tile(num_rows, num_cols, BLOCK_M, BLOCK_N)
+    pairs = tl.load(x + rows * x_pitch * VECTOR + both, mask=inside, other=0.0).to(COMPUTE)
+    g = tl.load(grad + rows * grad_pitch * VECTOR + cols, mask=stored, other=0.0).to(COMPUTE)
     gate, up, capped, bounded = _clamp(pairs, LIMIT, BLOCK_M, BLOCK_N)
     # The sigmoid and its slope by one exponential, without cancellation: e = exp(-|alpha gate|).
     e = tl.exp2(-1.4426950408889634 * tl.abs(ALPHA * capped))
@@ -98,7 +97,7 @@ def clamped_swiglu_backward_kernel(
     dgate = tl.where(gate <= LIMIT, g * ((bounded + 1.0) * (s + capped * (e * r * r) * ALPHA)), 0.0)
     dup = tl.where(tl.abs(up) <= LIMIT, g * (capped * s), 0.0)
     both_grads = tl.reshape(tl.join(dgate, dup), [BLOCK_M, 2 * BLOCK_N])
-    tl.store(dx + rows[:, None] * (2 * num_cols) + both, both_grads, mask=inside)
+    tl.store(dx + rows * (2 * num_cols) + both, both_grads, mask=inside)
 
 
 def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
