@@ -12,7 +12,7 @@ COMMANDS = {
     "train": ("fastmp.train.command", "train a model from a recipe; on several ranks: fastmp launch train"),
     "generate": ("fastmp.generation.command", "continue prompts with a trained model, of any layout"),
     "launch": ("fastmp.launch", "start ranks: torchrun and its options, with one rank a GPU by default"),
-    "data": ("fastmp.train.data", "turn text into token files"),
+    "data": ("fastmp.train.data.command", "turn text into token files"),
     "warm": (
         "fastmp.train.warm",
         "compile a recipe's kernels before training, for a GPU that may be elsewhere",

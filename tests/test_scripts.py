@@ -19,7 +19,7 @@ import yaml
 
 from fastmp import launch
 from fastmp.layout import check_layout
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
 

@@ -19,7 +19,7 @@ from fastmp.integrations.huggingface.weights import TransformersReader
 from fastmp.nn import GPT, Placement
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint.weights import load_weights
-from fastmp.train.data import TokenDataset
+from fastmp.train.data.dataset import TokenDataset
 from fastmp.train.metrics import read_metrics
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

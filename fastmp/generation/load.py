@@ -22,10 +22,10 @@ from fastmp.train.checkpoint.files import verify
 from fastmp.train.checkpoint.load import agree
 from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.checkpoint.weights import load_weights
-from fastmp.train.data import TokenDataset
+from fastmp.train.data.dataset import TokenDataset
+from fastmp.train.data.tokenfile import open_tokenizer, read_index
+from fastmp.train.data.tokenize import Tokenizer, load_tokenizer
 from fastmp.train.recipe import load_recipe, model_from
-from fastmp.train.tokenfile import open_tokenizer, read_index
-from fastmp.train.tokenize import Tokenizer, load_tokenizer
 
 __all__ = ["ends_of", "load_model", "open_weights", "tokenizer_beside"]
 

@@ -19,8 +19,8 @@ from fastmp.graphs.cuda import CudaBackend
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import communication_device, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
+from fastmp.train.data.tokenize import Tokenizer
 from fastmp.train.generate import check_choice, choose_tokens
-from fastmp.train.tokenize import Tokenizer
 
 __all__ = ["Continuation", "Generated", "check_prompts", "generate"]
 

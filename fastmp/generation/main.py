@@ -19,8 +19,8 @@ from fastmp.parallel.runtime import Runtime, init, main_guard
 from fastmp.train.checkpoint.load import agree
 from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.command import first_rank_speaks
+from fastmp.train.data.tokenize import Tokenizer, load_tokenizer
 from fastmp.train.generate import check_choice
-from fastmp.train.tokenize import Tokenizer, load_tokenizer
 from fastmp.train.trainer import DTYPES
 
 __all__ = ["run"]

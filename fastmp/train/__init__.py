@@ -7,9 +7,9 @@ from fastmp._lazy import exports
 __getattr__, __dir__, __all__ = exports(
     __name__,
     {
-        "tokenize": "ByteTokenizer FileTokenizer load_tokenizer train_bpe",
-        "corpus": "build",
-        "data": "TokenDataset",
+        "data.tokenize": "ByteTokenizer FileTokenizer load_tokenizer train_bpe",
+        "data.corpus": "build",
+        "data.dataset": "TokenDataset",
         "lr": "learning_rate",
         "trainer": "Trainer",
         "microbatches": "ExpertStats PipelineLoss",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from fastmp.parallel.collectives import gather_from_group
-from fastmp.train.tokenize import Tokenizer
+from fastmp.train.data.tokenize import Tokenizer
 
 NextLogits = Callable[[torch.Tensor, int], torch.Tensor]
 

@@ -24,7 +24,7 @@ from fastmp.parallel.context import cut_sequence, own_positions
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import Schedule
-from fastmp.train.data import IGNORE_INDEX
+from fastmp.train.data.dataset import IGNORE_INDEX
 from fastmp.train.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
 
 __all__ = ["gpt_and_loss", "next_logits", "pipeline_loss", "pipeline_next_logits", "token_loss"]

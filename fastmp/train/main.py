@@ -46,8 +46,8 @@ from fastmp.train.checkpoint.files import verify
 from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.checkpoint.weights import load_weights
 from fastmp.train.command import first_rank_speaks
-from fastmp.train.data import TokenDataset
-from fastmp.train.evaluate import Evaluation
+from fastmp.train.data.dataset import TokenDataset
+from fastmp.train.evaluate.heldout import Evaluation
 from fastmp.train.generate import generate_text
 from fastmp.train.heap import map_large_blocks
 from fastmp.train.kernels import warm_up_ranks

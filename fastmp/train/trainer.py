@@ -29,7 +29,7 @@ from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import phase, traced
 from fastmp.pulse import pulse
 from fastmp.train.checkpoint.checkpointer import Loaded
-from fastmp.train.evaluate import Evaluation, evaluate
+from fastmp.train.evaluate.heldout import Evaluation, evaluate
 from fastmp.train.graphing import CaptureAgreement, make_graphs
 from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import (

@@ -23,8 +23,8 @@ from fastmp.generation.loop import Row
 from fastmp.integrations.huggingface.weights import export_weights
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint.directory import checkpoint_at
-from fastmp.train.corpus import build
-from fastmp.train.tokenize import load_tokenizer
+from fastmp.train.data.corpus import build
+from fastmp.train.data.tokenize import load_tokenizer
 
 PROMPTS = ("3 times 3 is ", "1")
 ASKED = [*(part for text in PROMPTS for part in ("--prompt", text)), "--max-new-tokens", "9"]

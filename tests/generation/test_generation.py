@@ -20,7 +20,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
-from fastmp.train.tokenize import ByteTokenizer
+from fastmp.train.data.tokenize import ByteTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))  # small models live beside the tests of models
 from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt

@@ -37,11 +37,11 @@ from soak import Outcome, Progress, main
 from fastmp.config import Recipe
 from fastmp.layout import expected_vocab_size, problems
 from fastmp.plan.recipe import recipe_facts
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
+from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
+from fastmp.train.data.tokenize import load_tokenizer
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import load_recipe
-from fastmp.train.tokenfile import open_split, open_tokenizer, read_index, verify
-from fastmp.train.tokenize import load_tokenizer
 
 ADDRESS_SPACE = 4 << 30  # bytes
 GROWTH = 256 << 20  # bytes of resident memory that the cases of a child may add at their peak

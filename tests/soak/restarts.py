@@ -28,8 +28,8 @@ import fastmp.train.main as train_main
 from fastmp.config import Recipe
 from fastmp.parallel.optimizer import AdamW
 from fastmp.testing.ranks import RankError, run_ranks
-from fastmp.train import tokenfile
 from fastmp.train.command import main as train_command
+from fastmp.train.data import tokenfile
 from fastmp.train.metrics import read_metrics
 from fastmp.train.trainer import Trainer
 

@@ -19,7 +19,7 @@ import torch
 from fastmp.config import Recipe
 from fastmp.parallel.runtime import Runtime
 from fastmp.train import main
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 from fastmp.train.recipe import parse_arguments
 from fastmp.train.trainer import Trainer
 

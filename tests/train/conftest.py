@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastmp.config import DataConfig
-from fastmp.train import data as data_module
-from fastmp.train.corpus import build, find_documents, split_documents
-from fastmp.train.data import IGNORE_INDEX, TokenDataset, main
-from fastmp.train.sampling import sample_starts
-from fastmp.train.tokenfile import SplitWriter, open_split, read_index
-from fastmp.train.tokenize import ByteTokenizer, train_bpe, unigram_entropy
+from fastmp.train.data import dataset as data_module
+from fastmp.train.data.command import main
+from fastmp.train.data.corpus import build, find_documents, split_documents
+from fastmp.train.data.dataset import IGNORE_INDEX, TokenDataset
+from fastmp.train.data.sampling import sample_starts
+from fastmp.train.data.tokenfile import SplitWriter, open_split, read_index
+from fastmp.train.data.tokenize import ByteTokenizer, train_bpe, unigram_entropy
 
 DOCUMENTS = [f"document {i}: " + f"line {i} of many, number {i * i}\n" * (3 + i % 7) for i in range(40)]
 

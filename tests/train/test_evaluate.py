@@ -11,7 +11,7 @@ from torch import nn
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
-from fastmp.train.evaluate import Evaluation, evaluate
+from fastmp.train.evaluate.heldout import Evaluation, evaluate
 from fastmp.train.microbatches import WholeModel
 
 BATCHES = [[1.0, 2.0, 3.0], [10.0], [4.0, 5.0], []]  # the loss of each token; the last batch is all padding

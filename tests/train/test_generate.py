@@ -11,9 +11,9 @@ from fastmp.nn import GPT, Placement
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import run_ranks
+from fastmp.train.data.tokenize import ByteTokenizer
 from fastmp.train.generate import choose_tokens, generate, generate_text
 from fastmp.train.language import next_logits
-from fastmp.train.tokenize import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

@@ -15,7 +15,7 @@ import torch
 from fastmp import profiling
 from fastmp.train import command
 from fastmp.train import main as train_main
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 from fastmp.train.profile import StepProfiler, nsight_command, run_under_nsight
 from fastmp.train.recipe import parse_arguments
 

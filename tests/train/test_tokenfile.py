@@ -17,10 +17,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.train import corpus, tokenfile
-from fastmp.train.corpus import DatasetExists, build
-from fastmp.train.data import TokenDataset, main
-from fastmp.train.tokenfile import open_split, open_tokenizer, read_index, staged, verify
+from fastmp.train.data import corpus, tokenfile
+from fastmp.train.data.command import main
+from fastmp.train.data.corpus import DatasetExists, build
+from fastmp.train.data.dataset import TokenDataset
+from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, staged, verify
 
 
 @pytest.fixture

@@ -14,11 +14,11 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
+from fastmp.train.data.tokenfile import read_index
+from fastmp.train.data.tokenize import END_OF_TEXT, ByteTokenizer, load_tokenizer, train_bpe, unigram_entropy
 from fastmp.train.main import open_data
 from fastmp.train.recipe import load_recipe
-from fastmp.train.tokenfile import read_index
-from fastmp.train.tokenize import END_OF_TEXT, ByteTokenizer, load_tokenizer, train_bpe, unigram_entropy
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CORPUS = [b"the cat sat on the mat, the end.\n" * 20, "naïve café — 日本語 😀\n".encode() * 20]

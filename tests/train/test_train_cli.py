@@ -20,7 +20,7 @@ from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.command import main
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 from fastmp.train.main import build_model, make_groups, train
 from fastmp.train.microbatches import named_parameters
 from fastmp.train.recipe import parse_arguments

@@ -16,7 +16,7 @@ from fastmp.config import GraphConfig, ParallelConfig, TrainConfig
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
 from fastmp.train.command import main
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 from fastmp.train.language import gpt_and_loss
 from fastmp.train.trainer import Trainer
 

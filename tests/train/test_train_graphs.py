@@ -32,7 +32,7 @@ from fastmp.parallel.runtime import Runtime
 from fastmp.testing.parallel import late_gathers
 from fastmp.testing.ranks import run_ranks
 from fastmp.train import graphing, main
-from fastmp.train.corpus import build
+from fastmp.train.data.corpus import build
 from fastmp.train.graphing import make_graphs
 from fastmp.train.language import gpt_and_loss
 from fastmp.train.metrics import read_metrics

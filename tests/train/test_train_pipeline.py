@@ -22,11 +22,11 @@ from fastmp.parallel.rng import RngTracker
 from fastmp.testing.parallel import count_collectives, full_tensor, late_gathers
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.checkpoint.compare import differences
+from fastmp.train.data.tokenize import ByteTokenizer
 from fastmp.train.generate import generate
 from fastmp.train.language import gpt_and_loss, next_logits, pipeline_loss, pipeline_next_logits, token_loss
 from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import PipelineLoss, evaluation_mode, named_parameters
-from fastmp.train.tokenize import ByteTokenizer
 from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

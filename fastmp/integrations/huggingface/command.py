@@ -30,9 +30,9 @@ from fastmp.train.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.train.checkpoint.files import verify as verify_files
 from fastmp.train.checkpoint.reshard import write_again
 from fastmp.train.checkpoint.storage import CheckpointReader
+from fastmp.train.data.tokenfile import write_synced
+from fastmp.train.data.tokenize import TOKENIZER_LIMIT
 from fastmp.train.recipe import model_from
-from fastmp.train.tokenfile import write_synced
-from fastmp.train.tokenize import TOKENIZER_LIMIT
 
 __all__ = ["main", "recipe_text"]
 

@@ -40,7 +40,7 @@ from fastmp.train.checkpoint.compare import read_parts
 from fastmp.train.checkpoint.files import BoxReader, Form, OpenFile, write_tensors
 from fastmp.train.checkpoint.format import DTYPES, Manifest, Part, SavedTensor
 from fastmp.train.checkpoint.storage import CheckpointReader, Parts
-from fastmp.train.tokenfile import sync_directory, write_synced
+from fastmp.train.data.tokenfile import sync_directory, write_synced
 
 __all__ = ["TransformersReader", "check_family", "export_weights", "is_transformers", "own_tensors"]
 

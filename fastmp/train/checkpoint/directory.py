@@ -27,7 +27,7 @@ from fastmp.train.checkpoint.format import (
     read_manifest,
     write_manifest,
 )
-from fastmp.train.tokenfile import sync_directory, write_synced
+from fastmp.train.data.tokenfile import sync_directory, write_synced
 
 __all__ = [
     "Name",

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from fastmp.train.sampling import epoch_key, permute
-from fastmp.train.tokenfile import (
+from fastmp.train.data.sampling import epoch_key, permute
+from fastmp.train.data.tokenfile import (
     Index,
     SplitWriter,
     dtype_for,
@@ -31,7 +31,7 @@ from fastmp.train.tokenfile import (
     staged,
     write_synced,
 )
-from fastmp.train.tokenize import Tokenizer, load_tokenizer, train_bpe
+from fastmp.train.data.tokenize import Tokenizer, load_tokenizer, train_bpe
 
 RECIPES = ("pydoc", "stdlib")
 SPLIT_KEY = epoch_key(0, 0)  # names the order of documents from which the tail is held out

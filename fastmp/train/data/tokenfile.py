@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from fastmp.files import read_file
 from fastmp.layout import INDEX_LIMIT
-from fastmp.train.tokenize import (
+from fastmp.train.data.tokenize import (
     TOKENIZER_LIMIT,
     ByteTokenizer,
     FileTokenizer,

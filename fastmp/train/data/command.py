@@ -1,0 +1,88 @@
+"""The `fastmp data` command: text becomes token files, which it describes and checks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fastmp.commands import Parser
+from fastmp.train.data.corpus import build
+from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommands of `fastmp data`."""
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("build", help="turn text files into token files")
+    make.add_argument(
+        "--input", nargs="+", required=True, metavar="PATTERN", help="'docs/**/*.md', or pydoc, stdlib"
+    )
+    make.add_argument("--out", required=True, metavar="DIR", help="directory to make")
+    make.add_argument(
+        "--overwrite", action="store_true", help="replace the token files in DIR, if there are any"
+    )
+    make.add_argument(
+        "--tokenizer", default="byte", help="byte, bpe, a tokenizer.json, or the directory of one (byte)"
+    )
+    make.add_argument(
+        "--end-of-text",
+        metavar="TOKEN",
+        help="the token between documents, where a model's files do not say it",
+    )
+    make.add_argument("--vocab-size", type=int, default=None, help="tokens that bpe learns (4096)")
+    make.add_argument(
+        "--validation-fraction", type=float, default=0.05, help="share of the bytes held out (0.05)"
+    )
+    for name, summary in (
+        ("stats", "what a directory holds"),
+        ("check", "compare all checksums, then stats"),
+    ):
+        commands.add_parser(name, help=summary).add_argument("dir")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 1."""
+    parser = Parser(prog="fastmp data", description="Turn text into token files.")
+    add_arguments(parser)
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "build":
+            directory = build(
+                options.input,
+                options.out,
+                tokenizer=options.tokenizer,
+                vocab_size=options.vocab_size,
+                end_of_text=options.end_of_text,
+                validation_fraction=options.validation_fraction,
+                overwrite=options.overwrite,
+            )
+        else:
+            directory = Path(options.dir)
+        print(_report(directory, check=options.command == "check"))
+    except (ValueError, OSError) as error:
+        print(f"fastmp data: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _report(directory: Path, *, check: bool) -> str:
+    index = read_index(directory)
+    open_tokenizer(directory, index)
+    lines = [f"{directory}: {index.tokenizer} tokenizer, {index.vocab_size} tokens, {index.dtype}"]
+    for name in index.splits:
+        split = open_split(directory, index, name)
+        if check:
+            verify(split)
+        info = split.info
+        lines.append(
+            f"  {name:<10} {info.num_documents:,} documents, {info.num_bytes:,} bytes, "
+            f"{info.num_tokens:,} tokens, {info.bytes_per_token:.2f} bytes/token, "
+            f"unigram entropy {info.unigram_entropy:.3f} nats/byte"
+        )
+        if info.num_changed:
+            lines.append(
+                f"  {'':<10} the tokenizer is not lossless: {info.num_changed:,} of these documents do not "
+                "come back byte for byte"
+            )
+    return "\n".join(lines + (["  all checksums match"] if check else []))
