@@ -12,13 +12,13 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
-from access_tools import unordered
-from cubin_tools import launches
 from triton.runtime import driver
 
 from fastmp.ops import OPS
 from fastmp.ops._triton import jit, tl
 from fastmp.ops.warm import AbsentGPU
+from fastmp.testing.cubins.accesses import unordered
+from fastmp.testing.cubins.compiled import launches
 from fastmp.testing.ops import samples
 
 IN_PLACE = [op for op, entry in OPS.items() if any(a.alias_info for a in entry.overload._schema.arguments)]

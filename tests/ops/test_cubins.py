@@ -1,7 +1,6 @@
 """Facts about the code of every Triton kernel, compiled as its launcher would launch it.
 
-Always: nothing is spilled, no stack, shared memory within the limit, and a barrier wherever threads meet in
-memory. The rest stands in the table of cubin_cases.py.
+What is expected stands in fastmp/testing/cubins: of every kernel in check.py, of each one in cases.py.
 """
 
 from __future__ import annotations
@@ -9,56 +8,24 @@ from __future__ import annotations
 import collections
 import itertools
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
-from access_tools import accesses, unordered
-from cubin_cases import CASES, ONE_DTYPE, ROUTERS, WARP, WIDE, Facts
-from cubin_tools import REGISTERS, SHARED_LIMIT, Launch, launches, meta
 
-from fastmp.ops import OPS, _triton, adamw, cross_entropy_triton, grouped_mm_tiles
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops import OPS, adamw, cross_entropy_triton
+from fastmp.testing.cubins.accesses import unordered
+from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP, Facts
+from fastmp.testing.cubins.check import broken, check_case
+from fastmp.testing.cubins.compiled import REGISTERS, launches, meta
 from fastmp.testing.ops import samples
 
 ARCHS = (80, 90, 100, 103)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-# Bytes of stack a thread: none with the release that tile sizes were chosen for; others park a few words.
-STACK = 0 if _triton.VERSION.startswith("3.6.") else 32
-TENSOR_CORES = {80: r"mma\.sync\.aligned\.m16n8k16", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
-
-
-def check(launch: Launch, facts: Facts, wide: bool) -> None:
-    assert launch.usage["LOCAL"] == 0, "registers are spilled"
-    assert launch.usage["STACK"] <= facts.stack + STACK or wide  # functions of float64 may keep a table there
-    assert launch.shared <= SHARED_LIMIT[launch.arch]
-    assert not list(unordered(launch.ttgir, launch.storages))
-    assert launch.usage["REG"] * launch.threads <= REGISTERS
-    assert launch.wide_loads >= facts.loads * launch.vectors, (launch.wide_loads, launch.vectors)
-    assert launch.wide_stores >= facts.stores * launch.vectors, (launch.wide_stores, launch.vectors)
-    assert launch.count(r"cp\.async\.c[ag]\.shared\.global.*, 0x10") >= facts.copies * launch.vectors
-    if wide:
-        return
-    for pattern in facts.has:
-        assert re.search(pattern, launch.ptx), pattern
-    for pattern in facts.lacks:
-        assert not re.search(pattern, launch.ptx), pattern
-    assert launch.usage["REG"] <= facts.registers
-    assert launch.count(r"bar\.sync") <= facts.barriers
-    if facts.exps is not None:
-        fewest, most = facts.exps if isinstance(facts.exps, tuple) else (facts.exps, facts.exps)
-        count = launch.count(r"ex2\.approx")
-        assert fewest * launch.elements <= count <= most * launch.elements, (count, launch.elements)
-    if launch.itemsize == 2:
-        assert launch.resident * launch.threads >= facts.threads
-    in_flight = launch.resident * launch.elements * launch.threads * launch.itemsize
-    assert in_flight >= facts.bytes * (1 if launch.arch >= 90 else 0.5)
-
-
-# Each case gives the op and its arguments from t, which makes tensors of the dtype, and the wider dtype it
-# computes in; then the facts of the kernels that it launches, in order. Shapes are those of large models.
 
 
 def parameters():
@@ -71,39 +38,10 @@ def parameters():
     return found
 
 
-def check_product(launch: Launch, narrow: bool, apart: bool) -> None:
-    """The tensor cores of the architecture, but not for tiles of 16 rows; TMA, or asynchronous copies."""
-    loaded = {access.argument for access in accesses(launch.ttgir) if access.op == "tt.load"}
-    assert not loaded & {"x", "w", "grad"}, "operands that no program loads ahead"
-    if launch.itemsize != 2:
-        return
-    assert launch.wide_stores, "stores narrower than 16 bytes"
-    arch = 80 if narrow else min(launch.arch, 100)
-    assert launch.count(TENSOR_CORES[arch])
-    tma = launch.arch >= 90 and not apart
-    assert bool(launch.count(r"cp\.async\.bulk\.tensor")) == tma
-    assert bool(launch.count(r"cp\.async\.c[ag]\.shared\.global")) != tma
-    assert tma or apart or not launch.count(r"cp\.async\.ca")
-    if launch.kernel == "grouped_mm_kernel":  # as many programs are launched as run at a time
-        names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
-        blocks = grouped_mm_tiles.Blocks(*(launch.constants[name] for name in names))
-        each = blocks.programs_each(launch.itemsize, launch.arch, launch.constants["GATED"])
-        assert each == min(launch.resident, 8 // blocks.num_warps)
-
-
 @pytest.mark.parametrize(("name", "dtype", "arch"), parameters())
 def test_kernel(name, dtype, arch):
-    case, facts = CASES[name]
-    tensor = meta(DTYPES[dtype])
-    wide = compute_dtype(DTYPES[dtype])
-    op, arguments = case(tensor, wide)
-    moved = wide if op == "adamw_" or name in WIDE else DTYPES[dtype]  # what most of the bytes belong to
-    found = launches(op, arguments, arch, moved.itemsize)
-    assert len(found) == len(facts), [launch.kernel for launch in found]
-    for launch, expected in zip(found, facts, strict=True):
-        check(launch, expected, wide == torch.float64)
-        if launch.kernel.startswith("grouped"):
-            check_product(launch, "decode" in name, "apart" in name)
+    for launch, wrong in check_case(name, DTYPES[dtype], arch):
+        assert not wrong, f"{launch.kernel}: {wrong}"
 
 
 @pytest.mark.full
@@ -184,3 +122,15 @@ def test_rows_in_the_making_fit_the_second_level_cache(columns):
     _, _, num_warps = cross_entropy_triton.loss_grad_sizes(columns, 2)
     programs = REGISTERS // (64 * 32 * num_warps)
     assert 132 * programs * columns * 2 // 2 <= 50 << 20
+
+
+def test_facts_that_are_not_kept_are_named():
+    ((launch, wrong),) = check_case("gated silu", torch.bfloat16, 90)
+    assert not wrong
+    asked = Facts(loads=9, exps=2, registers=8, lacks=(r"ex2\.approx",), has=("no such code",))
+    said = list(broken(launch, asked))
+    ends = ("36 expected", "no such code", r"ex2\.approx", "at most 8 expected", "64 expected")
+    assert len(said) == 5 and all(map(str.endswith, said, ends)), said
+    greedy = SimpleNamespace(asm=launch.compiled.asm, metadata=SimpleNamespace(shared=1 << 20, num_warps=4))
+    (said,) = broken(replace(launch, compiled=greedy), ANY)
+    assert said == f"{1 << 20} bytes of shared memory, at most {227 << 10} expected"

@@ -15,7 +15,7 @@ import fastmp
 
 pytest.importorskip("triton", reason="cuobjdump ships with Triton, which is not installed")
 
-from cubin_tools import TOOLS
+from fastmp.testing.cubins.compiled import tool
 
 # compiling takes minutes
 pytestmark = pytest.mark.timeout(1800)
@@ -58,7 +58,7 @@ def library(request) -> Path:
 
 
 def _cuobjdump(library: Path, *options: str) -> str:
-    command = [TOOLS / "cuobjdump", *options, library]
+    command = [tool("cuobjdump"), *options, library]
     return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
 

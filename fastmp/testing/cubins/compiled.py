@@ -18,23 +18,26 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
-from triton.runtime import driver
 
-from fastmp.ops import OPS, launcher
+from fastmp.ops import OPS, _triton, launcher
 from fastmp.ops.warm import AbsentGPU
 
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10}  # of a program
 SHARED_TAKEN = 1 << 10  # by the system, for each program: a multiprocessor has so much more than the limit
 REGISTERS = 64 << 10  # of a multiprocessor
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def tool(name: str) -> Path:
+    """The path of a program of NVIDIA's that ships with Triton, such as cuobjdump."""
+    return Path(_triton.triton.__file__).parent / "backends" / "nvidia" / "bin" / name
 
 
 def cuobjdump(option: str, code: bytes) -> str:
+    """What the program prints of a cubin."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(code)
-        command = [TOOLS / "cuobjdump", option, path]
+        command = [tool("cuobjdump"), option, path]
         return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
 
@@ -128,7 +131,7 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
         storages = {name: a.untyped_storage()._cdata for name, a in named if isinstance(a, torch.Tensor)}
         found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize, storages))
 
-    with launcher.instead(compile_only, arch), mock.patch.object(driver, "_active", AbsentGPU(arch)):
+    with launcher.instead(compile_only, arch), mock.patch.object(_triton.driver, "_active", AbsentGPU(arch)):
         OPS[op].implementations["triton"](*arguments)
     return found
 

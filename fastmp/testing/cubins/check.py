@@ -1,0 +1,116 @@
+"""The judgement of compiled kernels: what of the facts in `cases` their code does not keep.
+
+Of every kernel: nothing is spilled, no stack, shared memory within the limit, and a barrier wherever threads
+meet in memory. The rest stands in the table of `cases`. Takes a few seconds a kernel, of which Triton keeps
+what it has compiled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+
+from fastmp.ops import _triton, grouped_mm_tiles
+from fastmp.ops.registry import compute_dtype
+from fastmp.testing.cubins.accesses import accesses, unordered
+from fastmp.testing.cubins.cases import CASES, WIDE, Facts
+from fastmp.testing.cubins.compiled import REGISTERS, SHARED_LIMIT, Launch, launches, meta
+
+# Bytes of stack a thread: none with the release that tile sizes were chosen for; others park a few words.
+STACK = 0 if (_triton.VERSION or "").startswith("3.6.") else 32
+TENSOR_CORES = {80: r"mma\.sync\.aligned\.m16n8k16", 90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
+TMA, ASYNC_COPY = r"cp\.async\.bulk\.tensor", r"cp\.async\.c[ag]\.shared\.global"
+
+
+def check_case(name: str, dtype: torch.dtype, arch: int) -> list[tuple[Launch, list[str]]]:
+    """The launches of a case of `CASES`, in order, each with what its code does not keep of its facts.
+
+    arch: compute capability as one number (90 is 9.0).
+    """
+    case, facts = CASES[name]
+    wide = compute_dtype(dtype)
+    op, arguments = case(meta(dtype), wide)
+    moved = wide if op == "adamw_" or name in WIDE else dtype  # what most of the bytes belong to
+    found = launches(op, arguments, arch, moved.itemsize)
+    if len(found) != len(facts):
+        kernels = ", ".join(launch.kernel for launch in found)
+        raise ValueError(f"{name}: {op} launches {kernels}; `cases` has facts of {len(facts)}")
+    judged = []
+    for launch, expected in zip(found, facts, strict=True):
+        wrong = [*broken(launch, expected, wide == torch.float64)]
+        if launch.kernel.startswith("grouped"):
+            wrong += broken_product(launch, narrow="decode" in name, apart="apart" in name)
+        judged.append((launch, wrong))
+    return judged
+
+
+def broken(launch: Launch, facts: Facts, wide: bool = False) -> Iterator[str]:
+    """Yield what of `facts` the code of a launch does not keep. wide: it computes in float64."""
+    vectors = launch.vectors
+    if launch.usage["LOCAL"]:
+        yield f"{launch.usage['LOCAL']} bytes of registers are spilled"
+    # functions of float64 may keep a table there
+    yield from _most("bytes of stack", launch.usage["STACK"], facts.stack + STACK, unless=wide)
+    yield from _most("bytes of shared memory", launch.shared, SHARED_LIMIT[launch.arch])
+    for load, store in unordered(launch.ttgir, launch.storages):
+        yield f"nothing orders a load of {load.argument} and a store of {store.argument}"
+    yield from _most("registers of a program", launch.usage["REG"] * launch.threads, REGISTERS)
+    yield from _least("loads of 16 bytes", launch.wide_loads, facts.loads * vectors)
+    yield from _least("stores of 16 bytes", launch.wide_stores, facts.stores * vectors)
+    yield from _least("copies of 16 bytes", launch.count(rf"{ASYNC_COPY}.*, 0x10"), facts.copies * vectors)
+    if wide:
+        return
+    yield from (f"no {pattern}" for pattern in facts.has if not re.search(pattern, launch.ptx))
+    yield from (f"there is {pattern}" for pattern in facts.lacks if re.search(pattern, launch.ptx))
+    yield from _most("registers", launch.usage["REG"], facts.registers)
+    yield from _most("barriers", launch.count(r"bar\.sync"), facts.barriers)
+    if facts.exps is not None:
+        fewest, most = facts.exps if isinstance(facts.exps, tuple) else (facts.exps, facts.exps)
+        count = launch.count(r"ex2\.approx")
+        yield from _least("exponentials", count, fewest * launch.elements)
+        yield from _most("exponentials", count, most * launch.elements)
+    if launch.itemsize == 2:
+        yield from _least("threads on a multiprocessor", launch.resident * launch.threads, facts.threads)
+    in_flight = launch.resident * launch.elements * launch.threads * launch.itemsize
+    yield from _least("bytes in flight", in_flight, facts.bytes * (1 if launch.arch >= 90 else 0.5))
+
+
+def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:
+    """Yield what the code of a grouped product lacks.
+
+    That is the tensor cores of the architecture, except for tiles of 16 rows (`narrow`), and TMA, or
+    asynchronous copies where rows lie `apart`.
+    """
+    loaded = {access.argument for access in accesses(launch.ttgir) if access.op == "tt.load"}
+    if ahead := loaded & {"x", "w", "grad"}:
+        yield f"no program loads {', '.join(sorted(ahead))} ahead"
+    if launch.itemsize != 2:
+        return
+    if not launch.wide_stores:
+        yield "stores narrower than 16 bytes"
+    cores = TENSOR_CORES[80 if narrow else min(launch.arch, 100)]
+    if not launch.count(cores):
+        yield f"no {cores}"
+    tma = launch.arch >= 90 and not apart
+    if bool(launch.count(TMA)) != tma or bool(launch.count(ASYNC_COPY)) == tma:
+        yield f"not by {'TMA' if tma else 'asynchronous copies'} alone"
+    if not (tma or apart) and launch.count(r"cp\.async\.ca"):
+        yield "copies through the first-level cache"
+    if launch.kernel == "grouped_mm_kernel":  # as many programs are launched as run at a time
+        names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
+        blocks = grouped_mm_tiles.Blocks(*(launch.constants[name] for name in names))
+        each = blocks.programs_each(launch.itemsize, launch.arch, launch.constants["GATED"])
+        if each != (fit := min(launch.resident, 8 // blocks.num_warps)):
+            yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"
+
+
+def _most(what: str, found: float, bound: float, *, unless: bool = False) -> Iterator[str]:
+    if found > bound and not unless:
+        yield f"{found:.7g} {what}, at most {bound:.7g} expected"
+
+
+def _least(what: str, found: float, bound: float) -> Iterator[str]:
+    if found < bound:
+        yield f"{found:.7g} {what}, at least {bound:.7g} expected"
