@@ -11,7 +11,7 @@ KEEP_GOING := --continue-on-collection-errors
 # One process for each core, eight at most.
 WORKERS := -n $(shell nproc | awk '{print $$1 < 8 ? $$1 : 8}') --dist worksteal
 
-.PHONY: train test test-ci test-full test-oldest test-newest-triton sanitize lint build clean
+.PHONY: train test test-ci test-full test-oldest test-newest-triton sanitize lint docs build clean
 
 # Two GPUs or more: 2 ranks with NCCL. One GPU: 1 rank. None: 2 ranks with gloo that share the cores. The ranks
 # share attention (tensor parallelism) and have half of the experts each. RANKS and ARGS say otherwise.
@@ -57,7 +57,7 @@ test-ci:
 # All there is, with those against transformers and under other launchers; Lightning's where it is installed.
 test-full:
 	@rm -f tests/results/full.json
-	$(call run_tests,test hf launchers,--exhaustive --record tests/results/full.json)
+	$(call run_tests,test hf launchers docs,--exhaustive --record tests/results/full.json)
 	@$(MAKE) --no-print-directory test-newest-triton
 
 # All that needs no GPU, in an environment with the oldest torch that is supported, which is one with CUDA, and
@@ -85,6 +85,14 @@ lint:
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
 	$(VENV) -m mypy
+
+# The site in build/site, in an environment of its own, which has neither torch nor fastmp. A broken link is an error.
+DOCS_NEEDS := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+docs:
+	@[ -x .venv-docs/bin/python ] || $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $$($(PYTHON) -c '$(DOCS_NEEDS); print(*project["optional-dependencies"]["docs"])')
+	.venv-docs/bin/mkdocs build --strict
 
 # After a change in csrc/: compiles what changed and installs fastmp editable.
 build:
