@@ -139,6 +139,7 @@ STDLIB_ONLY = (
         for name in ("grid", "launchers", "messages", "schedule", "shards", "simulate", "verdict")
     ),
     "fastmp.train.checkpoint.boxes",
+    *(f"fastmp.train.finetune.{name}" for name in ("formats", "metrics", "selection", "tasks")),
     *(
         "fastmp.plan",
         *(

@@ -1,0 +1,64 @@
+"""Which run is reported: the median over seeds at every point of a grid, and the point that is best by it.
+
+Shoeybi et al. 2019, section 5.3, tune batch size and learning rate on the development set, and report the
+median of its metric over five seeds. Standard library only.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Chosen", "Point", "Scored", "choose", "median_run"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a grid: the examples of a step, and the highest learning rate."""
+
+    batch_size: int
+    lr: float
+
+    def __str__(self) -> str:
+        return f"batch{self.batch_size}-lr{self.lr:g}"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A run that has ended: its seed, and its metric on the development set; None where it diverged."""
+
+    seed: int
+    metric: float | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The best point, and the run at it that has the median metric."""
+
+    point: Point
+    run: Scored
+
+
+def median_run(runs: Sequence[Scored]) -> Scored:
+    """The run with the median metric, which is that of a run also where their number is even: the lower one.
+
+    A run that diverged is below all others. Among runs with the median, it is that of the lowest seed.
+    ValueError where there are no runs.
+    """
+    if not runs:
+        raise ValueError("median_run: there are no runs")
+    value = statistics.median_low(map(_value, runs))
+    return min((run for run in runs if _value(run) == value), key=lambda run: run.seed)
+
+
+def choose(grid: Sequence[tuple[Point, Sequence[Scored]]]) -> Chosen:
+    """The point with the highest median, the first of equal ones; ValueError as `median_run`."""
+    medians = [Chosen(point, median_run(runs)) for point, runs in grid]
+    if not medians:
+        raise ValueError("choose: the grid has no points")
+    return max(medians, key=lambda chosen: _value(chosen.run))  # max takes the first
+
+
+def _value(run: Scored) -> float:
+    return float("-inf") if run.metric is None else run.metric
