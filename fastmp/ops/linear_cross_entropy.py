@@ -39,6 +39,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     opaque,
     per_token,
     present,
+    taken,
 )
 from fastmp.ops.reduction import check_reduction, divisor_of, number_of_targets, reduced
 from fastmp.ops.registry import (
@@ -63,40 +64,42 @@ _WANTED = "bool want_hidden, bool want_weight"
 
 
 _compiled_loss = opaque(
-    "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor target, Tensor? token_weight,"
-    f" {_OPTIONS}) -> (Tensor, Tensor)",
-    lambda hidden, weight, target, token_weight, *options: make_loss(
-        hidden, weight, Tokens(target, token_weight), LossOptions(*options), ALONE, False
+    "linear_cross_entropy_loss(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
+    f" Tensor? token_weight, {_OPTIONS}) -> (Tensor, Tensor)",
+    lambda hidden, weight, bias, target, token_weight, *options: make_loss(
+        hidden, weight, bias, Tokens(target, token_weight), LossOptions(*options), ALONE, False
     ),
     lambda hidden, *others: (per_token(hidden), per_token(hidden)),
 )
 _compiled_gradients = opaque(
-    "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor target, Tensor? token_weight,"
-    f" Tensor grad_loss, Tensor lse, Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor)",
-    lambda hidden, weight, target, token_weight, grad_loss, lse, main_grad, *more: present(
+    "linear_cross_entropy_gradients(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
+    " Tensor? token_weight, Tensor grad_loss, Tensor lse, Tensor(a!)? main_grad,"
+    f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
+    lambda hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more: present(
         hidden,
         make_loss_gradients(
-            hidden, weight, Tokens(target, token_weight, grad_loss, lse), main_grad, LossOptions(*more[:6]),
-            ALONE, more[6:], None,
+            hidden, weight, bias, Tokens(target, token_weight, grad_loss, lse), main_grad,
+            LossOptions(*more[:6]), ALONE, more[6:], None,
         ),
     ),
-    lambda hidden, weight, target, token_weight, grad_loss, lse, main_grad, *more: fake_gradients(
-        hidden, weight, main_grad, *more[6:]
+    lambda hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *more: fake_gradients(
+        hidden, weight, bias, main_grad, *more[6:]
     ),
 )  # fmt: skip
 _compiled_both = opaque(
-    "linear_cross_entropy_both(Tensor hidden, Tensor weight, Tensor target, Tensor? token_weight,"
-    f" Tensor grad_loss, Tensor(a!)? main_grad, {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor)",
-    lambda hidden, weight, target, token_weight, grad_loss, main_grad, *more: present(
+    "linear_cross_entropy_both(Tensor hidden, Tensor weight, Tensor? bias, Tensor target,"
+    " Tensor? token_weight, Tensor grad_loss, Tensor(a!)? main_grad,"
+    f" {_OPTIONS}, {_WANTED}) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more: present(
         hidden,
         make_both(
-            hidden, weight, Tokens(target, token_weight, grad_loss), main_grad, LossOptions(*more[:6]), ALONE,
-            more[6:],
+            hidden, weight, bias, Tokens(target, token_weight, grad_loss), main_grad, LossOptions(*more[:6]),
+            ALONE, more[6:],
         ),
     ),
-    lambda hidden, weight, target, token_weight, grad_loss, main_grad, *more: (
+    lambda hidden, weight, bias, target, token_weight, grad_loss, main_grad, *more: (
         per_token(hidden),
-        *fake_gradients(hidden, weight, main_grad, *more[6:]),
+        *fake_gradients(hidden, weight, bias, main_grad, *more[6:]),
     ),
 )  # fmt: skip
 
@@ -110,61 +113,60 @@ class _Job(NamedTuple):
     reduction: str = "none"
 
 
-def _forward_unknown(hidden, weight, target, token_weight, main_grad, job: _Job):
+def _forward_unknown(hidden, weight, bias, target, token_weight, main_grad, job: _Job):
     """Loss (N,) that can receive any gradient, the log-sum-exps, and what else backward wants to have."""
     if is_opaque(job.shards):
-        return _compiled_loss(hidden, weight, target, token_weight, *job.options)
+        return _compiled_loss(hidden, weight, bias, target, token_weight, *job.options)
     tokens = Tokens(target, token_weight)
-    return make_loss(hidden, weight, tokens, job.options, job.shards, any(job.wanted))
+    return make_loss(hidden, weight, bias, tokens, job.options, job.shards, any(job.wanted))
 
 
 def _setup_unknown(ctx, inputs, output):
-    hidden, weight, target, token_weight, ctx.main_grad, ctx.job = inputs
+    hidden, weight, bias, target, token_weight, ctx.main_grad, ctx.job = inputs
     _, lse, *kept = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     hidden = kept[1] if len(kept) > 1 else hidden
-    ctx.save_for_backward(hidden, weight, target, token_weight, lse, kept[0] if kept else None)
+    ctx.save_for_backward(hidden, weight, bias, target, token_weight, lse, kept[0] if kept else None)
 
 
 @traced("fastmp.linear_cross_entropy_backward")
 def _backward_unknown(ctx, grad_loss, *_):
     if grad_loss is None:
-        return (None,) * 6
+        return (None,) * 7
     refuse_create_graph("linear_cross_entropy")
-    hidden, weight, target, token_weight, lse, kept = ctx.saved_tensors
+    hidden, weight, bias, target, token_weight, lse, kept = ctx.saved_tensors
     job, main_grad = ctx.job, ctx.main_grad
     if is_opaque(job.shards):
         grads = _compiled_gradients(
-            hidden, weight, target, token_weight, grad_loss, lse, main_grad, *job.options, *job.wanted
+            hidden, weight, bias, target, token_weight, grad_loss, lse, main_grad, *job.options, *job.wanted
         )
-        has_weight = job.wanted[1] and main_grad is None
-        grads = (grads[0] if job.wanted[0] else None, grads[1] if has_weight else None)
+        grads = taken(grads, job.wanted, main_grad, bias is not None)
     else:
         tokens = Tokens(target, token_weight, grad_loss, lse)
         with without_autocast(hidden.device.type), torch.no_grad():
             grads = make_loss_gradients(
-                hidden, weight, tokens, main_grad, job.options, job.shards, job.wanted, kept
+                hidden, weight, bias, tokens, main_grad, job.options, job.shards, job.wanted, kept
             )
     return (*grads, None, None, None, None)
 
 
-def _forward_known(hidden, weight, target, token_weight, loss_grad, main_grad, job: _Job):
-    """Loss (N,), or reduced, and the gradients of hidden and weight, an empty tensor where there is none."""
+def _forward_known(hidden, weight, bias, target, token_weight, loss_grad, main_grad, job: _Job):
+    """Loss (N,), or reduced, and gradients of hidden, weight and bias, empty where there is none."""
     if is_opaque(job.shards):
         loss, *grads = _compiled_both(
-            hidden, weight, target, token_weight, loss_grad, main_grad, *job.options, *job.wanted
+            hidden, weight, bias, target, token_weight, loss_grad, main_grad, *job.options, *job.wanted
         )
     else:
         tokens = Tokens(target, token_weight, loss_grad)
-        loss, *grads = make_both(hidden, weight, tokens, main_grad, job.options, job.shards, job.wanted)
+        loss, *grads = make_both(hidden, weight, bias, tokens, main_grad, job.options, job.shards, job.wanted)
         grads = present(hidden, tuple(grads))
     return (reduced(loss, target, token_weight, job.options.ignore_index, job.reduction), *grads)
 
 
 def _setup_known(ctx, inputs, output):
-    _, _, target, _, loss_grad, main_grad, ctx.job = inputs
-    ctx.has_weight, ctx.spent = ctx.job.wanted[1] and main_grad is None, False
+    _, _, bias, target, _, loss_grad, ctx.main_grad, ctx.job = inputs
+    ctx.has_bias, ctx.spent = bias is not None, False
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(target, loss_grad, *output[1:])
@@ -173,7 +175,7 @@ def _setup_known(ctx, inputs, output):
 @traced("fastmp.linear_cross_entropy_backward")
 def _backward_known(ctx, grad_loss, *_):
     if grad_loss is None:
-        return (None,) * 7
+        return (None,) * 8
     refuse_create_graph("linear_cross_entropy")
     if ctx.spent:
         raise RuntimeError(
@@ -188,8 +190,8 @@ def _backward_known(ctx, grad_loss, *_):
     ctx.spent = True
     if torch.compiler.is_compiling():  # torch 2.10 cannot divide a graph whose backward returns what is saved
         grads = [grad.view_as(grad) for grad in grads]
-    hidden = grads[0] if ctx.job.wanted[0] else None
-    return hidden, grads[1] if ctx.has_weight else None, None, None, None, None, None
+    grads = taken(grads, ctx.job.wanted, ctx.main_grad, ctx.has_bias)
+    return *grads, None, None, None, None, None
 
 
 def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
@@ -216,14 +218,14 @@ def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> 
 
 
 def _of_few_logits(
-    hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, z_loss: float,
-    reduction: str, loss_grad: Any,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignore_index: int,
+    label_smoothing: float, z_loss: float, reduction: str, loss_grad: Any,
 ) -> Tensor | None:  # fmt: skip
     """The loss where its host takes longer than the device, by two ops: a product and a loss.
 
     None if the logits are many or if anything is special, which includes all that is a mistake.
     """
-    if not (type(hidden) in _PLAIN and type(weight) in _PLAIN and type(target) in _PLAIN):
+    if not all(x is None or type(x) in _PLAIN for x in (hidden, weight, bias, target)):
         return None
     if not hidden.dim() == weight.dim() == target.dim() + 1 == 2 or torch.compiler.is_compiling():
         return None
@@ -231,9 +233,11 @@ def _of_few_logits(
         return None
     recorded = torch.is_grad_enabled() and (weight.requires_grad or hidden.requires_grad)
     main_grad = getattr(weight, "main_grad", None) if recorded else None
-    fits = True
+    fits = bias is None or (bias.shape, bias.dtype, bias.device) == (
+        weight.shape[:1], weight.dtype, weight.device
+    )  # fmt: skip
     if isinstance(loss_grad, Tensor):
-        fits = (loss_grad.shape, loss_grad.device) == (target.shape, target.device)
+        fits = fits and (loss_grad.shape, loss_grad.device) == (target.shape, target.device)
         fits = fits and recorded and not loss_grad.requires_grad
     (tokens, width), (columns, inner) = hidden.shape, weight.shape
     usual = (
@@ -258,7 +262,7 @@ def _of_few_logits(
     if may_look:
         check_ids("linear_cross_entropy", target, columns, ignore_index)
         divisor = divisor_of(target, ignore_index, reduction)
-    logits = F.linear(hidden, weight) if main_grad is None else linear(hidden, weight)
+    logits = (F.linear if main_grad is None else linear)(hidden, weight, bias)
     options = columns, ignore_index, label_smoothing, z_loss
     if recorded and loss_grad is not None:
         promised = _of_each(loss_grad, target, compute_dtype(hidden.dtype))
@@ -274,6 +278,7 @@ def linear_cross_entropy_of(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None,
     label_smoothing: float,
     z_loss: float,
     ignore_index: int,
@@ -287,8 +292,8 @@ def linear_cross_entropy_of(
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
-    hidden, weight, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
-        name, shards, hidden, weight, target, ignore_index, vocab_size, workspace
+    hidden, weight, bias, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
+        name, shards, hidden, weight, target, ignore_index, vocab_size, workspace, bias
     )
     options = LossOptions(vocab_start, vocab_size, ignore_index, label_smoothing, z_loss, workspace)
     check_options(name, target, label_smoothing, z_loss, token_weight=token_weight, loss_grad=loss_grad)
@@ -309,9 +314,11 @@ def linear_cross_entropy_of(
         if loss_grad is not None and any(wanted):
             job = _Job(options, shards, wanted, reduction)
             loss_grad = _of_each(loss_grad, targets, dtype)
-            loss = _known(rows, weight, targets, token_weight, loss_grad, main_grad, job)[0]
+            loss = _known(rows, weight, bias, targets, token_weight, loss_grad, main_grad, job)[0]
             return loss if early else loss.reshape(target.shape)
-        loss = _unknown(rows, weight, targets, token_weight, main_grad, _Job(options, shards, wanted))[0]
+        loss = _unknown(rows, weight, bias, targets, token_weight, main_grad, _Job(options, shards, wanted))[
+            0
+        ]
         return reduced(loss, targets, token_weight, ignore_index, reduction).reshape(
             target.shape if reduction == "none" else ()
         )
@@ -323,6 +330,7 @@ def linear_cross_entropy(
     weight: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -100,
@@ -332,7 +340,7 @@ def linear_cross_entropy(
     loss_grad: Tensor | float | None = None,
     workspace: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the logits hidden weight^T, which never exist as a whole: per token, mean or sum.
+    """Cross-entropy of the logits hidden weight^T + bias, which never exist as a whole; or its mean or sum.
 
     Under autocast, in its dtype. The gradient of the weight is summed in fp32 (fp64 for fp64); where the
     parameter has a `main_grad`, a tensor of its shape, in the dtype of the sums or of hidden, it is added to
@@ -342,6 +350,7 @@ def linear_cross_entropy(
         hidden: (..., H) float64, float32, bfloat16 or float16.
         weight: (V, H) of the same dtype and device.
         target: (...) int64 ids.
+        bias: (V,) of the same dtype and device.
         label_smoothing, z_loss, ignore_index, token_weight, vocab_size: as in `cross_entropy`.
         reduction: as in `cross_entropy`. With "mean" or "sum" the forward pass makes the gradients, as with
             `loss_grad`, and the backward pass scales them by what the loss receives, once. In bfloat16 that
@@ -368,10 +377,10 @@ def linear_cross_entropy(
     """
     if token_weight is None and vocab_size is None and workspace is None:
         options = (ignore_index, label_smoothing, z_loss, reduction, loss_grad)
-        if (loss := _of_few_logits(hidden, weight, target, *options)) is not None:
+        if (loss := _of_few_logits(hidden, weight, bias, target, *options)) is not None:
             return loss
     return linear_cross_entropy_of(
-        ALONE, "linear_cross_entropy", hidden, weight, target, label_smoothing=label_smoothing, z_loss=z_loss,
-        ignore_index=ignore_index, token_weight=token_weight, vocab_size=vocab_size, reduction=reduction,
-        loss_grad=loss_grad, workspace=workspace,
+        ALONE, "linear_cross_entropy", hidden, weight, target, bias=bias, label_smoothing=label_smoothing,
+        z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight, vocab_size=vocab_size,
+        reduction=reduction, loss_grad=loss_grad, workspace=workspace,
     )  # fmt: skip

@@ -88,10 +88,12 @@ class Tokens(NamedTuple):
 class Chunks:
     """The chunks of x (N, H), at least one, and memory for the logits of `num_buffers` of them."""
 
-    def __init__(self, x: Tensor, weight: Tensor, workspace: int, num_buffers: int = 1) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, workspace: int, num_buffers: int = 1
+    ) -> None:
         tokens, columns = len(x), len(weight)
         size = max(1, chunk_size(tokens, columns, x.element_size(), workspace // num_buffers))
-        self.x, self.weight = x, weight
+        self.x, self.weight, self.bias = x, weight, bias
         self.rows = [slice(start, min(start + size, tokens)) for start in range(0, max(1, tokens), size)]
         self.num_buffers = min(num_buffers, len(self.rows))
         self.buffers: list[Tensor] = []
@@ -100,14 +102,22 @@ class Chunks:
         """Logits of a chunk; chunks come in order. They take the memory of the chunk `num_buffers` before."""
         rows = self.rows[number]
         if number < self.num_buffers:
-            self.buffers.append(torch.mm(self.x[rows], self.weight.t()))
+            self.buffers.append(self._product(self.x[rows]))
             return self.buffers[number]
-        out = self.buffers[number % self.num_buffers][: rows.stop - rows.start]
-        return torch.mm(self.x[rows], self.weight.t(), out=out)
+        return self._product(
+            self.x[rows], out=self.buffers[number % self.num_buffers][: rows.stop - rows.start]
+        )
+
+    def _product(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.bias is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(self.bias, x, self.weight.t(), out=out)
 
 
 class Gradients:
     """Gradients of hidden and weight, where wanted, from the logits' gradients of one chunk after another.
+
+    That of a bias is their sum over tokens, made wherever there is a bias.
 
     The weight's gradient is added to `main_grad` if there is one; `results` then returns None for it. Over
     several chunks it is summed in float32 (float64) also where it ends up narrower: if each chunk rounded,
@@ -120,6 +130,7 @@ class Gradients:
         self.chunks, self.shards, self.want_weight, self.main_grad = chunks, shards, wanted[1], main_grad
         self.hidden = chunks.x.new_empty(chunks.x.shape) if wanted[0] else None
         self.total, self.work = main_grad, None
+        self.bias: Tensor | None = None
         weight, dtype = chunks.weight, compute_dtype(chunks.weight.dtype)
         narrow = (weight if main_grad is None else main_grad).dtype != dtype
         if self.want_weight and narrow and len(chunks.rows) > 1:
@@ -139,17 +150,22 @@ class Gradients:
             self.total = torch.mm(grad.t(), chunks.x[rows])  # of the only chunk, or one that is not rounded
         elif self.want_weight:
             torch.ops.fastmp.accumulate_weight_grad_(self.total, grad, chunks.x[rows])
+        if chunks.bias is not None:
+            of_chunk = grad.sum(0, dtype=compute_dtype(grad.dtype))
+            self.bias = of_chunk if self.bias is None else self.bias.add_(of_chunk)
 
-    def results(self) -> tuple[Tensor | None, Tensor | None]:
+    def results(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.work is not None:
             self.work.wait()
+        dtype = self.chunks.weight.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
         if self.total is None:
-            return self.hidden, None
+            return self.hidden, None, bias
         if self.main_grad is not None:
             if self.total is not self.main_grad:
                 self.main_grad.copy_(self.total)
-            return self.hidden, None
-        return self.hidden, self.total.to(self.chunks.weight.dtype)
+            return self.hidden, None, bias
+        return self.hidden, self.total.to(dtype), bias
 
 
 def _grad_(logits: Tensor, tokens: Tokens, options: LossOptions) -> None:
@@ -210,15 +226,15 @@ def _loss_and_gradients(
 
 
 def make_stats(
-    hidden: Tensor, weight: Tensor, stats_of: Callable[[Tensor, slice], Tensor], workspace: int,
-    shards: Shards, keep: bool,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, stats_of: Callable[[Tensor, slice], Tensor],
+    workspace: int, shards: Shards, keep: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The statistics (P, N, W) of all tokens, gathered at once, from `stats_of(logits, rows)` of every chunk.
 
     If `keep` and one chunk holds them all, the logits follow, and the hidden states where they are gathered.
     """
     x = shards.gather_hidden(hidden)
-    chunks = Chunks(x, weight, workspace)
+    chunks = Chunks(x, weight, bias, workspace)
     stats, work = shards.gather_stats(
         joined([stats_of(chunks.logits(i), rows) for i, rows in enumerate(chunks.rows)])
     )
@@ -230,14 +246,14 @@ def make_stats(
 
 
 def make_gradients(
-    hidden: Tensor, weight: Tensor, grad_: Callable[[Tensor, slice], None], main_grad: Tensor | None,
-    workspace: int, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of hidden and weight; from the logits `kept`, where there are any.
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, grad_: Callable[[Tensor, slice], None],
+    main_grad: Tensor | None, workspace: int, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden, weight and bias; from the logits `kept`, where there are any.
 
     `grad_(logits, rows)` turns the logits of a chunk into their gradient.
     """
-    chunks = Chunks(hidden if kept is not None else shards.gather_hidden(hidden), weight, workspace)
+    chunks = Chunks(hidden if kept is not None else shards.gather_hidden(hidden), weight, bias, workspace)
     gradients = Gradients(chunks, shards, wanted, main_grad)
     for number, rows in enumerate(chunks.rows):
         logits = chunks.logits(number) if kept is None else kept.detach()
@@ -247,33 +263,34 @@ def make_gradients(
 
 
 def make_loss(
-    hidden: Tensor, weight: Tensor, tokens: Tokens, options: LossOptions, shards: Shards, keep: bool
-) -> tuple[Tensor, ...]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, options: LossOptions, shards: Shards,
+    keep: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """(loss, lse), followed by what `make_stats` keeps."""
     stats, *kept = make_stats(
-        hidden, weight, lambda logits, rows: _stats(logits, tokens.of(rows), options), options.workspace,
-        shards, keep,
+        hidden, weight, bias, lambda logits, rows: _stats(logits, tokens.of(rows), options),
+        options.workspace, shards, keep,
     )  # fmt: skip
     return (*_merge(stats, tokens, options), *kept)
 
 
 def make_loss_gradients(
-    hidden: Tensor, weight: Tensor, tokens: Tokens, main_grad: Tensor | None, options: LossOptions,
-    shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of hidden and weight, of tokens whose `grad_loss` and `lse` are known."""
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, main_grad: Tensor | None,
+    options: LossOptions, shards: Shards, wanted: tuple[bool, bool], kept: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of hidden, weight and bias, of tokens whose `grad_loss` and `lse` are known."""
     return make_gradients(
-        hidden, weight, lambda logits, rows: _grad_(logits, tokens.of(rows), options), main_grad,
+        hidden, weight, bias, lambda logits, rows: _grad_(logits, tokens.of(rows), options), main_grad,
         options.workspace, shards, wanted, kept,
     )  # fmt: skip
 
 
 def make_both(
-    hidden: Tensor, weight: Tensor, tokens: Tokens, main_grad: Tensor | None, options: LossOptions,
-    shards: Shards, wanted: tuple[bool, bool],
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Loss, and gradients of hidden and weight for tokens whose `grad_loss` is known."""
-    chunks = Chunks(shards.gather_hidden(hidden), weight, options.workspace, 1 + (shards.size > 1))
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tokens, main_grad: Tensor | None,
+    options: LossOptions, shards: Shards, wanted: tuple[bool, bool],
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Loss, and gradients of hidden, weight and bias for tokens whose `grad_loss` is known."""
+    chunks = Chunks(shards.gather_hidden(hidden), weight, bias, options.workspace, 1 + (shards.size > 1))
     gradients = Gradients(chunks, shards, wanted, main_grad)
     loss = _loss_and_gradients(chunks, tokens, options, shards, gradients)
     return (loss, *gradients.results())
@@ -300,13 +317,23 @@ def present(like: Tensor, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...
 
 
 def fake_gradients(
-    hidden: Tensor, weight: Tensor, main_grad: Tensor | None, want_hidden: bool, want_weight: bool
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, main_grad: Tensor | None, want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dweight = want_weight and main_grad is None
     return (
         hidden.new_empty(hidden.shape if want_hidden else (0,)),
         weight.new_empty(weight.shape if dweight else (0,)),
+        weight.new_empty((0,) if bias is None else bias.shape),
     )
+
+
+def taken(
+    grads: tuple[Tensor, ...], wanted: tuple[bool, bool], main_grad: Tensor | None, has_bias: bool = False
+) -> tuple[Tensor | None, ...]:
+    """The gradients that `present` was given, None where it made an empty tensor."""
+    exist = (wanted[0], wanted[1] and main_grad is None, has_bias)
+    return tuple(grad if there else None for grad, there in zip(grads, exist))
 
 
 def per_token(hidden: Tensor) -> Tensor:
@@ -315,13 +342,14 @@ def per_token(hidden: Tensor) -> Tensor:
 
 
 class Head(NamedTuple):
-    """Hidden states and an output weight, as autocast wants them, and the weight's place in the vocabulary.
+    """Hidden states, output weight and bias as autocast wants them, and the weight's place in the vocabulary.
 
     wanted: whether the hidden states and the weight want gradients. main_grad: where the weight's goes.
     """
 
     hidden: Tensor
     weight: Tensor
+    bias: Tensor | None
     main_grad: Tensor | None
     wanted: tuple[bool, bool]
     vocab_start: int
@@ -331,11 +359,11 @@ class Head(NamedTuple):
 
 def head_of(
     name: str, shards: Shards, hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int,
-    vocab_size: int | None, workspace: int | None,
+    vocab_size: int | None, workspace: int | None, bias: Tensor | None = None,
 ) -> Head:  # fmt: skip
     """The head of a public function's arguments; ValueError, which begins with `name`, if they do not fit."""
     main_grad = getattr(weight, "main_grad", None)  # of the parameter, not of what autocast makes of it
-    hidden, weight = autocast(hidden, weight)
+    hidden, weight, bias = autocast(hidden, weight, bias)
     wanted = (hidden.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     main_grad = main_grad if wanted[1] else None
     shard = weight.shape[0] if weight.dim() else 0
@@ -343,7 +371,9 @@ def head_of(
     if workspace is None:
         workspace = WORKSPACE_CPU if hidden.device.type == "cpu" else WORKSPACE
     _check_head(name, shards, hidden, weight, target, main_grad, vocab_size, ignore_index, workspace)
-    return Head(hidden, weight, main_grad, wanted, shards.rank * shard, vocab_size, workspace)
+    checks.like(name, weight=weight, bias=bias)
+    checks.fits(name, weight.shape[:1], to=("weight", weight), bias=bias)
+    return Head(hidden, weight, bias, main_grad, wanted, shards.rank * shard, vocab_size, workspace)
 
 
 def _check_head(

@@ -31,6 +31,7 @@ from fastmp.ops.linear_cross_entropy_chunks import (
     opaque,
     per_token,
     present,
+    taken,
 )
 from fastmp.ops.linear_log_probs_triton import launch_grad, launch_stats
 from fastmp.ops.registry import (
@@ -168,7 +169,7 @@ def _make_log_probs(
             logits, target[rows], of_rows, options.vocab_start, options.vocab_size, options.with_entropy
         )
 
-    stats, *kept = make_stats(hidden, weight, stats_of, options.workspace, shards, keep)
+    stats, *kept = make_stats(hidden, weight, None, stats_of, options.workspace, shards, keep)
     return (*_merge(stats, target, scale, options), *kept)
 
 
@@ -182,7 +183,10 @@ def _make_gradients(
         of_rows = [None if one is None else one[rows] for one in tokens]
         torch.ops.fastmp.log_probs_grad_(logits, *of_rows, *options[:3])
 
-    return make_gradients(hidden, weight, grad_, main_grad, options.workspace, shards, wanted, kept)
+    hidden_weight_bias = make_gradients(
+        hidden, weight, None, grad_, main_grad, options.workspace, shards, wanted, kept
+    )
+    return hidden_weight_bias[:2]
 
 
 _SCHEMA = "int vocab_start, int vocab_size, int ignore_index, bool with_entropy, int workspace"
@@ -209,7 +213,7 @@ _compiled_gradients = opaque(
             hidden, weight, main_grad, more[:7], _Options(*more[7:12]), ALONE, more[12:], None
         ),
     ),
-    lambda hidden, weight, main_grad, *more: fake_gradients(hidden, weight, main_grad, *more[12:]),
+    lambda hidden, weight, main_grad, *more: fake_gradients(hidden, weight, None, main_grad, *more[12:])[:2],
 )  # fmt: skip
 
 
@@ -253,8 +257,7 @@ def _backward(ctx, grad_log_prob, grad_entropy, *_):
     tokens = (target, top, log_total, grad_log_prob, entropy, grad_entropy, scale)
     if is_opaque(shards):
         grads = _compiled_gradients(hidden, weight, main_grad, *tokens, *options, *wanted)
-        has_weight = wanted[1] and main_grad is None
-        grads = (grads[0] if wanted[0] else None, grads[1] if has_weight else None)
+        grads = taken(grads, wanted, main_grad)
     else:
         with without_autocast(hidden.device.type), torch.no_grad():
             grads = _make_gradients(hidden, weight, main_grad, tokens, options, shards, wanted, kept)
@@ -300,7 +303,7 @@ def linear_log_probs_of(
 
     `target` has the ids of all tokens, `hidden` the rows that `shards.gather_hidden` gathers.
     """
-    hidden, weight, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
+    hidden, weight, _, main_grad, wanted, vocab_start, vocab_size, workspace = head_of(
         name, shards, hidden, weight, target, ignore_index, vocab_size, workspace
     )
     scale = _scale_of(name, temperature, target, compute_dtype(hidden.dtype))

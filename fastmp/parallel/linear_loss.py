@@ -56,6 +56,7 @@ def vocab_parallel_linear_cross_entropy(
     *,
     group: dist.ProcessGroup | None,
     sequence_parallel: bool = False,
+    bias: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     ignore_index: int = -100,
@@ -74,6 +75,7 @@ def vocab_parallel_linear_cross_entropy(
         gradient is added to `weight.main_grad` where there is one: if `loss_grad` is given, in the forward
         pass, so set main gradients to zero before it.
     target: (...) int64 ids of all tokens in the whole vocabulary, the same on every rank.
+    bias: (V/P,), this rank's shard; its gradient goes to autograd.
     loss_grad: the gradient that every token's loss will receive, the same on every rank, if it is known. The
         gradients are then made in the forward pass, with no product done twice; the backward pass checks
         that the promise was kept, and can run once.
@@ -82,8 +84,9 @@ def vocab_parallel_linear_cross_entropy(
     """
     return linear_cross_entropy_of(
         _shards(group, sequence_parallel), "vocab_parallel_linear_cross_entropy", hidden, weight, target,
-        label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index, token_weight=token_weight,
-        vocab_size=vocab_size, reduction=reduction, loss_grad=loss_grad, workspace=workspace,
+        bias=bias, label_smoothing=label_smoothing, z_loss=z_loss, ignore_index=ignore_index,
+        token_weight=token_weight, vocab_size=vocab_size, reduction=reduction, loss_grad=loss_grad,
+        workspace=workspace,
     )  # fmt: skip
 
 

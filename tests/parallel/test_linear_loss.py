@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from loss_tools import OPTIONS
+from marks import full
 
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import VocabParallelEmbedding
@@ -100,6 +101,31 @@ def test_equals_its_halves(tp, sp):
 def test_alone():
     check_halves(0, 1, sp=False)
     check_halves(0, 1, sp=True)
+
+
+def check_bias(rank, tp, sp):
+    """A bias is sharded as the weight is, and gets the gradient of its own columns."""
+    place = {"group": dist.group.WORLD, "sequence_parallel": sp}
+    for chunk, known in itertools.product((S * B, 7), (False, True)):
+        hidden, weight, target, grad_loss, options = problem(OPTIONS["plain"])
+        bias = torch.randn(V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        bias = bias.chunk(tp)[rank].clone().requires_grad_()
+        x, own = leaves(hidden, weight, rank, tp, sp)
+        logits = parallel_logits(x, own, **place) + bias
+        expected = vocab_parallel_cross_entropy(logits, target, group=place["group"], **options)
+        actual = vocab_parallel_linear_cross_entropy(
+            x, own, target, bias=bias, **place, **options, workspace=2 * chunk * V // tp * 8,
+            loss_grad=grad_loss if known else None,
+        )  # fmt: skip
+        torch.testing.assert_close(actual, expected, **CLOSE)
+        grads = (torch.autograd.grad(loss, (x, own, bias), grad_loss) for loss in (actual, expected))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("tp, sp", [(2, True), *full([(4, False)])])
+def test_a_bias(tp, sp):
+    run_ranks(check_bias, tp, sp)
 
 
 def check_tied(rank, tp, sp):

@@ -16,15 +16,12 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmp.integrations.huggingface.parts import Part, class_with
 from fastmp.ops import linear_cross_entropy
 from fastmp.ops.registry import compute_dtype
-
-_ALIGNMENT = 16  # of the inner dimension of a product, for tensor cores
 
 
 class LossHead(Part):
@@ -43,8 +40,7 @@ class LossHead(Part):
         if labels is None:
             return super().forward(input)  # type: ignore[misc]
         hidden, weight = input.reshape(-1, input.shape[-1]), self.weight
-        if self.bias is not None:
-            hidden, weight = _with_bias(hidden, weight, self.bias)
+        options["bias"] = self.bias
         labels = labels.reshape(-1).to(hidden.device)
         if num_items is None:
             return self.cross_entropy(hidden, weight, labels, reduction="mean", **options)
@@ -56,17 +52,6 @@ class LossHead(Part):
 
     def cross_entropy(self: Any, hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Tensor:
         return linear_cross_entropy(hidden, weight, labels, **options)
-
-
-def _with_bias(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors whose product is hidden weight^T + bias: the bias is one more column, zeros keep it aligned."""
-    if torch.is_autocast_enabled(hidden.device.type):
-        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
-    dtype = hidden.dtype
-    pad = _ALIGNMENT - 1
-    ones = F.pad(hidden.new_ones(hidden.shape[0], 1), (0, pad))
-    column = F.pad(bias.unsqueeze(1), (0, pad))
-    return torch.cat((hidden, ones), -1), torch.cat((weight.to(dtype), column.to(dtype)), -1)
 
 
 class CausalLM(Part):

@@ -12,12 +12,13 @@ from fastmp.testing.functions import Draw, Function
 
 
 def _eager(
-    hidden: Tensor, weight: Tensor, target: Tensor, *, label_smoothing: float, z_loss: float,
-    ignore_index: int, token_weight: Tensor | None, vocab_size: int | None, workspace: int | None,
+    hidden: Tensor, weight: Tensor, target: Tensor, *, bias: Tensor | None, label_smoothing: float,
+    z_loss: float, ignore_index: int, token_weight: Tensor | None, vocab_size: int | None,
+    workspace: int | None,
 ) -> Tensor:  # fmt: skip
     """Ignored tokens have no gradient whatever their logits: torch would let NaN through."""
     ignored = (target == ignore_index).flatten()
-    logits = F.linear(hidden, weight)[..., :vocab_size].flatten(0, -2).masked_fill(ignored[:, None], 0)
+    logits = F.linear(hidden, weight, bias)[..., :vocab_size].flatten(0, -2).masked_fill(ignored[:, None], 0)
     loss = F.cross_entropy(
         logits,
         target.flatten(),
@@ -56,6 +57,7 @@ def _draw(draw: Draw) -> tuple[tuple, dict[str, Any]]:
     (hidden, weight, target), options = draw_head(draw)
     return (hidden, weight, target), {
         **options,
+        "bias": draw.tensor(len(weight)) if draw.flag() else None,
         "label_smoothing": draw.choice([0.0, 0.1, 1.0]),
         "z_loss": draw.choice([0.0, 1e-2]),
         "token_weight": draw.tensor(*target.shape, grad=False).nan_to_num(1, 1, 1) if draw.flag() else None,
