@@ -114,20 +114,27 @@ class DataConfig(Checked):
     """The text, and how it becomes samples."""
 
     text: str = option("pydoc", "text that comes with Python, where no path is given", ("pydoc", "stdlib"))
-    path: str | None = option(None, "directory that `fastmp data build` made; none: text")
+    path: str | None = option(
+        None, "directory that `fastmp data build` made, or prefix of Megatron-LM's .bin and .idx; none: text"
+    )
+    validation_path: str | None = option(None, "another one, to be held out; none: a part of path")
     tokenizer: str = option(
-        "byte", "tokenizer of text: byte, bpe (learns 4096 tokens), or the path of a tokenizer.json"
+        "byte",
+        "tokenizer of text, or that Megatron's files were made with: byte, bpe (learns 4096 tokens of text), "
+        "or the path of a tokenizer.json",
     )
     seq_len: int = option(256, "tokens of a sample")
     micro_batch_size: int = option(8, "samples of a microbatch on one rank")
     document_masking: bool = option(
         False, "let a token see its own document only, and positions start anew with each document"
     )
-    validation_fraction: float = option(0.05, "share of text that is held out")
+    validation_fraction: float = option(0.05, "share of text, or of Megatron's documents, that is held out")
     seed: int = option(1234, "seed of the order of samples")
 
     def _problems(self) -> Iterator[str]:
-        return self._not_positive("seq_len", "micro_batch_size")
+        yield from self._not_positive("seq_len", "micro_batch_size")
+        if not 0 <= self.validation_fraction <= 0.5:
+            yield f"validation_fraction must be from 0 to 0.5, got {self.validation_fraction}"
 
 
 @dataclass(frozen=True)

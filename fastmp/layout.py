@@ -16,7 +16,16 @@ from fastmp.files import read_file
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.schedule import Schedule
 
-__all__ = ["Problem", "check_layout", "expected_vocab_size", "make_grid", "make_schedule", "problems"]
+__all__ = [
+    "Problem",
+    "check_layout",
+    "expected_vocab_size",
+    "is_megatron",
+    "make_grid",
+    "make_schedule",
+    "megatron_file",
+    "problems",
+]
 
 MOST_MICROBATCHES = 1 << 16  # schedules list them
 INDEX_LIMIT = 1 << 20  # bytes; the index of token files is about 1 kB whatever the size of the data
@@ -48,7 +57,7 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
 
 def expected_vocab_size(data: DataConfig) -> int:
     """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it."""
-    if data.path is None:
+    if data.path is None or is_megatron(data.path):
         return VOCAB_SIZES.get(data.tokenizer, 0)
     try:
         size = json.loads(read_file(Path(data.path) / "index.json", INDEX_LIMIT).decode())["content"][
@@ -57,6 +66,17 @@ def expected_vocab_size(data: DataConfig) -> int:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0
     return size if type(size) is int else 0
+
+
+def is_megatron(path: str | Path) -> bool:
+    """Whether a corpus of Megatron-LM has this prefix, which may also be given with .bin or .idx."""
+    return megatron_file(path, ".idx").is_file() and not Path(path).is_dir()
+
+
+def megatron_file(path: str | Path, suffix: str) -> Path:
+    """PREFIX.bin or PREFIX.idx of a path that is PREFIX, which may have dots, or one of the two."""
+    path = Path(path)
+    return path.with_suffix(suffix) if path.suffix in (".bin", ".idx") else path.with_name(path.name + suffix)
 
 
 def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from fastmp.config import DataConfig, GPTConfig
 from fastmp.integrations.huggingface.weights import TransformersReader, read_json
+from fastmp.layout import is_megatron
 from fastmp.nn.models import GPT, Part
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import layers_of_stages
@@ -107,9 +108,9 @@ def tokenizer_beside(checkpoint: Path) -> Tokenizer:
 
 
 def _tokenizer_of(data: DataConfig, cache_dir: Path) -> Tokenizer:
-    if data.path is None and data.tokenizer != "bpe":
+    directory = TokenDataset.source(data, cache_dir)
+    if is_megatron(directory) or (data.path is None and data.tokenizer != "bpe"):
         return load_tokenizer(data.tokenizer)
-    directory = TokenDataset.directory(data, cache_dir)
     return open_tokenizer(directory, read_index(directory))
 
 

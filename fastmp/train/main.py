@@ -413,7 +413,9 @@ def _describe_loads(last: dict[str, Any]) -> str:
 
 
 def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str) -> None:
-    if evaluation is not None:
+    if evaluation is not None and evaluation.unigram_entropy is None:  # of Megatron's files: no text is there
+        print(f"held-out loss {evaluation.loss:.4f} nats per token")
+    elif evaluation is not None:
         below = evaluation.unigram_entropy - evaluation.loss_per_byte
         print(
             f"held-out loss {evaluation.loss_per_byte:.4f} nats per byte, {below:.2f} below the unigram "

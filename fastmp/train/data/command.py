@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from fastmp.commands import Parser
+from fastmp.layout import is_megatron
 from fastmp.train.data.corpus import build
+from fastmp.train.data.megatron import open_files
 from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
 
 
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("stats", "what a directory holds"),
         ("check", "compare all checksums, then stats"),
     ):
-        commands.add_parser(name, help=summary).add_argument("dir")
+        commands.add_parser(name, help=summary).add_argument("dir", help="or the prefix of Megatron's files")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _report(directory: Path, *, check: bool) -> str:
+    if is_megatron(directory):
+        return _megatron_report(directory, check=check)
     index = read_index(directory)
     open_tokenizer(directory, index)
     lines = [f"{directory}: {index.tokenizer} tokenizer, {index.vocab_size} tokens, {index.dtype}"]
@@ -86,3 +90,12 @@ def _report(directory: Path, *, check: bool) -> str:
                 "come back byte for byte"
             )
     return "\n".join(lines + (["  all checksums match"] if check else []))
+
+
+def _megatron_report(prefix: Path, *, check: bool) -> str:
+    files = open_files(prefix)
+    largest = f", ids up to {files.largest_id()}" if check else ""
+    return (
+        f"{prefix}: a corpus of Megatron-LM, {files.tokens.dtype}\n  {files.num_documents:,} documents, "
+        f"{len(files.offsets):,} sequences, {files.tokens.size:,} tokens{largest}"
+    )

@@ -1,4 +1,4 @@
-"""The dataset of a directory of token files. What the training loop calls:
+"""The dataset of a directory of token files, or of a corpus of Megatron-LM. What the training loop calls:
 
     data = TokenDataset.from_config(recipe.data, cache_dir="runs/data")   # several ranks may build at once
     data = TokenDataset(directory, seq_len=256, micro_batch_size=8, seed=1234)
@@ -17,30 +17,31 @@ import platform
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fastmp.config import DataConfig
+from fastmp.layout import is_megatron
 from fastmp.train.data.corpus import DatasetExists, build
-from fastmp.train.data.sampling import sample_starts
-from fastmp.train.data.tokenfile import (
-    FORMAT,
-    Split,
-    damaged,
-    open_split,
-    open_tokenizer,
-    read_index,
-)
-from fastmp.train.data.tokenize import load_tokenizer
+from fastmp.train.data.megatron import MegatronSplit
+from fastmp.train.data.megatron import open_splits as open_megatron
+from fastmp.train.data.sampling import first_sample, sample_starts
+from fastmp.train.data.tokenfile import FORMAT, Split, open_split, open_tokenizer, read_index
+from fastmp.train.data.tokenize import Tokenizer, load_tokenizer
 
 IGNORE_INDEX = -100  # target of padding, which the loss leaves out
 
 
 class TokenDataset:
-    """Fixed-length samples of a token directory; see the top of this module.
+    """Fixed-length samples of a token directory or of a corpus of Megatron-LM; see the top of this module.
 
+    source: the directory, or the prefix of Megatron's files. These have no tokenizer: `tokenizer` is what
+        `load_tokenizer` takes. Their last documents, a share `validation_fraction` of their number, are
+        held out.
+    validation_source: what is held out instead: the held-out text of a directory, or its training text
+        where it has no other; all documents of a corpus of Megatron-LM.
     document_masking: batches also have "documents", the `fastmp.nn.Documents` of their rows. A document
         begins with end-of-text, as token files have it, and with every row. End-of-text sees itself alone and
         predicts how a document begins; the last token of a document predicts end-of-text. So every target is
@@ -53,62 +54,72 @@ class TokenDataset:
 
     def __init__(
         self,
-        directory: str | Path,
+        source: str | Path,
         *,
         seq_len: int,
         micro_batch_size: int,
         seed: int,
         document_masking: bool = False,
         static_shapes: bool = False,
+        tokenizer: str = "byte",
+        validation_fraction: float = 0.05,
+        validation_source: str | Path | None = None,
     ) -> None:
-        directory = Path(directory)
         if seq_len < 1 or micro_batch_size < 1:
             raise ValueError(
                 f"TokenDataset: seq_len {seq_len} and micro_batch_size {micro_batch_size} must be positive"
             )
-        index = read_index(directory)
         self.seq_len, self.micro_batch_size, self.seed = seq_len, micro_batch_size, seed
-        self.document_masking, self.vocab_size = document_masking, index.vocab_size
-        self.tokenizer = open_tokenizer(directory, index)
-        self.train = open_split(directory, index, "train")
-        self._validation = (
-            open_split(directory, index, "validation") if "validation" in index.splits else None
-        )
+        self.document_masking = document_masking
+        corpus = open_corpus(source, tokenizer, 0.0 if validation_source else validation_fraction)
+        self.tokenizer, self.train, self._validation = corpus
+        self.vocab_size = self.tokenizer.vocab_size
+        if validation_source is not None:
+            beside = open_corpus(validation_source, tokenizer, 0.0)
+            check_same_tokenizer(source, self.tokenizer, validation_source, beside.tokenizer)
+            self._validation = beside.validation or beside.train
         if self.train.info.num_tokens < seq_len + 1:
             raise ValueError(
                 f"{self.train.path}: {self.train.info.num_tokens} tokens do not hold one sample of "
                 f"seq_len + 1 = {seq_len + 1}"
             )
         self.max_documents: int | None = None
-        if document_masking and static_shapes:
-            self.max_documents = micro_batch_size * self.train.most_documents(seq_len)
+        if document_masking:
+            for split in (self.train, self._validation):
+                if isinstance(split, MegatronSplit):
+                    split.check_ends()
+            if static_shapes:
+                self.max_documents = micro_batch_size * self.train.most_documents(seq_len)
 
     @classmethod
     def from_config(
         cls, config: DataConfig, *, cache_dir: str | Path, static_shapes: bool = False
     ) -> TokenDataset:
         """Open `config.path`, or the built-in `config.text`, built under `cache_dir` the first time."""
-        directory = cls.directory(config, cache_dir)
-        if config.path is None and not directory.exists():
+        source = cls.source(config, cache_dir)
+        if config.path is None and not source.exists():
             with contextlib.suppress(DatasetExists):  # another process has just built it
                 build(
                     [config.text],
-                    directory,
+                    source,
                     tokenizer=config.tokenizer,
                     validation_fraction=config.validation_fraction,
                 )
         return cls(
-            directory,
+            source,
             seq_len=config.seq_len,
             micro_batch_size=config.micro_batch_size,
             seed=config.seed,
             document_masking=config.document_masking,
             static_shapes=static_shapes,
+            tokenizer=config.tokenizer,
+            validation_fraction=config.validation_fraction,
+            validation_source=config.validation_path,
         )
 
     @staticmethod
-    def directory(config: DataConfig, cache_dir: str | Path) -> Path:
-        """The directory that `from_config` opens; a built-in text's may not be there yet."""
+    def source(config: DataConfig, cache_dir: str | Path) -> Path:
+        """What `from_config` opens; the directory of a built-in text may not be there yet."""
         if config.path is not None:
             return Path(config.path)
         tokenizer = config.tokenizer
@@ -120,7 +131,7 @@ class TokenDataset:
         return Path(cache_dir) / f"{name}-{config.validation_fraction:g}-{FORMAT.rpartition('-')[2]}"
 
     @property
-    def validation(self) -> Split:
+    def validation(self) -> Split | MegatronSplit:
         """The held-out split; ValueError if the dataset has none."""
         if self._validation is None:
             raise ValueError(f"{self.train.path.parent}: no text was held out (validation_fraction 0)")
@@ -131,25 +142,15 @@ class TokenDataset:
     ) -> dict[str, Any]:
         """The samples of one microbatch of one data-parallel rank: "tokens" and "targets", (B, S) int64, CPU.
 
-        A step takes num_microbatches * dp_size * micro_batch_size samples in a row; their division over
-        microbatches and ranks depends on dp_size, the set does not. targets[b, s] is the token after
-        tokens[b, s].
+        `first_sample` says which ones. targets[b, s] is the token after tokens[b, s].
         """
-        if not (0 <= microbatch < num_microbatches and 0 <= dp_rank < dp_size and step >= 0):
-            raise ValueError(
-                f"TokenDataset.batch: step {step}, microbatch {microbatch} of {num_microbatches}, "
-                f"rank {dp_rank} of {dp_size} is out of range"
-            )
-        slot = (step * num_microbatches + microbatch) * dp_size + dp_rank
+        first = first_sample(step, microbatch, num_microbatches, dp_rank, dp_size, self.micro_batch_size)
         starts = sample_starts(
-            self.seed,
-            slot * self.micro_batch_size,
-            self.micro_batch_size,
-            self.train.info.num_tokens,
-            self.seq_len,
+            self.seed, first, self.micro_batch_size, self.train.info.num_tokens, self.seq_len
         )
         windows = _windows(self.train, starts, self.seq_len)
-        return self._tensors(windows[:, :-1].copy(), windows[:, 1:].copy(), self.max_documents)
+        begins = self._begins(self.train, starts, windows[:, :-1])
+        return make_batch(windows[:, :-1].copy(), windows[:, 1:].copy(), begins, self.max_documents)
 
     def num_validation_batches(self, dp_size: int = 1) -> int:
         """Batches that `validation_batches` yields on every rank."""
@@ -174,30 +175,82 @@ class TokenDataset:
         shape = (self.micro_batch_size, seq_len)
         tokens = np.full(shape, self.tokenizer.end_of_text, np.int64)
         targets = np.full(shape, IGNORE_INDEX, np.int64)
+        begins = np.zeros(shape, np.bool_) if self.document_masking else None  # padding: none of its own
         for row in range(self.micro_batch_size):
             begin = (first + row) * seq_len
             real = min(seq_len, split.info.num_tokens - 1 - begin)
             if real > 0:
-                window = _windows(split, np.array([begin]), real)[0]
-                tokens[row, :real], targets[row, :real] = window[:-1], window[1:]
-        return self._tensors(tokens, targets)
+                starts = np.array([begin])
+                window = _windows(split, starts, real)
+                tokens[row, :real], targets[row, :real] = window[0, :-1], window[0, 1:]
+                if begins is not None:
+                    begins[row, :real] = split.document_begins(starts, window[:, :-1])
+        return make_batch(tokens, targets, begins)
 
-    def _tensors(
-        self,
-        tokens: npt.NDArray[np.int64],
-        targets: npt.NDArray[np.int64],
-        max_documents: int | None = None,
-    ) -> dict[str, Any]:
-        import torch  # here, so that building token files does not wait for it
+    def _begins(
+        self, split: Split | MegatronSplit, starts: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_] | None:
+        return split.document_begins(starts, tokens) if self.document_masking else None
 
-        batch: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
-        if self.document_masking:
-            from fastmp.nn.documents import Documents
 
-            begins = (tokens == self.tokenizer.end_of_text) & (targets != IGNORE_INDEX)  # not each of padding
-            position_ids = torch.from_numpy(_position_ids(begins))
-            batch["documents"] = Documents.from_position_ids(position_ids, max_documents=max_documents)
-        return batch
+class Corpus(NamedTuple):
+    """A source of samples: its tokenizer, and what is trained on and held out."""
+
+    tokenizer: Tokenizer
+    train: Split | MegatronSplit
+    validation: Split | MegatronSplit | None
+
+
+def open_corpus(source: str | Path, tokenizer: str, held_out: float) -> Corpus:
+    """Open a token directory, which has a tokenizer and held-out text of its own, or Megatron's files.
+
+    ValueError naming the file that is missing or damaged, and where there is neither of the two.
+    """
+    if is_megatron(source):
+        if tokenizer == "bpe":
+            raise ValueError(
+                f"{source}: a corpus of Megatron-LM needs the tokenizer it was made with: data.tokenizer is "
+                "'bpe', which learns one; name a tokenizer.json"
+            )
+        made = load_tokenizer(tokenizer)
+        return Corpus(made, *open_megatron(source, made, held_out))
+    directory = Path(source)
+    index = read_index(directory)
+    validation = open_split(directory, index, "validation") if "validation" in index.splits else None
+    return Corpus(open_tokenizer(directory, index), open_split(directory, index, "train"), validation)
+
+
+def check_same_tokenizer(one: str | Path, its: Tokenizer, other: str | Path, others: Tokenizer) -> None:
+    """Raise a ValueError where ids of two sources do not mean the same."""
+    for what, first, second in (
+        ("tokenizer", its.name, others.name),
+        ("tokens in the vocabulary", its.vocab_size, others.vocab_size),
+        ("end-of-text", its.end_of_text, others.end_of_text),
+        ("file of the tokenizer", its.to_json(), others.to_json()),
+    ):
+        if first != second:
+            values = "" if what.startswith("file") else f" ({first} and {second})"
+            raise ValueError(
+                f"{one} and {other} differ in {what}{values}: build them with the same tokenizer"
+            )
+
+
+def make_batch(
+    tokens: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.bool_] | None = None,
+    max_documents: int | None = None,
+) -> dict[str, Any]:
+    """A batch of `tokens` and `targets` (B, S); with `begins` (B, S), where documents begin, "documents"."""
+    import torch  # here, so that building token files does not wait for it
+
+    batch: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "targets": torch.from_numpy(targets)}
+    if begins is not None:
+        from fastmp.nn.documents import Documents
+
+        position_ids = torch.from_numpy(_position_ids(begins))
+        batch["documents"] = Documents.from_position_ids(position_ids, max_documents=max_documents)
+    return batch
 
 
 def _position_ids(begins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -206,7 +259,9 @@ def _position_ids(begins: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
 
-def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.NDArray[np.int64]:
+def _windows(
+    split: Split | MegatronSplit, starts: npt.NDArray[np.int64], seq_len: int
+) -> npt.NDArray[np.int64]:
     """(len(starts), seq_len + 1) tokens of the ring from each start; ValueError where the file is damaged."""
     total = split.info.num_tokens
     result = np.empty((len(starts), seq_len + 1), np.int64)
@@ -215,6 +270,4 @@ def _windows(split: Split, starts: npt.NDArray[np.int64], seq_len: int) -> npt.N
         result[row, :head] = split.read(start, start + head)
         if head <= seq_len:
             result[row, head:] = split.read(0, seq_len + 1 - head)
-    if result.max(initial=0) > split.info.max_token:
-        raise damaged(split.path, f"token id {result.max()}, the index says {split.info.max_token} at most")
     return result

@@ -79,6 +79,22 @@ def sample_starts(seed: int, first: int, count: int, num_tokens: int, seq_len: i
     return HOST.sample_starts(seed & _MASK, first, count, num_tokens, seq_len)
 
 
+def first_sample(
+    step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int, micro_batch_size: int
+) -> int:
+    """The first of the samples in a row that a rank has in a microbatch, counted from the start of the run.
+
+    A step takes num_microbatches * dp_size * micro_batch_size samples; their division over microbatches and
+    ranks depends on dp_size, the set does not. ValueError where an argument is out of range.
+    """
+    if not (0 <= microbatch < num_microbatches and 0 <= dp_rank < dp_size and step >= 0):
+        raise ValueError(
+            f"TokenDataset.batch: step {step}, microbatch {microbatch} of {num_microbatches}, "
+            f"rank {dp_rank} of {dp_size} is out of range"
+        )
+    return ((step * num_microbatches + microbatch) * dp_size + dp_rank) * micro_batch_size
+
+
 def _check(first: int, count: int, num_tokens: int, seq_len: int) -> None:
     if first < 0 or count < 0:
         raise ValueError(f"sample_starts: first {first} and count {count} must not be negative")

@@ -23,7 +23,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from fastmp.train.data.tokenize import (
 FORMAT = "fastmp-tokens-3"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
 TOKENIZERS = ("byte", "bpe", "unigram", "wordpiece", "wordlevel")
+_DOCUMENTS_AT_ONCE = 1 << 20
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
@@ -173,6 +174,7 @@ class Split:
     info: SplitInfo
     tokens: npt.NDArray[Any]
     documents: npt.NDArray[np.int64]
+    end_of_text: int
     checksums: npt.NDArray[np.uint32]
     checked: npt.NDArray[np.bool_]
 
@@ -182,14 +184,25 @@ class Split:
         for block in range(begin * size // BLOCK_BYTES, -(-end * size // BLOCK_BYTES)):
             if not self.checked[block]:
                 self.check(block)
-        return self.tokens[begin:end]
+        tokens = self.tokens[begin:end]
+        if tokens.max(initial=0) > self.info.max_token:
+            raise damaged(self.path, f"token id {tokens.max()}, the index says {self.info.max_token} at most")
+        return tokens
+
+    def document_begins(
+        self, starts: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Which of `tokens` (B, S), read from `starts` on around the ring, begin a document."""
+        return tokens == self.end_of_text
 
     def most_documents(self, length: int) -> int:
         """The most documents that `length` tokens in a row, also around the end, have a part of."""
-        begins = self.documents[:-1]
-        around = np.concatenate([begins, begins[begins < length] + self.info.num_tokens])
-        behind = np.searchsorted(around, begins + (length - 1))  # of those that begin with a document
-        return 1 + int((behind - np.arange(len(begins))).max())
+        return most_documents(
+            lambda first, last: self.documents[first:last],
+            self.info.num_documents,
+            self.info.num_tokens,
+            length,
+        )
 
     def check(self, block: int) -> None:
         """Read a block and compare its checksum; ValueError as `read`."""
@@ -204,6 +217,26 @@ class Split:
                 f"{self.path.stem}.checksums says {expected:08x}",
             )
         self.checked[block] = True
+
+
+def most_documents(
+    starts: Callable[[int, int], npt.NDArray[np.int64]], count: int, num_tokens: int, length: int
+) -> int:
+    """The most of `count` documents that `length` tokens in a row of a ring of `num_tokens` have a part of.
+
+    starts: (i, j) -> the tokens with which documents i to j - 1 begin.
+    """
+    most = 0
+    for first in range(0, count, _DOCUMENTS_AT_ONCE):
+        last = min(first + _DOCUMENTS_AT_ONCE, count)
+        begins = starts(first, min(last + length, count))  # no more of them begin in `length` tokens
+        around = starts(0, min(length, count)) + num_tokens if last + length > count else begins[:0]
+        here = begins[: last - first]
+        behind = np.searchsorted(
+            np.concatenate([begins, around]), here + (length - 1)
+        )  # of those that begin with one
+        most = max(most, 1 + int((behind - np.arange(len(here))).max()))
+    return most
 
 
 def damaged(path: Path, what: str) -> ValueError:
@@ -260,7 +293,7 @@ def open_split(directory: Path, index: Index, name: str) -> Split:
     num_blocks = -(-tokens.nbytes // BLOCK_BYTES)
     checksums = _map(path.with_suffix(".checksums"), np.dtype("<u4"), num_blocks)
     _compare(path.with_suffix(".checksums"), checksums, info.checksums_crc32)
-    return Split(path, info, tokens, documents, checksums, np.zeros(num_blocks, np.bool_))
+    return Split(path, info, tokens, documents, index.end_of_text, checksums, np.zeros(num_blocks, np.bool_))
 
 
 def open_tokenizer(directory: Path, index: Index) -> Tokenizer:
