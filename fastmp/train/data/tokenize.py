@@ -46,6 +46,7 @@ class Tokenizer(Protocol):
     def encode(self, text: bytes | str) -> TokenIds: ...
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]: ...
     def encode_prompt(self, text: str) -> list[int]: ...
+    def encode_places(self, texts: list[str]) -> list[tuple[TokenIds, list[tuple[int, int]]]]: ...
     def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
     def decode(self, ids: Iterable[int]) -> str: ...
     def to_json(self) -> str | None: ...
@@ -68,6 +69,17 @@ class ByteTokenizer:
     def encode_prompt(self, text: str) -> list[int]:
         """The ids of `text` as the beginning of a document."""
         return [self.end_of_text, *self.encode(text).tolist()]
+
+    def encode_places(self, texts: list[str]) -> list[tuple[TokenIds, list[tuple[int, int]]]]:
+        """The ids of each text, with the place of every token there: its first character, and the one behind.
+
+        Bytes of one character have one place.
+        """
+        encoded = []
+        for text in texts:
+            places = [(i, i + 1) for i, character in enumerate(text) for _ in _as_bytes(character)]
+            encoded.append((self.encode(text), places))
+        return encoded
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for (end-of-text: none). ValueError on an id beyond the vocabulary."""
@@ -132,6 +144,12 @@ class FileTokenizer:
                 return self._tokenizer.encode(_as_str(_as_bytes(text))).ids
             finally:
                 self._tokenizer.encode_special_tokens = True
+
+    def encode_places(self, texts: list[str]) -> list[tuple[TokenIds, list[tuple[int, int]]]]:
+        """As that of `ByteTokenizer`: places in the text as it was given, not as it was normalised."""
+        with _named(self._source):
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(np.array(one.ids, np.int64), one.offsets) for one in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes that `ids` stand for, special tokens for none. ValueError beyond the vocabulary."""
