@@ -75,6 +75,11 @@ def set_default_variables(**variables: str) -> None:
         os.environ.setdefault(name, value)
 
 
+def with_variables(**variables: str) -> dict[str, str]:
+    """The variables of this process with `variables` over them, for a process that it starts."""
+    return {**os.environ, **variables}
+
+
 @dataclass(frozen=True)
 class ParallelConfig(Checked):
     """Sizes of the parallel axes, and the order of work on them.

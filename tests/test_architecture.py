@@ -114,9 +114,14 @@ ALLOWED = {
     },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.launch": {"config", "parallel.runtime"},
+    "fastmp.prove": {"prove", "config", "graphs", "nn", "ops", "parallel", "testing"},
+    "fastmp.prove.claims": set(),
+    "fastmp.prove.command": {"prove.claims", "prove.page", "prove.run", "commands", "config"},
+    "fastmp.prove.page": {"prove.claims"},
+    "fastmp.prove.run": {"prove.claims", "prove.page"},
     "fastmp.doctor": {"commands", "config", "ops", "testing"},
     "fastmp.hang": {"commands", "files", "parallel.verdict"},
-    "fastmp.cli": {"commands", "generation", "train", "plan", "doctor", "hang"},
+    "fastmp.cli": {"commands", "generation", "train", "plan", "prove", "doctor", "hang"},
 }
 STDLIB_ONLY = (
     *(
@@ -134,6 +139,7 @@ STDLIB_ONLY = (
         "fastmp.sizes",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
+    *("fastmp.prove", *(f"fastmp.prove.{name}" for name in ("claims", "command", "page", "run"))),
     *(
         f"fastmp.parallel.{name}"
         for name in ("grid", "launchers", "messages", "schedule", "shards", "simulate", "verdict")
@@ -211,6 +217,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "train --help",
         "generate --help",
         "hang --help",
+        "prove --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",

@@ -6,6 +6,7 @@ named. Triton specialises each kernel, compiles it for the architecture, and doe
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import tempfile
@@ -14,11 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 from unittest import mock
 
 import torch
 
+from fastmp import ops
 from fastmp.ops import OPS, _triton, launcher
 from fastmp.ops.warm import AbsentGPU
 
@@ -134,6 +137,15 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
     with launcher.instead(compile_only, arch), mock.patch.object(_triton.driver, "_active", AbsentGPU(arch)):
         OPS[op].implementations["triton"](*arguments)
     return found
+
+
+def kernel_names() -> list[str]:
+    """The names of all Triton kernels of fastmp.ops; other functions of theirs are parts of kernels."""
+    modules = [importlib.import_module(f"{ops.__name__}.{each.name}") for each in iter_modules(ops.__path__)]
+    functions = {name: value for module in modules for name, value in vars(module).items()}
+    return sorted(
+        name for name, value in functions.items() if name.endswith("_kernel") and hasattr(value, "arg_names")
+    )
 
 
 def meta(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
