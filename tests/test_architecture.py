@@ -222,6 +222,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",
         "plan recipe configs/mixtral-8x7b.toml --world-size 64",
+        "plan time configs/mixtral-8x7b.toml --world-size 64",
     ],
 )
 def test_light_commands_never_import_torch(command):

@@ -17,6 +17,10 @@ COMMANDS = {
         "fastmp.plan.optimizer",
         "where parameters lie in flat buffers and buckets, and what a rank owns of them",
     ),
+    "time": (
+        "fastmp.plan.time",
+        "how long a step would take on named GPUs, and where the time goes: estimates",
+    ),
     "schedule": ("fastmp.plan.schedule", "what pipeline ranks do in which order, and how long they idle"),
 }
 

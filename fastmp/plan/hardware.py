@@ -1,0 +1,103 @@
+"""Named GPUs in their servers: rates of data sheets, each with its source. Nothing here is measured.
+
+A GPU stands in the server that its maker sells it in, whose switch joins all of its GPUs and whose network
+cards are divided among them evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GPU:
+    """A GPU in its server. Rates are per second and in one direction; FLOPs are of dense products.
+
+    half, single: FLOP/s of products of 16-bit and of float32 numbers. memory_bandwidth, nvlink, network:
+    bytes a second of one GPU; the last is its share of its server's network cards. capacity: bytes of memory.
+    switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP).
+    """
+
+    name: str
+    half: float
+    single: float
+    processors: int
+    memory_bandwidth: float
+    capacity: float
+    nvlink: float
+    per_server: int
+    network: float
+    source: str
+    switch_sums: bool = False
+
+    def peak(self, itemsize: int) -> float:
+        """Return the FLOP/s of products of numbers of `itemsize` bytes."""
+        return self.single if itemsize == 4 else self.half
+
+
+GPUS = {
+    "v100": GPU(
+        "Tesla V100 SXM3 32 GB (DGX-2H)",
+        half=130e12,
+        single=16.3e12,
+        processors=80,
+        memory_bandwidth=900e9,
+        capacity=32e9,
+        nvlink=150e9,
+        per_server=16,
+        network=6.25e9,
+        source="39 TFLOP/s are 30 % of its peak, 300 GB/s (both ways) between GPUs and 100 GB/s between "
+        "servers: Shoeybi et al. 2019 (arXiv 1909.08053), section 5; memory: NVIDIA V100 data sheet",
+    ),
+    "a100": GPU(
+        "A100 SXM4 80 GB (DGX A100)",
+        half=312e12,
+        single=19.5e12,
+        processors=108,
+        memory_bandwidth=2039e9,
+        capacity=80e9,
+        nvlink=300e9,
+        per_server=8,
+        network=25e9,
+        source="NVIDIA A100 data sheet; eight 200 Gbit/s cards a server: DGX A100 data sheet",
+    ),
+    "h100": GPU(
+        "H100 SXM5 80 GB (DGX H100)",
+        half=989.4e12,
+        single=66.9e12,
+        processors=132,
+        memory_bandwidth=3352e9,
+        capacity=80e9,
+        nvlink=450e9,
+        per_server=8,
+        network=50e9,
+        source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
+        switch_sums=True,
+    ),
+    "h200": GPU(
+        "H200 SXM5 141 GB (DGX H200)",
+        half=989.4e12,
+        single=66.9e12,
+        processors=132,
+        memory_bandwidth=4800e9,
+        capacity=141e9,
+        nvlink=450e9,
+        per_server=8,
+        network=50e9,
+        source="NVIDIA H200 data sheet; eight 400 Gbit/s cards a server: DGX H200 data sheet",
+        switch_sums=True,
+    ),
+    "b200": GPU(
+        "B200 SXM 180 GB (DGX B200)",
+        half=2250e12,
+        single=75e12,
+        processors=148,
+        memory_bandwidth=8000e9,
+        capacity=180e9,
+        nvlink=900e9,
+        per_server=8,
+        network=50e9,
+        source="NVIDIA DGX B200 data sheet: the server's figures over its eight GPUs, eight 400 Gbit/s cards",
+        switch_sums=True,
+    ),
+}

@@ -1,0 +1,80 @@
+"""Links: how long a group of ranks takes to send bytes, by the latencies and bandwidths of a GPU's server.
+
+Times are seconds. A message of X bytes takes alpha + X / beta: alpha is the latency of a hop, beta the bytes
+a second that a rank can send. Ranks of one server send over NVLink. Between servers, what bounds a group is
+the door of a server to the network: a rank has its own share of the server's cards, and the ranks that a
+group has in one server use theirs together, as a ring enters and leaves each server once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from fastmp.plan.hardware import GPU
+
+NVLINK_HOP, NETWORK_HOP = 3e-6, 8e-6  # seconds, of the order of those in NCCL's own tables
+START = 15e-6  # seconds of a collective of one byte, as published for NCCL: 10 to 20 us
+# The share of a link's rate that large messages reach. Published for nccl-tests: 230 to 240 GB/s of the 300
+# of an A100, 360 to 370 of the 450 of an H100, by rings.
+REACHED = 0.8
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins `ranks` ranks: the seconds of a hop, and the bytes a second that each rank can send.
+
+    sums: whether the switch between them adds up what they send.
+    """
+
+    ranks: int
+    hop: float
+    bandwidth: float
+    sums: bool = False
+
+    def passes(self, sent: float, number: float = 1.0) -> float:
+        """Return the seconds of `number` passes around a ring, in which a rank sends `sent` bytes together.
+
+        An all-gather or a reduce-scatter is one pass.
+        """
+        if self.ranks == 1 or not sent:
+            return 0.0
+        return number * (START + (self.ranks - 1) * self.hop) + sent / self.bandwidth
+
+    def all_reduce(self, size: float) -> float:
+        """Return the seconds in which the ranks add up `size` bytes each, by a ring, a tree or the switch.
+
+        A ring takes 2 (n - 1) hops and sends 2 (n - 1) / n of the bytes; a double tree takes 2 log2(n) hops
+        and sends them twice. To a switch that adds, a rank sends each byte once, and a part of the sum.
+        """
+        if self.ranks == 1 or not size:
+            return 0.0
+        n, once = self.ranks, size / self.bandwidth
+        ring = 2 * (n - 1) * self.hop + 2 * (n - 1) / n * once
+        tree = 2 * math.ceil(math.log2(n)) * self.hop + 2 * once
+        switch = 2 * self.hop + (n + 1) / n * once if self.sums else math.inf
+        return START + min(ring, tree, switch)
+
+    def message(self, size: float) -> float:
+        """Return the seconds of a message of `size` bytes between two ranks."""
+        return START + self.hop + size / self.bandwidth
+
+    @property
+    def last(self) -> float:
+        """The standard deviations by which the last rank is expected behind the mean (Blom 1958)."""
+        return NormalDist().inv_cdf((self.ranks - 0.375) / (self.ranks + 0.25))
+
+
+def link(gpu: GPU, ranks: Sequence[int], *, exchange: bool = False) -> Link:
+    """Return what joins `ranks` of a job whose ranks fill one server after the other.
+
+    exchange: each rank sends each other one bytes of its own, so that those for other servers pass the door.
+    """
+    n, inside = len(ranks), min(Counter(rank // gpu.per_server for rank in ranks).values())
+    if inside == n:
+        return Link(n, NVLINK_HOP, REACHED * gpu.nvlink, gpu.switch_sums and n > 2)
+    door = gpu.network * ((n - 1) / (n - inside) if exchange else inside)
+    return Link(n, NETWORK_HOP, REACHED * min(door, gpu.nvlink))

@@ -1,0 +1,329 @@
+"""Time: how long a training step of a recipe would take on named GPUs, and where it would go. Estimates.
+
+Products and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
+the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions: the host is never
+late; all experts get equally many tokens; collectives within layers stop the compute, but for those of a
+backward that run beside a product (`Kernels.overlap`); sums of gradients run beside the last backward and
+gathers of parameters beside the next forward, except for one bucket each; Muon's products are not counted.
+Checkpoints, data and logging take no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+from fastmp.config import Recipe
+from fastmp.layout import make_schedule
+from fastmp.parallel.simulate import Costs, simulate
+from fastmp.plan import traffic
+from fastmp.plan.hardware import GPU
+from fastmp.plan.kernels import ATTENTION, FASTMP, LAUNCH, PRODUCTS, Kernels, Product, product_time
+from fastmp.plan.links import Link, link
+from fastmp.plan.memory import grad_bytes, state_bytes
+from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
+from fastmp.plan.shapes import Shapes, shapes_of
+from fastmp.sizes import flops_per_token, layer_flops_per_token
+
+FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
+ONCE = "once a step"
+_FLASH_BACKWARD = 2.5  # five products for two
+
+
+class Seconds(dict[str, float]):
+    """Seconds by what takes them: products, attention, other kernels, or a group that sends."""
+
+    def __missing__(self, what: str) -> float:
+        return 0.0
+
+    def add(self, other: Mapping[str, float], times: float = 1.0) -> None:
+        """Add what `other` has."""
+        for what, took in other.items():
+            self[what] += took * times
+
+    def total(self) -> float:
+        """Return all of them."""
+        return sum(self.values())
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The seconds of one microbatch, by phase and by what takes them."""
+
+    of: Mapping[str, Seconds] = field(
+        default_factory=lambda: {name: Seconds() for name in (FORWARD, REPEATED, INPUT, WEIGHT)}
+    )
+
+    def total(self, *names: str) -> float:
+        """Return the seconds of these phases together."""
+        return sum(self.of[name].total() for name in names)
+
+    def add(self, other: Phases) -> None:
+        """Add what another part of the model takes."""
+        for name, own in self.of.items():
+            own.add(other.of[name])
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step.
+
+    parts: {(phase, what): seconds} of the pipeline rank that works longest; they add up to `seconds`. bubble:
+    of all pipeline ranks, over their work. mfu: model FLOPs, with the keys that a token sees, over the peak.
+    """
+
+    seconds: float
+    parts: dict[tuple[str, str], float]
+    bubble: float
+    tokens_per_second: float
+    mfu: float
+
+
+def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FASTMP) -> StepTime:
+    """Return the time of a step of `recipe`, which must fit `world_size` ranks, one on each GPU."""
+    shapes = shapes_of(recipe, world_size)
+    made = _Links(gpu, shapes)
+    stages = _stages(recipe, shapes, made, kernels)
+    schedule = make_schedule(recipe.parallel, shapes.num_microbatches)
+    costs = Costs(
+        [each.total(FORWARD) for each in stages],
+        [each.total(REPEATED, INPUT) for each in stages],
+        [each.total(WEIGHT) for each in stages],
+        made.between_stages.message(shapes.hidden) if shapes.grid.pp > 1 else 0.0,
+    )
+    run = simulate(schedule.orders(), costs)
+    ends = [
+        _end_of_step(recipe, shapes, made, kernels, rank, stages[rank :: shapes.grid.pp])
+        for rank in range(shapes.grid.pp)
+    ]
+    slowest = max(range(shapes.grid.pp), key=lambda rank: run.busy[rank] + ends[rank].total())
+    seconds = run.makespan + ends[slowest].total()
+    parts: dict[tuple[str, str], float] = {}
+    for stage in stages[slowest :: shapes.grid.pp]:
+        for phase, own in stage.of.items():
+            for what, took in own.items():
+                parts[phase, what] = parts.get((phase, what), 0.0) + took * shapes.num_microbatches
+    parts[ONCE, "pipeline idle"] = run.makespan - run.busy[slowest]
+    parts.update({(ONCE, what): took for what, took in ends[slowest].items()})
+    tokens = recipe.train.global_batch_size * recipe.data.seq_len
+    flops = tokens * flops_per_token(recipe.model, recipe.data.seq_len, causal=True)
+    return StepTime(
+        seconds=seconds,
+        parts={key: took for key, took in parts.items() if took > 0.0},
+        bubble=run.bubble,
+        tokens_per_second=tokens / seconds,
+        mfu=flops / (seconds * world_size * gpu.peak(shapes.itemsize)),
+    )
+
+
+class _Links:
+    """The links of a recipe's groups on servers of one kind of GPU."""
+
+    def __init__(self, gpu: GPU, shapes: Shapes) -> None:
+        self.gpu, self._grid = gpu, shapes.grid
+        self._made: dict[str, Link] = {}
+
+    def __getitem__(self, group: str) -> Link:
+        if group not in self._made:
+            ranks = self._grid.ranks(group)[0]
+            self._made[group] = link(self.gpu, ranks, exchange=group == "ep")
+        return self._made[group]
+
+    @property
+    def between_stages(self) -> Link:
+        """The slowest link between neighbours of a pipeline."""
+        ranks = self._grid.ranks("pp")[0]
+        return min((link(self.gpu, pair) for pair in pairwise(ranks)), key=lambda each: each.bandwidth)
+
+
+def _stages(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> list[Phases]:
+    """Return the time of a microbatch in each of the pipeline's stages."""
+    layout, model, layers = recipe.parallel, recipe.model, stage_layers(recipe)
+    of_kinds = {
+        kind: _layer(replace(shapes, model=kind), links, kernels, layout.recompute)
+        for kind in set(model.layers)
+    }
+    found = []
+    for stage, number in enumerate(layers):
+        start = sum(layers[:stage])
+        total = Phases()
+        for kind in model.layers[start : start + number]:
+            total.add(of_kinds[kind])
+        if stage == 0:
+            total.add(_embedding(shapes, links, kernels))
+        if stage == len(layers) - 1:
+            total.add(_loss(shapes, links, kernels))
+        found.append(total)
+    return found
+
+
+def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> Phases:
+    """Return the time of a layer, of the kind that the model of `shapes` is, for one microbatch."""
+    gpu, itemsize, found = links.gpu, shapes.itemsize, Phases()
+    forward, repeated, inputs, weights = (found.of[name] for name in (FORWARD, REPEATED, INPUT, WEIGHT))
+    column, row = _products(shapes)
+    for product in (*column, *row):
+        forward["products"] += product_time(gpu, product, itemsize)
+        inputs["products"] += product_time(gpu, product.backward_input(), itemsize)
+        weights["products"] += product_time(gpu, product.backward_weight(kernels.adds), itemsize)
+    forward["attention"], inputs["attention"] = _attention(shapes, gpu, kernels)
+    forward["other kernels"], inputs["other kernels"] = _other_kernels(shapes, gpu, kernels)
+    sent = traffic.layer(shapes)
+    forward.add(_communication(shapes, links, sent.forward, kernels.late))
+    backward = _communication(shapes, links, sent.backward, kernels.late)
+    if kernels.overlap:  # beside the weight gradients of column-parallel products, or the gradient of inputs
+        beside = sum(product_time(gpu, each.backward_weight(kernels.adds), itemsize) for each in column)
+        share = 1.0
+        if shapes.sequence_parallel:
+            share, beside = 2 / 3, beside + inputs["products"] / 2
+        backward["tp"] -= min(backward["tp"] * share, beside)
+    inputs.add(backward)
+    if recompute:
+        repeated.add(forward)
+        repeated.add(_communication(shapes, links, sent.forward - sent.repeated, kernels.late), -1.0)
+        if shapes.model.moe is None and not shapes.model.dropout:
+            repeated["products"] -= product_time(gpu, row[-1], itemsize)
+    return found
+
+
+def _products(shapes: Shapes) -> tuple[list[Product], list[Product]]:
+    """Return the products of a layer: column-parallel ones, and row-parallel ones."""
+    model, grid, moe = shapes.model, shapes.grid, shapes.model.moe
+    h, heads = model.hidden_size, shapes.heads * model.head_dim
+    column = [Product(shapes.tokens, heads + 2 * shapes.kv_heads * model.head_dim, h)]
+    row = [Product(shapes.tokens, h, heads)]
+    width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
+    if width:
+        column.append(Product(shapes.tokens, shapes.blocks * width // grid.tp, h))
+        row.append(Product(shapes.tokens, h, width // grid.tp))
+    if moe is not None:
+        own, expert = moe.num_experts // grid.ep, moe.expert_ffn_hidden_size // grid.etp
+        rows = max(1, shapes.pairs * grid.etp // own)
+        column.append(Product(shapes.routed, moe.num_experts, h))
+        column.append(Product(rows, shapes.blocks * expert, h, own))
+        row.append(Product(rows, h, expert, own))
+    return column, row
+
+
+def _attention(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
+    """Return the seconds of attention between its projections, forward and backward."""
+    model, itemsize, length = shapes.model, shapes.itemsize, shapes.length * shapes.grid.cp
+    if kernels.scores is None:
+        _, flops = layer_flops_per_token(model, length, causal=True)
+        flops *= shapes.tokens / shapes.grid.tp
+        forward = flops / (ATTENTION * PRODUCTS * gpu.peak(itemsize))
+        return LAUNCH + forward, 2 * LAUNCH + _FLASH_BACKWARD * forward
+    batch = shapes.heads * shapes.tokens // shapes.length
+    products = (
+        Product(shapes.length, length, model.head_dim, batch),
+        Product(shapes.length, model.head_dim, length, batch),
+    )
+    element = batch * shapes.length * length * itemsize / _bandwidth(gpu, kernels)
+    backward = [each for of in products for each in (of.backward_input(), of.backward_weight())]
+    of_scores, of_gradients = kernels.scores
+    return (
+        sum(product_time(gpu, each, itemsize) for each in products) + of_scores * element,
+        sum(product_time(gpu, each, itemsize) for each in backward) + of_gradients * element,
+    )
+
+
+def _other_kernels(shapes: Shapes, gpu: GPU, kernels: Kernels) -> tuple[float, float]:
+    """Return the seconds of the kernels that memory bounds, forward and backward."""
+    model, moe, blocks = shapes.model, shapes.model.moe, shapes.blocks
+    projected = shapes.tokens * (shapes.heads + 2 * shapes.kv_heads) * model.head_dim * shapes.itemsize
+    width = model.ffn_size if moe is None else moe.shared_expert_ffn_hidden_size
+    ffn = shapes.tokens * width // shapes.grid.tp * shapes.itemsize
+    rows = 0
+    if moe is not None:  # rows are sorted and brought back
+        ffn += shapes.pairs * moe.expert_ffn_hidden_size * shapes.itemsize
+        rows = shapes.pairs * shapes.grid.etp * model.hidden_size * shapes.itemsize
+    rate = _bandwidth(gpu, kernels)
+    return tuple(  # type: ignore[return-value]
+        (
+            kernels.hidden[i] * shapes.hidden
+            + kernels.projected[i] * projected
+            + (kernels.ffn[i] + (2 * blocks if i else blocks) + 1) * ffn
+            + 4 * rows
+        )
+        / rate
+        + (kernels.launches[i] + (0 if moe is None else 8)) * LAUNCH
+        for i in (0, 1)
+    )
+
+
+def _embedding(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
+    found, sent = Phases(), traffic.embedding(shapes)
+    rows = 4 * shapes.hidden / _bandwidth(links.gpu, kernels) + 2 * LAUNCH  # a lookup, dropout
+    found.of[FORWARD]["other kernels"] += rows
+    found.of[WEIGHT]["other kernels"] += rows
+    found.of[FORWARD].add(_communication(shapes, links, sent.forward))
+    found.of[INPUT].add(_communication(shapes, links, sent.backward))
+    return found
+
+
+def _loss(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
+    """Return the time of the output layer and the loss."""
+    found, gpu, itemsize = Phases(), links.gpu, shapes.itemsize
+    logits = Product(shapes.tokens, shapes.vocab, shapes.model.hidden_size)
+    forward, inputs, weights = (found.of[name] for name in (FORWARD, INPUT, WEIGHT))
+    forward["products"] = product_time(gpu, logits, itemsize)
+    inputs["products"] = product_time(gpu, logits.backward_input(), itemsize)
+    weights["products"] = product_time(gpu, logits.backward_weight(kernels.adds), itemsize)
+    nbytes = shapes.tokens * shapes.vocab * kernels.logits
+    forward["other kernels"] = nbytes / _bandwidth(gpu, kernels) + 8 * LAUNCH
+    inputs.add(_communication(shapes, links, traffic.loss(shapes).forward))
+    return found
+
+
+def _communication(shapes: Shapes, links: _Links, sent: Mapping[str, int], late: float = 0.0) -> Seconds:
+    """Return the seconds in which a rank sends the bytes `sent` of a layer, by group."""
+    found = Seconds()
+    whole = shapes.tokens * shapes.model.hidden_size * shapes.itemsize
+    for group, nbytes in sent.items():
+        joined = links[group]
+        if joined.ranks == 1 or not nbytes:
+            continue
+        ring = whole * (joined.ranks - 1) / joined.ranks
+        if group == "tp" and not shapes.sequence_parallel:
+            found[group] += nbytes / (2 * ring) * (joined.all_reduce(whole) + late * joined.last)
+        elif group == "tp":
+            found[group] += joined.passes(nbytes, nbytes / ring) + nbytes / ring * late * joined.last
+        else:
+            found[group] += joined.passes(nbytes, 1 if group == "cp" else 2)
+    return found
+
+
+def _end_of_step(
+    recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels, rank: int, chunks: Sequence[Phases]
+) -> Seconds:
+    """Return what a rank of a pipeline rank does once a step, as far as nothing else hides it."""
+    optimizer, gpu = recipe.optimizer, links.gpu
+    facts, grad = rank_parameters(recipe, shapes, rank).values(), grad_bytes(recipe, shapes)
+    sums = gathers = pieces = 0.0
+    found = Seconds()
+    for buffer in rank_buffers(recipe, shapes, rank):
+        joined, size = links["edp" if buffer.experts else "dp-cp"], buffer.layout.size
+        buckets = max(1.0, size / optimizer.bucket_size)
+        pieces += buckets
+        if optimizer.shard:
+            sent = size * (joined.ranks - 1) / joined.ranks
+            sums += joined.passes(sent * grad, buckets)
+            gathers += joined.passes(sent * shapes.itemsize, buckets)
+        else:
+            sums += buckets * joined.all_reduce(size * grad / buckets)
+        moved = 2 * state_bytes(recipe, shapes, buffer.whole) + 2 * grad + shapes.itemsize + kernels.state
+        found["optimizer"] += moved * size / buffer.layout.num_ranks / _bandwidth(gpu, kernels)
+    found["optimizer"] += (4 + kernels.tensor_launches * len(facts)) * LAUNCH
+    beside = {"gradients": (sums, (REPEATED, INPUT, WEIGHT)), "parameters": (gathers, (FORWARD,))}
+    for what, (took, phases) in beside.items():
+        hidden = sum(each.total(*phases) for each in chunks) if optimizer.overlap else 0.0
+        found[what] += max(took - hidden, took / max(pieces, 1.0))
+    for each in facts:
+        if each.alone:
+            found["tied embedding"] += links["embedding"].all_reduce(each.size * grad)
+    return found
+
+
+def _bandwidth(gpu: GPU, kernels: Kernels) -> float:
+    return kernels.memory * gpu.memory_bandwidth

@@ -1,0 +1,78 @@
+"""`fastmp plan time`: how long a step of a recipe would take on named GPUs, and where the time would go."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from fastmp.config import Recipe
+from fastmp.layout import make_schedule
+from fastmp.plan.hardware import GPUS
+from fastmp.plan.memory import memory
+from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
+from fastmp.plan.shapes import shapes_of
+from fastmp.plan.step_time import FORWARD, INPUT, ONCE, REPEATED, WEIGHT, step_time
+
+
+def main(arguments: list[str]) -> int:
+    """Print the estimated time of a recipe's step; 0, or 2 with all that does not fit on stderr."""
+    parser = recipe_parser(
+        "fastmp plan time",
+        "Estimate the time of a step on named GPUs in their servers, and say where it goes.",
+    )
+    parser.add_argument("--hardware", choices=GPUS, default="h100", help="the GPUs (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    found = fitting_recipe(parser.prog, options)
+    if found is None:
+        return 2
+    facts = time_facts(found, options.world_size, options.hardware)
+    print(json.dumps(facts) if options.json else "\n".join(describe_time(facts)))
+    return 0
+
+
+def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]:
+    """Return what a step of `recipe`, which must fit, would take on GPUs of that name; seconds and bytes."""
+    gpu, shapes = GPUS[hardware], shapes_of(recipe, world_size)
+    found = step_time(recipe, world_size, gpu)
+    orders = make_schedule(recipe.parallel, shapes.num_microbatches).orders()
+    parts: dict[str, dict[str, float]] = {}
+    for (phase, what), took in found.parts.items():
+        parts.setdefault(what, {})[phase] = took
+    return {
+        "name": recipe.train.name,
+        "layout": str(shapes.grid),
+        "world_size": world_size,
+        "hardware": gpu.name,
+        "source": gpu.source,
+        "seconds": found.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "mfu": found.mfu,
+        "bubble": found.bubble,
+        "memory": max(each.total for each in memory(recipe, shapes, orders)),
+        "capacity": gpu.capacity,
+        "parts": parts,
+    }
+
+
+def describe_time(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that a person reads."""
+    tokens, size = facts["tokens_per_second"], facts["world_size"]
+    held, capacity = facts["memory"] / 2**30, facts["capacity"] / 2**30
+    yield f"{facts['name']} on {size} x {facts['hardware']}: an estimate; nothing of it was measured"
+    yield facts["layout"]
+    yield (
+        f"a step    {facts['seconds']:.3g} s: {tokens:,.0f} tokens/s, {tokens / size:,.0f} a GPU; "
+        f"model FLOPs at {facts['mfu']:.1%} of the peak (MFU)"
+    )
+    fits = "fits into" if held < capacity else "does not fit into"
+    yield f"memory    {held:.1f} GiB of the fullest rank, as far as it is counted, {fits} {capacity:.1f} GiB"
+    yield ""
+    yield "seconds of the pipeline rank that works longest"
+    phases = [FORWARD, REPEATED, INPUT, WEIGHT, ONCE]
+    rows = []
+    for what, own in sorted(facts["parts"].items(), key=lambda part: -sum(part[1].values())):
+        cells = [f"{own[phase]:.3f}" if phase in own else "-" for phase in phases]
+        whole = sum(own.values())
+        rows.append([what, *cells, f"{whole:.3f}", f"{whole / facts['seconds']:.1%}"])
+    yield from table(["", *phases, "all", "share"], rows)
