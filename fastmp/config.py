@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from fastmp.durations import duration_seconds
 from fastmp.model_config import ACTIVATIONS as ACTIVATIONS
@@ -26,6 +28,7 @@ from fastmp.parallel.launchers import Place, integer, read_place
 from fastmp.parallel.schedule import SCHEDULES
 from fastmp.parallel.shards import BUCKET_SIZE, UNIT
 
+_WEIGHT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?")
 SINKS = ("tensorboard", "wandb")  # each the name of its package, and of the extra that brings it
 
 
@@ -122,6 +125,9 @@ class DataConfig(Checked):
     path: str | None = option(
         None, "directory that `fastmp data build` made, or prefix of Megatron-LM's .bin and .idx; none: text"
     )
+    blend: tuple[str, ...] | None = option(
+        None, "instead of path: several, each behind its weight, as in '0.7 data/web' '0.3 data/books'"
+    )
     validation_path: str | None = option(None, "another one, to be held out; none: a part of path")
     tokenizer: str = option(
         "byte",
@@ -140,6 +146,33 @@ class DataConfig(Checked):
         yield from self._not_positive("seq_len", "micro_batch_size")
         if not 0 <= self.validation_fraction <= 0.5:
             yield f"validation_fraction must be from 0 to 0.5, got {self.validation_fraction}"
+        if self.blend is not None:
+            yield from self._blend_problems(self.blend)
+
+    def _blend_problems(self, blend: tuple[str, ...]) -> Iterator[str]:
+        for name in ("path", "validation_path"):
+            if getattr(self, name) is not None:
+                yield f"blend and {name} exclude each other, got {name} {getattr(self, name)!r}"
+        paths = [entry.partition(" ")[2].strip() for entry in blend]
+        for entry, path in zip(blend, paths):
+            weight = entry.partition(" ")[0]
+            if not (_WEIGHT.fullmatch(weight) and Fraction(weight) > 0 and path):
+                yield f"blend must have a weight before each path, as in '0.7 data/web', got {entry!r}"
+            elif paths.count(path) > 1:
+                yield f"blend must name each path once, got {path!r} again: add its weights"
+        if not blend:
+            yield "blend must name a source, got none"
+
+    @property
+    def sources(self) -> tuple[tuple[Fraction, str], ...]:
+        """Weights and paths of a blend; none where there is no blend."""
+        parts = (entry.partition(" ") for entry in self.blend or ())
+        return tuple((Fraction(weight), path.strip()) for weight, _, path in parts)
+
+    @property
+    def first_path(self) -> str | None:
+        """The path, or the first one of a blend, whose tokenizer is that of all."""
+        return self.sources[0][1] if self.blend else self.path
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,11 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
 
 def expected_vocab_size(data: DataConfig) -> int:
     """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it."""
-    if data.path is None or is_megatron(data.path):
+    path = data.first_path
+    if path is None or is_megatron(path):
         return VOCAB_SIZES.get(data.tokenizer, 0)
     try:
-        size = json.loads(read_file(Path(data.path) / "index.json", INDEX_LIMIT).decode())["content"][
-            "vocab_size"
-        ]
+        size = json.loads(read_file(Path(path) / "index.json", INDEX_LIMIT).decode())["content"]["vocab_size"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return 0
     return size if type(size) is int else 0

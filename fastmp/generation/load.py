@@ -109,7 +109,7 @@ def tokenizer_beside(checkpoint: Path) -> Tokenizer:
 
 def _tokenizer_of(data: DataConfig, cache_dir: Path) -> Tokenizer:
     directory = TokenDataset.source(data, cache_dir)
-    if is_megatron(directory) or (data.path is None and data.tokenizer != "bpe"):
+    if is_megatron(directory) or (data.first_path is None and data.tokenizer != "bpe"):
         return load_tokenizer(data.tokenizer)
     return open_tokenizer(directory, read_index(directory))
 

@@ -76,6 +76,8 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     """Return what `recipe`, which must fit `world_size` ranks, asks of each of them; sizes are in bytes."""
     model, layout, shapes = recipe.model, recipe.parallel, shapes_of(recipe, world_size)
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
+    sources = recipe.data.sources
+    whole = sum(weight for weight, _ in sources)
     run = _simulate(recipe, shapes)
     flops, sent = hardware_flops(recipe, shapes), traffic.step(recipe, shapes)
     layer = traffic.layer(shapes, shard_recompute_input=layout.shard_recompute_input)
@@ -98,6 +100,7 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "parameters": count.total,
         "active_parameters": count.active,
         "tokens_per_step": tokens,
+        "sources": {path: float(weight / whole) for weight, path in sources},
         "microbatches": shapes.num_microbatches,
         "hardware_flops": sum(flops) * world_size // shapes.grid.pp,
         "model_flops": tokens * flops_per_token(model, recipe.data.seq_len, causal=True),
@@ -151,6 +154,8 @@ def describe_recipe(facts: dict[str, Any]) -> Iterator[str]:
         f"a step    {facts['tokens_per_step']:,} tokens in {facts['microbatches']} microbatches, "
         f"{facts['model_flops']:.3g} model FLOPs; {done:.0%} more with what is computed again"
     )
+    if facts["sources"]:
+        yield "data      " + ", ".join(f"{share:.2%} {path}" for path, share in facts["sources"].items())
     if len(facts["ranks"]) > 1:
         chunks = f" of {facts['chunks']} chunks" if facts["chunks"] > 1 else ""
         idle = facts["bubble"] / (1 + facts["bubble"])

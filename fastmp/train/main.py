@@ -46,6 +46,7 @@ from fastmp.train.checkpoint.files import verify
 from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.checkpoint.weights import load_weights
 from fastmp.train.command import first_rank_speaks
+from fastmp.train.data.blend import BlendedDataset, open_dataset
 from fastmp.train.data.dataset import TokenDataset
 from fastmp.train.evaluate.heldout import Evaluation
 from fastmp.train.generate import generate_text
@@ -222,7 +223,7 @@ def _run(
         total_steps=recipe.train.steps,
         tokens_per_step=recipe.train.global_batch_size * recipe.data.seq_len,
         flops_per_token=flops_per_token(recipe.model, recipe.data.seq_len),
-        bytes_per_token=data.train.info.bytes_per_token,
+        bytes_per_token=data.bytes_per_token,
         device=str(runtime.device),
         world_size=runtime.world_size,
     )
@@ -343,25 +344,25 @@ def _streams(groups: ParallelGroups) -> dict[str, int]:
     return {"tp_rank": group_rank(groups.tp), **cp}
 
 
-def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset:
+def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset:
     """The token files of `recipe`: the first rank of every machine builds them, the others wait for it."""
     cache_dir = Path(recipe.train.run_dir) / "data"
     if recipe.train.name == cache_dir.name:
         raise ValueError(f"{cache_dir} is for token files; choose another name for the run")
     options = {"cache_dir": cache_dir, "static_shapes": recipe.graphs.enabled}
     if runtime.local_rank == 0:
-        data = TokenDataset.from_config(recipe.data, **options)
+        data = open_dataset(recipe.data, **options)
     if runtime.world_size > 1:
         dist.barrier()
     if runtime.local_rank != 0:
-        data = TokenDataset.from_config(recipe.data, **options)
+        data = open_dataset(recipe.data, **options)
     if 0 < recipe.model.vocab_size < data.vocab_size:
         raise ValueError(
             f"the data has a vocabulary of {data.vocab_size} tokens, model.vocab_size is "
             f"{recipe.model.vocab_size}; leave it out, and it is that of the data"
         )
     if recipe.train.eval_interval:
-        _ = data.validation  # raises now rather than at the first evaluation
+        data.held_out()  # raises now rather than at the first evaluation
     return data
 
 

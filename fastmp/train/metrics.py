@@ -4,7 +4,8 @@ metrics.jsonl has one JSON object a line; a number that is not finite is null. E
 "step" (the optimizer steps done). "run" opens it at each start: schema (1), total_steps, tokens_per_step,
 flops_per_token, bytes_per_token, device, world_size. "train": loss, loss_per_byte, grad_norm, lr,
 tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_seconds. "eval": loss,
-loss_per_byte, unigram_entropy, elapsed_seconds. "experts" follows "train" where there are some: aux_loss
+loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for each
+source that has held-out text. "experts" follows "train" where there are some: aux_loss
 (their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
 busiest and idlest expert over the mean of its experts, since the last record. Losses are nats per token or
 per byte; rates are those of all ranks together.
@@ -20,7 +21,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -48,7 +49,7 @@ def peak_flops(device_name: str) -> float | None:
 class RunInfo:
     """What a log needs to know of a run. Tokens and FLOPs count all ranks, forward and backward.
 
-    `bytes_per_token` turns the loss into nats per byte (TokenDataset.train.info.bytes_per_token; None if
+    `bytes_per_token` turns the loss into nats per byte (TokenDataset.bytes_per_token; None if
     unknown); `device` is a torch device name such as "cuda:0".
     """
 
@@ -212,9 +213,11 @@ class TrainLog:
         loss: Any,
         loss_per_byte: float | None = None,
         unigram_entropy: float | None = None,
+        source_losses: Mapping[str, float] | None = None,
     ) -> None:
         """Report a held-out loss after step `step`: `loss` in nats per token, the others in nats per byte.
 
+        source_losses: that of each source of a blend, in nats per token.
         The held-out text has its own number of bytes per token, so `loss_per_byte` is not derived here.
         """
         if not self._active:
@@ -226,11 +229,13 @@ class TrainLog:
             loss=value,
             loss_per_byte=loss_per_byte,
             unigram_entropy=unigram_entropy,
+            **({"source_losses": list(source_losses.values())} if source_losses else {}),
             elapsed_seconds=self._clock() - self._begin,
         )
         fields = [self._progress(step), f"held-out loss {value:.4f} nats/token"]
         if loss_per_byte is not None:
             fields.append(f"{loss_per_byte:.4f} nats/byte")
+        fields += [f"{name} {each:.4f}" for name, each in (source_losses or {}).items()]
         entropy = [] if unigram_entropy is None else [f"unigram entropy {unigram_entropy:.4f}"]
         self._display.line(*fields, *entropy, first_to_go=entropy)
 

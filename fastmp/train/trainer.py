@@ -334,6 +334,7 @@ class Trainer:
                 loss=evaluation.loss,
                 loss_per_byte=evaluation.loss_per_byte,
                 unigram_entropy=evaluation.unigram_entropy,
+                source_losses=evaluation.source_losses,
             )
         return evaluation
 

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from fastmp.commands import Parser
+from fastmp.config import DataConfig
 from fastmp.layout import is_megatron
+from fastmp.train.data.blend import BlendedDataset, open_dataset
 from fastmp.train.data.corpus import build
 from fastmp.train.data.megatron import open_files
 from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
@@ -42,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         commands.add_parser(name, help=summary).add_argument("dir", help="or the prefix of Megatron's files")
 
+    mix = commands.add_parser(
+        "blend", help="how samples of several sources alternate, and how often each is read"
+    )
+    mix.add_argument("blend", nargs="+", metavar="'WEIGHT PATH'", help="as data.blend of a recipe has them")
+    mix.add_argument("--tokens", type=float, metavar="N", help="tokens of the run (those of all sources)")
+    mix.add_argument("--seq-len", type=int, default=4096, metavar="N", help="tokens of a sample (4096)")
+    mix.add_argument("--tokenizer", default="byte", help="that of Megatron's files (byte)")
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 1."""
@@ -50,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.command == "build":
-            directory = build(
+            found = build(
                 options.input,
                 options.out,
                 tokenizer=options.tokenizer,
@@ -59,9 +69,11 @@ def main(argv: list[str] | None = None) -> int:
                 validation_fraction=options.validation_fraction,
                 overwrite=options.overwrite,
             )
+            print(_report(found, check=False))
+        elif options.command == "blend":
+            print(_blend_report(options))
         else:
-            directory = Path(options.dir)
-        print(_report(directory, check=options.command == "check"))
+            print(_report(Path(options.dir), check=options.command == "check"))
     except (ValueError, OSError) as error:
         print(f"fastmp data: {error}", file=sys.stderr)
         return 1
@@ -99,3 +111,21 @@ def _megatron_report(prefix: Path, *, check: bool) -> str:
         f"{prefix}: a corpus of Megatron-LM, {files.tokens.dtype}\n  {files.num_documents:,} documents, "
         f"{len(files.offsets):,} sequences, {files.tokens.size:,} tokens{largest}"
     )
+
+
+def _blend_report(options: argparse.Namespace) -> str:
+    config = DataConfig(
+        blend=tuple(options.blend), seq_len=options.seq_len, micro_batch_size=1, tokenizer=options.tokenizer
+    )
+    data = open_dataset(config, cache_dir="")
+    assert isinstance(data, BlendedDataset)
+    shares, period = data.blend.shares, data.blend.period
+    sizes = [source.train.info.num_tokens for source in data.sources]
+    tokens = sum(sizes) if options.tokens is None else options.tokens
+    lines = [f"{period:,} samples are a period; {tokens:,.0f} tokens read"]
+    lines += [
+        f"  {name}: {share:,} samples of a period, {share / period:.4%}; {size:,} tokens, "
+        f"each {tokens * share / period / size:.3g} times"
+        for name, share, size in zip(data.names, shares, sizes)
+    ]
+    return "\n".join(lines)

@@ -119,9 +119,9 @@ class TokenDataset:
 
     @staticmethod
     def source(config: DataConfig, cache_dir: str | Path) -> Path:
-        """What `from_config` opens; the directory of a built-in text may not be there yet."""
-        if config.path is not None:
-            return Path(config.path)
+        """What `from_config` opens, of a blend the first source; a built-in text's may not be there yet."""
+        if config.first_path is not None:
+            return Path(config.first_path)
         tokenizer = config.tokenizer
         if tokenizer not in ("byte", "bpe"):  # a file: others may have the same name
             loaded = load_tokenizer(tokenizer)
@@ -129,6 +129,20 @@ class TokenDataset:
             tokenizer = f"{Path(tokenizer).stem}-{zlib.crc32(description.encode()):08x}"
         name = f"{config.text}-python{platform.python_version()}-{tokenizer}"
         return Path(cache_dir) / f"{name}-{config.validation_fraction:g}-{FORMAT.rpartition('-')[2]}"
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes of training text per token; None where the text is not known."""
+        return self.train.info.bytes_per_token
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there is held-out text."""
+        return self._validation is not None
+
+    def held_out(self) -> list[tuple[str, float, TokenDataset]]:
+        """Its name, its share and itself, as of a `BlendedDataset`; ValueError if nothing is held out."""
+        return [(str(self.validation.path), 1.0, self)]
 
     @property
     def validation(self) -> Split | MegatronSplit:
@@ -145,12 +159,17 @@ class TokenDataset:
         `first_sample` says which ones. targets[b, s] is the token after tokens[b, s].
         """
         first = first_sample(step, microbatch, num_microbatches, dp_rank, dp_size, self.micro_batch_size)
-        starts = sample_starts(
-            self.seed, first, self.micro_batch_size, self.train.info.num_tokens, self.seq_len
-        )
-        windows = _windows(self.train, starts, self.seq_len)
-        begins = self._begins(self.train, starts, windows[:, :-1])
+        windows, begins = self.samples(first, self.micro_batch_size)
         return make_batch(windows[:, :-1].copy(), windows[:, 1:].copy(), begins, self.max_documents)
+
+    def samples(self, first: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_] | None]:
+        """Samples `first` to `first` + `count` - 1 of the run: their tokens (count, seq_len + 1), and which
+        of all but the last ones begin documents (count, seq_len); None without document_masking.
+        """
+        starts = sample_starts(self.seed, first, count, self.train.info.num_tokens, self.seq_len)
+        windows = _windows(self.train, starts, self.seq_len)
+        masked = self.document_masking
+        return windows, self.train.document_begins(starts, windows[:, :-1]) if masked else None
 
     def num_validation_batches(self, dp_size: int = 1) -> int:
         """Batches that `validation_batches` yields on every rank."""
@@ -186,11 +205,6 @@ class TokenDataset:
                 if begins is not None:
                     begins[row, :real] = split.document_begins(starts, window[:, :-1])
         return make_batch(tokens, targets, begins)
-
-    def _begins(
-        self, split: Split | MegatronSplit, starts: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_] | None:
-        return split.document_begins(starts, tokens) if self.document_masking else None
 
 
 class Corpus(NamedTuple):

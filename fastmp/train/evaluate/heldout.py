@@ -6,13 +6,15 @@ unigram entropy, so the distance between the two is what was learnt beyond that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
+from fastmp.train.data.blend import BlendedDataset
 from fastmp.train.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
@@ -26,12 +28,14 @@ class Evaluation:
     """`loss` in nats per token over `num_tokens` tokens.
 
     `bytes_per_token` and `unigram_entropy` (nats per byte) describe the held-out text; None if unknown.
+    `source_losses`: of a blend, the loss of each source.
     """
 
     loss: float
     num_tokens: int
     bytes_per_token: float | None = None
     unigram_entropy: float | None = None
+    source_losses: dict[str, float] = field(default_factory=dict)
 
     @property
     def loss_per_byte(self) -> float | None:
@@ -53,9 +57,15 @@ def evaluate(
     runner: runs the model, see `fastmp.train.microbatches`.
     data: `validation_batches(dp_rank, dp_size, max_batches=...)` yields dicts of CPU tensors, equally many on
         every rank. `data.validation.info`, where there is one, gives bytes_per_token and unigram_entropy.
+        A `BlendedDataset`'s sources are evaluated one by one, and their losses weighed by their shares.
+    max_batches: of each source.
 
     Every rank calls it and gets the same numbers. ValueError where there is not a single token.
     """
+    if isinstance(data, BlendedDataset):
+        options = {"groups": groups, "device": device, "max_batches": max_batches}
+        parts = data.held_out()
+        return _blended([(name, share, evaluate(runner, source, **options)) for name, share, source in parts])
     dp_rank, dp_size = group_rank(groups.dp), group_size(groups.dp)
     batches = data.validation_batches(dp_rank, dp_size, max_batches=max_batches)
     with evaluation_mode(runner.chunks):
@@ -77,4 +87,21 @@ def evaluate(
         num_tokens=int(num_tokens),
         bytes_per_token=getattr(info, "bytes_per_token", None),
         unigram_entropy=getattr(info, "unigram_entropy", None),
+    )
+
+
+def _blended(parts: list[tuple[str, float, Evaluation]]) -> Evaluation:
+    """The evaluation of a blend whose sources, with their shares, were evaluated as `parts`.
+
+    Its unigram entropy is what a model reaches that knows how often each byte occurs in each source.
+    """
+    sizes = [share * part.bytes_per_token for _, share, part in parts if part.bytes_per_token is not None]
+    entropies = [part.unigram_entropy for *_, part in parts if part.unigram_entropy is not None]
+    known = len(sizes) == len(entropies) == len(parts)
+    return Evaluation(
+        loss=sum(share * part.loss for _, share, part in parts),
+        num_tokens=sum(part.num_tokens for *_, part in parts),
+        bytes_per_token=sum(sizes) if known else None,
+        unigram_entropy=sum(map(operator.mul, sizes, entropies)) / sum(sizes) if known else None,
+        source_losses={name: part.loss for name, _, part in parts},
     )
