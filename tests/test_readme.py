@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
-import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from marks import full
+from pages import BLOCKS, PAGES, PROGRAMS, ROOT, Block
 
-from fastmp import cli
-
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-README = (ROOT / "README.md").read_text()
-ALONE = [sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# what commands of the pages mean in a scratch directory
+COMMANDS = {
+    "fastmp": "{python} -m fastmp",
+    "make": "{make} -f {root}/Makefile SETUP=: VENV=python",
+    "python": "{python}",
+    "pytest": "{python} -m pytest",
+    "tiny-model": "{python} {root}/tests/tiny_model.py",
+    "torchrun": "{python} -m torch.distributed.run",
+    "torchx": "{python} -m torchx.cli.main",
+}
+# of the small recipes, where a block trains: layouts fit or do not as before
+SMALL = {"hidden_size": 48, "expert_ffn_hidden_size": 32, "steps": 6, "eval_batches": 2}
 
 
 def in_nav(nav: object) -> list[str]:
@@ -75,50 +80,116 @@ def test_every_link_and_picture_is_there(page):
             assert part in anchors(target), f"{page.name}: {link}: {target.name} has no such heading"
 
 
-@pytest.mark.parametrize(
-    ("page", "number", "launcher"),
-    [
-        ("README.md", 1, TORCHRUN),
-        *full(
-            [
-                ("README.md", 0, ALONE),
-                ("README.md", 1, ALONE),
-                ("README.md", 2, ALONE),
-                ("docs/pipeline.md", 0, ALONE),
-                ("docs/pipeline.md", 0, TORCHRUN),
-                ("docs/pipeline.md", 1, ALONE),
-                ("docs/cuda-graphs.md", 0, ALONE),
-                ("docs/learning-rates.md", 0, ALONE),
-                ("docs/optimizer.md", 0, ALONE),
-                ("docs/muon.md", 0, ALONE),
-                ("docs/from-liger.md", 0, ALONE),
-                ("docs/attention.md", 0, ALONE),
-                ("docs/many-machines.md", 0, ALONE),
-                ("docs/fsdp2.md", 0, TORCHRUN),
-                ("docs/reinforcement-learning.md", 0, ALONE),
-                ("docs/generate.md", 0, ALONE),
-                ("docs/faults.md", 0, TORCHRUN),
-                ("docs/transformers.md", 1, TORCHRUN),
-            ]
-        ),
-    ],
-)
-def test_the_examples_run(page, number, launcher, tmp_path):
+def test_a_block_of_commands_says_that_it_is_one():
+    """Or nobody runs it."""
+    for block in BLOCKS:
+        if not block.language:
+            words = block.text.split()
+            assert words[0] not in PROGRAMS, f"{block}: write ```sh above it, and see tests/pages.py"
+
+
+def test_a_block_that_is_not_run_says_why():
+    left_out = [block for block in BLOCKS if block.kind != "text" and not block.runs]
+    for block in left_out:
+        assert len(block.notes["not run"]) > 10, block
+        for path in re.findall(r"tests/[\w/]+\.py", block.notes["not run"]):
+            assert (ROOT / path).exists(), block
+    assert len(left_out) < sum(block.runs for block in BLOCKS) / 2
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch) -> Path:
+    """A directory with what a checkout has beside its source, and the commands of this environment."""
+    for name in ("benchmarks", "configs", "docs", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name, command in COMMANDS.items():
+        script = command.format(python=sys.executable, root=ROOT, make=shutil.which("make"))
+        (programs / name).write_text(f'#!/bin/sh\nexec {script} "$@"\n')
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return tmp_path
+
+
+def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    """Run commands as a shell does that stops at the first one which fails."""
+    command = ["bash", "-euo", "pipefail", "-c", script]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+
+
+def use_recipes(directory: Path, small: bool) -> None:
+    """Put recipes into `directory`: as they are, or with small layers and a few steps in the small ones."""
+    for recipe in (ROOT / "configs").glob("*.toml"):
+        text = recipe.read_text()
+        if small and ("small" in recipe.name):
+            for field, value in SMALL.items():
+                text = re.sub(rf"^{field} = \d+", f"{field} = {value}", text, flags=re.MULTILINE)
+        (directory / recipe.name).write_text(text)
+
+
+def missing(block: Block) -> bool:
+    return "needs" in block.notes and importlib.util.find_spec(block.notes["needs"]) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.runs and b.kind in ("sh", "console")}))
+def test_commands_run_and_plans_are_what_is_shown(page, scratch):
+    """From top to bottom in one directory, each block behind what its notes want to be there."""
+    absent = []
+    for block in (block for block in BLOCKS if block.page == page and block.runs):
+        if block.kind == "python" and "after" not in block.notes:
+            continue
+        if missing(block):
+            absent.append(block)
+            continue
+        script = block.command if block.kind == "console" else block.text
+        script = re.sub(r"(?<=steps )\d{3,}\b", str(SMALL["steps"]), script)
+        before = block.notes.get("before", "")
+        use_recipes(scratch / "configs", small=bool(re.search(r"\b(train|generate)\b", before + script)))
+        ready = run(before, scratch)
+        assert ready.returncode == 0, f"{block}, before: {ready.stdout}{ready.stderr}"
+        if block.kind == "python":
+            (scratch / "example.py").write_text(script)
+            script = "python example.py"
+        done = run(script + (" 2>&1" if block.kind == "console" else ""), scratch)
+        assert done.returncode == int(block.notes.get("status", 0)), f"{block}: {done.stdout}{done.stderr}"
+        if script.startswith("fastmp plan") and block.kind == "console":
+            assert done.stdout == block.shown, block
+    if absent:
+        reasons = [f"{block} needs {block.notes['needs']}" for block in absent]
+        pytest.skip(f"all but these have run: {', '.join(reasons)}")
+
+
+PYTHON = [
+    pytest.param(
+        block,
+        int(ranks),
+        marks=()
+        if (block.page, block.notes.get("ranks"), ranks) == ("README.md", "1 2", "2")
+        else pytest.mark.full,
+        id=f"{block}-{ranks}",
+    )
+    for block in BLOCKS
+    if block.runs and block.kind == "python" and "after" not in block.notes
+    for ranks in block.notes.get("ranks", "1").split()
+]
+
+
+@pytest.mark.parametrize(("block", "ranks"), PYTHON)
+def test_programs_run(block, ranks, tmp_path):
     example = tmp_path / "example.py"
-    code = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[number]
-    if "transformers" in code:
+    if "transformers" in block.text:
         pytest.importorskip("transformers", reason="transformers is not installed")
-    example.write_text(code)
+    example.write_text(block.text)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks > 1 else ()), str(example)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, str(example)], check=True, env=environment, cwd=example.parent, timeout=120)
-
-
-def test_the_plan_is_what_is_printed(capsys):
-    blocks = re.findall(r"```\n\$ fastmp (plan .*)\n((?:.*\n)*?)```", README)
-    assert blocks
-    for command, expected in blocks:
-        assert cli.main(shlex.split(command)) == 0
-        assert capsys.readouterr().out == expected
+    subprocess.run(command, check=True, env=environment, cwd=tmp_path, timeout=120)
 
 
 def test_the_page_for_users_of_liger_names_functions_that_there_are():
