@@ -118,6 +118,22 @@ class ParallelConfig(Checked):
 
 
 @dataclass(frozen=True)
+class MaskedLMConfig(Checked):
+    """Samples of masked language modelling with the order of two segments, see fastmp.train.data.masked."""
+
+    mask_fraction: float = option(0.15, "share of a sample's tokens that are to be predicted")
+    max_ngram: int = option(3, "words that are masked together, at most; n of them with probability ~ 1/n")
+    short_fraction: float = option(0.1, "share of samples that are shorter than seq_len by chance")
+
+    def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("max_ngram")
+        if not 0.0 < self.mask_fraction <= 0.5:
+            yield f"mask_fraction must be above 0 and at most 0.5, got {self.mask_fraction}"
+        if not 0.0 <= self.short_fraction <= 1.0:
+            yield f"short_fraction must be from 0 to 1, got {self.short_fraction}"
+
+
+@dataclass(frozen=True)
 class DataConfig(Checked):
     """The text, and how it becomes samples."""
 
@@ -140,12 +156,20 @@ class DataConfig(Checked):
         False, "let a token see its own document only, and positions start anew with each document"
     )
     validation_fraction: float = option(0.05, "share of text, or of Megatron's documents, that is held out")
-    seed: int = option(1234, "seed of the order of samples")
+    seed: int = option(1234, "seed of the order of samples, and of what is masked")
+    masked_lm: MaskedLMConfig | None = None
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("seq_len", "micro_batch_size")
         if not 0 <= self.validation_fraction <= 0.5:
             yield f"validation_fraction must be from 0 to 0.5, got {self.validation_fraction}"
+        if self.masked_lm is not None:
+            if self.document_masking:
+                yield "document_masking and masked_lm exclude each other: a masked sample is of one document"
+            if self.blend is not None:
+                yield "blend and masked_lm exclude each other: build one directory of all text"
+            if 0 < self.seq_len < 5:
+                yield f"seq_len must be 5 or more with masked_lm (3 are special tokens), got {self.seq_len}"
         if self.blend is not None:
             yield from self._blend_problems(self.blend)
 

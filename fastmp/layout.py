@@ -30,6 +30,7 @@ __all__ = [
 MOST_MICROBATCHES = 1 << 16  # schedules list them
 INDEX_LIMIT = 1 << 20  # bytes; the index of token files is about 1 kB whatever the size of the data
 VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe learns fewer where text is short
+MASKED_LM_TOKENS = 4  # [CLS], [SEP], [MASK] and [PAD], which these do not have
 
 
 class Problem(NamedTuple):
@@ -56,15 +57,23 @@ def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
 
 
 def expected_vocab_size(data: DataConfig) -> int:
-    """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it."""
+    """The size of the vocabulary that `data` will have; 0 if only its tokenizer's file says it.
+
+    Of the special tokens of masked samples, a tokenizer.json is taken to have all, as BERT's has.
+    """
     path = data.first_path
     if path is None or is_megatron(path):
-        return VOCAB_SIZES.get(data.tokenizer, 0)
-    try:
-        size = json.loads(read_file(Path(path) / "index.json", INDEX_LIMIT).decode())["content"]["vocab_size"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return 0
-    return size if type(size) is int else 0
+        size, tokenizer = VOCAB_SIZES.get(data.tokenizer, 0), data.tokenizer
+    else:
+        try:
+            index = json.loads(read_file(Path(path) / "index.json", INDEX_LIMIT).decode())["content"]
+            size, tokenizer = index["vocab_size"], index["tokenizer"]
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            return 0
+        if type(size) is not int:
+            return 0
+    has_none = data.masked_lm is not None and tokenizer in VOCAB_SIZES
+    return size + MASKED_LM_TOKENS if has_none else size
 
 
 def is_megatron(path: str | Path) -> bool:

@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = exports(
         "data.tokenize": "ByteTokenizer FileTokenizer load_tokenizer train_bpe",
         "data.corpus": "build",
         "data.dataset": "TokenDataset",
+        "data.masked": "MaskedDataset",
         "lr": "learning_rate",
         "trainer": "Trainer",
         "microbatches": "ExpertStats PipelineLoss",

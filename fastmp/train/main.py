@@ -48,6 +48,7 @@ from fastmp.train.checkpoint.weights import load_weights
 from fastmp.train.command import first_rank_speaks
 from fastmp.train.data.blend import BlendedDataset, open_dataset
 from fastmp.train.data.dataset import TokenDataset
+from fastmp.train.data.masked import MaskedDataset
 from fastmp.train.evaluate.heldout import Evaluation
 from fastmp.train.generate import generate_text
 from fastmp.train.heap import map_large_blocks
@@ -344,7 +345,7 @@ def _streams(groups: ParallelGroups) -> dict[str, int]:
     return {"tp_rank": group_rank(groups.tp), **cp}
 
 
-def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset:
+def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset | MaskedDataset:
     """The token files of `recipe`: the first rank of every machine builds them, the others wait for it."""
     cache_dir = Path(recipe.train.run_dir) / "data"
     if recipe.train.name == cache_dir.name:

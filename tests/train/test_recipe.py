@@ -14,6 +14,7 @@ from fastmp.config import (
     DataConfig,
     GPTConfig,
     GraphConfig,
+    MaskedLMConfig,
     MoEConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -254,6 +255,7 @@ def test_help_says_what_every_field_is_with_its_choices_and_default(capsys):
         "model.rope_scaling": RopeScaling,
         "parallel": ParallelConfig,
         "data": DataConfig,
+        "data.masked_lm": MaskedLMConfig,
     }
     tables |= {"optimizer": OptimizerConfig, "train": TrainConfig, "graphs": GraphConfig}
     for table, cls in tables.items():

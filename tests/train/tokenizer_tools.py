@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers.trainers import BpeTrainer
+from tokenizers.trainers import BpeTrainer, UnigramTrainer, WordPieceTrainer
 
 TEXTS = [
     "the cat sat on the mat, the end.",
@@ -100,3 +100,30 @@ def mixtral(directory, full_size=False):
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return _save(tokenizer, directory, special_tokens_map={"eos_token": "</s>"})
+
+
+def bert(directory, texts=TEXTS, vocab_size=200):
+    """WordPiece without case and accents, with BERT's special tokens; nothing says what ends a text."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trainer = WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ids)
+    return _save(tokenizer, directory, tokenizer_config={"sep_token": "[SEP]"})
+
+
+def albert(directory, texts=TEXTS, vocab_size=200):
+    """Unigram with ▁ for spaces, and special tokens some of which have other names."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    special = ["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "</s>"]
+    trainer = UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=special, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _save(tokenizer, directory)

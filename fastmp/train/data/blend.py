@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from fastmp.config import DataConfig
 from fastmp.train.data.dataset import TokenDataset, check_same_tokenizer, make_batch
+from fastmp.train.data.masked import MaskedDataset
 from fastmp.train.data.sampling import first_sample
 
 LONGEST_PERIOD = 1 << 16  # samples; weights that would need a longer one are rounded to parts of this
@@ -117,8 +118,13 @@ class BlendedDataset:
 
 def open_dataset(
     config: DataConfig, *, cache_dir: str | Path, static_shapes: bool = False
-) -> TokenDataset | BlendedDataset:
-    """The dataset that `config` describes: as `TokenDataset.from_config`, or the blend of several."""
+) -> TokenDataset | BlendedDataset | MaskedDataset:
+    """The dataset that `config` describes: as `TokenDataset.from_config`, the blend of several, or masked.
+
+    The shapes of masked samples are static anyway.
+    """
+    if config.masked_lm is not None:
+        return MaskedDataset.from_config(config, cache_dir=cache_dir)
     options = {"cache_dir": cache_dir, "static_shapes": static_shapes}
     if config.blend is None:
         return TokenDataset.from_config(config, **options)

@@ -71,13 +71,9 @@ class TokenDataset:
             )
         self.seq_len, self.micro_batch_size, self.seed = seq_len, micro_batch_size, seed
         self.document_masking = document_masking
-        corpus = open_corpus(source, tokenizer, 0.0 if validation_source else validation_fraction)
+        corpus = open_corpora(source, tokenizer, validation_fraction, validation_source)
         self.tokenizer, self.train, self._validation = corpus
         self.vocab_size = self.tokenizer.vocab_size
-        if validation_source is not None:
-            beside = open_corpus(validation_source, tokenizer, 0.0)
-            check_same_tokenizer(source, self.tokenizer, validation_source, beside.tokenizer)
-            self._validation = beside.validation or beside.train
         if self.train.info.num_tokens < seq_len + 1:
             raise ValueError(
                 f"{self.train.path}: {self.train.info.num_tokens} tokens do not hold one sample of "
@@ -96,17 +92,8 @@ class TokenDataset:
         cls, config: DataConfig, *, cache_dir: str | Path, static_shapes: bool = False
     ) -> TokenDataset:
         """Open `config.path`, or the built-in `config.text`, built under `cache_dir` the first time."""
-        source = cls.source(config, cache_dir)
-        if config.path is None and not source.exists():
-            with contextlib.suppress(DatasetExists):  # another process has just built it
-                build(
-                    [config.text],
-                    source,
-                    tokenizer=config.tokenizer,
-                    validation_fraction=config.validation_fraction,
-                )
         return cls(
-            source,
+            cls.built(config, cache_dir),
             seq_len=config.seq_len,
             micro_batch_size=config.micro_batch_size,
             seed=config.seed,
@@ -116,6 +103,20 @@ class TokenDataset:
             validation_fraction=config.validation_fraction,
             validation_source=config.validation_path,
         )
+
+    @classmethod
+    def built(cls, config: DataConfig, cache_dir: str | Path) -> Path:
+        """What `from_config` opens, after a built-in text has been built there, if it was not."""
+        source = cls.source(config, cache_dir)
+        if config.path is None and not source.exists():
+            with contextlib.suppress(DatasetExists):  # another process has just built it
+                build(
+                    [config.text],
+                    source,
+                    tokenizer=config.tokenizer,
+                    validation_fraction=config.validation_fraction,
+                )
+        return source
 
     @staticmethod
     def source(config: DataConfig, cache_dir: str | Path) -> Path:
@@ -213,6 +214,18 @@ class Corpus(NamedTuple):
     tokenizer: Tokenizer
     train: Split | MegatronSplit
     validation: Split | MegatronSplit | None
+
+
+def open_corpora(
+    source: str | Path, tokenizer: str, held_out: float, validation_source: str | Path | None
+) -> Corpus:
+    """Open `source` as `open_corpus`; where there is a `validation_source`, that is what is held out."""
+    corpus = open_corpus(source, tokenizer, 0.0 if validation_source else held_out)
+    if validation_source is None:
+        return corpus
+    beside = open_corpus(validation_source, tokenizer, 0.0)
+    check_same_tokenizer(source, corpus.tokenizer, validation_source, beside.tokenizer)
+    return corpus._replace(validation=beside.validation or beside.train)
 
 
 def open_corpus(source: str | Path, tokenizer: str, held_out: float) -> Corpus:

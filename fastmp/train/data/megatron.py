@@ -12,6 +12,7 @@ end with end-of-text (`--append-eod`), each begins behind one, as in token files
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 import struct
 from collections.abc import Iterator
@@ -133,6 +134,21 @@ class MegatronSplit:
                 if end == total:
                     begins[row, total - 1 - start] = True
         return begins
+
+    def texts(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of documents `first` to `last` - 1, without end-of-text: the first token and the number of tokens.
+
+        Whether documents end with it, the first one of the split says.
+        """
+        places = self.first_document + first, self.first_document + last + 1
+        begins = self.files.starts(*places) - self.first
+        return begins[:-1], np.maximum(np.diff(begins) - self.with_end, 0)
+
+    @functools.cached_property
+    def with_end(self) -> bool:
+        """Whether documents end with end-of-text (`--append-eod`), as the first one does."""
+        end = int(self.files.starts(self.first_document + 1, self.first_document + 2)[0])
+        return end > self.first and int(self.files.tokens[end - 1]) == self.tokenizer.end_of_text
 
     def most_documents(self, length: int) -> int:
         """The most documents that `length` tokens in a row, also around the end, have a part of."""

@@ -204,6 +204,16 @@ class Split:
             length,
         )
 
+    def texts(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of documents `first` to `last` - 1, without end-of-text: the first token and the number of tokens.
+
+        ValueError where their offsets cannot be right.
+        """
+        offsets = np.asarray(self.documents[first : last + 1])
+        if (np.diff(offsets) < 1).any() or not 0 <= offsets[0] <= offsets[-1] <= self.info.num_tokens:
+            raise damaged(self.path.with_suffix(".documents"), f"offsets {first} to {last} do not ascend")
+        return offsets[:-1] + 1, np.diff(offsets) - 1
+
     def check(self, block: int) -> None:
         """Read a block and compare its checksum; ValueError as `read`."""
         begin = block * BLOCK_BYTES

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
     import tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
-USUAL_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")  # where nothing says which token it is
+USUAL_ENDS = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[SEP]",
+)  # where nothing says which token it is
 SAID_BESIDE = (
     ("tokenizer_config.json", "eos_token"),
     ("special_tokens_map.json", "eos_token"),
@@ -33,7 +40,19 @@ SAID_BESIDE = (
 SMALLEST_BPE = 257  # 256 bytes and end-of-text
 TOKENIZER_LIMIT = 1 << 28  # bytes of a file; those of 256,000 tokens have about 35 MB
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")  # one that stands for a byte, of characters that have no token
+
 TokenIds = npt.NDArray[np.int64]
+
+
+class Piece(NamedTuple):
+    """What a token stands for: UTF-8 (none: a special token), with a space in front where a word begins.
+
+    Bytes may be part of a character. goes_on: the token is marked as inside of a word, as ## in WordPiece.
+    """
+
+    text: bytes
+    goes_on: bool = False
 
 
 class Tokenizer(Protocol):
@@ -50,6 +69,8 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: Iterable[int]) -> bytes: ...
     def decode(self, ids: Iterable[int]) -> str: ...
     def to_json(self) -> str | None: ...
+    def pieces(self) -> list[Piece]: ...
+    def special_id(self, *names: str) -> int | None: ...
 
 
 class ByteTokenizer:
@@ -91,6 +112,14 @@ class ByteTokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> None:
+        return None
+
+    def pieces(self) -> list[Piece]:
+        """What each id stands for, in their order."""
+        return [*(Piece(bytes([value])) for value in range(256)), Piece(b"")]
+
+    def special_id(self, *names: str) -> None:
+        """The id of a special token besides end-of-text: there is none."""
         return None
 
 
@@ -165,6 +194,28 @@ class FileTokenizer:
 
     def to_json(self) -> str:
         return self._description
+
+    def pieces(self) -> list[Piece]:
+        """What each id stands for, in their order; ids that no token has stand for nothing."""
+        made = [Piece(b"")] * self.vocab_size
+        if self._bytes is not None:
+            for i, text in self._bytes.items():
+                made[i] = Piece(text)
+            return made
+        added = self._tokenizer.get_added_tokens_decoder()
+        model = self._tokenizer.model
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                made[i] = Piece(b"" if added[i].special else token.encode())
+            else:
+                made[i] = _piece(token, self.name, model)
+        return made
+
+    def special_id(self, *names: str) -> int | None:
+        """The id of the first of these that is a special token here; None if none is."""
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        ids = {token.content: i for i, token in added if token.special}
+        return next((ids[name] for name in names if name in ids), None)
 
     def _bytes_of(self, ids: dict[str, int]) -> dict[int, bytes]:
         """The bytes of each token of a byte-level vocabulary; special tokens stand for none."""
@@ -278,6 +329,22 @@ def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
         return 0.0
     share = present / present.sum()
     return max(0.0, float(-(share * np.log(share)).sum()))
+
+
+def _piece(token: str, kind: str, model: Any) -> Piece:
+    """What a token of a vocabulary that is not byte-level stands for, by the marks that its `kind` has."""
+    if kind == "wordlevel":
+        return Piece(b" " + token.encode())
+    prefix = getattr(model, "continuing_subword_prefix", None)
+    if prefix:
+        inside = token.startswith(prefix)
+        return Piece(token[len(prefix) :].encode() if inside else b" " + token.encode(), inside)
+    if _BYTE.fullmatch(token):
+        return Piece(bytes([int(token[3:5], 16)]))
+    suffix = getattr(model, "end_of_word_suffix", None)
+    if suffix and token.endswith(suffix):
+        token = token.removesuffix(suffix) + " "
+    return Piece(token.replace("\u2581", " ").encode())
 
 
 def _library() -> tokenizers:

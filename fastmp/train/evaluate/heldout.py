@@ -15,6 +15,7 @@ import torch
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.data.blend import BlendedDataset
+from fastmp.train.data.masked import MaskedDataset
 from fastmp.train.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
@@ -81,7 +82,10 @@ def evaluate(
     total, num_tokens = totals.tolist()
     if num_tokens == 0:
         raise ValueError("evaluate: the held-out batches hold no tokens")
-    info = getattr(getattr(data, "validation", None), "info", None)
+    # A loss of masked tokens is none of all bytes.
+    info = (
+        None if isinstance(data, MaskedDataset) else getattr(getattr(data, "validation", None), "info", None)
+    )
     return Evaluation(
         loss=total / num_tokens,
         num_tokens=int(num_tokens),
