@@ -19,6 +19,7 @@ from fastmp.durations import duration_seconds
 from fastmp.model_config import ACTIVATIONS as ACTIVATIONS
 from fastmp.model_config import MOST_LAYERS as MOST_LAYERS
 from fastmp.model_config import Activation as Activation
+from fastmp.model_config import BertConfig as BertConfig
 from fastmp.model_config import GPTConfig as GPTConfig
 from fastmp.model_config import MoEConfig as MoEConfig
 from fastmp.model_config import RopeScaling as RopeScaling

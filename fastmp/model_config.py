@@ -12,7 +12,16 @@ from typing import Any
 
 from fastmp.options import Checked, option
 
-__all__ = ["ACTIVATIONS", "MOST_LAYERS", "Activation", "GPTConfig", "MoEConfig", "RopeScaling", "function_of"]
+__all__ = [
+    "ACTIVATIONS",
+    "MOST_LAYERS",
+    "Activation",
+    "BertConfig",
+    "GPTConfig",
+    "MoEConfig",
+    "RopeScaling",
+    "function_of",
+]
 
 
 @dataclass(frozen=True)
@@ -160,8 +169,29 @@ class RopeScaling(Checked):
 
 
 @dataclass(frozen=True)
+class BertConfig(Checked):
+    """An encoder that fills in masked tokens (BERT): a token sees all tokens of its sample but padding.
+
+    Without `post_norm` a layer is that of a GPT: norms at the inputs of attention and MLP, a residual stream
+    that is never normalised, and a norm behind the last layer (Shoeybi et al. 2019, figure 7b). With it, a
+    norm follows every residual addition and the sum of the embeddings (Devlin et al. 2018; figure 7a).
+    """
+
+    num_token_types: int = option(
+        2, "types of tokens, whose embeddings are added to words; 0: there are none"
+    )
+    post_norm: bool = option(
+        False, "norms behind residual additions, as in the first BERT; else before layers"
+    )
+    sentence_order: bool = option(True, "a head that tells whether the two parts of a sample were swapped")
+
+    def _problems(self) -> Iterator[str]:
+        return self._negative("num_token_types")
+
+
+@dataclass(frozen=True)
 class GPTConfig(Checked):
-    """The model, a pre-LN GPT: with its defaults GPT-2, with others Llama, Mixtral, Qwen2 or Qwen3."""
+    """The model: with its defaults GPT-2, with others Llama, Mixtral or Qwen3, with `bert` an encoder."""
 
     num_layers: int = option(4, "transformer layers")
     hidden_size: int = option(192, "width of the residual stream")
@@ -201,6 +231,7 @@ class GPTConfig(Checked):
         (), "layers, from 0, with an MLP of ffn_hidden_size where model.moe gives the others experts"
     )
     moe: MoEConfig | None = None
+    bert: BertConfig | None = None
     rope_scaling: RopeScaling | None = None
 
     def _problems(self) -> Iterator[str]:
@@ -214,6 +245,8 @@ class GPTConfig(Checked):
             yield f"num_layers must be at most {MOST_LAYERS}, got {self.num_layers}"
         if self.rope_scaling is not None and self.position != "rope":
             yield f'rope_scaling needs position "rope", got {self.position!r}'
+        if self.bert is not None:
+            yield from self._bert_problems()
         sizes = ("num_layers", "hidden_size", "num_heads", "max_seq_len", "num_kv_heads")
         wrong = list(self._not_positive(*sizes, "head_size"))
         yield from wrong or (
@@ -221,6 +254,13 @@ class GPTConfig(Checked):
             *self._some_problems("dense_layers", "moe", "with experts"),
             *self._some_problems("full_attention_layers", "sliding_window", "with a window"),
         )
+
+    def _bert_problems(self) -> Iterator[str]:
+        for name in ("moe", "sliding_window"):
+            if getattr(self, name) is not None:
+                yield f"{name} is for GPT: leave it out beside bert"
+        if not self.tie_embeddings:
+            yield "tie_embeddings must be on beside bert, whose output weight is the table of words"
 
     def _some_problems(self, name: str, of_others: str, with_what: str) -> Iterator[str]:
         """Check the layers `name`, which do without what `of_others` gives all other layers."""

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from fastmp.config import DataConfig, GPTConfig
 from fastmp.integrations.huggingface.weights import TransformersReader, read_json
 from fastmp.layout import is_megatron
-from fastmp.nn.models import GPT, Part
+from fastmp.nn.language_model import Part
+from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import layers_of_stages
 from fastmp.parallel.collectives import group_rank, group_size

@@ -16,6 +16,7 @@ __getattr__, __dir__, __all__ = exports(
         "replicated": "LayerNorm PositionEmbedding RMSNorm RotaryPositions",
         "transformer": "TransformerLayer",
         "models": "ExpertLosses GPT flops_per_token num_parameters pad_vocab",
+        "bert": "Bert BertLosses BertStage bert_stages",
         "stages": "GPTStage gpt_stages sum_tied_gradients",
     },
 )

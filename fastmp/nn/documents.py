@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import register_pytree_node
 
 from fastmp.ops.attention import Borders
+from fastmp.ops.registry import can_read_values
 
 __all__ = ["Documents", "Positions"]
 
@@ -91,6 +92,29 @@ class Documents(Positions):
         if max_documents is not None:
             return cls(position_ids_BT, borders_n, T, static=True)
         return cls(position_ids_BT, borders_n, int(borders_n.diff().max()))
+
+    @classmethod
+    def from_padding(cls, padding_BS: Tensor, *, static: bool = False) -> Documents:
+        """A document for every row, and one for the padding behind it, where positions go on.
+
+        padding_BS: bool, True for padding, which ends its row.
+        static: as graphs need it; on a CPU, attention then takes a mask in place of one row after the other.
+
+        ValueError for another dtype or shape, and on a CPU for padding that tokens follow.
+        """
+        if padding_BS.dtype != torch.bool or padding_BS.dim() != 2:
+            raise ValueError(
+                "Documents: padding must be bool of shape (batch, sequence), got "
+                f"{padding_BS.dtype} of shape {tuple(padding_BS.shape)}"
+            )
+        B, S = padding_BS.shape
+        if can_read_values(padding_BS) and bool((padding_BS[:, :-1] & ~padding_BS[:, 1:]).any()):
+            raise ValueError("Documents: padding must end its row, but tokens follow it")
+        starts_B = torch.arange(0, B * S, S, device=padding_BS.device)
+        ends_B = starts_B + S - padding_BS.sum(1)
+        borders_n = torch.nn.functional.pad(torch.stack((starts_B, ends_B), 1).flatten(), (0, 1), value=B * S)
+        position_ids_BS = torch.arange(S, device=padding_BS.device).expand(B, S)
+        return cls(position_ids_BS, borders_n.int(), S, static)
 
     def anew(self) -> Documents:
         """The same documents, of which `once` has made nothing yet: that lives as long as its user."""

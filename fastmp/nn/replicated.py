@@ -1,4 +1,4 @@
-"""Modules that every tensor-parallel rank holds undivided: norms, the position table, rotary angles.
+"""Modules that every tensor-parallel rank holds undivided: norms, small tables, rotary angles, heads.
 
 Under sequence parallelism a rank uses them on its part of the sequence, so its gradient is a partial sum.
 Marks on the parameters say so; conversions and copies keep the marks.
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -20,12 +21,22 @@ from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
 from fastmp.nn.rope import attention_factor, scaled_frequencies
 from fastmp.ops import layer_norm, rms_norm, rope_cos_sin
+from fastmp.ops.registry import can_read_values
+from fastmp.ops.wgrad import linear
 from fastmp.parallel.attributes import ParallelAttributes
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.context import cut_sequence
 from fastmp.parallel.layers import GroupModule, ParallelModule
 
-__all__ = ["LayerNorm", "PositionEmbedding", "RMSNorm", "RotaryPositions", "make_norm"]
+__all__ = [
+    "LayerNorm",
+    "Linear",
+    "PositionEmbedding",
+    "RMSNorm",
+    "RotaryPositions",
+    "TokenTypeEmbedding",
+    "make_norm",
+]
 
 
 class _Replicated(ParallelModule):
@@ -94,6 +105,23 @@ class RMSNorm(_Replicated):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, sequence_parallel={self.sequence_parallel}"
+
+
+class Linear(_Replicated):
+    """y = x W^T + b for x (..., input_size), every rank with all of the weight and all of the tokens."""
+
+    def __init__(self, input_size: int, output_size: int, config: GPTConfig, on: Placement) -> None:
+        super().__init__(on.groups.tp, sequence_parallel=False)
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, **on.tensor_options))
+        self.bias = nn.Parameter(torch.zeros(output_size, **on.tensor_options))
+        self._mark()
+        self._init_weight((output_size, input_size), normal(config), "full", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
 
 
 def make_norm(config: GPTConfig, on: Placement) -> LayerNorm | RMSNorm:
@@ -195,6 +223,34 @@ class PositionEmbedding(_Replicated):
             return words_SBH + self.weight[position_ids_SB[first : first + S]]
         rows = cut_sequence(self.weight[: length * group_size(self.cp_group)], self.cp_group, dim=0)
         return words_SBH + rows[first : first + S].unsqueeze(1)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel}"
+
+
+class TokenTypeEmbedding(_Replicated):
+    """Adds row t of a table (number, H) to (S, B, H) where a token has type t.
+
+    Under sequence parallelism the input is this TP rank's part of the sequence; types (B, S) are those of all
+    of it. ValueError on a CPU for a type that the table does not have.
+    """
+
+    def __init__(self, number: int, config: GPTConfig, on: Placement = Placement()) -> None:
+        super().__init__(on.groups.tp, on.sequence_parallel)
+        size = number, config.hidden_size
+        self.weight = nn.Parameter(torch.empty(size, **on.tensor_options))
+        self._mark()
+        self._init_weight(size, normal(config), "full", None)
+
+    def forward(self, words_SBH: torch.Tensor, types_BS: torch.Tensor) -> torch.Tensor:
+        if types_BS.numel() and can_read_values(types_BS):
+            low, high = (int(kind) for kind in types_BS.aminmax())
+            if low < 0 or high >= len(self.weight):
+                wrong = low if low < 0 else high
+                raise ValueError(f"TokenTypeEmbedding: token type {wrong} is not one of {len(self.weight)}")
+        S = words_SBH.shape[0]
+        first = self.tp_rank * S if self.sequence_parallel else 0
+        return words_SBH + F.embedding(types_BS.t()[first : first + S], self.weight)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, sequence_parallel={self.sequence_parallel}"

@@ -1,4 +1,4 @@
-"""GPT over the stages of a pipeline: embeddings in the first, then layers, final norm and loss in the last.
+"""Models over the stages of a pipeline: embeddings in the first, then layers, final norm, loss in the last.
 
 A tied embedding is in the first and in the last stage, where it is marked as a replica; `sum_tied_gradients`
 adds the gradients of both once a step, so that they stay equal. Parameters are named as in the undivided
@@ -10,20 +10,24 @@ Shapes: S sequence, B batch, H hidden. Stages hand on (S, B, H), or (S/TP, B, H)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fastmp.config import GPTConfig
 from fastmp.nn.documents import Documents
-from fastmp.nn.models import GPT, Part
+from fastmp.nn.language_model import LanguageModel, Part
+from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import StageOutput
 
-__all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "sum_tied_gradients"]
+__all__ = ["GPTStage", "gpt_stages", "layers_of_stages", "stages_of", "sum_tied_gradients"]
+
+Stage = TypeVar("Stage", bound=LanguageModel)
 
 
 class GPTStage(GPT):
@@ -54,13 +58,13 @@ def layers_of_stages(num_layers: int, num_stages: int, layers: Sequence[int] | N
     if layers is None:
         if num_layers % num_stages:
             raise ValueError(
-                f"gpt_stages: {num_layers} layers are not divisible by {num_stages} stages (pp x vpp); "
+                f"stages_of: {num_layers} layers are not divisible by {num_stages} stages (pp x vpp); "
                 "give the number of each in layers="
             )
         layers = [num_layers // num_stages] * num_stages
     if len(layers) != num_stages or sum(layers) != num_layers or min(layers) < 0:
         raise ValueError(
-            f"gpt_stages: layers {list(layers)} must be {num_stages} numbers (pp x vpp), not negative, that "
+            f"stages_of: layers {list(layers)} must be {num_stages} numbers (pp x vpp), not negative, that "
             f"sum to {num_layers}"
         )
     return [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(num_stages)]
@@ -75,12 +79,27 @@ def gpt_stages(
     recompute: bool = False,
     shard_recompute_input: bool = False,
 ) -> list[GPTStage]:
-    """The `vpp` chunks of this rank of `on.groups.pp`: chunk i is stage i * PP + rank of a GPT.
+    """The chunks of this rank of a GPT, see `stages_of`, whose arguments after `vpp` are those of `GPT`."""
+    kept = {"recompute": recompute, "shard_recompute_input": shard_recompute_input}
+    return stages_of(GPTStage, config, on, vpp=vpp, layers=layers, **kept)
 
+
+def stages_of(
+    kind: type[Stage],
+    config: GPTConfig,
+    on: Placement,
+    *,
+    vpp: int,
+    layers: Sequence[int] | None,
+    **options: Any,
+) -> list[Stage]:
+    """The `vpp` chunks of this rank of `on.groups.pp`: chunk i is stage i * PP + rank of a model.
+
+    kind: the class of a stage, whose `options` are given to each.
     layers: the number of layers of each of the PP * vpp stages, in order; None: the same number for all.
 
     With init="full" the weights are bitwise those of the undivided model if all ranks' default random streams
-    start alike; the last stage takes a tied embedding from the first. The other arguments are those of `GPT`.
+    start alike; the last stage takes a tied embedding from the first.
 
     Every rank calls it. ValueError where `layers_of_stages` or `GPT` raises it, and for a rank without
     parameters.
@@ -90,16 +109,15 @@ def gpt_stages(
     for middle in range(1, size - 1):
         if not any(ranges[middle::size]):
             raise ValueError(
-                f"gpt_stages: pipeline rank {middle} of {size} has no layer among {list(map(len, ranges))}: "
+                f"stages_of: pipeline rank {middle} of {size} has no layer among {list(map(len, ranges))}: "
                 "it would have no parameters"
             )
     last, stages = len(ranges) - 1, []
     restart = _restart(on)
-    options = {"recompute": recompute, "shard_recompute_input": shard_recompute_input}
     for stage in range(rank, len(ranges), size):
         restart()
         part = Part(stage == 0, ranges[stage], stage == last)
-        stages.append(GPTStage(config, on, part=part, **options))
+        stages.append(kind(config, on, part=part, **options))
     if config.tie_embeddings and size == 1:  # both are here: one parameter
         stages[-1].word_embedding = stages[0].word_embedding
     elif config.tie_embeddings:
@@ -108,7 +126,7 @@ def gpt_stages(
 
 
 @torch.no_grad()
-def _share_embedding(stages: Sequence[GPTStage], groups: ParallelGroups) -> None:
+def _share_embedding(stages: Sequence[LanguageModel], groups: ParallelGroups) -> None:
     for stage in stages:
         if stage.word_embedding is not None:
             stage.word_embedding.mark_pipeline_shared(replica=stage.part.last)
@@ -131,7 +149,7 @@ def _restart(on: Placement) -> Callable[[], None]:
 
 @torch.no_grad()
 def sum_tied_gradients(
-    stages: Sequence[GPTStage], groups: ParallelGroups, grads: GradBuffer | None = None
+    stages: Sequence[LanguageModel], groups: ParallelGroups, grads: GradBuffer | None = None
 ) -> None:
     """Add up the gradients of a tied embedding, of which the first and the last stage each have a part.
 

@@ -1,9 +1,10 @@
-"""The pre-LN transformer layer as segments: attention and MLP, each normalised first and added back.
+"""The transformer layer as segments: attention and MLP, each normalised first and added back.
 
 A layer has four all-reduces, two forward and two backward. Under sequence parallelism each is a
 reduce-scatter and an all-gather (Korthikanti et al. 2022), and norms, dropout and residuals work on (S/TP, B,
 H). With experts in place of the MLP, their segments follow attention: the first normalises, the last adds
-back.
+back. In the order of the first BERT (post-LN), the sum is normalised instead: norms are the same modules, and
+segments have the same tensors between them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ __all__ = ["TransformerLayer"]
 
 
 class TransformerLayer(SegmentedLayer):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))); or norm(x + dropout(part(x))) twice.
+
+    The second order is that of `config.bert.post_norm`.
 
     forward(hidden_SBH) or forward(hidden_SBH, key_padding_mask_BT) returns hidden_SBH; either takes packed
     `documents=`, the first a `cache=`, see `SelfAttention`.
@@ -61,6 +64,7 @@ class TransformerLayer(SegmentedLayer):
         else:
             self.moe = MoELayer(config, on)
         self.dropout = Dropout(config.dropout, on)
+        self.post_norm = config.bert is not None and config.bert.post_norm
 
     def segments(self) -> tuple[Segment, ...]:
         attention = Segment("attention", self._attention)
@@ -85,16 +89,16 @@ class TransformerLayer(SegmentedLayer):
         documents: Documents | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensors:
-        normed_SBH = self.attention_norm(hidden_SBH)
-        output_SBH, bias_H = self.attention(
-            normed_SBH, *key_padding_mask_BT, documents=documents, cache=cache
-        )
-        return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
+        input_SBH = hidden_SBH if self.post_norm else self.attention_norm(hidden_SBH)
+        output_SBH, bias_H = self.attention(input_SBH, *key_padding_mask_BT, documents=documents, cache=cache)
+        total_SBH = self.dropout.add(output_SBH, bias_H, hidden_SBH)
+        return (self.attention_norm(total_SBH) if self.post_norm else total_SBH,)
 
     def _mlp(self, hidden_SBH: torch.Tensor) -> Tensors:
         assert self.mlp is not None
-        output_SBH, bias_H = self.mlp(self.mlp_norm(hidden_SBH))
-        return (self.dropout.add(output_SBH, bias_H, hidden_SBH),)
+        output_SBH, bias_H = self.mlp(hidden_SBH if self.post_norm else self.mlp_norm(hidden_SBH))
+        total_SBH = self.dropout.add(output_SBH, bias_H, hidden_SBH)
+        return (self.mlp_norm(total_SBH) if self.post_norm else total_SBH,)
 
     def _add_experts(
         self, out: Tensor | None, output_SBH: Tensor, aux: Tensor, counts_E: Tensor, hidden_SBH: Tensor

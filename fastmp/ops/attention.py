@@ -53,7 +53,7 @@ class Borders(NamedTuple):
 
     queries, keys: (n + 1,) int32, ascending from 0 to B * C and to B * E (`cu_seqlens`). The queries of
         document i are queries[i] to queries[i + 1] - 1, and are the last of its keys. Documents may be empty:
-        entries repeated at the end let the number of documents vary under a fixed shape.
+        entries that repeat let the number of documents vary under a fixed shape.
     longest_queries, longest_keys: bounds of the length of a document.
     static: nobody reads the borders on the host, also on a CPU, as in what graphs hold.
     """

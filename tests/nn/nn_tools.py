@@ -107,8 +107,8 @@ def shard_of(full: torch.Tensor, param: torch.nn.Parameter, group: dist.ProcessG
         return full
     wanted = param.shape[dim] * group_size(group)
     if wanted != full.shape[dim]:
-        assert dim == 0 and full.dim() == 2, "only the vocabulary is padded"
-        full = F.pad(full, (0, 0, 0, wanted - full.shape[0]))
+        assert dim == 0, "only the vocabulary is padded"
+        full = F.pad(full, (*(0, 0) * (full.dim() - 1), 0, wanted - full.shape[0]))
     return attributes.shard_of(full, dim, param.partition_stride, group_size(group), group_rank(group))
 
 

@@ -1,0 +1,231 @@
+"""What GPT and BERT share: words divided by vocabulary over a tensor-parallel group, layers, output weight.
+
+The vocabulary is padded to a multiple of 128 x TP, so that shards are equal and aligned. Padding rows start
+at zero, their columns take no part in the loss and get no gradient, so a model is the same function, with the
+same initial weights bit for bit (init="full"), at every TP.
+
+Shapes: S sequence, B batch, H hidden, V this rank's shard of the padded vocabulary. Tokens come as (B, S);
+activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from fastmp.config import GPTConfig
+from fastmp.nn.cache import KeyValueCache
+from fastmp.nn.documents import Documents
+from fastmp.nn.dropout import Dropout
+from fastmp.nn.init import normal
+from fastmp.nn.placement import Placement
+from fastmp.nn.recompute import recompute
+from fastmp.nn.replicated import PositionEmbedding, RotaryPositions, make_norm
+from fastmp.nn.segment import LayerChain, Tensors
+from fastmp.nn.transformer import TransformerLayer
+from fastmp.ops.registry import can_read_values
+from fastmp.parallel.attributes import parallel_attributes
+from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.layers import ColumnParallelLinear, VocabParallelEmbedding
+from fastmp.sizes import pad_vocab
+
+__all__ = ["LanguageModel", "Part"]
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class Part(NamedTuple):
+    """The part of a model in a stage: embeddings if `first`, layers, final norm and output if `last`."""
+
+    first: bool
+    layers: range
+    last: bool
+
+
+class LanguageModel(nn.Module):
+    """Embeddings, layers, final norm and output weight of a `GPT` or a `Bert`, which make losses of them.
+
+    Args:
+        config: sizes, dropout, initial spread.
+        on: the model is divided over `groups.tp`, `groups.cp` and those of experts. TP must divide S under
+            sequence parallelism.
+        recompute: keep only the input of every layer for backward; where graphs hold parts of a layer, the
+            inputs of its parts.
+        shard_recompute_input: keep 1/TP of that input on each rank (sequence parallelism does so by itself).
+        part: make this part only, see `fastmp.nn.stages`. With init="full" the rest is made, one module at a
+            time, and dropped: its weights are those of the whole model.
+
+    Raises ValueError where TP does not divide heads, key/value heads or ffn size, for dropout over several
+    ranks without `on.rng`, and as `MoELayer` does.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        on: Placement = Placement(),
+        *,
+        recompute: bool = False,
+        shard_recompute_input: bool = False,
+        part: Part | None = None,
+    ) -> None:
+        super().__init__()
+        self._kind = type(self).__name__.removesuffix("Stage")
+        if shard_recompute_input and (on.sequence_parallel or not recompute):
+            raise ValueError(
+                f"{self._kind}: shard_recompute_input=True needs recompute=True and sequence_parallel=False, "
+                f"got recompute={recompute} and sequence_parallel={on.sequence_parallel}"
+            )
+        self.config, self.rng, self.init = config, on.rng, on.init
+        self.group, self.cp_group = on.groups.tp, on.groups.cp
+        self.sequence_parallel = on.sequence_parallel
+        self.recompute, self.shard_recompute_input = recompute, shard_recompute_input
+        self.part = Part(True, range(config.num_layers), True) if part is None else part
+        first, own_layers, last = self.part
+        rows, draw = pad_vocab(config.vocab_size, group_size(self.group)), self._init_words
+        tied, encoder = config.tie_embeddings, config.bert
+        self.word_embedding = self._own(
+            first or (last and tied),
+            lambda: VocabParallelEmbedding(rows, config.hidden_size, init_method=draw, **on.layer_options),
+        )
+        self.position_embedding: PositionEmbedding | None = None
+        self.rotary: RotaryPositions | None = None
+        if config.position == "learned":
+            self.position_embedding = self._own(first, lambda: PositionEmbedding(config, on))
+        else:
+            self.rotary = RotaryPositions(config, on)
+        self.dropout = Dropout(config.dropout, on)
+        self.layers = LayerChain(call=self._recomputed if recompute else None)
+        for i in range(config.num_layers):
+            make = partial(TransformerLayer, config.layers[i], on, causal=encoder is None, rotary=self.rotary)
+            layer = self._own(i in own_layers, make)
+            if layer is not None:  # under its number in the whole model
+                self.layers.add_module(str(i), layer)
+        ends_in_norm = encoder is None or not encoder.post_norm
+        self.final_norm = make_norm(config, on) if last and ends_in_norm else None
+        self.output_layer: ColumnParallelLinear | None = None
+        if not tied:
+            self.output_layer = self._own(
+                last,
+                lambda: ColumnParallelLinear(
+                    config.hidden_size,
+                    rows,
+                    bias=False,
+                    gather_output=False,
+                    init_method=draw,
+                    **on.layer_options,
+                ),
+            )
+        self._clear_padding()
+
+    def _own(self, wanted: bool, make: Callable[[], Module]) -> Module | None:
+        """Make what this part has; make and drop the rest, so that every part draws the same numbers."""
+        module = make() if wanted or self.init == "full" else None
+        return module if wanted else None
+
+    @property
+    def output_table(self) -> VocabParallelEmbedding | ColumnParallelLinear:
+        """The module with the weight that makes the logits."""
+        layer = self.word_embedding if self.output_layer is None else self.output_layer
+        assert layer is not None, "a stage in the middle has no output layer"
+        return layer
+
+    @property
+    def output_weight(self) -> nn.Parameter:
+        """This rank's shard (V, H) of the weight that makes the logits."""
+        return self.output_table.weight
+
+    def _init_words(self, weight_VH: torch.Tensor) -> torch.Tensor:
+        """Draw real rows only: how many padding rows follow must not move the generator."""
+        normal(self.config)(weight_VH[: self.config.vocab_size])
+        return weight_VH
+
+    @torch.no_grad()
+    def _clear_padding(self) -> None:
+        for table in (self.word_embedding, self.output_layer):
+            if table is not None:
+                table.mark_padding(self.config.vocab_size)
+                first = group_rank(self.group) * table.weight.shape[0]
+                table.weight[max(self.config.vocab_size - first, 0) :].zero_()
+
+    def _run_layers(
+        self, hidden_SBH: torch.Tensor, documents: Documents | None = None
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+        """The hidden states after the last layer, and every layer's auxiliary losses and loads of experts."""
+        shared = {} if documents is None else {"documents": documents}
+        hidden_SBH, *others = self.layers(hidden_SBH, **shared)
+        return hidden_SBH, others[0::2], others[1::2]
+
+    def _recomputed(
+        self, function: Callable[..., torch.Tensor | Tensors], *tensors: torch.Tensor
+    ) -> torch.Tensor | Tensors:
+        """Run a layer, or some segments of one, so that backward runs it again.
+
+        A single tensor is hidden states, the same on all TP ranks. The first of several may be this rank's
+        tokens, which are not shared out.
+        """
+        shard_over = self.group if self.shard_recompute_input and len(tensors) == 1 else None
+        return recompute(function, *tensors, rng=self.rng, shard_over=shard_over)
+
+    def _words(
+        self,
+        tokens_BS: torch.Tensor,
+        documents: Documents | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> torch.Tensor:
+        """Words, plus learned positions: (S, B, H)."""
+        assert self.word_embedding is not None, "only the first stage has the embeddings"
+        words_SBH = self.word_embedding(tokens_BS.t())
+        if self.position_embedding is not None:
+            positions = documents if cache is None else cache.positions
+            words_SBH = self.position_embedding(words_SBH, positions)
+        return words_SBH
+
+    def _check(self, tokens_BS: torch.Tensor) -> None:
+        kind = self._kind
+        if tokens_BS.dim() != 2:
+            raise ValueError(f"{kind}: tokens must be (batch, sequence), got shape {tuple(tokens_BS.shape)}")
+        assert self.word_embedding is not None
+        words = self.word_embedding.weight
+        if hasattr(words, "placements"):  # a DTensor
+            raise ValueError(
+                f"{kind}: its parameters are the shards of fully_shard, which a forward of the module that "
+                "it was given gathers; call that module, or before it "
+                'register_fsdp_forward_method(model, "loss")'
+            )
+        S, tp, cp = tokens_BS.shape[1], group_size(self.group), group_size(self.cp_group)
+        if S * cp > self.config.max_seq_len:
+            raise ValueError(
+                f"{kind}: a sequence of {S * cp} tokens is longer than max_seq_len {self.config.max_seq_len}"
+            )
+        if cp > 1 and S % 2:
+            raise ValueError(
+                f"{kind}: a sequence of {S * cp} tokens is not divisible by 2 x the context-parallel size "
+                f"{cp}"
+            )
+        if (
+            tp > 1
+            and self.sequence_parallel
+            and torch.is_grad_enabled()
+            and not parallel_attributes(words).tensor_model_parallel
+        ):
+            raise ValueError(
+                f"{kind}: sequence_parallel=True over {tp} ranks, but the parameters have lost their marks, "
+                "as they do under fully_shard: gradients of norms would stay each rank's part; make the "
+                "model with sequence_parallel=False"
+            )
+        if self.sequence_parallel and S % tp:
+            raise ValueError(
+                f"{kind}: under sequence parallelism a sequence of {S} tokens{' of a rank' * (cp > 1)} must "
+                f"be divisible by the tensor-parallel size {tp}"
+            )
+        if tokens_BS.numel() and can_read_values(tokens_BS):
+            low, high = (int(id) for id in tokens_BS.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                wrong = low if low < 0 else high
+                raise ValueError(
+                    f"{kind}: token id {wrong} is outside the vocabulary of {self.config.vocab_size}"
+                )
