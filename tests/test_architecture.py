@@ -113,6 +113,7 @@ ALLOWED = {
         *("train", "_lazy"),
     },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
+    "fastmp.testing.buffers": {"graphs.buffers"},
     "fastmp.launch": {"config", "parallel.runtime"},
     "fastmp.prove": {"prove", "config", "graphs", "nn", "ops", "parallel", "testing"},
     "fastmp.prove.claims": set(),

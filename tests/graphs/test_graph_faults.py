@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 from layout_tools import DENSE_4, MOE_4, SOME, Layout, Training
-from plan_problems import problems
 from torch import nn
 
 from fastmp.graphs import capture, graph_set, hooks, replay, runs
@@ -22,10 +21,11 @@ from fastmp.ops.wgrad import WgradQueue
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Step
+from fastmp.prove.graphs import ORDER as OVERLAPPING
+from fastmp.prove.graphs import one_buffer
+from fastmp.testing.buffers import problems
 
 DENSE, EXPERTS = (replace(config, num_layers=2) for config in (DENSE_4, MOE_4))
-# Two microbatches in flight on one rank: what is lost in between shows.
-OVERLAPPING = [Step(kind, i, 0) for kind in (FORWARD, BACKWARD) for i in (0, 1)]
 LAYOUT = Layout(DENSE, microbatches=2)
 RECOMPUTED = replace(LAYOUT, options={"recompute": True})
 
@@ -62,18 +62,6 @@ def overlapping(graphs, scope=None, config=DENSE, steps=5, **options):
 def test_forwards_that_overlap_are_right():
     assert not differs(overlapping(True), overlapping(False))
     assert not differs(overlapping(True, SOME, EXPERTS), overlapping(False, config=EXPERTS))
-
-
-def one_buffer(order, chunks):
-    """Every replay in the first buffer of its spec: each but the last in flight is reused too early."""
-    right = plan_buffers(order, chunks)
-    first = {}
-    for number, spec in enumerate(right.buffers):
-        first.setdefault(spec, number)
-    place = [first[spec] for spec in right.buffers]
-    replays = tuple(r._replace(buffers=tuple(place[b] for b in r.buffers)) for r in right.replays)
-    leases = tuple(lease._replace(buffer=place[lease.buffer]) for lease in right.leases)
-    return replace(right, replays=replays, leases=leases)
 
 
 def test_a_buffer_reused_too_early(monkeypatch):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_problems import problems
 
 from fastmp.graphs.buffers import Lease, RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.scope import captured_segments
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step
+from fastmp.testing.buffers import problems
 
 HIDDEN = TensorSpec((4, 2, 8), "bfloat16")
 INDICES = TensorSpec((8, 2), "int32")
