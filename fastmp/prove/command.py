@@ -27,6 +27,7 @@ from fastmp.prove.run import ENDS
 CHAPTERS: dict[str, dict[str, str]] = {
     "kernels": {},
     "graphs": {},
+    "faults": {},
 }
 _ALL = {"CUDA_VISIBLE_DEVICES": ""}  # ranks are forked, which a process that has seen a GPU cannot do
 
