@@ -20,6 +20,7 @@ COMMANDS = {
     "checkpoint": ("fastmp.train.checkpoint.command", "verify, inspect, reshard and compare checkpoints"),
     "hf": ("fastmp.integrations.huggingface.command", "weights of transformers models in and out"),
     "plan": ("fastmp.plan", "what a layout means before it runs: groups, memory, traffic, schedules, graphs"),
+    "study": ("fastmp.study", "published scaling, schedules and graphs, beside predictions and measurements"),
     "hang": ("fastmp.hang", "why a job stood still or lost a rank, from what it left in its directory"),
     "prove": ("fastmp.prove.command", "every claim that needs no GPU, shown on this machine in minutes"),
     "doctor": ("fastmp.doctor", "versions, devices, and which implementation serves each op"),

@@ -122,7 +122,16 @@ ALLOWED = {
     "fastmp.prove.run": {"prove.claims", "prove.page"},
     "fastmp.doctor": {"commands", "config", "ops", "testing"},
     "fastmp.hang": {"commands", "files", "parallel.verdict"},
-    "fastmp.cli": {"commands", "generation", "train", "plan", "prove", "doctor", "hang"},
+    "fastmp.study": {
+        "study",
+        "commands",
+        "config",
+        "parallel.schedule",
+        "parallel.simulate",
+        "plan",
+        "sizes",
+    },
+    "fastmp.cli": {"commands", "generation", "train", "plan", "prove", "study", "doctor", "hang"},
 }
 STDLIB_ONLY = (
     *(
@@ -140,6 +149,7 @@ STDLIB_ONLY = (
         "fastmp.sizes",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
+    *("fastmp.study", *(f"fastmp.study.{name}" for name in ("page", "published", "scaling"))),
     *("fastmp.prove", *(f"fastmp.prove.{name}" for name in ("claims", "command", "page", "run"))),
     *(
         f"fastmp.parallel.{name}"
@@ -219,6 +229,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "generate --help",
         "hang --help",
         "prove --help",
+        "study --help",
         "plan groups --world-size 8 --tp 2",
         "plan graphs configs/mixtral-8x7b.toml --world-size 64",
         "plan optimizer configs/mixtral-8x7b.toml --world-size 64",

@@ -1,0 +1,141 @@
+"""What was published of training on GPUs: shapes, layouts and results, each with its source.
+
+Megatron-LM is Shoeybi et al. 2019 (arXiv 1909.08053); the A100 rows are Table 1 of Narayanan et al. 2021
+(arXiv 2104.04473); the H100 rows are Table 4 of Dubey et al. 2024 (arXiv 2407.21783).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastmp.config import DataConfig, GPTConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+
+SEQUENCE, VOCABULARY, BATCH = 1024, 50257, 8
+EPOCH = 68_507  # steps of 512 sequences of 1024 tokens
+
+BASELINE = 39e12  # FLOP/s of one V100 with the model of 1.2 B parameters, 30 % of its peak
+# The same model on the same GPU after kernels were fused (nv-adlr.github.io/MegatronLMV1): FLOP/s, and the
+# seconds of a step, which together say how FLOPs are counted.
+FUSED_BASELINE, FUSED_SECONDS = 62.4e12, 1.288
+
+MODEL_PARALLEL, HYBRID, HYBRID_IN_ABSTRACT = 0.77, 0.74, 0.76  # on 8 and 512 GPUs
+HYBRID_FLOPS = 15.1e15  # a second, of all 512 GPUs
+OF_HEADS = {16: 0.82, 24: 0.80, 32: 0.77}  # Table 7: {attention heads: efficiency} of 8.3 B on 8 GPUs
+SPEEDUP = {1: 1.0, 2: 1.64, 4: 2.34, 8: 2.98}  # Table 8: {GPUs: times as fast as one} of 1.2 B
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A GPT-2 of Megatron-LM: its sizes, and the ranks that divide it."""
+
+    name: str
+    hidden: int
+    heads: int
+    layers: int
+    tp: int
+
+    def recipe(self, *, batch: int = BATCH, tp: int | None = None, heads: int | None = None) -> Recipe:
+        """Return its recipe: layers recomputed, 8 sequences a replica, 16-bit gradients summed by DDP."""
+        return _gpt(
+            GPTConfig(
+                num_layers=self.layers, hidden_size=self.hidden, num_heads=heads or self.heads, dropout=0.1,
+                vocab_size=VOCABULARY, max_seq_len=SEQUENCE,
+            ),
+            ParallelConfig(tp=tp or self.tp, recompute=True), BATCH, batch, "float16",
+        )  # fmt: skip
+
+
+# Table 1: hidden size, heads, layers, and GPUs that divide the model. With 64 replicas, 64 to 512 GPUs.
+TABLE_1 = (
+    Shape("1.2 B", 1536, 16, 40, 1),
+    Shape("2.5 B", 1920, 20, 54, 2),
+    Shape("4.2 B", 2304, 24, 64, 4),
+    Shape("8.3 B", 3072, 32, 72, 8),
+)
+REPLICAS = 64
+# Table 2: (model, GPUs, days of an epoch).
+TRAINED = (
+    (Shape("355 M", 1024, 16, 24, 1), 64, 0.86),
+    (Shape("2.5 B", 1920, 20, 54, 2), 128, 2.27),
+    (Shape("8.3 B", 3072, 24, 72, 8), 512, 2.10),
+)
+
+
+def counted_flops(recipe: Recipe) -> float:
+    """Return the FLOPs of a step as Megatron-LM seems to have counted them in 2019.
+
+    Products with weights count four times (forward, recomputation, and twice backward), attention's three
+    times, logits not at all: 96 B s L h^2 + 12 B s^2 L h. So counted, the 62.4 TFLOP/s and the 1.288 s that
+    were published of one model agree within 0.1 %.
+    """
+    model, s = recipe.model, recipe.data.seq_len
+    h, tokens = model.hidden_size, recipe.train.global_batch_size * s
+    return model.num_layers * tokens * (96.0 * h * h + 12.0 * s * h)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on A100s or H100s: its recipe, and the TFLOP/s of a GPU that were published."""
+
+    name: str
+    recipe: Recipe
+    gpus: int
+    tflops: float
+
+
+def a100_runs() -> list[Run]:
+    """Return the runs of Narayanan et al. 2021: 51,200 tokens, sequences of 2048, layers recomputed.
+
+    Table 1 does not say the size of a microbatch, here one sequence, nor the chunks of a rank, here 2, or 3
+    where 2 do not divide its layers.
+    """
+    rows = (
+        (1.7, 24, 2304, 24, 1, 1, 32, 512, 137), (3.6, 32, 3072, 30, 2, 1, 64, 512, 138),
+        (7.5, 32, 4096, 36, 4, 1, 128, 512, 142), (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135),
+        (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138), (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140),
+        (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148), (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155),
+        (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163), (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163),
+    )  # fmt: skip
+    found = []
+    for billions, heads, hidden, layers, tp, pp, gpus, batch, tflops in rows:
+        vpp = 1 if pp == 1 else 2 if layers // pp % 2 == 0 else 3
+        model = GPTConfig(
+            num_layers=layers, hidden_size=hidden, num_heads=heads, dropout=0.1, vocab_size=51200,
+            max_seq_len=2048,
+        )  # fmt: skip
+        layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, recompute=True)
+        found.append(Run(f"{billions} B", _gpt(model, layout, 1, batch, "bfloat16"), gpus, tflops))
+    return found
+
+
+def a100_flops(recipe: Recipe) -> float:
+    """Return the FLOPs of a step by that paper's formula (3), with recomputation and logits."""
+    model, s = recipe.model, recipe.data.seq_len
+    h, layers, tokens = model.hidden_size, model.num_layers, recipe.train.global_batch_size * s
+    return 96.0 * tokens * layers * h * h * (1 + s / (6 * h) + model.vocab_size / (16 * layers * h))
+
+
+def h100_runs() -> list[Run]:
+    """Return the runs of Llama 3 405B with sequences of 8192: nothing recomputed, one layer a chunk."""
+    model = GPTConfig(
+        num_layers=126, hidden_size=16384, num_heads=128, num_kv_heads=8, ffn_hidden_size=53248,
+        vocab_size=128256, max_seq_len=8192, norm="rmsnorm", position="rope", activation="swiglu",
+        linear_bias=False, tie_embeddings=False,
+    )  # fmt: skip
+    layout = ParallelConfig(tp=8, pp=16, vpp=8, sequence_parallel=True, stage_layers=(0, *[1] * 126, 0))
+    return [
+        Run("405 B", _gpt(model, layout, 1, 2048, "bfloat16", shard=True), gpus, tflops)
+        for gpus, tflops in ((8192, 430.0), (16384, 400.0))
+    ]
+
+
+def _gpt(
+    model: GPTConfig, layout: ParallelConfig, micro: int, batch: int, dtype: str, *, shard: bool = False
+) -> Recipe:
+    return Recipe(
+        model=model,
+        parallel=layout,
+        data=DataConfig(seq_len=model.max_seq_len, micro_batch_size=micro),
+        optimizer=OptimizerConfig(shard=shard, grad_dtype="float32" if shard else "bfloat16"),
+        train=TrainConfig(global_batch_size=batch, dtype=dtype),
+    )

@@ -1,0 +1,76 @@
+"""The studies: predictions within their tolerance, and committed pages that are what the commands write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastmp import study
+from fastmp.sizes import num_parameters
+from fastmp.study import published, scaling
+
+STUDIES = Path(__file__).parent.parent / "docs" / "studies"
+MOST_BYTES = 150_000
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [*scaling.paper_rows()]
+
+
+def test_the_paper_is_predicted_within_a_tenth(rows):
+    predicted = [row for row in rows if not row.calibrated]
+    assert [row.published for row in predicted] == [
+        0.77, 0.74, 0.76, pytest.approx(0.756, abs=1e-3), 0.82, 0.80, 0.77, 2.34, 2.98,
+    ]  # fmt: skip
+    for row in predicted:
+        assert abs(row.residual) <= scaling.TOLERANCE, row
+    for row in rows:
+        if row.calibrated:
+            assert abs(row.residual) <= 0.01, row
+    assert sum(row.calibrated for row in rows) == 2
+
+
+def test_more_heads_and_more_ranks_cost_what_they_did(rows):
+    """The order of the published rows is that of the predicted ones."""
+    heads = [row.predicted for row in rows if "Table 7" in row.what]
+    faster = [row.predicted for row in rows if "Table 8" in row.what]
+    assert heads == sorted(heads, reverse=True) and faster == sorted(faster)
+    assert 0.03 < heads[0] - heads[-1] < 0.07  # published: 5 points
+
+
+def test_shapes_are_those_of_table_1():
+    counts = [num_parameters(shape.recipe().model, 51200) for shape in published.TABLE_1]
+    assert [round(count / 1e9, 4) for count in counts] == [1.2135, 2.4904, 4.1991, 8.3170]
+    flops = published.counted_flops(published.TABLE_1[0].recipe())
+    assert flops == pytest.approx(published.FUSED_BASELINE * published.FUSED_SECONDS, rel=1e-3)
+
+
+def test_the_scaling_page_is_what_the_command_writes(rows):
+    page = scaling.page(rows, scaling.hardware_rows())
+    assert page == (STUDIES / "scaling.md").read_text()
+
+
+def test_pictures_of_pages_are_there_and_small():
+    for page in STUDIES.glob("*.md"):
+        for name in [part.split(")")[0] for part in page.read_text().split("](")[1:]]:
+            if not name.startswith(("..", "http")):
+                assert 0 < (STUDIES / name).stat().st_size < MOST_BYTES, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", study.COMMANDS)
+def test_the_command_writes_page_and_pictures(name, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert study.main([name, "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / name}.md\n"
+    committed = {path.name for path in STUDIES.glob(f"{name}*") if path.suffix in (".md", ".png")}
+    assert {path.name for path in tmp_path.iterdir()} == committed
+
+
+@pytest.mark.full
+def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert study.main(["scaling", "--out", str(tmp_path / "file" / "folder")]) == 2
+    assert capsys.readouterr().err.startswith("fastmp study scaling: ")
