@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from fastmp.layout import is_megatron
 from fastmp.train.data.blend import BlendedDataset, open_dataset
 from fastmp.train.data.corpus import build
 from fastmp.train.data.megatron import open_files
+from fastmp.train.data.ngrams import NGRAM, overlap
+from fastmp.train.data.texts import texts_of
 from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
 
 
@@ -44,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         commands.add_parser(name, help=summary).add_argument("dir", help="or the prefix of Megatron's files")
 
+    share = commands.add_parser("overlap", help="the share of A's n-grams of words that occur in B")
+    share.add_argument("--ngram", type=int, default=NGRAM, metavar="N", help=f"words of an n-gram ({NGRAM})")
+    share.add_argument("--tokenizer", default="byte", help="that of Megatron's files (byte)")
+    share.add_argument("--json", action="store_true", help="print the numbers, as JSON")
+    share.add_argument(
+        "a", metavar="A", help="file pattern, directory of token files, or prefix of Megatron's"
+    )
+    share.add_argument("b", metavar="B", help="the same, of what A is looked up in")
     mix = commands.add_parser(
         "blend", help="how samples of several sources alternate, and how often each is read"
     )
@@ -72,6 +83,8 @@ def main(argv: list[str] | None = None) -> int:
             print(_report(found, check=False))
         elif options.command == "blend":
             print(_blend_report(options))
+        elif options.command == "overlap":
+            print(_overlap_report(options))
         else:
             print(_report(Path(options.dir), check=options.command == "check"))
     except (ValueError, OSError) as error:
@@ -128,4 +141,21 @@ def _blend_report(options: argparse.Namespace) -> str:
         f"each {tokens * share / period / size:.3g} times"
         for name, share, size in zip(data.names, shares, sizes)
     ]
+    return "\n".join(lines)
+
+
+def _overlap_report(options: argparse.Namespace) -> str:
+    if options.ngram < 1:
+        raise ValueError(f"--ngram must be positive, got {options.ngram}")
+    a, b = (texts_of(source, options.tokenizer) for source in (options.a, options.b))
+    found = overlap(a, b, options.ngram)
+    if options.json:
+        return json.dumps(found.to_json())
+    lines = [f"{options.ngram}-grams of {options.a} that occur in {options.b}"]
+    for part, whole, what in (
+        (found.ngrams_found, found.ngrams, "of all, each time it occurs"),
+        (found.different_found, found.different, "of those that differ"),
+        (found.documents_found, found.documents, "of the documents have one or more"),
+    ):
+        lines.append(f"  {part / max(1, whole):>8.3%} {what}: {part:,} of {whole:,}")
     return "\n".join(lines)
