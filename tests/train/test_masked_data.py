@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def directory(request, folder, tmp_path_factory):
     out, tokenizer = tmp_path_factory.mktemp("data"), request.param
     if tokenizer in ("bert", "albert"):
-        tokenizer = str(getattr(tokenizer_tools, tokenizer)(out / "tokenizer", TEXTS, 120))
+        tokenizer = str(getattr(tokenizer_tools, tokenizer)(out / "tokenizer", TEXTS, 75))
     options = {"vocab_size": 300} if tokenizer == "bpe" else {}
     return build([f"{folder}/*.txt"], out / "d", tokenizer=tokenizer, validation_fraction=0.1, **options)
 
@@ -67,20 +67,22 @@ def dataset(directory, *, seq_len=64, micro_batch_size=4, seed=5, **masking):
 def documents_of(data, split):
     return [
         split.read(begin, begin + length).tolist()
-        for begin, length in zip(*map(np.ndarray.tolist, split.texts(0, split.info.num_documents)))
+        for begin, length in zip(*map(np.ndarray.tolist, split.texts(np.arange(split.info.num_documents))))
     ]
-
-
-def epoch(data, number=0):
-    """The batches of an epoch, and some of the next: steps of one microbatch."""
-    steps = -(-data.num_samples // data.micro_batch_size)
-    return [data.batch(number * steps + step, 0, 1, 0, 1) for step in range(steps)]
 
 
 def rows(batches):
     for batch in batches:
         for row in range(len(batch["tokens"])):
             yield {name: tensor[row].numpy() for name, tensor in batch.items()}
+
+
+def epochs(data, count=1):
+    """The rows of the first epochs, a list of each."""
+    size = data.num_samples
+    steps = -(-count * size // data.micro_batch_size)
+    found = list(rows(data.batch(step, 0, 1, 0, 1) for step in range(steps)))
+    return [found[number * size : (number + 1) * size] for number in range(count)]
 
 
 def restored(row):
@@ -115,10 +117,11 @@ def find(part, documents):
 
 def test_a_sample_is_two_segments_of_a_document_with_whole_words_masked(directory):
     data = dataset(directory)
-    documents, table = documents_of(data, data.train), WordTable(data.tokenizer.pieces())
-    orders, masked, known = [], 0, 0
+    documents, pieces = documents_of(data, data.train), data.tokenizer.pieces()
+    table = WordTable(pieces)
+    orders, masked, known, inside = [], 0, 0, 0
     special = [*vars(data.special).values(), data.tokenizer.end_of_text]
-    for row in rows(epoch(data)):
+    for row in epochs(data)[0]:
         first, second = halves(data, row)
         assert first and second
         find(second + first if row["sentence_order"] else first + second, documents)
@@ -133,32 +136,35 @@ def test_a_sample_is_two_segments_of_a_document_with_whole_words_masked(director
             for word in np.unique(words[of_segment]):
                 if (words == word).sum() <= budget:
                     assert of_segment[words == word].all()
+            for place, token in enumerate(segment[1:], 1):
+                if pieces[token].goes_on and (words == words[place]).sum() <= budget:
+                    assert of_segment[place] == of_segment[place - 1]
+                    inside += 1
         masked += count
         known += len(first + second)
         changed = row["tokens"] != restored(row)
         assert not (changed & ~chosen).any()
     assert 0.11 < masked / known <= 0.16  # words that do not fit are left; of bytes, these are long
     assert 0.3 < np.mean(orders) < 0.7
+    assert (inside > 500) == (data.tokenizer.name == "wordpiece")
 
 
 @pytest.mark.full
 def test_an_epoch_has_all_text_and_the_next_one_other_masks(directory):
     data = dataset(directory, seq_len=32, short_fraction=0.0)
     documents = [document for document in documents_of(data, data.train) if len(document) > 1]
-    seen = [np.zeros(len(document), bool) for document in documents]
     masks = []
-    for number in (0, 1):
-        for covered in seen:
-            covered[:] = False
-        for row in list(rows(epoch(data, number)))[: data.num_samples]:
+    for samples in epochs(data, 2):
+        seen = [np.zeros(len(document), bool) for document in documents]
+        for row in samples:
             first, second = halves(data, row)
             text = second + first if row["sentence_order"] else first + second
             for document, covered in zip(documents, seen):  # all places where it stands
                 for place in range(len(document) - len(text) + 1):
-                    if document[place : place + len(text)] == text:
+                    if document[place] == text[0] and document[place : place + len(text)] == text:
                         covered[place : place + len(text)] = True
         assert all(covered.all() for covered in seen)
-        masks.append({(tuple(row["tokens"]), tuple(row["targets"])) for row in rows(epoch(data, number))})
+        masks.append({(tuple(row["tokens"]), tuple(row["targets"])) for row in samples})
     assert len(masks[0]) >= data.num_samples - 2 and len(masks[0] & masks[1]) < data.num_samples // 20
 
 
@@ -253,7 +259,7 @@ def test_tiny_documents(tmp_path):
     data = dataset(write(tmp_path / "a", "x", "no", "One sentence alone", "y"), seq_len=24)
     assert data.num_samples == 2
     found = set()
-    for row in rows(epoch(data, 0) + epoch(data, 1) + epoch(data, 2) + epoch(data, 3)):
+    for row in (row for samples in epochs(data, 8) for row in samples):
         first, second = (data.tokenizer.decode(half) for half in halves(data, row))
         found.add((first, second) if row["sentence_order"] == 0 else (second, first))
     assert found <= {("n", "o"), ("One", " sentence alone"), ("One sentence", " alone")} | {
@@ -298,7 +304,7 @@ def test_damage_is_named(of_bytes, tmp_path, folder):
         damaged = offsets.copy()
         damaged[place] = value
         damaged.tofile(path)
-        with pytest.raises(ValueError, match=r"train\.documents: damaged: offsets 0 to \d+ do not ascend"):
+        with pytest.raises(ValueError, match=r"train\.documents: damaged: document \d+ is said to be of"):
             dataset(copy)
     offsets.tofile(path)
     tokens = np.fromfile(copy / "train.bin", "<u2")

@@ -47,7 +47,7 @@ Ints = npt.NDArray[np.int64]
 Keys = npt.NDArray[np.uint64]
 
 RESERVED = 3  # tokens of a sample that are no text: [CLS], [SEP], [SEP]
-BLOCK = 128  # documents whose windows are counted together: the table has 8 bytes for so many
+BLOCK = 64  # documents whose windows are counted together: the table has 8 bytes for so many
 AT_ONCE = 1 << 20  # documents that are looked at together, when it is made
 SHORT, SIZE, MIDDLE, SWAP, PLACES = range(5)  # numbers of a sample's stream, see `Draws`
 
@@ -275,8 +275,9 @@ class Windows:
         self._num_documents = split.info.num_documents
         counts = []
         for first in range(0, self._num_documents, AT_ONCE):
-            _, lengths = split.texts(first, min(first + AT_ONCE, self._num_documents))
-            counts.append(np.add.reduceat(grid.count(lengths), np.arange(0, len(lengths), BLOCK)))
+            documents = np.arange(first, min(first + AT_ONCE, self._num_documents))
+            of_documents = grid.count(split.texts(documents)[1])
+            counts.append(np.add.reduceat(of_documents, np.arange(0, len(documents), BLOCK)))
         self._before = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
         self.count = int(self._before[-1])
 
@@ -285,17 +286,16 @@ class Windows:
 
         keys: of their epochs.
         """
-        found = np.empty((4, len(windows)), np.int64)
+        rows = np.arange(len(windows))
         blocks = np.searchsorted(self._before, windows, side="right") - 1
-        for place, (window, block) in enumerate(zip(windows.tolist(), blocks.tolist())):
-            first = block * BLOCK
-            begins, lengths = self.split.texts(first, min(first + BLOCK, self._num_documents))
-            behind = self._before[block] + np.cumsum(self._grid.count(lengths))
-            here = int(np.searchsorted(behind, window, side="right"))
-            nth = window - (behind[here - 1] if here else self._before[block])
-            found[:, place] = first + here, begins[here], lengths[here], nth
-        documents, begins, lengths, nth = found
-        return begins, lengths, self._grid.starts(lengths, nth, mix(keys + documents.astype(np.uint64)))
+        documents = blocks[:, None] * BLOCK + np.arange(BLOCK)
+        begins, lengths = self.split.texts(np.minimum(documents, self._num_documents - 1))
+        behind = self._before[blocks][:, None] + np.cumsum(self._grid.count(lengths), axis=1)
+        here = (behind <= windows[:, None]).sum(axis=1)
+        before = np.where(here > 0, behind[rows, here - 1], self._before[blocks])
+        document, length = documents[rows, here], lengths[rows, here]
+        phases = mix(keys + document.astype(np.uint64))
+        return begins[rows, here], length, self._grid.starts(length, windows - before, phases)
 
 
 def _tensors(batch: dict[str, npt.NDArray[Any]]) -> dict[str, Any]:

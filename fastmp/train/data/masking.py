@@ -42,6 +42,7 @@ __all__ = [
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Keys = npt.NDArray[np.uint64]
 
 MASKED, RANDOM = 0.8, 0.9  # a chosen token becomes [MASK] below the first, a random one below the second
 
@@ -53,12 +54,12 @@ class Draws:
     keys: (B,) uint64.
     """
 
-    keys: npt.NDArray[np.uint64]
+    keys: Keys
 
     def uniform(self, counter: Any, rows: Any = slice(None)) -> Floats:
         """Numbers in [0, 1), of the samples `rows`; `counter` broadcasts against them."""
-        bits = mix(self.keys[rows] + np.asarray(counter, np.uint64))
-        return (bits >> np.uint64(11)) * 2.0**-53
+        bits: Keys = mix(self.keys[rows] + np.asarray(counter, np.uint64))
+        return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def matrix(self, first: int, count: int) -> Floats:
         """Numbers `first` to `first + count - 1` of every sample: (B, count)."""
@@ -85,7 +86,7 @@ class Grid:
         several = -(-lengths // self.stride)
         return np.where(lengths > self.capacity, several, np.where(lengths < 2, 0, 1))
 
-    def starts(self, lengths: Ints, windows: Ints, phases: npt.NDArray[np.uint64]) -> Ints:
+    def starts(self, lengths: Ints, windows: Ints, phases: Keys) -> Ints:
         """The nominal starts of `windows` of documents; phases: any uint64, one for each document and epoch.
 
         The first is 0, the last ends with the document. The others are shifted by a phase of no more than
@@ -176,7 +177,8 @@ def arrange(segments: Segments, swapped: Bools, seq_len: int) -> Pairs:
 
 def budgets(lengths: Ints, fraction: float) -> Ints:
     """How many of so many tokens are masked, at most: one at least."""
-    return np.maximum(1, np.rint(fraction * lengths)).astype(np.int64)
+    budget: Ints = np.maximum(1, np.rint(fraction * lengths)).astype(np.int64)
+    return budget
 
 
 def choose_masked(
@@ -205,13 +207,10 @@ def choose_masked(
     begins = _run_begins(chances[:, :num_columns], max_ngram)[row, nth] | segments[row, column]
     run_of_word, run = np.cumsum(begins) - 1, np.flatnonzero(begins)
     run_sizes, run_row = np.add.reduceat(sizes, run), row[run]
-    order = np.argsort(run_row + chances[:, num_columns:][run_row, nth[run]])
-    spent = np.empty(len(run) + 1, np.int64)
-    spent[0] = 0
-    np.cumsum(run_sizes[order], out=spent[1:])
-    of_rows = spent[
-        np.searchsorted(run_row, np.arange(num_rows))
-    ]  # before each row: order keeps rows together
+    # By rows, as keys are less than a half, and in each in random order.
+    order = np.argsort(run_row + 0.5 * chances[:, num_columns:][run_row, nth[run]])
+    spent = np.concatenate([[0], np.cumsum(run_sizes[order])])
+    of_rows = spent[np.searchsorted(run_row, np.arange(num_rows))]  # before the first run of each row
     room = np.empty(len(run), np.int64)
     room[order] = budget[run_row] - (spent[:-1] - of_rows[run_row])
 

@@ -63,8 +63,12 @@ class MegatronFiles:
 
     def starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Where documents `first` to `last` - 1 begin, in tokens; D - 1 stands for the end of the file."""
-        sequences = np.array(self.documents[first:last])
-        starts = np.full(len(sequences), self.tokens.size, np.int64)
+        return self.starts_of(np.arange(first, min(last, len(self.documents))))
+
+    def starts_of(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Where `documents` begin, as `starts`; of any shape."""
+        sequences = np.array(self.documents[documents])
+        starts = np.full(sequences.shape, self.tokens.size, np.int64)
         inside = sequences < len(self.offsets)
         starts[inside] = self.offsets[sequences[inside]] // self.tokens.itemsize
         return starts
@@ -135,14 +139,13 @@ class MegatronSplit:
                     begins[row, total - 1 - start] = True
         return begins
 
-    def texts(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of documents `first` to `last` - 1, without end-of-text: the first token and the number of tokens.
+    def texts(self, documents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of `documents` by number, without end-of-text: the first token and the number of tokens.
 
         Whether documents end with it, the first one of the split says.
         """
-        places = self.first_document + first, self.first_document + last + 1
-        begins = self.files.starts(*places) - self.first
-        return begins[:-1], np.maximum(np.diff(begins) - self.with_end, 0)
+        begins, ends = (self.files.starts_of(self.first_document + documents + i) for i in (0, 1))
+        return begins - self.first, np.maximum(ends - begins - self.with_end, 0)
 
     @functools.cached_property
     def with_end(self) -> bool:

@@ -204,15 +204,21 @@ class Split:
             length,
         )
 
-    def texts(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of documents `first` to `last` - 1, without end-of-text: the first token and the number of tokens.
+    def texts(self, documents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Of `documents` by number, without end-of-text: the first token and the number of tokens.
 
         ValueError where their offsets cannot be right.
         """
-        offsets = np.asarray(self.documents[first : last + 1])
-        if (np.diff(offsets) < 1).any() or not 0 <= offsets[0] <= offsets[-1] <= self.info.num_tokens:
-            raise damaged(self.path.with_suffix(".documents"), f"offsets {first} to {last} do not ascend")
-        return offsets[:-1] + 1, np.diff(offsets) - 1
+        offsets = np.asarray(self.documents)
+        begins, ends = offsets[documents], offsets[documents + 1]
+        wrong = (begins < 0) | (begins >= ends) | (ends > self.info.num_tokens)
+        if wrong.any():
+            raise damaged(
+                self.path.with_suffix(".documents"),
+                f"document {documents[wrong][0]} is said to be of tokens {begins[wrong][0]} to "
+                f"{ends[wrong][0] - 1} of {self.info.num_tokens}",
+            )
+        return begins + 1, ends - begins - 1
 
     def check(self, block: int) -> None:
         """Read a block and compare its checksum; ValueError as `read`."""
