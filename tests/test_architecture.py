@@ -149,7 +149,7 @@ STDLIB_ONLY = (
         "fastmp.sizes",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
-    *("fastmp.study", *(f"fastmp.study.{name}" for name in ("page", "published", "scaling"))),
+    *("fastmp.study", *(f"fastmp.study.{name}" for name in ("page", "published", "scaling", "schedules"))),
     *("fastmp.prove", *(f"fastmp.prove.{name}" for name in ("claims", "command", "page", "run"))),
     *(
         f"fastmp.parallel.{name}"

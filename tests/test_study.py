@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from fastmp import study
+from fastmp.parallel.simulate import Costs
 from fastmp.sizes import num_parameters
-from fastmp.study import published, scaling
+from fastmp.study import published, scaling, schedules
 
 STUDIES = Path(__file__).parent.parent / "docs" / "studies"
 MOST_BYTES = 150_000
@@ -50,6 +51,21 @@ def test_shapes_are_those_of_table_1():
 def test_the_scaling_page_is_what_the_command_writes(rows):
     page = scaling.page(rows, scaling.hardware_rows())
     assert page == (STUDIES / "scaling.md").read_text()
+
+
+@pytest.mark.full
+def test_the_page_of_schedules_is_what_the_command_writes():
+    assert schedules.page() == (STUDIES / "schedules.md").read_text()
+
+
+@pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (1, 2, 1), (2, 3, 1), (1, 1, 3)])
+def test_formulas_of_schedules_are_what_is_simulated(forward, inputs, weights):
+    """For every size of the study up to 8 ranks."""
+    for cell in schedules.cells(Costs(forward, inputs, weights)):
+        if cell.schedule.pp <= 8 and cell.schedule.num_microbatches <= 32:
+            run = cell.run
+            assert max(run.peak_activations) == cell.peak
+            assert run.bubble == pytest.approx(cell.bubble), cell.schedule
 
 
 def test_pictures_of_pages_are_there_and_small():

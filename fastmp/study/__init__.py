@@ -10,10 +10,8 @@ import sys
 from fastmp.commands import run_command
 
 COMMANDS = {
-    "scaling": (
-        "fastmp.study.scaling",
-        "model and data parallelism: published, predicted, and measured here",
-    ),
+    "scaling": ("fastmp.study.scaling", "model and data parallelism, as published and as predicted"),
+    "schedules": ("fastmp.study.schedules", "idle time and memory of every pipeline schedule"),
 }
 
 
