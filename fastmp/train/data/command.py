@@ -14,6 +14,7 @@ from fastmp.train.data.blend import BlendedDataset, open_dataset
 from fastmp.train.data.corpus import build
 from fastmp.train.data.megatron import open_files
 from fastmp.train.data.ngrams import NGRAM, overlap
+from fastmp.train.data.progress import Progress
 from fastmp.train.data.texts import texts_of
 from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
 
@@ -40,6 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--vocab-size", type=int, default=None, help="tokens that bpe learns (4096)")
     make.add_argument(
         "--validation-fraction", type=float, default=0.05, help="share of the bytes held out (0.05)"
+    )
+    make.add_argument(
+        "--min-tokens", type=int, default=0, metavar="N", help="leave out documents with fewer tokens (0)"
+    )
+    make.add_argument(
+        "--dedup-jaccard",
+        type=float,
+        metavar="J",
+        help="leave out documents that resemble an earlier one more than that, as 0.7",
+    )
+    make.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="leave out documents that share a tenth of their 8-grams of words with these files",
     )
     for name, summary in (
         ("stats", "what a directory holds"),
@@ -71,6 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         if options.command == "build":
+            progress = Progress()
             found = build(
                 options.input,
                 options.out,
@@ -78,8 +96,13 @@ def main(argv: list[str] | None = None) -> int:
                 vocab_size=options.vocab_size,
                 end_of_text=options.end_of_text,
                 validation_fraction=options.validation_fraction,
+                min_tokens=options.min_tokens,
+                dedup_jaccard=options.dedup_jaccard,
+                exclude=options.exclude,
                 overwrite=options.overwrite,
+                progress=progress,
             )
+            progress.end()
             print(_report(found, check=False))
         elif options.command == "blend":
             print(_blend_report(options))
@@ -114,6 +137,17 @@ def _report(directory: Path, *, check: bool) -> str:
                 f"  {'':<10} the tokenizer is not lossless: {info.num_changed:,} of these documents do not "
                 "come back byte for byte"
             )
+    left_out = [
+        f"{number:,} {why}"
+        for name, why in (
+            ("num_excluded", "overlap excluded files"),
+            ("num_near_duplicates", "resemble an earlier one"),
+            ("num_short", "have too few tokens"),
+        )
+        if (number := index.source.get(name))
+    ]
+    if left_out:
+        lines.append(f"  left out   {', '.join(left_out)}")
     return "\n".join(lines + (["  all checksums match"] if check else []))
 
 

@@ -17,9 +17,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fastmp.train.data import hygiene
+from fastmp.train.data.progress import Progress
 from fastmp.train.data.sampling import epoch_key, permute
 from fastmp.train.data.tokenfile import (
     Index,
@@ -66,7 +69,11 @@ def build(
     vocab_size: int | None = None,
     end_of_text: str | None = None,
     validation_fraction: float = 0.05,
+    min_tokens: int = 0,
+    dedup_jaccard: float | None = None,
+    exclude: Sequence[str] = (),
     overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> Path:
     """Tokenize `inputs` into the directory `out` and return it.
 
@@ -74,6 +81,10 @@ def build(
     "bpe" (learns `vocab_size` tokens, 4096 by default, from the training text) or what `load_tokenizer`
     takes, with `end_of_text`. The directory appears whole or not at all; several processes may build the same
     one at once. `overwrite` replaces a token dataset that is there, once the new one is complete.
+
+    Documents are left out that overlap files of the patterns `exclude`, that resemble an earlier one by more
+    than `dedup_jaccard` (see `hygiene`), and that have fewer than `min_tokens` tokens. Their numbers are in
+    the `source` of the index. `progress` is told of each document.
 
     ValueError names what is wrong: a pattern without a match, a file that is empty or cannot be read or
     tokenized, too little text, an `out` that holds something else; DatasetExists for one that holds a token
@@ -86,24 +97,37 @@ def build(
         raise ValueError(f"vocab_size {vocab_size} goes with tokenizer bpe, not {tokenizer!r}")
     if end_of_text is not None and tokenizer in ("byte", "bpe"):
         raise ValueError(f"end_of_text {end_of_text!r} goes with a tokenizer.json, not {tokenizer!r}")
+    if min_tokens < 0:
+        raise ValueError(f"min_tokens must not be negative, got {min_tokens}")
+    if dedup_jaccard is not None and not 0.0 < dedup_jaccard < 1.0:
+        raise ValueError(f"dedup_jaccard must be between 0 and 1, got {dedup_jaccard}")
+    if dedup_jaccard is not None:
+        hygiene.minhash()  # raises now rather than after minutes
     _check_free(out, overwrite)
-    documents = find_documents(inputs)
+    documents, num_excluded, num_near_duplicates = _left(
+        find_documents(inputs), find_documents(exclude) if exclude else [], dedup_jaccard, progress
+    )
     train, held_out = split_documents(documents, validation_fraction)
     if not train or (validation_fraction > 0 and not held_out):
         raise ValueError(
-            f"{sum(document.num_bytes for document in documents)} bytes of text are too little "
-            f"to hold out {validation_fraction:g} of them"
+            f"{_bytes_of(documents)} bytes of text are too little to hold out {validation_fraction:g} of them"
         )
     source = {
         "inputs": list(inputs),
         "python": platform.python_version() if set(inputs) & set(RECIPES) else None,
         "tokenizer": tokenizer,
         "validation_fraction": validation_fraction,
+        "min_tokens": min_tokens,
+        "dedup_jaccard": dedup_jaccard,
+        "exclude": list(exclude),
+        "num_excluded": num_excluded,
+        "num_near_duplicates": num_near_duplicates,
+        "num_short": 0,  # counted when they have tokens
     }
     try:
         with staged(out, replace=overwrite) as stage:
             made = _tokenizer(tokenizer, vocab_size, end_of_text, train)
-            index = _write(stage, train, held_out, made, source)
+            index = _write(stage, train, held_out, made, source, progress)
     except FileExistsError:
         if read_index(out) != index:
             raise DatasetExists(
@@ -113,6 +137,40 @@ def build(
         raise ValueError(f"{out}: cannot be written ({error.strerror or error})") from None
     _open_all(out)
     return out
+
+
+def _left(
+    documents: Sequence[Document],
+    exclude: Sequence[Document],
+    dedup_jaccard: float | None,
+    progress: Progress | None,
+) -> tuple[list[Document], int, int]:
+    """The documents that are not left out for their text, and how many are excluded and near-duplicates."""
+    if not exclude and dedup_jaccard is None:
+        return list(documents), 0, 0
+    files = hygiene.excluded_by(document.text() for document in exclude)
+    kept: list[Document] = []
+
+    def sets() -> Iterator[hygiene.Hashes]:
+        for document in documents:
+            text = document.text()
+            if not hygiene.is_excluded(text, files):
+                kept.append(document)
+                if dedup_jaccard is not None:
+                    yield hygiene.shingles(text)
+            if progress:
+                progress.add(document.num_bytes)
+
+    if progress:
+        progress.begin("looking for overlap and near-duplicates", _bytes_of(documents))
+    signatures = hygiene.signatures(sets())
+    num_excluded = len(documents) - len(kept)
+    if dedup_jaccard is not None:
+        dropped = hygiene.near_duplicates(signatures, dedup_jaccard)
+        kept = [document for document, drop in zip(kept, dropped) if not drop]
+    if not kept:
+        raise ValueError(f"all {len(documents)} documents overlap the excluded files")
+    return kept, num_excluded, len(documents) - num_excluded - len(kept)
 
 
 def find_documents(inputs: Sequence[str]) -> list[Document]:
@@ -139,7 +197,7 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     order = permute(np.arange(len(documents)), len(documents), SPLIT_KEY)
     train = [documents[i] for i in order]
     held_out: list[Document] = []
-    wanted = round(fraction * sum(document.num_bytes for document in documents))
+    wanted = round(fraction * _bytes_of(documents))
     while wanted > 0 and train:
         last = train.pop()
         if last.num_bytes > wanted and (cut := _cut(last.text(), last.num_bytes - wanted)) > 0:
@@ -148,6 +206,10 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
         held_out.append(last)
         wanted -= last.num_bytes
     return train, held_out
+
+
+def _bytes_of(documents: Sequence[Document]) -> int:
+    return sum(document.num_bytes for document in documents)
 
 
 def _cut(text: bytes, near: int) -> int:
@@ -172,16 +234,28 @@ def _tokenizer(
 
 
 def _write(
-    stage: Path, train: Sequence[Document], held_out: Sequence[Document], tokenizer: Tokenizer, source: dict
+    stage: Path,
+    train: Sequence[Document],
+    held_out: Sequence[Document],
+    tokenizer: Tokenizer,
+    source: dict[str, Any],
+    progress: Progress | None,
 ) -> Index:
+    """Write all files; the documents that are too short are counted in `source`."""
     splits = {}
+    if progress:
+        progress.begin("tokenizing", _bytes_of([*train, *held_out]))
     for name, documents in (("train", train), ("validation", held_out)):
         if not documents:
             continue
         writer = SplitWriter(stage, name, tokenizer)
         try:
             for group in _groups(documents):
-                _add(writer, group, tokenizer)
+                source["num_short"] += _add(writer, group, tokenizer, source["min_tokens"])
+                for document in group if progress else ():
+                    progress.add(document.num_bytes)
+            if writer.num_documents == 0:
+                raise ValueError(f"{name}: no document has {source['min_tokens']} tokens (--min-tokens)")
             splits[name] = writer.finish()
         finally:
             writer.close()
@@ -201,7 +275,8 @@ def _write(
     return index
 
 
-def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer) -> None:
+def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer, min_tokens: int) -> int:
+    """Write documents, but whole ones with fewer than `min_tokens` tokens; returns how many these are."""
     texts = [document.text() for document in group]
     try:
         encoded = tokenizer.encode_batch(texts)
@@ -209,8 +284,13 @@ def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer) -
         for document, text in zip(group, texts):
             _named(document, lambda text=text: tokenizer.encode(text))
         raise
+    short = 0
     for document, text, ids in zip(group, texts, encoded):
+        if len(ids) < min_tokens and document.begin == 0 and document.end is None:
+            short += 1
+            continue
         _named(document, lambda text=text, ids=ids: writer.add(text, ids))
+    return short
 
 
 def _named(document: Document, action: Callable[[], object]) -> None:

@@ -142,6 +142,10 @@ class SplitWriter:
         self._histogram += np.bincount(np.frombuffer(text, np.uint8), minlength=256)
         self._offsets.append(self._offsets[-1] + piece.size)
 
+    @property
+    def num_documents(self) -> int:
+        return len(self._offsets) - 1
+
     def finish(self) -> SplitInfo:
         """Write offsets and checksums, force all three files to disk, and describe them."""
         sync_and_close(self._file)
