@@ -16,7 +16,10 @@ VOCAB = 320
 def main(family: str, directory: str) -> None:
     """Save a model of a family of `hf_models.CONFIGS`, with a BPE of bytes learnt on this file."""
     name, options = CONFIGS[family]
-    config = getattr(transformers, name)(**{**options, "vocab_size": VOCAB, "eos_token_id": 0})
+    sizes = {"vocab_size": VOCAB, "eos_token_id": 0, "max_position_embeddings": 512}
+    if "num_experts" in options:
+        sizes["num_experts"] = 8
+    config = getattr(transformers, name)(**{**options, **sizes})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
     bpe = tokenizers.Tokenizer(models.BPE())

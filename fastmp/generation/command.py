@@ -50,7 +50,8 @@ def _parser() -> Parser:
         help="byte, a tokenizer.json, or the directory of one (that of the run or of the model)",
     )
     tokens = _number(int, 1)
-    add("--max-new-tokens", metavar="N", type=tokens, default=128, help="of each prompt (128)")
+    text = "of each prompt (128, or as many as the model has positions for)"
+    add("--max-new-tokens", metavar="N", type=tokens, help=text)
     text = "what logits are divided by; 0: the likeliest token (1)"
     add("--temperature", metavar="T", type=_number(float, 0), default=1.0, help=text)
     add("--top-k", metavar="K", type=_number(int, 0), default=0, help="of the K likeliest; 0: of all (0)")

@@ -69,7 +69,9 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
     reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
     tokenizer = agree(world, lambda: _tokenizer(options, reader))
     ids = [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
-    check_prompts(config, ids, options.max_new_tokens, min(config.vocab_size, tokenizer.vocab_size))
+    room = config.max_seq_len + 1 - max(map(len, ids))
+    new = options.max_new_tokens or max(min(128, room), 1)
+    check_prompts(config, ids, new, min(config.vocab_size, tokenizer.vocab_size))
     auto = torch.bfloat16 if runtime.device.type == "cuda" else torch.float32
     dtype = DTYPES.get(options.dtype, auto)
     model = load_model(reader, config, groups, device=runtime.device, dtype=dtype)
@@ -78,7 +80,7 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
     return generate(
         model,
         ids,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=new,
         tokenizer=tokenizer,
         stop=options.stop,
         ends=ends,

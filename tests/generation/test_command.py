@@ -82,6 +82,21 @@ def test_a_run_and_what_transformers_has_of_it(trained, exported, capsys):
 
 
 @pytest.mark.full
+def test_a_model_of_few_positions_makes_as_many_tokens_as_fit_unless_asked_for_a_number(trained, capsys):
+    reader, config = open_weights(str(checkpoint_at(trained)), None, None)
+    model, tokenizer = (
+        load_model(reader, config, ParallelGroups.alone()),
+        tokenizer_beside(checkpoint_at(trained)),
+    )
+    ids = tokenizer.encode_prompt(PROMPTS[0])
+    (row,) = generate(model, [ids], tokenizer=tokenizer, max_new_tokens=33 - len(ids), temperature=0.0).rows
+    capsys.readouterr()
+    assert config.max_seq_len == 32
+    assert main(["generate", "--checkpoint", str(trained), "--prompt", PROMPTS[0], "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == PROMPTS[0] + row.text + "\n"
+
+
+@pytest.mark.full
 def test_one_prompt_is_the_text_alone_and_ends_before_a_stop_string(trained, capsys):
     whole = expected_of(trained, temperature=0.0).partition("== prompt 2")[0].partition("\n")[2][:-1]
     stop = whole[len(PROMPTS[0]) + 2 :][:2]
