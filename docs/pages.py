@@ -20,7 +20,9 @@ from pygments.formatters import HtmlFormatter
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
+PAGES = {"README.md": "index.md"} | {
+    f"{name}.md": f"{name.lower()}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY")
+}
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")  # of [text](file#part): the file, which has no scheme
 
 

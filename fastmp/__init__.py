@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from fastmp._lazy import exports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__, __dir__, __all__ = exports(
     __name__,

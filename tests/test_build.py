@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -48,7 +49,7 @@ def run(*command: str | Path, cwd: Path, **variables: str) -> subprocess.Complet
         env={**kept, **variables},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1700,  # pytest stops a test sooner, unless it asks for more
         check=False,
     )
 
@@ -284,6 +285,15 @@ def test_torch_is_found_or_the_reason_given(build, monkeypatch, tmp_path):
     assert "2.9.1+cpu" in build.find_torch()[2]
 
 
+def test_the_changelog_and_the_readme_are_of_this_version():
+    import fastmp
+
+    latest = re.search(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1]
+    assert latest == fastmp.__version__
+    minor = fastmp.__version__.rpartition(".")[0]
+    assert f"## Not in {minor}\n" in (ROOT / "README.md").read_text()
+
+
 def test_setting_names_a_wrong_value(build, monkeypatch):
     monkeypatch.setenv("FASTMP_CPP", "yes")
     with pytest.raises(SystemExit, match="FASTMP_CPP must be auto, 0 or 1, got 'yes'"):
@@ -307,6 +317,70 @@ def test_environment_says_how_far_a_build_is(capsys):
     assert capsys.readouterr().out == "environment: compiled: 3 of 3\n"
     assert environment.run(sys.executable, "-c", "raise SystemExit('no')") == (False, "no\n")
     assert capsys.readouterr().out == ""  # the caller shows it
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> Path:
+    """The source distribution, made of a copy of what git has."""
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("sdist")
+    listed = succeed("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+    code = f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})"
+    succeed(sys.executable, "-c", code, cwd=tree)
+    (archive,) = out.iterdir()
+    return archive
+
+
+@pytest.mark.exhaustive
+def test_the_source_distribution_has_what_builds_explains_and_tests_it(sdist):
+    import fastmp
+
+    name = f"fastmp-{fastmp.__version__}"
+    assert sdist.name == f"{name}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        held = {path.removeprefix(f"{name}/") for path in archive.getnames()}
+        about = archive.extractfile(f"{name}/PKG-INFO").read().decode()
+    built = {path for path in held if path.endswith((".so", ".pyc")) or path.endswith("_build.json")}
+    assert not built
+    tracked = succeed("git", "ls-files", cwd=ROOT).split()
+    needed = re.compile(r"(csrc|fastmp|configs|docs|tests/.*\.py)|[^/]*\.(md|py|toml|txt|in)$|LICENSE")
+    assert not {path for path in tracked if needed.match(path) and (ROOT / path).exists()} - held
+    assert f"Version: {fastmp.__version__}" in about and "License-File: LICENSE" in about
+    assert "Description-Content-Type: text/markdown" in about and "# fastmp" in about
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("compiler", [True, False], ids=["compiler", "no compiler"])
+@pytest.mark.parametrize("of", ["wheel", "sdist"])
+def test_it_installs_in_an_empty_environment(of, compiler, sdist, tmp_path):
+    """From the archive alone, without a network, then passes its own check of every op."""
+    if compiler:
+        variables = {"FASTMP_CPP": "auto", "FASTMP_ISA": "native"}
+    else:
+        (tmp_path / "no compilers").mkdir()
+        variables = {"FASTMP_CPP": "auto", "PATH": str(tmp_path / "no compilers"), "CXX": "", "CUDACXX": ""}
+    offline = ("--no-build-isolation", "--no-deps", "--no-index")
+    package = sdist
+    if of == "wheel":
+        succeed(sys.executable, *PIP, "wheel", *offline, "-w", tmp_path, sdist, cwd=tmp_path, **variables)
+        (package,) = tmp_path.glob("fastmp-*.whl")
+        assert package.name.endswith("-none-any.whl") != compiler
+    python = bare_environment(tmp_path / "venv")
+    succeed(python, *PIP, "install", *offline, "--ignore-installed", package, cwd=tmp_path, **variables)
+
+    done = run(python.with_name("fastmp"), "--version", cwd=tmp_path)
+    assert done.stdout.strip() in package.name
+    record = record_of(python)
+    assert record["cpp"] == ("built" if compiler else "no C++ compiler (CXX, c++, g++ or clang++)")
+    used = run(python, "-c", "import fastmp.ops; print(fastmp.__file__)", cwd=tmp_path)
+    assert Path(used.stdout.strip()).is_relative_to(tmp_path / "venv")
+    assert used.stderr.count("fastmp has no C++ kernels here (no C++ compiler") == (not compiler)
+    check = succeed(python.with_name("fastmp"), "doctor", "--check", cwd=tmp_path)
+    assert "ok (error" in check and f"cpp: {record['cpp']}" in check
 
 
 @pytest.mark.exhaustive

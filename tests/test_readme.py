@@ -122,10 +122,10 @@ def run(script: str, directory: Path) -> subprocess.CompletedProcess[str]:
 
 
 def use_recipes(directory: Path, small: bool) -> None:
-    """Put recipes into `directory`: as they are, or with small layers and a few steps in the small ones."""
+    """Put recipes into `directory`; `small`: those that are named so with narrow layers and a few steps."""
     for recipe in (ROOT / "configs").glob("*.toml"):
         text = recipe.read_text()
-        if small and ("small" in recipe.name):
+        if small and "small" in recipe.name:
             for field, value in SMALL.items():
                 text = re.sub(rf"^{field} = \d+", f"{field} = {value}", text, flags=re.MULTILINE)
         (directory / recipe.name).write_text(text)
@@ -136,7 +136,7 @@ def missing(block: Block) -> bool:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", sorted({b.page for b in BLOCKS if b.runs and b.kind in ("sh", "console")}))
 def test_commands_run_and_plans_are_what_is_shown(page, scratch):
     """From top to bottom in one directory, each block behind what its notes want to be there."""
