@@ -112,6 +112,14 @@ ALLOWED = {
         *("generation", "commands", "config", "files", "graphs", "integrations", "layout", "nn", "parallel"),
         *("train", "_lazy"),
     },
+    "fastmp.evaluation": {
+        *("evaluation", "commands", "config", "files", "nn", "parallel", "train", "_lazy"),
+        *("generation.command", "generation.load"),
+    },
+    **{
+        f"fastmp.evaluation.{name}": {"files"}
+        for name in ("journal", "lambada", "report", "wikitext", "windows")
+    },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.testing.buffers": {"graphs.buffers"},
     "fastmp.launch": {"config", "parallel.runtime"},
@@ -131,7 +139,17 @@ ALLOWED = {
         "plan",
         "sizes",
     },
-    "fastmp.cli": {"commands", "generation", "train", "plan", "prove", "study", "doctor", "hang"},
+    "fastmp.cli": {
+        "commands",
+        "evaluation",
+        "generation",
+        "train",
+        "plan",
+        "prove",
+        "study",
+        "doctor",
+        "hang",
+    },
 }
 STDLIB_ONLY = (
     *(
@@ -157,6 +175,7 @@ STDLIB_ONLY = (
     ),
     "fastmp.train.checkpoint.boxes",
     *(f"fastmp.train.finetune.{name}" for name in ("formats", "metrics", "selection", "tasks")),
+    *(f"fastmp.evaluation.{name}" for name in ("journal", "lambada", "report", "wikitext", "windows")),
     *(
         "fastmp.plan",
         *(
@@ -227,6 +246,8 @@ def test_pure_modules_use_the_standard_library_only(module):
         "--help",
         "train --help",
         "generate --help",
+        "eval --help",
+        "eval wikitext --help",
         "hang --help",
         "prove --help",
         "study --help",

@@ -1,7 +1,9 @@
-"""Models and tokenizers to generate with: of a checkpoint and its run, or of transformers."""
+"""Trained models and tokenizers as commands take them: of a checkpoint and its run, or of transformers."""
 
 from __future__ import annotations
 
+import math
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,8 +18,9 @@ from fastmp.layout import is_megatron
 from fastmp.nn.language_model import Part
 from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
-from fastmp.nn.stages import layers_of_stages
+from fastmp.nn.stages import GPTStage, layers_of_stages
 from fastmp.parallel.collectives import group_rank, group_size
+from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.train.checkpoint.files import verify
@@ -29,7 +32,7 @@ from fastmp.train.data.tokenfile import open_tokenizer, read_index
 from fastmp.train.data.tokenize import Tokenizer, load_tokenizer
 from fastmp.train.recipe import load_recipe, model_from
 
-__all__ = ["ends_of", "load_model", "open_weights", "tokenizer_beside"]
+__all__ = ["ends_of", "load_model", "make_groups", "model_tokenizer", "open_weights", "tokenizer_beside"]
 
 _MOST_JSON = 1 << 20  # bytes
 _SAY_ENDS = ("generation_config.json", "config.json")  # of transformers
@@ -59,6 +62,8 @@ def _checkpoint(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointR
         config = model_from(manifest.description)
     except ValueError as error:
         raise ValueError(f"{found}: {error}") from None
+    if config.bert is not None:
+        raise ValueError(f"{found}: is a BERT, which fills in masked tokens and does not tell the next one")
     verify(found, manifest, sorted(manifest.files)[group_rank(world) :: group_size(world)])
     return CheckpointReader(found, manifest), config
 
@@ -70,6 +75,7 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
 ) -> GPT:
     """The model in evaluation mode, or this rank's stage of it, on `device`, without weights drawn before.
 
@@ -78,18 +84,46 @@ def load_model(
     """
     rank, size = group_rank(groups.pp), group_size(groups.pp)
     if size > config.num_layers:
-        raise ValueError(f"generate: {config.num_layers} layers are too few for {size} pipeline stages")
+        raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages")
     of_each = [(config.num_layers + i) // size for i in range(size)]
     part = Part(rank == 0, layers_of_stages(config.num_layers, size, of_each)[rank], rank == size - 1)
     moe = None if config.moe is None else replace(config.moe, jitter=0.0)  # else it would need generators
     config = replace(config, dropout=0.0, attention_dropout=0.0, moe=moe)
-    model = GPT(config, Placement(groups, device="meta", dtype=dtype), part=part)
+    kind = GPT if groups.pp is None else GPTStage
+    model = kind(config, Placement(groups, sequence_parallel, device="meta", dtype=dtype), part=part)
     model.to_empty(device=device)
     with torch.no_grad():
         for param in model.parameters():  # files lack the padding of the vocabulary
             param.zero_()
     load_weights(reader, config, [model], groups)
     return model.eval()
+
+
+def make_groups(options: Namespace, world_size: int, command: str) -> ParallelGroups:
+    """The process groups of the layout that a command line asks for; `command` names it in an error.
+
+    ValueError where the layout does not fit the ranks.
+    """
+    tp, pp, ep, cp = options.tp, options.pp, options.ep, getattr(options, "cp", 1)
+    etp = options.etp or tp
+    needed = pp * math.lcm(tp * cp, ep * etp)
+    if world_size % needed:
+        layout = f"tp {tp}, {f'cp {cp}, ' if cp > 1 else ''}pp {pp}, ep {ep} and etp {etp}"
+        raise ValueError(
+            f"{layout} need {needed} ranks or a multiple, there are {world_size}: fastmp launch -n {needed} "
+            f"{command} ..."
+        )
+    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp))
+
+
+def model_tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
+    """The tokenizer that `--tokenizer` names, or that of the model or of its run; ValueError without one."""
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    try:
+        return load_tokenizer(options.hf) if options.hf else tokenizer_beside(reader.directory.absolute())
+    except ValueError as error:
+        raise ValueError(f"{error}; name the model's tokenizer by --tokenizer FILE") from None
 
 
 def tokenizer_beside(checkpoint: Path) -> Tokenizer:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from fastmp.config import Environment
-from fastmp.generation.load import ends_of, load_model, open_weights, tokenizer_beside
+from fastmp.generation.load import ends_of, load_model, make_groups, model_tokenizer, open_weights
 from fastmp.generation.loop import Generated, check_prompts, generate
-from fastmp.parallel.grid import RankGrid
-from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.runtime import Runtime, init, main_guard
 from fastmp.train.checkpoint.load import agree
-from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.command import first_rank_speaks
-from fastmp.train.data.tokenize import Tokenizer, load_tokenizer
 from fastmp.train.generate import check_choice
 from fastmp.train.trainer import DTYPES
 
@@ -64,10 +60,10 @@ def _print(prompts: list[str], generated: Generated) -> None:
 
 def _generate(options: Namespace, runtime: Runtime) -> Generated:
     check_choice(options.temperature, options.top_k, options.top_p)
-    groups = _groups(options, runtime.world_size)
+    groups = make_groups(options, runtime.world_size, "generate")
     world = dist.group.WORLD if runtime.world_size > 1 else None
     reader, config = open_weights(options.checkpoint, options.hf, world, options.ignore)
-    tokenizer = agree(world, lambda: _tokenizer(options, reader))
+    tokenizer = agree(world, partial(model_tokenizer, options, reader))
     ids = [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
     room = config.max_seq_len + 1 - max(map(len, ids))
     new = options.max_new_tokens or max(min(128, room), 1)
@@ -88,29 +84,6 @@ def _generate(options: Namespace, runtime: Runtime) -> Generated:
         groups=groups,
         **chosen,
     )
-
-
-def _groups(options: Namespace, world_size: int) -> ParallelGroups:
-    """The process groups of the layout; ValueError where it does not fit the ranks."""
-    tp, pp, ep = options.tp, options.pp, options.ep
-    etp = options.etp or tp
-    needed = pp * math.lcm(tp, ep * etp)
-    if world_size % needed:
-        raise ValueError(
-            f"tp {tp}, pp {pp}, ep {ep} and etp {etp} need {needed} ranks or a multiple, there are "
-            f"{world_size}: fastmp launch -n {needed} generate ..."
-        )
-    return ParallelGroups.create(RankGrid(world_size=world_size, tp=tp, pp=pp, ep=ep, etp=etp))
-
-
-def _tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
-    """That of `--tokenizer`, of the model or of the run."""
-    if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer)
-    try:
-        return load_tokenizer(options.hf) if options.hf else tokenizer_beside(reader.directory.absolute())
-    except ValueError as error:
-        raise ValueError(f"{error}; name the model's tokenizer by --tokenizer FILE") from None
 
 
 def _speed(generated: Generated) -> str:

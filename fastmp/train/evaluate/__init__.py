@@ -1,4 +1,4 @@
-"""Evaluation: the loss of a model on held-out text."""
+"""Evaluation in training: the loss of a model on held-out text. Tasks are those of `fastmp.evaluation`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,19 @@
+"""Evaluation of trained models on tasks: WikiText, LAMBADA and held-out text, on any layout."""
+
+from __future__ import annotations
+
+from fastmp._lazy import exports
+
+__getattr__, __dir__, __all__ = exports(
+    __name__,
+    {
+        "journal": "Journal",
+        "lambada": "Example read_examples",
+        "loop": "evaluate",
+        "report": "read_result table",
+        "scoring": "Row Score Scorer",
+        "tasks": "Task heldout_task lambada_task wikitext_task",
+        "wikitext": "count_words detokenize tokenize",
+        "windows": "Window Windows",
+    },
+)

@@ -1,0 +1,42 @@
+"""LAMBADA: passages whose last word a reader knows from all of what comes before it, and from nothing less.
+
+A file has one JSON object a line, {"text": "..."}, as published (Paperno et al. 2016, arXiv 1606.06031).
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+__all__ = ["Example", "read_examples"]
+
+
+class Example(NamedTuple):
+    """A passage without its last word and the space around it, and that word."""
+
+    context: str
+    word: str
+
+
+def read_examples(content: bytes, name: str) -> list[Example]:
+    """The examples of a file of this content; empty lines are passed over.
+
+    ValueError, which begins with `name` and the line, for what is no such object, and for a text of less than
+    two words.
+    """
+    examples = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+            words = text.split()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ValueError(f'{name}: line {number} is not a JSON object {{"text": "..."}}') from None
+        if len(words) < 2:
+            raise ValueError(f"{name}: line {number} has no last word behind others: {text[:60]!r}")
+        examples.append(Example(text[: text.rfind(words[-1])].strip(), words[-1]))
+    if not examples:
+        raise ValueError(f"{name}: there are no examples in it")
+    return examples

@@ -1,0 +1,173 @@
+"""Scores of tokens: log-probabilities of the targets at the end of each row, under any layout of the model.
+
+Rows of a batch are padded on the right to one length, which a causal model does not see. Hidden states of the
+positions that count are picked out before the output layer, so a window of 1024 tokens that scores 32 costs
+the logits of 32, and those are never there for all of them at once. The sum of a row is correctly rounded
+(`math.fsum`): it depends on its terms alone, and they do not depend on how batches are spread over ranks.
+
+Shapes: S tokens of a padded row, B rows, H hidden, N targets that count, of all rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fastmp.nn.models import GPT
+from fastmp.parallel.collectives import gather_from_group, gather_sequence, group_size
+from fastmp.parallel.context import cut_sequence, join_sequence
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.linear import parallel_logits
+from fastmp.parallel.linear_loss import vocab_parallel_linear_log_probs
+from fastmp.parallel.pipeline import Pipeline
+from fastmp.parallel.schedule import Schedule
+
+__all__ = ["Row", "Score", "Scorer"]
+
+MICROBATCHES = 4  # of a batch for each stage of a pipeline, where it has as many rows
+
+
+class Row(NamedTuple):
+    """Token ids (S + 1,), of which the last `scored` are targets, each predicted from all before it."""
+
+    ids: npt.NDArray[np.int64]
+    scored: int
+
+
+class Score(NamedTuple):
+    """The sum of the log-probabilities of a row's targets, in nats, and whether each is the likeliest token.
+
+    Without `likeliest` of a Scorer, that is False.
+    """
+
+    log_prob: float
+    likeliest: bool
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Padded tokens (B, S), and of the targets that count (N,): position, row and id."""
+
+    tokens_BS: Tensor
+    positions_N: Tensor
+    rows_N: Tensor
+    targets_N: Tensor
+
+
+class Scorer:
+    """Scores batches of rows with a model in evaluation mode, whole or this rank's only stage of it.
+
+    groups: those that the model is divided over, but `dp`, whose ranks each score rows of their own.
+    likeliest: also say whether targets are the likeliest tokens, for which their logits are made whole.
+
+    All ranks of a model call it together, with the same rows, and get the same scores. On a pipeline the rows
+    of a batch are its microbatches.
+    """
+
+    def __init__(self, model: GPT, groups: ParallelGroups, *, likeliest: bool = False) -> None:
+        self.model, self.groups, self.likeliest = model, groups, likeliest
+        self.device = next(model.parameters()).device
+        shards = group_size(groups.tp) if model.sequence_parallel else 1
+        self.multiple = shards * (2 * group_size(groups.cp) if groups.cp is not None else 1)
+        self._pipeline: Pipeline | None = None
+        self._shape: tuple[int, int] | None = None
+        if groups.pp is not None:
+            self._pipeline = Pipeline(
+                [model],
+                Schedule(group_size(groups.pp), group_size(groups.pp)).orders(),
+                group=groups.pp,
+                inputs=lambda batch: cut_sequence(batch.tokens_BS, groups.cp),
+                loss=lambda hidden, batch: (hidden.new_zeros(()), self._score(hidden, batch)),
+            )
+
+    def check(self, rows: Sequence[Row]) -> None:
+        """Raise ValueError for a row with more tokens than the model has positions, or with ids it lacks."""
+        most, vocab_size = self.model.config.max_seq_len, self.model.config.vocab_size
+        for ids, _ in rows:
+            if len(ids) - 1 > most:
+                raise ValueError(
+                    f"a window of {len(ids) - 1} tokens is longer than the model's {most} positions"
+                )
+            if ids.max() >= vocab_size:
+                raise ValueError(
+                    f"token id {ids.max()} is outside the model's vocabulary of {vocab_size}: the text has "
+                    "the tokens of another tokenizer"
+                )
+
+    @torch.no_grad()
+    def __call__(self, rows: Sequence[Row]) -> list[Score]:
+        """The scores of `rows`, which `check` has nothing against; NaN where logits are not finite."""
+        length = -(-max(len(row.ids) - 1 for row in rows) // self.multiple) * self.multiple
+        values = self._stages(rows, length) if self._pipeline else self._whole(rows, length)
+        log_probs, likeliest = values.tolist()
+        scores, begin = [], 0
+        for row in rows:
+            own = slice(begin, begin := begin + row.scored)
+            scores.append(Score(math.fsum(log_probs[own]), self.likeliest and all(likeliest[own])))
+        return scores
+
+    def _batch(self, rows: Sequence[Row], length: int) -> _Batch:
+        tokens_BS = torch.zeros(len(rows), length, dtype=torch.int64)
+        positions, numbers, targets = [], [], []
+        for number, (ids, scored) in enumerate(rows):
+            known = len(ids) - 1
+            tokens_BS[number, :known] = torch.from_numpy(ids[:-1])
+            positions.append(torch.arange(known - scored, known))
+            numbers.append(torch.full((scored,), number))
+            targets.append(torch.from_numpy(ids[len(ids) - scored :]))
+        parts = (tokens_BS, *(torch.cat(each) for each in (positions, numbers, targets)))
+        return _Batch(*(part.to(self.device) for part in parts))
+
+    def _whole(self, rows: Sequence[Row], length: int) -> Tensor:
+        batch = self._batch(rows, length)
+        return self._score(self.model.hidden(cut_sequence(batch.tokens_BS, self.groups.cp)), batch)
+
+    def _stages(self, rows: Sequence[Row], length: int) -> Tensor:
+        """`_score` of all rows on all ranks of the pipeline, the rows in microbatches of one shape."""
+        pipeline, size = self._pipeline, group_size(self.groups.pp)
+        assert pipeline is not None
+        at_once = -(-len(rows) // (MICROBATCHES * size))
+        rows = [*rows, *[Row(np.zeros(2, np.int64), 0)] * (-len(rows) % at_once)]
+        batches = [self._batch(rows[i : i + at_once], length) for i in range(0, len(rows), at_once)]
+        if self._shape != (at_once, length):
+            pipeline.forget_shapes()
+            self._shape = at_once, length
+        stats = pipeline.evaluate(batches).stats
+        if self.model.part.last:
+            values = torch.cat([stats[number, 1] for number in range(len(batches))], 1)
+        else:
+            scored = sum(row.scored for row in rows)
+            values = torch.empty(2, scored, dtype=torch.float64, device=self.device)
+        dist.broadcast(values, group=self.groups.pp, group_src=size - 1)
+        return values
+
+    def _score(self, hidden_SBH: Tensor, batch: _Batch) -> Tensor:
+        """(2, N) float64: the log-probability of each target, and 1 where it is the likeliest token."""
+        model = self.model
+        assert model.final_norm is not None
+        if model.sequence_parallel:
+            hidden_SBH = gather_sequence(hidden_SBH, self.groups.tp)
+        hidden_SBH = join_sequence(hidden_SBH, self.groups.cp, dim=0)
+        hidden_NH = model.final_norm(hidden_SBH[batch.positions_N, batch.rows_N])
+        log_probs_N = vocab_parallel_linear_log_probs(
+            hidden_NH,
+            model.output_weight,
+            batch.targets_N,
+            group=self.groups.tp,
+            vocab_size=model.config.vocab_size,
+        )
+        assert isinstance(log_probs_N, Tensor)
+        likeliest_N = torch.zeros_like(log_probs_N)
+        if self.likeliest:
+            logits_NV = parallel_logits(hidden_NH, model.output_weight, group=self.groups.tp)
+            logits_NV = gather_from_group(logits_NV, self.groups.tp)[:, : model.config.vocab_size]
+            likeliest_N = logits_NV.argmax(-1) == batch.targets_N
+        return torch.stack([log_probs_N.double(), likeliest_N.double()])
