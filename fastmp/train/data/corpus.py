@@ -9,13 +9,15 @@ text alone.
 from __future__ import annotations
 
 import glob
+import hashlib
+import json
 import os
 import platform
 import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ from fastmp.train.data import hygiene
 from fastmp.train.data.progress import Progress
 from fastmp.train.data.sampling import epoch_key, permute
 from fastmp.train.data.tokenfile import (
+    FORMAT,
     Index,
+    SplitInfo,
     SplitWriter,
     dtype_for,
     open_split,
@@ -38,6 +42,8 @@ from fastmp.train.data.tokenize import Tokenizer, load_tokenizer, train_bpe
 
 RECIPES = ("pydoc", "stdlib")
 SPLIT_KEY = epoch_key(0, 0)  # names the order of documents from which the tail is held out
+SAVED_BYTES = 1 << 26  # text between two states that a killed build goes on from
+STATE = "state.json"  # of them, in an unfinished directory
 GROUP_BYTES = 1 << 22  # text handed to the tokenizer at once: it works on several documents in parallel
 CUT_SEARCH = 4096  # bytes before the boundary in which a line end is looked for
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -56,6 +62,7 @@ class Document:
     load: Callable[[], bytes]
     begin: int = 0
     end: int | None = None
+    changed: int = 0  # when, in nanoseconds, where it is a file
 
     def text(self) -> bytes:
         return self.load()[self.begin : self.end]
@@ -85,6 +92,9 @@ def build(
     Documents are left out that overlap files of the patterns `exclude`, that resemble an earlier one by more
     than `dedup_jaccard` (see `hygiene`), and that have fewer than `min_tokens` tokens. Their numbers are in
     the `source` of the index. `progress` is told of each document.
+
+    A build that was killed while it tokenized goes on where it last saved, every SAVED_BYTES of text, if it
+    is started again with the same files and options.
 
     ValueError names what is wrong: a pattern without a match, a file that is empty or cannot be read or
     tokenized, too little text, an `out` that holds something else; DatasetExists for one that holds a token
@@ -124,9 +134,10 @@ def build(
         "num_near_duplicates": num_near_duplicates,
         "num_short": 0,  # counted when they have tokens
     }
+    made = _tokenizer(tokenizer, vocab_size, end_of_text, train)
+    job = _job(train, held_out, made, source)
     try:
-        with staged(out, replace=overwrite) as stage:
-            made = _tokenizer(tokenizer, vocab_size, end_of_text, train)
+        with staged(out, replace=overwrite, job=job) as stage:
             index = _write(stage, train, held_out, made, source, progress)
     except FileExistsError:
         if read_index(out) != index:
@@ -201,8 +212,8 @@ def split_documents(documents: Sequence[Document], fraction: float) -> tuple[lis
     while wanted > 0 and train:
         last = train.pop()
         if last.num_bytes > wanted and (cut := _cut(last.text(), last.num_bytes - wanted)) > 0:
-            train.append(Document(last.name, cut, last.load, 0, cut))
-            last = Document(last.name, last.num_bytes - cut, last.load, cut)
+            train.append(replace(last, num_bytes=cut, end=cut))
+            last = replace(last, num_bytes=last.num_bytes - cut, begin=cut)
         held_out.append(last)
         wanted -= last.num_bytes
     return train, held_out
@@ -233,6 +244,18 @@ def _tokenizer(
     return train_bpe((document.text() for document in train), 4096 if vocab_size is None else vocab_size)
 
 
+def _job(
+    train: Sequence[Document], held_out: Sequence[Document], tokenizer: Tokenizer, source: dict[str, Any]
+) -> str:
+    """A name for all that token files depend on: documents, tokenizer, options."""
+    digest = hashlib.sha256(json.dumps([FORMAT, source, tokenizer.to_json()]).encode())
+    for documents in (train, held_out):
+        for each in documents:
+            digest.update(repr((each.name, each.num_bytes, each.begin, each.end, each.changed)).encode())
+        digest.update(b"held out")
+    return digest.hexdigest()
+
+
 def _write(
     stage: Path,
     train: Sequence[Document],
@@ -241,24 +264,34 @@ def _write(
     source: dict[str, Any],
     progress: Progress | None,
 ) -> Index:
-    """Write all files; the documents that are too short are counted in `source`."""
-    splits = {}
+    """Write all files, from a state that is there; short documents are counted in `source`."""
+    state = _read_state(stage) or {"splits": {}, "num_short": 0, "name": "", "done": 0, "writer": None}
+    source["num_short"] = state["num_short"]
+    splits = {name: SplitInfo(**info) for name, info in state["splits"].items()}
+    todo = {"train": train, "validation": held_out}
+    todo = {name: documents for name, documents in todo.items() if documents and name not in splits}
     if progress:
-        progress.begin("tokenizing", _bytes_of([*train, *held_out]))
-    for name, documents in (("train", train), ("validation", held_out)):
-        if not documents:
-            continue
-        writer = SplitWriter(stage, name, tokenizer)
+        begun = todo[state["name"]][: state["done"]] if state["name"] else ()
+        progress.begin("tokenizing", sum(map(_bytes_of, todo.values())) - _bytes_of(begun))
+    for name, documents in todo.items():
+        done, saved = (state["done"], state["writer"]) if name == state["name"] else (0, None)
+        writer = SplitWriter(stage, name, tokenizer, saved)
+        unsaved = 0
         try:
-            for group in _groups(documents):
+            for group in _groups(documents[done:]):
                 source["num_short"] += _add(writer, group, tokenizer, source["min_tokens"])
                 for document in group if progress else ():
                     progress.add(document.num_bytes)
+                done, unsaved = done + len(group), unsaved + _bytes_of(group)
+                if unsaved >= SAVED_BYTES:
+                    _save_state(stage, splits, source["num_short"], name, done, writer)
+                    unsaved = 0
             if writer.num_documents == 0:
                 raise ValueError(f"{name}: no document has {source['min_tokens']} tokens (--min-tokens)")
             splits[name] = writer.finish()
         finally:
             writer.close()
+    (stage / STATE).unlink(missing_ok=True)
     description = tokenizer.to_json()
     if description is not None:
         write_synced(stage / "tokenizer.json", description.encode())
@@ -273,6 +306,28 @@ def _write(
     )
     write_synced(stage / "index.json", index.to_json().encode())
     return index
+
+
+def _save_state(
+    stage: Path, splits: dict[str, SplitInfo], num_short: int, name: str, done: int, writer: SplitWriter
+) -> None:
+    """Save where a build is: the splits that are finished, and how many documents of the next are `done`."""
+    state = {
+        "splits": {split: asdict(info) for split, info in splits.items()},
+        "num_short": num_short,
+        "name": name,
+        "done": done,
+        "writer": writer.save(),
+    }
+    write_synced(stage / f"{STATE}.new", json.dumps(state).encode())
+    os.replace(stage / f"{STATE}.new", stage / STATE)
+
+
+def _read_state(stage: Path) -> dict[str, Any] | None:
+    """What a killed build had saved; what it had begun to save beside that is removed."""
+    (stage / f"{STATE}.new").unlink(missing_ok=True)
+    path = stage / STATE
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer, min_tokens: int) -> int:
@@ -353,7 +408,7 @@ def _file(path: Path) -> Document:
             raise ValueError(f"{path}: changed while it was read ({status.st_size} bytes, then {len(text)})")
         return text
 
-    return Document(str(path), status.st_size, load)
+    return Document(str(path), status.st_size, load, changed=status.st_mtime_ns)
 
 
 def _pydoc() -> list[Document]:

@@ -69,8 +69,9 @@ def near_duplicates(signatures_NK: Signatures, jaccard: float) -> npt.NDArray[np
         for slot in range(first, first + rows):
             keys = mix(keys ^ signatures_NK[:, slot].astype(np.uint64))
         order = np.argsort(keys, kind="stable")  # rows that meet, in their order
-        borders = np.flatnonzero(np.diff(keys[order])) + 1
-        for begin, end in zip([0, *borders.tolist()], [*borders.tolist(), len(order)]):
+        borders = np.concatenate([[0], np.flatnonzero(np.diff(keys[order])) + 1, [len(order)]])
+        several = np.flatnonzero(np.diff(borders) > 1)
+        for begin, end in zip(borders[several], borders[several + 1]):
             meeting = order[begin:end]
             while len(meeting := meeting[~dropped[meeting]]) > 1:
                 one, meeting = meeting[0], meeting[1:]

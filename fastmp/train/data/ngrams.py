@@ -22,6 +22,7 @@ NGRAM = 8
 HASHES_AT_ONCE = 1 << 26  # n-grams held of the text that is looked up: 0.5 GiB, and as much to sort them
 _BYTE = 0x9E3779B97F4A7C15  # odd: it has an inverse modulo 2^64
 _WORD = np.uint64(0xD6E8FEB86659FD93)
+_ASCII = bytes(ord(chr(c).lower()) if chr(c).isalnum() and c < 128 else 0x20 for c in range(256))
 _NO_WORD = re.compile(r"[\W_]+")
 _TABLE_BITS = 22
 _LONGEST_TABLE = 1 << 22  # powers that are kept
@@ -36,7 +37,7 @@ def ngram_hashes(text: bytes, n: int = NGRAM) -> Hashes:
 
     Bytes that are not UTF-8 separate words.
     """
-    words = _word_hashes(_NO_WORD.sub(" ", text.decode("utf-8", "replace").lower()).strip())
+    words = _word_hashes(_words(text))
     if len(words) < n:
         return np.empty(0, np.uint64)
     sums = np.zeros(len(words) - n + 1, np.uint64)
@@ -45,13 +46,19 @@ def ngram_hashes(text: bytes, n: int = NGRAM) -> Hashes:
     return mix(sums)
 
 
-def _word_hashes(text: str) -> Hashes:
-    """A hash of each word of `text`, whose words have one space between them."""
-    if not text:
-        return np.empty(0, np.uint64)
-    data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
-    ends = np.append(np.flatnonzero(data == 0x20), data.size)
-    begins = np.append(0, ends[:-1] + 1)
+def _words(text: bytes) -> bytes:
+    """The words of `text`, lower-cased, in UTF-8, with spaces and nothing else around them."""
+    if text.isascii():
+        return text.translate(_ASCII)
+    return _NO_WORD.sub(" ", text.decode("utf-8", "replace").lower()).encode()
+
+
+def _word_hashes(words: bytes) -> Hashes:
+    """A hash of each word, which spaces separate."""
+    data = np.frombuffer(words, np.uint8)
+    inside = np.concatenate([[False], data != 0x20, [False]])
+    edges = np.flatnonzero(inside[1:] != inside[:-1])
+    begins, ends = edges[::2], edges[1::2]
     terms = (data.astype(np.uint64) + np.uint64(1)) * _powers(_BYTE, data.size)
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
     inverse = _powers(pow(_BYTE, -1, 1 << 64), data.size)  # takes back the place of the word in the text

@@ -45,6 +45,7 @@ from fastmp.train.data.tokenize import (
 FORMAT = "fastmp-tokens-3"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
 TOKENIZERS = ("byte", "bpe", "unigram", "wordpiece", "wordlevel")
+_JOB = "job"  # in an unfinished directory
 _DOCUMENTS_AT_ONCE = 1 << 20
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -118,14 +119,58 @@ class _BlockChecksums:
 class SplitWriter:
     """Appends documents to the files of one split in an unfinished directory."""
 
-    def __init__(self, directory: Path, name: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, directory: Path, name: str, tokenizer: Tokenizer, saved: dict[str, Any] | None = None
+    ) -> None:
+        """`saved`: what `save` returned in a process that was killed later; the files go on from there."""
         self._directory, self._name, self._tokenizer = directory, name, tokenizer
         self._dtype = DTYPES[dtype_for(tokenizer.vocab_size)]
-        self._file = (directory / f"{name}.bin").open("wb")
-        self._offsets = [0]
+        self._file = (directory / f"{name}.bin").open("r+b" if saved else "wb")
+        self._offsets = array.array("q", [0])
+        self._num_saved = 0  # offsets that lie in the file
         self._checksums = _BlockChecksums()
         self._num_bytes = self._num_changed = self._max_token = 0
         self._histogram = np.zeros(256, np.int64)
+        if saved:
+            self._restore(saved)
+
+    def save(self) -> dict[str, Any]:
+        """Force to disk what has been added, and describe it in plain values for `saved`."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        with self._documents_file() as file:
+            os.fsync(file.fileno())
+        return {
+            "num_offsets": len(self._offsets),
+            "num_bytes": self._num_bytes,
+            "num_changed": int(self._num_changed),
+            "max_token": self._max_token,
+            "histogram": self._histogram.tolist(),
+        }
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Take files and counts back to what `saved` says; what was written behind that goes."""
+        self._num_saved = saved["num_offsets"]
+        offsets = np.fromfile(self._directory / f"{self._name}.documents", "<i8", self._num_saved)
+        self._offsets = array.array("q", offsets.astype(np.int64).tobytes())
+        self._file.truncate(self._offsets[-1] * self._dtype.itemsize)
+        while data := self._file.read(BLOCK_BYTES):
+            self._checksums.add(memoryview(data))
+        self._num_bytes, self._num_changed = saved["num_bytes"], saved["num_changed"]
+        self._max_token = saved["max_token"]
+        self._histogram = np.array(saved["histogram"], np.int64)
+
+    @contextlib.contextmanager
+    def _documents_file(self) -> Iterator[Any]:
+        """The file of offsets, with those that it did not have yet; flushed, not yet on disk."""
+        path = self._directory / f"{self._name}.documents"
+        with path.open("r+b" if self._num_saved else "wb") as file:
+            file.seek(8 * self._num_saved)
+            file.write(np.array(self._offsets[self._num_saved :], "<i8").tobytes())
+            file.truncate()
+            file.flush()
+            yield file
+        self._num_saved = len(self._offsets)
 
     def add(self, text: bytes, ids: TokenIds) -> None:
         """Append a document. ValueError if ids leave the vocabulary."""
@@ -150,7 +195,8 @@ class SplitWriter:
         """Write offsets and checksums, force all three files to disk, and describe them."""
         sync_and_close(self._file)
         offsets, checksums = np.array(self._offsets, "<i8").tobytes(), self._checksums.finish()
-        write_synced(self._directory / f"{self._name}.documents", offsets)
+        with self._documents_file() as file:
+            os.fsync(file.fileno())
         write_synced(self._directory / f"{self._name}.checksums", checksums)
         return SplitInfo(
             num_tokens=self._offsets[-1],
@@ -343,27 +389,36 @@ def verify(split: Split) -> None:
 
 
 @contextlib.contextmanager
-def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
+def staged(out: Path, *, replace: bool = False, job: str = "") -> Iterator[Path]:
     """Make a directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
 
-    FileExistsError if something stands at `out` by then: the first of several builders wins. With `replace`,
-    that is moved away and deleted. A builder holds a lock on its directory; one that nobody holds was left by
-    a killed builder, and the next one removes it.
+    A killed builder leaves it; the next one with the same `job`, which names all that the result depends on,
+    gets it as it was. FileExistsError if something stands at `out` by then: the first of several builders
+    wins. With `replace`, that is moved away and deleted. A builder holds a lock on its directory; one that
+    nobody holds was left by a killed builder, and the next one that has another job removes it.
     """
     prefix = f".{out.name}.building-"
     out.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in out.parent.glob(f"{glob.escape(prefix)}*"):
-        with contextlib.suppress(OSError), _locked(leftover, fcntl.LOCK_NB):
-            shutil.rmtree(leftover)
     with contextlib.ExitStack() as held:
         stage = None
+        for leftover in sorted(out.parent.glob(f"{glob.escape(prefix)}*")):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as lock:
+                lock.enter_context(_locked(leftover, fcntl.LOCK_NB))
+                if stage is None and job and _job_of(leftover) == job:
+                    stage = leftover
+                    held.callback(shutil.rmtree, stage, ignore_errors=True)
+                    held.enter_context(lock.pop_all())
+                else:
+                    shutil.rmtree(leftover)
         while stage is None or not stage.exists():  # taken for a leftover before it was locked: once more
             stage = out.parent / f"{prefix}{secrets.token_hex(8)}"
             stage.mkdir()
             held.callback(shutil.rmtree, stage, ignore_errors=True)
             with contextlib.suppress(FileNotFoundError):
                 held.enter_context(_locked(stage))
+                (stage / _JOB).write_text(job)
         yield stage
+        (stage / _JOB).unlink()
         sync_directory(stage)
         if replace and out.exists():
             old = out.parent / f"{prefix}{secrets.token_hex(8)}"
@@ -376,6 +431,14 @@ def staged(out: Path, *, replace: bool = False) -> Iterator[Path]:
                 raise FileExistsError(error.errno, error.strerror, str(out)) from None
             raise
         sync_directory(out.parent)
+
+
+def _job_of(stage: Path) -> str:
+    """What a builder that is gone was at; nothing where it had not said so."""
+    try:
+        return read_file(stage / _JOB, 1 << 10).decode()
+    except (OSError, ValueError):
+        return ""
 
 
 @contextlib.contextmanager
