@@ -223,7 +223,7 @@ def test_a_damaged_index_is_named(prefix, tmp_path, place, value, message):
     assert str(tmp_path / "p.idx") in str(error.value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_no_damage_is_worse_than_a_value_error(prefix, tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("damaged")

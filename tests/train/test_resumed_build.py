@@ -8,6 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from marks import full
 
 from fastmp.train.data import corpus
 from fastmp.train.data.corpus import build
@@ -42,7 +43,7 @@ def killed(action):
     return os.WIFSIGNALED(status)
 
 
-@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+@pytest.mark.parametrize("tokenizer", ["byte", *full(["bpe"])])
 def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(folder, tmp_path, monkeypatch, tokenizer):
     """Killed at its 9th fsync again and again, which is after it has saved twice."""
     options = {"tokenizer": tokenizer, "validation_fraction": 0.2, "min_tokens": 40}
@@ -109,6 +110,7 @@ def test_a_killed_build_of_other_files_or_options_is_not_gone_on_with(folder, tm
         verify(open_split(tmp_path / "d", index, name))
 
 
+@pytest.mark.full
 def test_memory_does_not_follow_the_text(tmp_path, monkeypatch):
     """Of 2 and of 8 MB in documents of 20 kB: what differs is less than 1.5 kB a document."""
     monkeypatch.setattr(corpus, "GROUP_BYTES", 1 << 16)

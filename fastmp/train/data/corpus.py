@@ -165,7 +165,7 @@ def _left(
     def sets() -> Iterator[hygiene.Hashes]:
         for document in documents:
             text = document.text()
-            if not hygiene.is_excluded(text, files):
+            if not (exclude and hygiene.is_excluded(text, files)):
                 kept.append(document)
                 if dedup_jaccard is not None:
                     yield hygiene.shingles(text)
