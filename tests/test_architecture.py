@@ -122,6 +122,8 @@ ALLOWED = {
     },
     "fastmp.testing": {"testing", "parallel", "ops", "_lazy"},
     "fastmp.testing.buffers": {"graphs.buffers"},
+    "fastmp.testing.layouts": {"testing", "nn", "parallel", "config"},
+    "fastmp.testing.models": {"nn", "parallel", "config"},
     "fastmp.launch": {"config", "parallel.runtime"},
     "fastmp.prove": {"prove", "config", "graphs", "nn", "ops", "parallel", "testing"},
     "fastmp.prove.claims": set(),

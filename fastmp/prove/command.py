@@ -26,6 +26,7 @@ from fastmp.prove.run import ENDS
 # Chapters in the order of the page, and the variables of their processes.
 CHAPTERS: dict[str, dict[str, str]] = {
     "kernels": {},
+    "layouts": {},
     "graphs": {},
     "faults": {},
 }

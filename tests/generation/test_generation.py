@@ -20,10 +20,10 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
+from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 from fastmp.train.data.tokenize import ByteTokenizer
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))  # small models live beside the tests of models
-from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt
 
 PROMPTS = [[5, 9, 2, 77, 30], [11], [64, 64, 3]]
 GREEDY = {"max_new_tokens": 9, "temperature": 0.0}

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from nn_tools import SEED, placed
 from torch import Tensor
 
 from fastmp.config import BertConfig, GPTConfig
@@ -15,6 +14,7 @@ from fastmp.nn import Bert
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
+from fastmp.testing.models import SEED, placed
 
 PRE = GPTConfig(
     num_layers=4,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from bert_reference import POST, PRE, full_weights, logits_of, losses_of, make_bert, sample
 from marks import full
-from nn_tools import part_of, placed, sum_partial_gradients, tp_groups
+from nn_tools import sum_partial_gradients, tp_groups
 
 from fastmp.config import BertConfig
 from fastmp.nn import GPT, Bert, Documents, Placement, bert_stages, sum_tied_gradients
@@ -18,6 +18,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import Schedule
 from fastmp.testing import run_ranks
+from fastmp.testing.models import part_of, placed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

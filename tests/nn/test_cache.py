@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 import torch
 from marks import full
-from nn_tools import EXPERTS, QWEN, SMALL, make_gpt, text, tp_groups
+from nn_tools import text, tp_groups
 
 from fastmp.config import RopeScaling
 from fastmp.nn import Documents, KeyValueCache, SelfAttention
 from fastmp.testing import run_ranks
+from fastmp.testing.models import EXPERTS, QWEN, SMALL, make_gpt
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = (7, 1, 4)  # of the prompts of three rows

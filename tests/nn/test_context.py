@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of, text
+from nn_tools import text
 
 from fastmp.nn import Placement, SelfAttention, TransformerLayer, gpt_stages, sum_tied_gradients
 from fastmp.nn import attention as attention_layer
@@ -24,6 +24,7 @@ from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 from fastmp.testing import run_ranks
+from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 from fastmp.testing.parallel import count_collectives
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from marks import full
-from nn_tools import make_gpt, part_of, text
+from nn_tools import text
 from test_context import MODELS, run_step
 
 from fastmp.graphs import GraphManager, explain
@@ -18,6 +18,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.schedule import Schedule
 from fastmp.testing import run_ranks
+from fastmp.testing.models import make_gpt, part_of
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 LENGTHS = ((5, 1, 9, 17), (20, 12))  # of the documents of two rows of 32 tokens

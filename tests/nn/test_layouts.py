@@ -1,4 +1,4 @@
-"""Every layout of a small GPT, dense and with experts, has the numbers of one rank to 1e-10: see `compare`.
+"""Every layout of a small GPT, dense and with experts, has the numbers of one rank: see `differences`.
 
 They are drawn, with how each is run (schedule, chunks, recomputation, ...), so that every value of an axis
 meets every value of every other axis with which it can go.
@@ -16,11 +16,21 @@ from typing import Any
 
 import pytest
 from marks import full
-from stage_tools import BATCH, GPT2, LLAMA, MIXTRAL, SOME_DENSE, TIED, compare, run_whole
 
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import run_ranks
+from fastmp.testing.layouts import (
+    BATCH,
+    CLOSE,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    SOME_DENSE,
+    TIED,
+    differences,
+    run_whole,
+)
 
 Layout = dict[str, Any]
 
@@ -100,7 +110,7 @@ def num_ranks(layout: Layout) -> int:
 
 
 def run_of(kind: str, layout: Layout) -> dict[str, Any]:
-    """The arguments of `compare`."""
+    """The arguments of `differences`."""
     pp, vpp = layout["pp"], layout["vpp"]
     config, stages = MODELS[kind][layout["config"]], pp * vpp
     config = replace(config, num_layers=max(config.num_layers, pp))
@@ -129,9 +139,10 @@ def layouts_case(rank: int, world: int, kind: str, layouts: list[Layout]) -> Non
         grid = RankGrid(world_size=world, **{axis: layout[axis] for axis in AXES})
         groups = made[grid] = made.get(grid) or ParallelGroups.create(grid)
         try:
-            compare(groups=groups, **run_of(kind, layout))
+            found = differences(groups=groups, **run_of(kind, layout))
         except Exception as error:
             raise AssertionError(f"{layout}") from error
+        assert max(found.values()) <= CLOSE, (layout, found)
 
 
 def run_layouts(kind: str, world: int, layouts: list[Layout]) -> None:
@@ -163,7 +174,8 @@ SOME_DENSE_LAYOUTS = [  # sizes of the grid, and how it is run
 
 def some_dense_case(rank: int, world: int, sizes: Layout, options: Layout) -> None:
     groups = ParallelGroups.create(RankGrid(world_size=world, **sizes))
-    compare(SOME_DENSE, groups, **{"vpp": 1, "number": 2} | options)
+    found = differences(SOME_DENSE, groups, **{"vpp": 1, "number": 2} | options)
+    assert max(found.values()) <= CLOSE, found
 
 
 @pytest.mark.parametrize(("sizes", "options"), [*full(SOME_DENSE_LAYOUTS)])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from nn_tools import PLAIN_ACTIVATIONS, QWEN, SEED, SMALL, Calls, shard_of, sum_partial_gradients, tp_groups
+from nn_tools import PLAIN_ACTIVATIONS, Calls, sum_partial_gradients, tp_groups
 
 from fastmp.config import ACTIVATIONS, Activation, DataConfig, MoEConfig, Recipe
 from fastmp.nn import GPT, MLP, Placement
@@ -18,6 +18,7 @@ from fastmp.parallel.rng import RngTracker
 from fastmp.plan.shapes import shapes_of
 from fastmp.sizes import num_parameters
 from fastmp.testing import run_ranks
+from fastmp.testing.models import QWEN, SEED, SMALL, shard_of
 from fastmp.testing.parallel import count_collectives
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nn_tools import EXPERTS, QWEN, SEED, SMALL, Calls, make_gpt, part_of, text, tp_groups
+from nn_tools import Calls, text, tp_groups
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +19,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.sizes import count_parameters
 from fastmp.testing import run_ranks
+from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt, part_of
 from fastmp.train.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

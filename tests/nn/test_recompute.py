@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import SEED, SMALL, make_gpt, text, tp_groups
+from nn_tools import text, tp_groups
 
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.recompute import recompute
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
+from fastmp.testing.models import SEED, SMALL, make_gpt
 from fastmp.testing.parallel import count_collectives
 
 DROPOUT = replace(SMALL, dropout=0.2, attention_dropout=0.3)

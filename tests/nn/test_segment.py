@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from nn_tools import SMALL
 
 from fastmp.nn import LayerChain, Segment, SegmentedLayer, TransformerLayer
 from fastmp.nn.segment import run_links
+from fastmp.testing.models import SMALL
 
 
 class Routed(SegmentedLayer):

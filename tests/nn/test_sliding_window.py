@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import QWEN, make_gpt, text
+from nn_tools import text
 from transformers_reference import to_fastmp
 
 from fastmp.config import GPTConfig
 from fastmp.nn import GPT, Placement, SelfAttention, flops_per_token
 from fastmp.nn.attention import attend
 from fastmp.ops.attention import _ages
+from fastmp.testing.models import QWEN, make_gpt
 
 WINDOWED = replace(QWEN, max_seq_len=24, sliding_window=5)
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nn_tools import make_gpt
-from stage_tools import GPT2, LLAMA, MIXTRAL, TIED, compare
 
 from fastmp.nn import Placement, gpt_stages
 from fastmp.nn.stages import layers_of_stages
@@ -15,8 +13,15 @@ from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing import run_ranks
+from fastmp.testing.layouts import CLOSE, GPT2, LLAMA, MIXTRAL, TIED, differences
+from fastmp.testing.models import make_gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def compare(*arguments, **options):
+    found = differences(*arguments, **options)
+    assert max(found.values()) <= CLOSE, found
 
 
 def layout_case(rank, world, layout, runs):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch._dynamo  # imported before ranks are forked
 import torch.nn.functional as F
-from nn_tools import EXPERTS, SEED, SMALL, placed, tp_groups
+from nn_tools import tp_groups
 
 from fastmp.nn import Placement, TransformerLayer
 from fastmp.nn.dropout import Dropout
@@ -19,6 +19,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
+from fastmp.testing.models import EXPERTS, SEED, SMALL, placed
 from fastmp.testing.parallel import count_collectives
 
 S, B, H = 8, 3, SMALL.hidden_size
