@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tokenizer_tools
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastmp.train.data.tokenize import ByteTokenizer, Piece, load_tokenizer, train_bpe
@@ -51,6 +51,7 @@ def test_words_and_sentences_of_other_tokens(kind, tmp_path):
     assert [part for part in PIECES[kind] if part not in found] == []
 
 
+@settings(max_examples=50)
 @given(st.text(alphabet='ab Z.!)"\n\té日。_7', max_size=60), st.integers(0, 40))
 def test_what_begins_a_sentence_is_told_by_the_tokens_just_before_it(text, skip):
     ids = ByteTokenizer().encode(text)
