@@ -125,7 +125,7 @@ ALLOWED = {
     "fastmp.testing.layouts": {"testing", "nn", "parallel", "config"},
     "fastmp.testing.models": {"nn", "parallel", "config"},
     "fastmp.launch": {"config", "parallel.runtime"},
-    "fastmp.prove": {"prove", "config", "graphs", "nn", "ops", "parallel", "testing"},
+    "fastmp.prove": {"prove", "config", "graphs", "nn", "ops", "parallel", "plan.hardware", "testing"},
     "fastmp.prove.claims": set(),
     "fastmp.prove.command": {"prove.claims", "prove.page", "prove.run", "commands", "config"},
     "fastmp.prove.page": {"prove.claims"},

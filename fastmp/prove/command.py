@@ -26,9 +26,11 @@ from fastmp.prove.run import ENDS
 # Chapters in the order of the page, and the variables of their processes.
 CHAPTERS: dict[str, dict[str, str]] = {
     "kernels": {},
+    "numbers": {"TRITON_INTERPRET": "1", "FASTMP_OPS": ""},
     "layouts": {},
     "graphs": {},
     "faults": {},
+    "predictions": {},
 }
 _ALL = {"CUDA_VISIBLE_DEVICES": ""}  # ranks are forked, which a process that has seen a GPU cannot do
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,9 +125,14 @@ def _bound(dtype: torch.dtype) -> float:
 
 
 def check_op(
-    op: str, device: str | torch.device, *, backend: str | None = None, seed: int = 0
+    op: str,
+    device: str | torch.device,
+    *,
+    backend: str | None = None,
+    seed: int = 0,
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> list[Result]:
-    """Run all samples of an op on `device` in every dtype; one result a dtype.
+    """Run all samples of an op on `device` in each of `dtypes`; one result a dtype.
 
     Args:
         backend: a key of `OPS[op].implementations`; by default what serves the op on the device.
@@ -135,7 +140,7 @@ def check_op(
     entry = OPS[op]
     implementation = entry.overload if backend is None else entry.implementations[backend]
     results = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         pairs = []
         for arguments in samples(op, device=device, dtype=dtype, seed=seed):
             with poisoned_memory():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import resource
 import sys
 from types import ModuleType
 
@@ -84,3 +85,17 @@ def test_claims():
     wrong = Claim.all_of("some", 1, 5, ["a", "b", "c", "d"])
     assert not wrong.held and wrong.found == "1 of 5: a; b; c; and 1 more"
     assert ABSENT.held is None
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_the_whole_command_in_five_minutes_on_two_cores(tmp_path):
+    """In processor time, which other work on the machine does not lengthen as much as the clock's."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert cli.main(["prove", "--out", str(tmp_path)]) == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime - before.ru_utime < 2 * 300
+    found = json.loads((tmp_path / "prove.json").read_text())
+    assert [each["name"] for each in found["chapters"]] == [*command.CHAPTERS]
+    assert all(len(each["claims"]) > 2 for each in found["chapters"])
+    assert "NOT HELD" not in (tmp_path / "prove.md").read_text()

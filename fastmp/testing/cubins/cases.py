@@ -89,7 +89,7 @@ def _norm_backward(op, columns, *facts):
         x, w = t(4096, columns), t(columns)
         shorter = x.element_size() >= 4 and columns < 12288
         x, w = (t(4096, 4096), t(4096)) if shorter else (x, w)
-        stats = t(4096, 2, dtype=wide) if op == "layer_norm" else t(4096, 1, dtype=wide)
+        stats = t(2 if op == "layer_norm" else 1, 4096, dtype=wide)
         return f"{op}_backward", (x, x, x, w, stats, *((True,) if op == "layer_norm" else ()))
 
     return case, facts
