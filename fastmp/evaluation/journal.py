@@ -37,7 +37,7 @@ class Journal:
             self._file = path.open("r+b" if path.exists() else "xb")
         except OSError as error:
             raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
-        if len(lines) > 1:
+        if len(lines) > 1 or not header.encode().startswith(lines[0]):
             self._compare(lines[0], header)
             for number, line in enumerate(lines[1:-1], 2):
                 batch, values = self._read(number, line)

@@ -18,7 +18,7 @@ from fastmp.evaluation.journal import Journal, Values
 from fastmp.evaluation.scoring import Row, Score, Scorer
 from fastmp.evaluation.tasks import Task
 from fastmp.nn.models import GPT
-from fastmp.parallel.collectives import all_gather, group_rank, group_size
+from fastmp.parallel.collectives import all_gather, communication_device, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint.load import agree
 
@@ -108,6 +108,5 @@ def _gather(scores: Sequence[Score], batch_size: int, group: dist.ProcessGroup |
         return [[(score.log_prob, score.likeliest) for score in scores]]
     values = torch.zeros(1, batch_size, 2, dtype=torch.float64)
     values[0, : len(scores)] = torch.tensor(scores, dtype=torch.float64)
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    gathered, _ = all_gather(values.to(device), group)
+    gathered, _ = all_gather(values.to(communication_device()), group)
     return [[(log_prob, likeliest == 1) for log_prob, likeliest in rank] for rank in gathered.tolist()]

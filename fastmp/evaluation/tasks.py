@@ -79,7 +79,7 @@ def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024,
 
     ValueError, which names the file, where it is not UTF-8 or has no word, or cannot be read.
     """
-    raw, text = _text(path)
+    text = _text(path)
     if not (num_words := count_words(text)):
         raise ValueError(f"{path}: there is no word in it")
     content = detokenize(text).encode()
@@ -97,7 +97,7 @@ def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024,
             "lossless": lossless,
         }
 
-    return _of_windows("wikitext", path, zlib.crc32(raw), windows, lambda a, b: ids[a:b], summarize)
+    return _of_windows("wikitext", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
 
 
 def heldout_task(
@@ -124,7 +124,7 @@ def heldout_task(
         raise ValueError(f"{path}: {error}") from None
     windows = Windows(len(ids) - 1, window, stride)
     summarize = _per_token_and_byte(windows.num_targets, len(raw), lossless)
-    return _of_windows("heldout", path, zlib.crc32(raw), windows, lambda a, b: ids[a:b], summarize)
+    return _of_windows("heldout", path, _crc32([ids]), windows, lambda a, b: ids[a:b], summarize)
 
 
 def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride: int) -> Task:
@@ -135,7 +135,8 @@ def _of_split(directory: Path, tokenizer: Tokenizer | None, window: int, stride:
     if tokenizer is not None and _describe(theirs) != _describe(tokenizer):
         raise ValueError(
             f"{directory}: has the tokens of another tokenizer ({theirs.name}, {theirs.vocab_size} tokens) "
-            f"than the model's ({tokenizer.name}, {tokenizer.vocab_size} tokens)"
+            f"than the model's ({tokenizer.name}, {tokenizer.vocab_size} tokens); if they are the same, "
+            f"--tokenizer {directory} says so"
         )
     split = open_split(directory, index, "validation")
     windows = Windows(split.info.num_tokens - 1, window, stride)
@@ -199,7 +200,7 @@ def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) ->
             "num_truncated": num_truncated,
         }
 
-    settings = {"data": str(path), "crc32": zlib.crc32(content)}
+    settings = {"data": str(path), "crc32": _crc32([row.ids for row in rows])}
     longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
     return Task("lambada", "examples", rows, longest_first, settings, summarize, likeliest=True)
 
@@ -236,10 +237,9 @@ def _read(path: str | Path) -> bytes:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _text(path: str | Path) -> tuple[bytes, str]:
-    raw = _read(path)
+def _text(path: str | Path) -> str:
     try:
-        return raw, raw.decode()
+        return _read(path).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
 
@@ -255,6 +255,14 @@ def _beginning(tokenizer: Tokenizer) -> list[int]:
     """The token that the tokenizer's template begins a text with, if there is one."""
     nothing, something = tokenizer.encode_prompt(""), tokenizer.encode_prompt("a")
     return nothing[:1] if nothing[:1] == something[:1] else []
+
+
+def _crc32(ids: Sequence[TokenIds]) -> int:
+    """That of all ids: another one where the file, the tokenizer or the detokenizer is another."""
+    crc32 = 0
+    for each in ids:
+        crc32 = zlib.crc32(each.tobytes(), crc32)
+    return crc32
 
 
 def _nats(scores: Sequence[Score]) -> float:

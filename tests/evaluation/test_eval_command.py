@@ -18,7 +18,7 @@ from train_tools import ROOT, arguments
 
 from fastmp.cli import main
 from fastmp.config import BertConfig
-from fastmp.evaluation import detokenize, lambada_task, read_examples, wikitext_task
+from fastmp.evaluation import detokenize, heldout_task, lambada_task, read_examples, wikitext_task
 from fastmp.evaluation.report import read_result
 from fastmp.evaluation.scoring import Score
 from fastmp.generation.load import open_weights
@@ -74,6 +74,16 @@ def test_what_wikitext_scores_and_counts(files):
     )
     assert found["perplexity"] == math.exp(len(natural) / num_words)
     assert found["perplexity_per_token"] == math.e and found["lossless"] is True
+
+
+def test_the_same_file_in_other_tokens_is_another_evaluation(files, tmp_path):
+    """What was begun with one tokenizer does not go on with another."""
+    tokenizers = [ByteTokenizer(), load_tokenizer(tokenizer_tools.gpt2(tmp_path / "model"))]
+    for make, name in ((wikitext_task, "wiki.test.tokens"), (heldout_task, "text.txt")):
+        one, again, other = (make(files / name, t).settings for t in (tokenizers[0], *tokenizers))
+        assert one == again != other
+    passages = [lambada_task(files / "lambada.jsonl", t, max_seq_len=64).settings for t in tokenizers]
+    assert passages[0] != passages[1]
 
 
 def test_a_perplexity_beyond_all_numbers_is_infinite(files):

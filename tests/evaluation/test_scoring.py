@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,9 +21,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.testing import run_ranks
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "nn"))  # small models live beside the tests of models
-from nn_tools import EXPERTS, QWEN, SEED, SMALL, make_gpt
+from fastmp.testing.models import EXPERTS, QWEN, SEED, SMALL, make_gpt
 
 CONFIGS = {
     "learned": replace(SMALL, init_std=0.5),
@@ -192,6 +188,7 @@ def test_more_ranks_go_on_with_the_same_bits(tmp_path):
     ("content", "named"),
     [
         (b"abc\n", "is no part of an evaluation; name another --out"),
+        (b"abc", "is no part of an evaluation; name another --out"),
         (b'{"format": "fastmp-evaluation-1", "a": 2}\n', "is part of another evaluation, with a 2, not 1"),
         (b'{"format": "fastmp-evaluation-1", "a": 1}\n[0, [1.0]]\n', "line 2 is damaged: delete the file"),
         (b'{"format": "fastmp-evaluation-1", "a": 1}\n[0, [NaN, 1]]\n', "line 2 is damaged"),

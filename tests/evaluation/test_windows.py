@@ -34,7 +34,7 @@ def test_each_window_begins_a_stride_later_and_scores_its_last_targets(windows):
 
 
 def test_the_papers_windows():
-    """1024 tokens, 32 of them new: of 270,329 targets the first window has 1024, the last one 9."""
+    """1024 tokens, 32 of them new: of 270,329 targets the first window scores 1024, the last one 25."""
     windows = Windows(270_329, 1024, 32)
     assert len(windows) == 1 + 8416
     assert windows[:2] == [Window(0, 1024, 1024), Window(32, 1056, 32)]
