@@ -126,6 +126,10 @@ class MaskedLMConfig(Checked):
     max_ngram: int = option(3, "words that are masked together, at most; n of them with probability ~ 1/n")
     short_fraction: float = option(0.1, "share of samples that are shorter than seq_len by chance")
 
+    def most_masked(self, seq_len: int) -> int:
+        """The most tokens of a sample that are to be predicted; three others are special tokens."""
+        return max(1, round(self.mask_fraction * (seq_len - 3)))
+
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("max_ngram")
         if not 0.0 < self.mask_fraction <= 0.5:
@@ -159,6 +163,11 @@ class DataConfig(Checked):
     validation_fraction: float = option(0.05, "share of text, or of Megatron's documents, that is held out")
     seed: int = option(1234, "seed of the order of samples, and of what is masked")
     masked_lm: MaskedLMConfig | None = None
+
+    @property
+    def predicted(self) -> int:
+        """The most tokens of a sample whose logits are needed: all, or those that are masked."""
+        return self.seq_len if self.masked_lm is None else self.masked_lm.most_masked(self.seq_len)
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("seq_len", "micro_batch_size")

@@ -92,6 +92,7 @@ def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     parts = (
         *(_axis_problems, _sequence_problems, _schedule_problems, _layer_problems, _expert_problems),
         _dtype_problems,
+        _bert_problems,
     )
     found = [problem for part in parts for problem in part(recipe)]
     return found if world_size is None else [*_rank_problems(recipe, world_size), *found]
@@ -273,6 +274,31 @@ def _dtype_problems(recipe: Recipe) -> Iterator[Problem]:
                 (f"optimizer.{name}", "train.dtype"),
                 f"optimizer.{name} {value!r} is for bfloat16 parameters, but train.dtype is {dtype!r}",
             )
+
+
+def _bert_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check an encoder against its data and its ranks."""
+    encoder, masked, cp = recipe.model.bert, recipe.data.masked_lm, recipe.parallel.cp
+    if (encoder is None) is not (masked is None):
+        there, missing = (
+            ("model.bert", "data.masked_lm") if masked is None else ("data.masked_lm", "model.bert")
+        )
+        yield Problem(
+            ("model.bert", "data.masked_lm"),
+            f"an encoder is trained on masked tokens: {there} is given, but {missing} is absent",
+        )
+    if encoder is None:
+        return
+    if cp > 1:
+        yield Problem(
+            ("parallel.cp", "model.bert"),
+            f"cp {cp} would divide the sequence, of which a token of model.bert sees all",
+        )
+    if encoder.num_token_types == 1:
+        yield Problem(
+            ("model.bert.num_token_types",),
+            "num_token_types is 1, but a sample has two parts: 2 or more, or 0 for none",
+        )
 
 
 def _expert_problems(recipe: Recipe) -> Iterator[Problem]:

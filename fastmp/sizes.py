@@ -14,6 +14,8 @@ __all__ = [
     "ParameterCounts",
     "count_parameters",
     "flops_per_token",
+    "head_flops_per_token",
+    "head_parameters",
     "layer_flops_per_token",
     "layer_parameters",
     "norm_parameters",
@@ -99,11 +101,22 @@ def count_parameters(config: GPTConfig, vocab_size: int | None = None) -> Parame
     """
     V = config.vocab_size if vocab_size is None else vocab_size
     words = V * config.hidden_size * (1 if config.tie_embeddings else 2)
+    # one norm behind the last layer, or behind the embeddings
     ends = position_parameters(config) + norm_parameters(config)
-    total = ParameterCounts(words, ends, 0, 0)
+    total = ParameterCounts(words, ends, 0, 0) + head_parameters(config, V)
     for kind, number in Counter(config.layers).items():
         total += layer_parameters(kind) * number
     return total
+
+
+def head_parameters(config: GPTConfig, vocab_size: int) -> ParameterCounts:
+    """Count the parameters that a BERT has beside those of a GPT: token types, and both of its heads."""
+    bert, h = config.bert, config.hidden_size
+    if bert is None:
+        return ParameterCounts(0, 0, 0, 0)
+    dense, sentence = h * h + h, (h * h + h + 2 * h + 2) * bert.sentence_order
+    whole = bert.num_token_types * h + dense + norm_parameters(config) + sentence
+    return ParameterCounts(vocab_size, whole, 0, 0)  # the bias of every word
 
 
 def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: bool = False) -> int:
@@ -117,7 +130,12 @@ def num_parameters(config: GPTConfig, vocab_size: int | None = None, *, active: 
 
 
 def flops_per_token(
-    config: GPTConfig, seq_len: int | None = None, *, causal: bool = False, vocab_size: int | None = None
+    config: GPTConfig,
+    seq_len: int | None = None,
+    *,
+    causal: bool = False,
+    vocab_size: int | None = None,
+    predicted: int | None = None,
 ) -> float:
     """The model FLOPs of training on one token, forward and backward (3 x forward), matrix products only.
 
@@ -125,6 +143,7 @@ def flops_per_token(
     published MFU figures; `causal=True` the keys that a token sees on average, (S + 1) / 2. With a sliding
     window there are no others than its own, in either case. Only the experts that a token goes to count, and
     recomputation does not. `vocab_size`: columns of the logits counted, the real vocabulary by default.
+    `predicted`: tokens of a sequence whose logits are needed, all by default: see `DataConfig.predicted`.
     """
     S = config.max_seq_len if seq_len is None else seq_len
     V = config.vocab_size if vocab_size is None else vocab_size
@@ -132,7 +151,22 @@ def flops_per_token(
         number * sum(layer_flops_per_token(kind, S, causal=causal))
         for kind, number in Counter(config.layers).items()
     )
-    return 3 * (layers + 2 * config.hidden_size * V)
+    of_sequence = sum(head_flops_per_token(config, S, V, S if predicted is None else predicted))
+    return 3 * (layers + of_sequence)
+
+
+def head_flops_per_token(
+    config: GPTConfig, seq_len: int, columns: int, predicted: int
+) -> tuple[float, float]:
+    """The forward FLOPs behind the layers, a token: (of the logits, of a BERT's heads before them).
+
+    columns: of the logits. predicted: tokens of a sequence that go through the head.
+    """
+    h, bert, share = config.hidden_size, config.bert, predicted / seq_len
+    logits = 2.0 * h * columns * share
+    if bert is None:
+        return logits, 0.0
+    return logits, 2.0 * h * h * share + 2.0 * h * (h + 2) * bert.sentence_order / seq_len
 
 
 def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = False) -> tuple[float, float]:
@@ -144,7 +178,9 @@ def layer_flops_per_token(config: GPTConfig, seq_len: int, *, causal: bool = Fal
     if config.moe is not None:
         matrices += _router(config) + _experts(config, config.moe.top_k)
     window = min(config.sliding_window or seq_len, seq_len)
-    keys = window * (1 - (window - 1) / (2 * seq_len)) if causal else window  # the first tokens see fewer
+    keys: float = window
+    if causal and config.bert is None:  # the first tokens see fewer
+        keys *= 1 - (window - 1) / (2 * seq_len)
     return 2.0 * matrices, 2.0 * 2 * config.num_heads * config.head_dim * keys
 
 

@@ -12,8 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import (
+    BertConfig,
     DataConfig,
     GPTConfig,
+    MaskedLMConfig,
     MoEConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -21,7 +23,7 @@ from fastmp.config import (
     TrainConfig,
 )
 from fastmp.layout import make_grid, problems
-from fastmp.nn import Placement, gpt_stages, sum_tied_gradients
+from fastmp.nn import Bert, Placement, bert_stages, gpt_stages, sum_tied_gradients
 from fastmp.nn.models import ExpertLosses
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import group_rank
@@ -68,6 +70,8 @@ MODELS = {
     "shared": replace(LLAMA, moe=SHARED),
     "some dense": replace(LLAMA, moe=SHARED, dense_layers=(0,), qkv_bias=True),
     "jitter": replace(GPT2, moe=replace(SHARED, jitter=0.1)),
+    "bert": replace(GPT2, bert=BertConfig()),
+    "bert, post-norm": replace(GPT2, bert=BertConfig(post_norm=True)),
 }
 
 
@@ -79,7 +83,11 @@ def recipe(model=GPT2, *, dtype="float32", microbatches=1, dp=1, optimizer=CLASS
         model=model,
         optimizer=optimizer,
         parallel=ParallelConfig(**layout),
-        data=DataConfig(seq_len=64, micro_batch_size=2),
+        data=DataConfig(
+            seq_len=64,
+            micro_batch_size=2,
+            masked_lm=None if model.bert is None else MaskedLMConfig(mask_fraction=0.25),
+        ),
         train=TrainConfig(global_batch_size=2 * microbatches * dp, dtype=dtype),
     )
     return made
@@ -94,7 +102,7 @@ def world_size(made, dp=1):
 
 def make_stages(made, groups=ParallelGroups.alone()):
     layout = made.parallel
-    stages = gpt_stages(
+    stages = (gpt_stages if made.model.bert is None else bert_stages)(
         made.model,
         Placement(
             groups,
@@ -112,10 +120,25 @@ def make_stages(made, groups=ParallelGroups.alone()):
 
 def batch(made):
     tokens = torch.randint(made.model.vocab_size, (2, 65), generator=torch.Generator().manual_seed(3))
-    return tokens[:, :-1], tokens[:, 1:]
+    targets = tokens[:, 1:]
+    if made.model.bert is not None:  # as many of each row as there may be
+        targets = targets.masked_fill(torch.arange(64) >= made.data.predicted, -100)
+    return tokens[:, :-1], targets
+
+
+MOST_MASKED = 2 * recipe(MODELS["bert"]).data.predicted
+
+
+def bert_loss(model, hidden, targets):
+    losses = model.losses(
+        hidden, targets, sentence_order_B=targets.new_zeros(2), most_masked=MOST_MASKED, loss_grad=1.0
+    )
+    return losses.masked.sum() + losses.sentence.sum()
 
 
 def loss_of(model, tokens, targets):
+    if isinstance(model, Bert):
+        return bert_loss(model, model.encode(tokens, torch.zeros_like(tokens)), targets)
     loss = model.loss(tokens, targets, loss_grad_BS=1.0)
     return loss.tokens.sum() + loss.aux if isinstance(loss, ExpertLosses) else loss.sum()
 
@@ -218,6 +241,9 @@ LAYOUTS = {
         ),
         2,
     ),
+    "bert, tp": (recipe(MODELS["bert"], tp=2), 1),
+    "bert, tp, sp": (recipe(MODELS["bert, post-norm"], tp=2, sequence_parallel=True), 1),
+    "bert, pp": (recipe(MODELS["bert"], pp=2, microbatches=2), 1),
     "tp, sp, pp": (
         recipe(MODELS["qwen"], dtype="bfloat16", tp=2, pp=2, sequence_parallel=True, microbatches=2),
         1,
@@ -236,6 +262,7 @@ RECOMPUTED = {
     ),
     "cp": (recipe(LLAMA, cp=2, recompute=True), 1),
     "tp, some dense": (recipe(MODELS["some dense"], tp=2, recompute=True), 1),
+    "bert": (recipe(MODELS["bert, post-norm"], tp=2, recompute=True), 1),
 }
 ALL = LAYOUTS | {f"recomputed: {name}": case for name, case in RECOMPUTED.items()}
 QUICK = {
@@ -307,12 +334,19 @@ def bytes_of(tensors):
 
 
 def run_pipeline(made, shapes, groups, stages, tokens, targets):
+    last, encoder = stages[-1], made.model.bert is not None
+
+    def loss(hidden, item):
+        if encoder:
+            return bert_loss(last, hidden, item[1])
+        return last.token_losses(hidden, item[1], loss_grad_BS=1.0).sum()
+
     pipeline = Pipeline(
         stages,
         Schedule(shapes.grid.pp, shapes.num_microbatches, made.parallel.vpp).orders(),
         group=groups.pp,
-        inputs=lambda item: item[0],
-        loss=lambda hidden, item: stages[-1].token_losses(hidden, item[1], loss_grad_BS=1.0).sum(),
+        inputs=lambda item: (item[0], torch.zeros_like(item[0])) if encoder else item[0],
+        loss=loss,
     )
     pipeline.train([(tokens, targets)] * shapes.num_microbatches)
 
@@ -375,7 +409,7 @@ QUICK_PRODUCTS = {
     [
         pytest.param(*case, marks=() if case in QUICK_PRODUCTS else pytest.mark.full)
         for case in product(
-            ("gpt2", "gpt2, dropout", "llama", "qwen", "shared", "some dense"),
+            ("gpt2", "gpt2, dropout", "llama", "qwen", "shared", "some dense", "bert", "bert, post-norm"),
             (False, True),
             ("1f1b", "zero_bubble"),
         )

@@ -82,6 +82,8 @@ def load_model(
     Layers are divided over `groups.pp` as evenly as can be. ValueError where that leaves a stage without a
     layer, and as `GPT` and `load_weights`.
     """
+    if config.bert is not None:
+        raise ValueError("generate: the model is an encoder: it fills in masked tokens and writes no text")
     rank, size = group_rank(groups.pp), group_size(groups.pp)
     if size > config.num_layers:
         raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages")

@@ -124,7 +124,12 @@ class Bert(LanguageModel):
         self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, padding_BS: Tensor | None = None
     ) -> Tensor:
         """Hidden states (S, B, H), (S/TP, B, H) under sequence parallelism, behind the last layer."""
-        documents = None if padding_BS is None else Documents.from_padding(padding_BS)
+        return self.encode(tokens_BS, token_types_BS, _documents(padding_BS))
+
+    def encode(
+        self, tokens_BS: Tensor, token_types_BS: Tensor | None = None, documents: Documents | None = None
+    ) -> Tensor:
+        """`hidden` where the padding is given as `Documents.from_padding` makes it."""
         return self._run_layers(self.embed(tokens_BS, token_types_BS), documents)[0]
 
     def embed(self, tokens_BS: Tensor, token_types_BS: Tensor | None = None) -> Tensor:
@@ -151,7 +156,7 @@ class Bert(LanguageModel):
     def sentence_logits(self, gathered_SBH: Tensor) -> Tensor:
         """The logits (B, 2) that a sample's parts are in order, or swapped."""
         assert self.sentence_head is not None, "the model has no head for the order of sentences"
-        return self.sentence_head(gathered_SBH[0])
+        return self.sentence_head(gathered_SBH[0].clone())  # a view would keep all tokens
 
     def loss(
         self,
@@ -181,7 +186,7 @@ class Bert(LanguageModel):
         sentence_order_B: int64, 0 for parts in order, 1 for swapped ones, or `ignore_index`.
         most_masked: no batch has more targets: the head looks at so many tokens, N, in place of all. On a CPU
             more are a ValueError; a GPU does not look, and leaves the last of them out.
-        loss_grad: the gradient that each of the masked losses will receive, see
+        loss_grad: the gradient that each of the masked losses will receive, a number or 0-dim, see
             `vocab_parallel_linear_cross_entropy`.
         """
         gathered_SBH = self.gathered(hidden_SBH)
@@ -189,6 +194,8 @@ class Bert(LanguageModel):
         rows_NH = gathered_SBH.flatten(0, 1)
         if most_masked is not None and most_masked < len(targets_N):
             rows_NH, targets_N = _masked_rows(rows_NH, targets_N, most_masked, ignore_index)
+        if isinstance(loss_grad, Tensor):
+            loss_grad = loss_grad.expand(targets_N.shape)
         head = self._head()
         masked_N = vocab_parallel_linear_cross_entropy(
             head(rows_NH),
@@ -208,6 +215,10 @@ class Bert(LanguageModel):
     def _head(self) -> MaskedLMHead:
         assert self.lm_head is not None, "only the last stage has a head"
         return self.lm_head
+
+
+def _documents(padding_BS: Tensor | None) -> Documents | None:
+    return None if padding_BS is None else Documents.from_padding(padding_BS)
 
 
 def _masked_rows(rows: Tensor, targets: Tensor, most: int, ignore_index: int) -> tuple[Tensor, Tensor]:

@@ -426,19 +426,13 @@ def _one_by_one(
     """Each document by a call of its own, as a batch of one."""
     B, _, C, _ = q_BNCD.shape
     q, k, v = (x.permute(1, 0, 2, 3).flatten(1, 2).unsqueeze(0) for x in (q_BNCD, k_BGED, v_BGED))
-    q_ends, k_ends = documents.queries.tolist(), documents.keys.tolist()
+    sizes = [borders.diff().tolist() for borders in documents[:2]]
+    # one split, whose backward joins the gradients of parts; each slice would fill a gradient of the whole
+    parts = (x.split(of, 2) for x, of in ((q, sizes[0]), (k, sizes[1]), (v, sizes[1])))
     outputs = [
-        attend(
-            q[:, :, a:b],
-            k[:, :, x:y],
-            v[:, :, x:y],
-            causal=causal,
-            window=window,
-            dropout_p=dropout_p,
-            scale=scale,
-        )
-        for a, b, x, y in zip(q_ends, q_ends[1:], k_ends, k_ends[1:], strict=False)
-        if b > a
+        attend(*one, causal=causal, window=window, dropout_p=dropout_p, scale=scale)
+        for one in zip(*parts, strict=True)
+        if one[0].shape[2]
     ]
     return torch.cat(outputs, 2).squeeze(0).unflatten(1, (B, C)).transpose(0, 1)
 

@@ -8,6 +8,7 @@ one op only are not counted.
 
 from __future__ import annotations
 
+from fastmp.config import BertConfig
 from fastmp.plan.shapes import Shapes
 
 _STATISTIC = 4  # bytes: sums over rows, log-sum-exps and probabilities are float32
@@ -93,10 +94,13 @@ def norm(shapes: Shapes) -> int:
 
 
 def embedding(shapes: Shapes) -> int:
-    """Return what the embedding keeps: token ids, which of them are this rank's, and dropout's mask."""
-    kept = shapes.tokens * _TARGET
+    """Return what the embedding keeps: ids, which of them are this rank's, dropout's mask; a norm's input."""
+    kept, bert = shapes.tokens * _TARGET, shapes.model.bert
     if shapes.grid.tp > 1:
         kept += shapes.tokens
+    if bert is not None:
+        kept += shapes.tokens * _TARGET * (bert.num_token_types > 0)
+        kept += norm(shapes) if bert.post_norm else 0
     return kept + (shapes.rows * shapes.model.hidden_size if shapes.model.dropout else 0)
 
 
@@ -104,9 +108,25 @@ def loss(shapes: Shapes) -> int:
     """Return what the last stage keeps behind its layers.
 
     The final norm; the gradient of its output, which the loss makes in the forward pass; the targets; and the
-    gradient of each token's loss.
+    gradient of each token's loss. A BERT's heads keep their inputs instead.
     """
+    if shapes.model.bert is not None:
+        return _heads(shapes, shapes.model.bert)
     return norm(shapes) + shapes.hidden + shapes.tokens * (_TARGET + _STATISTIC)
+
+
+def _heads(shapes: Shapes, bert: BertConfig) -> int:
+    """Return what a BERT keeps behind its layers.
+
+    The final norm; of the masked tokens, where they stand, and their rows before and behind a product and
+    behind GELU; and what the loss has made: the gradients of its rows and of its bias.
+    """
+    row, few = shapes.model.hidden_size * shapes.itemsize, shapes.predicted
+    kept = 0 if bert.post_norm else norm(shapes)
+    if bert.sentence_order:  # the first token, before and behind a product
+        kept += 2 * shapes.tokens // shapes.length * row
+    places = 0 if few == shapes.tokens else few * _TARGET
+    return kept + places + few * (4 * row + _TARGET + 3 * _STATISTIC) + shapes.vocab * shapes.itemsize
 
 
 def loss_workspace(shapes: Shapes, narrow_gradient: bool) -> int:
@@ -116,10 +136,12 @@ def loss_workspace(shapes: Shapes, narrow_gradient: bool) -> int:
     have 16 bits, the weight's gradient is summed in float32 beside. Under sequence parallelism the hidden
     states of all tokens and their gradient come on top.
     """
-    all_logits = shapes.tokens * shapes.vocab * shapes.itemsize
+    all_logits = shapes.predicted * shapes.vocab * shapes.itemsize
     logits = min(LOSS_WORKSPACE, all_logits)
     total = shapes.vocab * shapes.model.hidden_size * 4 if narrow_gradient and logits < all_logits else 0
     whole = shapes.tokens * shapes.model.hidden_size * shapes.itemsize
+    if shapes.model.bert is not None:  # which gathers them once, for both heads
+        return logits + total + (whole if shapes.sequence_parallel else 0)
     return logits + total + (2 * whole if shapes.sequence_parallel else 0)
 
 

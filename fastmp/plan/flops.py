@@ -10,7 +10,7 @@ from __future__ import annotations
 from fastmp.config import GPTConfig, Recipe
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.shapes import Shapes
-from fastmp.sizes import layer_flops_per_token
+from fastmp.sizes import head_flops_per_token, layer_flops_per_token
 
 _ATTENTION_BACKWARD = 2.5  # backward over forward: five products for two
 
@@ -20,7 +20,9 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
     model, grid, layers = recipe.model, shapes.grid, stage_layers(recipe)
     of_kinds = {kind: _layer(kind, recipe, causal) for kind in set(model.layers)}
     of_layers = [of_kinds[kind] for kind in model.layers]
-    output = 3 * 2.0 * model.hidden_size * shapes.vocab * grid.tp
+    rows = recipe.data.seq_len, shapes.vocab * grid.tp, recipe.data.predicted
+    logits_of_all, before = head_flops_per_token(model, *rows)
+    output = 3 * (logits_of_all + before * grid.tp)  # which every tensor-parallel rank does
     tokens = (
         recipe.data.seq_len * recipe.data.micro_batch_size * shapes.num_microbatches / (grid.tp * grid.cp)
     )
@@ -37,15 +39,16 @@ def hardware_flops(recipe: Recipe, shapes: Shapes, *, causal: bool = True) -> li
 def _layer(model: GPTConfig, recipe: Recipe, causal: bool) -> float:
     """Return the FLOPs of a token in a layer of this kind, forward and backward."""
     matrices, attention = layer_flops_per_token(model, recipe.data.seq_len, causal=causal)
-    again = matrices + attention - _not_repeated(model) if recipe.parallel.recompute else 0.0
+    again = matrices + attention - not_repeated(model) if recipe.parallel.recompute else 0.0
     return 3 * matrices + (1 + _ATTENTION_BACKWARD) * attention + again
 
 
-def _not_repeated(model: GPTConfig) -> float:
+def not_repeated(model: GPTConfig) -> float:
     """Return the FLOPs of a token in the last product of an MLP, where recomputation leaves it out.
 
-    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product.
+    Recomputation stops once it has every tensor that is kept, and nothing is kept behind that product, unless
+    there is dropout or a norm.
     """
-    if model.moe is not None or model.dropout:
+    if model.moe is not None or model.dropout or (model.bert is not None and model.bert.post_norm):
         return 0.0
     return 2.0 * model.hidden_size * model.ffn_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from fastmp.config import Recipe
+from fastmp.config import BertConfig, Recipe
 from fastmp.parallel.shards import Buffer, ParameterFacts, matrix_cost, plan_buffers
 from fastmp.plan.shapes import Shapes
 
@@ -75,11 +75,34 @@ def _stage(shapes: Shapes, layers: Sequence[int], first: bool, last: bool) -> di
             experts = name.startswith("moe.experts.")
             of = ParameterFacts(size, dtype, experts=True) if experts else facts(size, partial)
             found[f"layers.{layer}.{name}"] = of
-    if last:
+    if last and not (model.bert is not None and model.bert.post_norm):
         found |= {name: facts(*of) for name, of in _norm(shapes, "final_norm", model.hidden_size)}
-        if not model.tie_embeddings:
-            found["output_layer.weight"] = ParameterFacts(table.size, dtype)
+    if last and not model.tie_embeddings:
+        found["output_layer.weight"] = ParameterFacts(table.size, dtype)
+    if model.bert is not None:
+        found |= {name: facts(*of) for name, of in _bert(shapes, model.bert, first, last)}
     return found
+
+
+def _bert(
+    shapes: Shapes, bert: BertConfig, first: bool, last: bool
+) -> Iterator[tuple[str, tuple[int, bool]]]:
+    """Yield what a stage of a BERT has beside its words, positions and layers, as `_layer` does."""
+    h, split = shapes.model.hidden_size, shapes.sequence_parallel
+    if first and bert.num_token_types:
+        yield "token_type_embedding.weight", (bert.num_token_types * h, split)
+    if first and bert.post_norm:
+        yield from _norm(shapes, "embedding_norm", h)
+    if not last:
+        return
+    heads = [("lm_head.dense", h)]
+    if bert.sentence_order:
+        heads += [("sentence_head.pooler", h), ("sentence_head.order", 2)]
+    yield "lm_head.bias", (shapes.vocab, False)
+    for name, outputs in heads:
+        yield from ((f"{name}.weight", (outputs * h, False)), (f"{name}.bias", (outputs, False)))
+        if name == "lm_head.dense":
+            yield from _norm(replace(shapes, sequence_parallel=False), "lm_head.norm", h)
 
 
 def _layer(shapes: Shapes) -> Iterator[tuple[str, tuple[int, bool]]]:

@@ -103,7 +103,8 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "sources": {path: float(weight / whole) for weight, path in sources},
         "microbatches": shapes.num_microbatches,
         "hardware_flops": sum(flops) * world_size // shapes.grid.pp,
-        "model_flops": tokens * flops_per_token(model, recipe.data.seq_len, causal=True),
+        "model_flops": tokens
+        * flops_per_token(model, recipe.data.seq_len, causal=True, predicted=recipe.data.predicted),
         "recompute": layout.recompute,
         "schedule": layout.schedule,
         "chunks": layout.vpp,

@@ -17,7 +17,8 @@ class Shapes:
     Of a microbatch, `tokens` go through this rank's products, `rows` are its hidden states between
     tensor-parallel regions (fewer under sequence parallelism), and `routed` go through its router. `length`
     is its part of a sequence. `itemsize` is the bytes of a parameter and of an activation. `documents` are
-    those of a microbatch whose documents are masked, as if each sample were one; else 0.
+    those of a microbatch whose documents are masked, as if each sample were one; else 0. `predicted` are the
+    tokens of a microbatch whose logits this rank makes.
     """
 
     model: GPTConfig
@@ -30,6 +31,7 @@ class Shapes:
     rows: int
     routed: int
     documents: int = 0
+    predicted: int = 0
 
     def of_layer(self, layer: int) -> Shapes:
         """Return the same for one layer: its model describes no experts where the layer is dense."""
@@ -93,4 +95,5 @@ def shapes_of(recipe: Recipe, world_size: int) -> Shapes:
         rows=routed if layout.sequence_parallel else tokens,
         routed=routed,
         documents=data.micro_batch_size if data.document_masking else 0,
+        predicted=data.predicted // grid.cp * data.micro_batch_size,
     )

@@ -18,6 +18,7 @@ from fastmp.config import Recipe
 from fastmp.layout import make_schedule
 from fastmp.parallel.simulate import Costs, simulate
 from fastmp.plan import traffic
+from fastmp.plan.flops import not_repeated
 from fastmp.plan.hardware import GPU
 from fastmp.plan.kernels import ATTENTION, FASTMP, LAUNCH, PRODUCTS, Kernels, Product, product_time
 from fastmp.plan.links import Link, link
@@ -107,7 +108,9 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
     parts[ONCE, "pipeline idle"] = run.makespan - run.busy[slowest]
     parts.update({(ONCE, what): took for what, took in ends[slowest].items()})
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
-    flops = tokens * flops_per_token(recipe.model, recipe.data.seq_len, causal=True)
+    flops = tokens * flops_per_token(
+        recipe.model, recipe.data.seq_len, causal=True, predicted=recipe.data.predicted
+    )
     return StepTime(
         seconds=seconds,
         parts={key: took for key, took in parts.items() if took > 0.0},
@@ -182,7 +185,7 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
     if recompute:
         repeated.add(forward)
         repeated.add(_communication(shapes, links, sent.forward - sent.repeated, kernels.late), -1.0)
-        if shapes.model.moe is None and not shapes.model.dropout:
+        if not_repeated(shapes.model):
             repeated["products"] -= product_time(gpu, row[-1], itemsize)
     return found
 
@@ -265,12 +268,16 @@ def _embedding(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
 def _loss(shapes: Shapes, links: _Links, kernels: Kernels) -> Phases:
     """Return the time of the output layer and the loss."""
     found, gpu, itemsize = Phases(), links.gpu, shapes.itemsize
-    logits = Product(shapes.tokens, shapes.vocab, shapes.model.hidden_size)
+    h = shapes.model.hidden_size
+    products = [Product(shapes.predicted, shapes.vocab, h)]
+    if shapes.model.bert is not None:  # on every tensor-parallel rank
+        products.append(Product(shapes.predicted, h, h))
     forward, inputs, weights = (found.of[name] for name in (FORWARD, INPUT, WEIGHT))
-    forward["products"] = product_time(gpu, logits, itemsize)
-    inputs["products"] = product_time(gpu, logits.backward_input(), itemsize)
-    weights["products"] = product_time(gpu, logits.backward_weight(kernels.adds), itemsize)
-    nbytes = shapes.tokens * shapes.vocab * kernels.logits
+    for each in products:
+        forward["products"] += product_time(gpu, each, itemsize)
+        inputs["products"] += product_time(gpu, each.backward_input(), itemsize)
+        weights["products"] += product_time(gpu, each.backward_weight(kernels.adds), itemsize)
+    nbytes = shapes.predicted * shapes.vocab * kernels.logits
     forward["other kernels"] = nbytes / _bandwidth(gpu, kernels) + 8 * LAUNCH
     inputs.add(_communication(shapes, links, traffic.loss(shapes).forward))
     return found

@@ -58,7 +58,10 @@ def layer(shapes: Shapes, *, shard_recompute_input: bool = False) -> Traffic:
     if grid.cp > 1:
         keys = shapes.tokens * grid.cp * 2 * shapes.kv_heads * model.head_dim * shapes.itemsize
         found.gather("cp", keys, grid.cp)
-    dropped = bool(model.dropout)  # then a seed is kept behind the all-reduce
+    post_norm = model.bert is not None and model.bert.post_norm
+    dropped = (
+        bool(model.dropout) or post_norm
+    )  # then a seed, or a norm's input, is kept behind the all-reduce
     _pair(found, shapes, last=False)
     if model.moe is None:
         _pair(found, shapes, last=not dropped)
@@ -127,7 +130,10 @@ def embedding(shapes: Shapes) -> Traffic:
 def loss(shapes: Shapes) -> Traffic:
     """Return what the loss sends for one microbatch; its gradient is computed and summed in the forward."""
     found, tp = Traffic(), shapes.grid.tp
-    found.forward["tp"] += _ring(shapes.tokens * _STATISTICS * tp, tp) + 2 * _ring(_whole(shapes), tp)
+    rows = shapes.predicted * shapes.model.hidden_size * shapes.itemsize
+    found.forward["tp"] += _ring(shapes.predicted * _STATISTICS * tp, tp) + 2 * _ring(rows, tp)
+    if shapes.model.bert is not None and shapes.sequence_parallel:  # gathered for the heads
+        found.forward["tp"] += _ring(_whole(shapes), tp)
     return found
 
 

@@ -35,7 +35,7 @@ from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import StageOutput
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.runtime import Runtime
-from fastmp.train.language import gpt_and_loss
+from fastmp.train.language import model_and_loss
 from fastmp.train.microbatches import Batch, LossFunction, PipelineLoss, evaluation_mode
 from fastmp.train.optimizer import make_grads, make_optimizer
 from fastmp.train.trainer import DTYPES
@@ -169,7 +169,7 @@ def _run_once(recipe: Recipe, world_size: int) -> None:
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), **cp)
     dtype = DTYPES.get(recipe.train.dtype, torch.bfloat16)
-    model, loss = gpt_and_loss(recipe.model, groups, layout, rng=rng, device=_META, dtype=dtype)
+    model, loss = model_and_loss(recipe, groups, rng=rng, device=_META, dtype=dtype)
     chunks = [model] if isinstance(model, nn.Module) else model
     grads = make_grads(chunks, recipe.optimizer, groups)
     optimizer = make_optimizer(grads, recipe.optimizer, groups)
@@ -178,6 +178,8 @@ def _run_once(recipe: Recipe, world_size: int) -> None:
     batch: Batch = {"tokens": ids, "targets": ids}
     if recipe.data.document_masking:
         batch["documents"] = Documents.from_position_ids(ids, max_documents=shape[0])
+    if recipe.model.bert is not None:
+        batch |= {"token_types": ids, "padding_mask": ids == 0, "sentence_order": ids[:, 0]}
     _microbatch(chunks, loss, batch, groups, layout.sequence_parallel)
     norm = global_grad_norm(grads, **groups.norm)
     clip = clip_coefficient(norm, recipe.optimizer.clip_grad_norm)
@@ -208,7 +210,8 @@ def _microbatch(
             length, micro_batch_size, chunk.config.hidden_size, dtype=parameter.dtype, device=_META,
             requires_grad=torch.is_grad_enabled(),
         )  # fmt: skip
-        out = chunk(loss.inputs(batch) if chunk.part.first else hidden, **loss.shared(batch))
+        given = loss.inputs(batch) if chunk.part.first else hidden
+        out = chunk(*(given if isinstance(given, tuple) else (given,)), **loss.shared(batch))
         results = [out.tensors, out.loss] if isinstance(out, StageOutput) else [out]
         if chunk.part.last:
             results[0] = loss.loss(results[0], batch)[0]

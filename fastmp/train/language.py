@@ -1,8 +1,13 @@
-"""A GPT as the trainer and the generation of text take it: whole, or in the stages of a pipeline.
+"""A GPT or a BERT as the trainer and the generation of text take it: whole, or in the stages of a pipeline.
 
 Batches hold whole sequences; here they are cut for context-parallel ranks. Where sequences are packed, a
 batch has their `Documents` as "documents", which go to all layers. S sequence, B batch, H hidden, V
 this rank's shard of the padded vocabulary.
+
+A step divides the sum of all losses by its number of tokens; of a BERT, that is the masked ones. In training,
+the sum of a BERT's batch also has the mean loss of the order of sentences, times the batch's number of masked
+tokens: so the step minimises mean + mean, as ALBERT (Lan et al. 2019) and Megatron-LM do. In evaluation, the
+loss is that of masked tokens alone, whose exponential is the perplexity of Shoeybi et al. 2019, table 5.
 """
 
 from __future__ import annotations
@@ -14,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.config import GPTConfig, ParallelConfig
+from fastmp.config import GPTConfig, ParallelConfig, Recipe
+from fastmp.nn.bert import Bert, BertStage, bert_stages
 from fastmp.nn.documents import Documents
+from fastmp.nn.language_model import LanguageModel
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
@@ -27,7 +34,110 @@ from fastmp.parallel.schedule import Schedule
 from fastmp.train.data.dataset import IGNORE_INDEX
 from fastmp.train.microbatches import Batch, ExpertStats, LossFunction, PipelineLoss
 
-__all__ = ["gpt_and_loss", "next_logits", "pipeline_loss", "pipeline_next_logits", "token_loss"]
+__all__ = [
+    "bert_and_loss",
+    "gpt_and_loss",
+    "model_and_loss",
+    "next_logits",
+    "pipeline_loss",
+    "pipeline_next_logits",
+    "token_loss",
+]
+
+ModelAndLoss = tuple[GPT | Bert, LossFunction] | tuple[list[GPTStage] | list[BertStage], PipelineLoss]
+
+
+def model_and_loss(recipe: Recipe, groups: ParallelGroups, **options: Any) -> ModelAndLoss:
+    """The model of `recipe`, whole or this rank's stages of it, and its loss; options: of `Placement`."""
+    model, data = recipe.model, recipe.data
+    if model.bert is None:
+        return gpt_and_loss(model, groups, recipe.parallel, **options)
+    return bert_and_loss(
+        model,
+        groups,
+        recipe.parallel,
+        most_masked=data.micro_batch_size * data.predicted,
+        static_shapes=recipe.graphs.enabled,
+        **options,
+    )
+
+
+def bert_and_loss(
+    config: GPTConfig,
+    groups: ParallelGroups,
+    layout: ParallelConfig,
+    *,
+    most_masked: int | None = None,
+    static_shapes: bool = False,
+    **options: Any,
+) -> tuple[Bert, LossFunction] | tuple[list[BertStage], PipelineLoss]:
+    """A BERT as `layout` says, whole or this rank's stages of it, and its loss.
+
+    Batches have "tokens" and "targets" (B, S), and as the model wants them "token_types" (B, S),
+    "padding_mask" (B, S) and "sentence_order" (B,): see `Bert.losses`. The sum of losses and the number of
+    masked tokens: see the top of this module.
+
+    most_masked: as of `Bert.losses`. static_shapes: as graphs need them. options: others of `Placement`.
+    """
+
+    def inputs(batch: Batch) -> tuple[Tensor, ...]:
+        return (batch["tokens"], batch["token_types"]) if config.bert.num_token_types else (batch["tokens"],)
+
+    def shared(batch: Batch) -> dict[str, Documents]:
+        if "padding_mask" not in batch:
+            return {}
+        return {"documents": Documents.from_padding(batch["padding_mask"], static=static_shapes)}
+
+    def loss_of(model: Bert, hidden_SBH: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        targets_BS, order_B = batch["targets"], batch.get("sentence_order") if model.training else None
+        losses = model.losses(
+            hidden_SBH,
+            targets_BS,
+            sentence_order_B=order_B,
+            most_masked=most_masked,
+            ignore_index=IGNORE_INDEX,
+            loss_grad=batch.get("loss_grad", 1.0),
+        )
+        total, num_masked = losses.masked.sum(), (targets_BS != IGNORE_INDEX).sum()
+        if losses.sentence is not None:
+            num_samples = (order_B != IGNORE_INDEX).sum().clamp(min=1)
+            total = total + losses.sentence.sum() * (num_masked / num_samples)
+        return total, num_masked
+
+    on = Placement(groups, layout.sequence_parallel, **options)
+    kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
+    if layout.pp * layout.vpp == 1:
+        return Bert(config, on, **kept), lambda model, batch: loss_of(
+            model, model.encode(*inputs(batch), **shared(batch)), batch
+        )
+    stages = bert_stages(config, on, vpp=layout.vpp, layers=layout.stage_layers, **kept)
+    return stages, _in_stages(
+        stages,
+        groups,
+        layout,
+        inputs,
+        lambda hidden_SBH, batch: loss_of(stages[-1], hidden_SBH, batch),
+        shared,
+    )
+
+
+def _in_stages(
+    stages: Sequence[LanguageModel],
+    groups: ParallelGroups,
+    layout: ParallelConfig,
+    inputs: Callable[[Batch], Any],
+    loss: Callable[[Tensor, Batch], tuple[Tensor, Tensor]],
+    shared: Callable[[Batch], dict[str, Documents]],
+) -> PipelineLoss:
+    """The loss of a model in stages, whose tied tables get the same gradients."""
+    return PipelineLoss(
+        inputs=inputs,
+        loss=loss,
+        shared=shared,
+        schedule=layout.schedule,
+        group_size=layout.microbatch_group_size,
+        after_reduce=lambda grads: sum_tied_gradients(stages, groups, grads),
+    )
 
 
 def gpt_and_loss(
@@ -84,13 +194,8 @@ def pipeline_loss(stages: Sequence[GPTStage], groups: ParallelGroups, layout: Pa
         return losses_BS.sum(), (targets_BS != IGNORE_INDEX).sum()
 
     cp_group = stages[0].cp_group
-    return PipelineLoss(
-        inputs=lambda batch: cut_sequence(batch["tokens"], cp_group),
-        loss=loss,
-        shared=_documents,
-        schedule=layout.schedule,
-        group_size=layout.microbatch_group_size,
-        after_reduce=lambda grads: sum_tied_gradients(stages, groups, grads),
+    return _in_stages(
+        stages, groups, layout, lambda batch: cut_sequence(batch["tokens"], cp_group), loss, _documents
     )
 
 

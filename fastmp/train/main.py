@@ -1,4 +1,4 @@
-"""A training job: one recipe, one GPT, from text to a loss curve and a sample of what was learnt.
+"""A training job: one recipe, one model, from text to a loss curve and a sample of what a GPT has learnt.
 
 `fastmp.train.command` reads the command line and calls `run`, which calls the parts in turn: groups, random
 streams, data, model, Trainer.
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastmp.config import Environment, Recipe
 from fastmp.durations import duration_seconds
@@ -33,8 +33,7 @@ from fastmp.integrations.huggingface.weights import (
 )
 from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.layout import check_layout, make_grid, problems
-from fastmp.nn.models import GPT, flops_per_token, num_parameters
-from fastmp.nn.stages import GPTStage
+from fastmp.nn.models import flops_per_token, num_parameters
 from fastmp.parallel.collectives import communication_device, group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
@@ -53,9 +52,9 @@ from fastmp.train.evaluate.heldout import Evaluation
 from fastmp.train.generate import generate_text
 from fastmp.train.heap import map_large_blocks
 from fastmp.train.kernels import warm_up_ranks
-from fastmp.train.language import gpt_and_loss, next_logits, pipeline_next_logits
+from fastmp.train.language import ModelAndLoss, model_and_loss, next_logits, pipeline_next_logits
 from fastmp.train.metrics import RunInfo, TrainLog, read_metrics
-from fastmp.train.microbatches import LossFunction, PipelineLoss, WholeModel, evaluation_mode
+from fastmp.train.microbatches import PipelineLoss, WholeModel, evaluation_mode
 from fastmp.train.plot import plot_loads, plot_loss
 from fastmp.train.profile import NSIGHT, StepProfiler, run_under_nsight
 from fastmp.train.sinks import Sinks, check_sinks
@@ -90,7 +89,7 @@ def _job(recipe: Recipe, arguments: Sequence[str]) -> int:
 def train(
     recipe: Recipe, runtime: Runtime, *, restarted: bool = False, arguments: Sequence[str] = ()
 ) -> Evaluation | None:
-    """Train the GPT of `recipe` on this rank of the job; all ranks call it. Returns the last evaluation.
+    """Train the model of `recipe` on this rank of the job; all ranks call it. Returns the last evaluation.
 
     A job that a launcher has restarted, as any of its ranks knows, goes on from its latest checkpoint,
     whatever the recipe says. A run that is stopped, by a signal or `recipe.train.max_time`, is saved, says
@@ -137,7 +136,7 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
     rng = RngTracker(recipe.train.seed, device=runtime.device, **_streams(groups))
     model, loss = build_model(recipe, groups, rng, runtime.device)
     if recipe.checkpoint.init_from:
-        chunks = [model] if isinstance(model, GPT) else model
+        chunks = [model] if isinstance(model, nn.Module) else model
         load_weights(weights_at(recipe.checkpoint.init_from, runtime), recipe.model, chunks, groups)
     return recipe, Trainer(
         model,
@@ -223,7 +222,7 @@ def _run(
     run = RunInfo(
         total_steps=recipe.train.steps,
         tokens_per_step=recipe.train.global_batch_size * recipe.data.seq_len,
-        flops_per_token=flops_per_token(recipe.model, recipe.data.seq_len),
+        flops_per_token=flops_per_token(recipe.model, recipe.data.seq_len, predicted=recipe.data.predicted),
         bytes_per_token=data.bytes_per_token,
         device=str(runtime.device),
         world_size=runtime.world_size,
@@ -249,12 +248,20 @@ def _run(
             to_go_on = _next_command(recipe, runtime, arguments)
             log.note(f"stopped after step {trainer.step} ({stop.reason}); {to_go_on}")
             return None
+    sample = None if recipe.model.bert is not None else _sample(recipe, trainer)
+    if runtime.rank == 0:
+        _report(recipe, run_dir, evaluation, sample)
+    return evaluation
+
+
+def _sample(recipe: Recipe, trainer: Trainer) -> str:
+    """A text that the model writes; all ranks call it."""
     grid = trainer.groups.grid
     with evaluation_mode(trainer.runner.chunks):
-        sample = generate_text(
+        return generate_text(
             _next_logits(trainer),
             SAMPLE_PROMPT,
-            tokenizer=data.tokenizer,
+            tokenizer=trainer.data.tokenizer,
             max_new_tokens=SAMPLE_TOKENS,
             max_seq_len=recipe.data.seq_len,  # positions beyond it are untrained
             temperature=0.8,
@@ -263,9 +270,6 @@ def _run(
             together=None if recipe.model.moe is None else trainer.groups.tp_cp_dp,
             pad_multiple=math.lcm(64, 2 * grid.cp * grid.tp),  # context and sequence parallelism divide it
         )
-    if runtime.rank == 0:
-        _report(recipe, run_dir, evaluation, sample)
-    return evaluation
 
 
 def _watch(recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog) -> AbstractContextManager[Any]:
@@ -324,15 +328,15 @@ def make_groups(recipe: Recipe, runtime: Runtime) -> ParallelGroups:
 
 def build_model(
     recipe: Recipe, groups: ParallelGroups, rng: RngTracker, device: torch.device
-) -> tuple[GPT, LossFunction] | tuple[list[GPTStage], PipelineLoss]:
-    """The GPT of `recipe` on `device`, whole or this rank's stages of it, and its loss.
+) -> ModelAndLoss:
+    """The model of `recipe` on `device`, whole or this rank's stages of it, and its loss.
 
     dtype "auto" is bfloat16 on a GPU and float32 elsewhere. The weights are the same on every layout; what is
     drawn later differs from stage to stage.
     """
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     options = {"rng": rng, "device": device, "dtype": DTYPES.get(recipe.train.dtype, auto)}
-    model, loss = gpt_and_loss(recipe.model, groups, recipe.parallel, **options)
+    model, loss = model_and_loss(recipe, groups, **options)
     if isinstance(loss, PipelineLoss):
         own = RngTracker(recipe.train.seed, device=device, pp_rank=group_rank(groups.pp), **_streams(groups))
         rng.follow(own)
@@ -414,8 +418,13 @@ def _describe_loads(last: dict[str, Any]) -> str:
     return f"load of the experts over the mean, layer by layer: busiest {highest}; idlest {lowest}"
 
 
-def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str) -> None:
-    if evaluation is not None and evaluation.unigram_entropy is None:  # of Megatron's files: no text is there
+def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample: str | None) -> None:
+    if evaluation is not None and recipe.model.bert is not None:
+        perplexity = math.exp(min(evaluation.loss, 100.0))
+        print(f"held-out loss {evaluation.loss:.4f} nats per masked token, a perplexity of {perplexity:.2f}")
+    elif (
+        evaluation is not None and evaluation.unigram_entropy is None
+    ):  # of Megatron's files: no text is there
         print(f"held-out loss {evaluation.loss:.4f} nats per token")
     elif evaluation is not None:
         below = evaluation.unigram_entropy - evaluation.loss_per_byte
@@ -430,4 +439,5 @@ def _report(recipe: Recipe, run_dir: Path, evaluation: Evaluation | None, sample
         pictures["load plot"] = plot_loads(metrics, run_dir / "load.png", title=title)
     drawn = [f"{name} {path}" for name, path in pictures.items() if path]
     print(", ".join([f"metrics in {metrics}", *drawn]))
-    print(f"a sample:\n{SAMPLE_PROMPT}{sample}")
+    if sample is not None:
+        print(f"a sample:\n{SAMPLE_PROMPT}{sample}")

@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
     parser = Parser(
         prog="fastmp train",
         usage="fastmp train [--recipe FILE] [options]",
-        description="Train a GPT; under torchrun on several ranks.",
+        description="Train a GPT or a BERT; under torchrun on several ranks.",
     )
     parser.add_argument("--recipe", metavar="FILE", help="TOML file of the run, as in configs/")
     add_options(parser)

@@ -9,6 +9,8 @@ import torch
 from bert_reference import POST, PRE, full_weights, logits_of, losses_of, make_bert, sample
 from marks import full
 from nn_tools import sum_partial_gradients, tp_groups
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import BertConfig
 from fastmp.nn import GPT, Bert, Documents, Placement, bert_stages, sum_tied_gradients
@@ -17,6 +19,7 @@ from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
 from fastmp.parallel.schedule import Schedule
+from fastmp.sizes import flops_per_token, num_parameters
 from fastmp.testing import run_ranks
 from fastmp.testing.models import part_of, placed
 
@@ -228,6 +231,35 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=message):
             replace(PRE, **wrong)
+
+
+@pytest.mark.parametrize("bert", [BertConfig(), BertConfig(0, True, False), BertConfig(3, True)], ids=str)
+def test_parameters_and_flops_are_those_of_the_formulas(bert):
+    config = replace(PRE, vocab_size=128, bert=bert)  # no padding
+    model = Bert(config)
+    assert sum(param.numel() for param in model.parameters()) == num_parameters(config)
+    given = sample(config, batch=4)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        losses = model.loss(
+            given.tokens, given.targets, token_types_BS=given.types if bert.num_token_types else None,
+            sentence_order_B=given.order if bert.sentence_order else None, most_masked=32, loss_grad=1.0,
+        )  # fmt: skip
+        (losses.masked.sum() + (0 if losses.sentence is None else losses.sentence.sum())).backward()
+    expected = 4 * 16 * flops_per_token(config, 16, causal=True, predicted=8)
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(number for op, number in counts.items() if op.__name__ in ("mm", "addmm", "bmm"))
+    assert products == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "hidden, heads, layers, billions", [(1024, 16, 24, 0.336), (2048, 32, 24, 1.281), (2560, 40, 48, 3.869)]
+)
+def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions):
+    """Its "3.8 B" is the last of these, which elsewhere it calls 3.9 B."""
+    config = replace(
+        PRE, hidden_size=hidden, num_heads=heads, num_layers=layers, vocab_size=30_522, max_seq_len=512
+    )
+    assert round(num_parameters(config) / 1e9, 3) == billions
 
 
 def test_context_parallel_ranks_are_refused():

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.config import GPTConfig, MoEConfig, RopeScaling
-from fastmp.nn import GPT, Placement, flops_per_token, num_parameters, pad_vocab
+from fastmp.nn import GPT, Bert, Placement, flops_per_token, num_parameters, pad_vocab
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.sizes import count_parameters
@@ -49,6 +49,11 @@ def test_parameter_counts_of_the_megatron_paper(hidden, heads, layers, billions)
     L, h, V, s = layers, hidden, 51_200, 1024
     assert count == 12 * L * h**2 + 13 * L * h + V * h + s * h + 2 * h
     assert round(count / 1e9, 4) == billions
+    one, two = (
+        sum(param.numel() for param in GPT(cut, Placement(device="meta")).parameters())
+        for cut in (replace(config, vocab_size=V, num_layers=number) for number in (1, 2))
+    )
+    assert one + (L - 1) * (two - one) == count
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,8 @@ def test_the_formula_counts_what_a_rank_holds(config, ep, etp):
 def test_the_model_of_a_recipe_can_be_made(path):
     config = load_recipe(path).model
     config = replace(config, vocab_size=config.vocab_size or 257)  # 0: that of the data
-    model = GPT(replace(config, num_layers=1), Placement(device="meta", dtype=torch.bfloat16))
+    kind = GPT if config.bert is None else Bert
+    model = kind(replace(config, num_layers=1), Placement(device="meta", dtype=torch.bfloat16))
     padded = pad_vocab(config.vocab_size, 1)
     assert sum(param.numel() for param in model.parameters()) == num_parameters(model.config, padded)
 

@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 
 from fastmp.cli import main
-from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe
+from fastmp.config import (
+    BertConfig,
+    DataConfig,
+    GPTConfig,
+    MaskedLMConfig,
+    MoEConfig,
+    ParallelConfig,
+    Recipe,
+)
 from fastmp.nn.models import GPT
 from fastmp.nn.placement import Placement
 from fastmp.ops.warm import recording
@@ -84,6 +92,16 @@ def test_all_ranks_launch_what_is_listed(layout):
     recipe = replace(Recipe(), model=model, parallel=layout, data=DataConfig(seq_len=64))
     of_ranks = [kernels.codes_of_rank(recipe, rank, 4, 90) for rank in range(4)]
     assert set().union(*of_ranks) == set(kernels.codes_of_recipe(recipe, 4, 90))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}], ids=str)
+def test_encoders(layout):
+    model = replace(MODEL, norm="layernorm", position="learned", activation="gelu", bert=BertConfig())
+    parallel, data = ParallelConfig(**layout), DataConfig(seq_len=64, masked_lm=MaskedLMConfig())
+    recipe = replace(Recipe(), model=model, parallel=parallel, data=data)
+    found = {code.kernel for code in kernels.codes_of_recipe(recipe, parallel.tp * parallel.pp, 90)}
+    assert found >= {"norm_kernel", "norm_backward_kernel", "adamw_kernel"}
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastmp.config import (
+    BertConfig,
     DataConfig,
     GPTConfig,
     GraphConfig,
@@ -252,6 +253,7 @@ def test_help_says_what_every_field_is_with_its_choices_and_default(capsys):
     tables = {
         "model": GPTConfig,
         "model.moe": MoEConfig,
+        "model.bert": BertConfig,
         "model.rope_scaling": RopeScaling,
         "parallel": ParallelConfig,
         "data": DataConfig,

@@ -107,7 +107,7 @@ class MaskedDataset:
         self.tokenizer, self.train, self._validation = corpus
         self.special = SpecialTokens.of(self.tokenizer)
         self.vocab_size = 1 + max(self.tokenizer.vocab_size - 1, *vars(self.special).values())
-        self.max_masked = int(budgets(np.array(seq_len - RESERVED), self.masking.mask_fraction))
+        self.max_masked = self.masking.most_masked(seq_len)
         pieces = self.tokenizer.pieces()
         self._words = WordTable(pieces)
         self._ordinary = np.array([i for i, piece in enumerate(pieces) if piece.text], np.int64)
