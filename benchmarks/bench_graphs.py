@@ -13,7 +13,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +36,7 @@ from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
+from fastmp.testing.silent import SilentBackend, SilentGraph
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
@@ -48,40 +48,6 @@ GOALS_ON_GPU = (
     "no copy where runs are chained; host time of torch.cuda.make_graphed_callables: at least 1.5 x ours",
     "a layer of experts at small microbatches: at least 1.3 x as fast as eager",
 )
-
-
-class _Nothing:
-    """A graph that does nothing, and says when it was asked to."""
-
-    launched = 0
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        yield
-
-    def replay(self) -> None:
-        _Nothing.launched = time.perf_counter_ns()
-
-
-class NoBackend:
-    """Graphs that do nothing, for the host time of everything else."""
-
-    runs_at_capture, rng, nbytes = True, None, 0
-
-    def watch(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def prepare(self) -> None:
-        pass
-
-    def graph(self, forward: Any = None, watched: Any = None) -> _Nothing:
-        return _Nothing()
-
-    def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return tensor.detach().detach
-
-    def reset(self) -> None:
-        pass
 
 
 class _Wide(SegmentedLayer):
@@ -109,12 +75,12 @@ class _Bare(Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> Tensor:
         ctx.count = len(inputs)
-        _Nothing().replay()
+        SilentGraph().replay()
         return _Bare.made.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        _Nothing().replay()
+        SilentGraph().replay()
         return (_Bare.made.detach(),) * ctx.count
 
 
@@ -137,11 +103,11 @@ class Host:
                 start = time.perf_counter_ns()
                 made = call(x)
                 end = time.perf_counter_ns()
-                forward.append((_Nothing.launched - start, end - start))
+                forward.append((SilentGraph.launched - start, end - start))
                 start = time.perf_counter_ns()
                 made.backward(grad)
                 end = time.perf_counter_ns()
-                backward.append((_Nothing.launched - start, end - start))
+                backward.append((SilentGraph.launched - start, end - start))
         return cls(_medians(forward), _medians(backward))
 
 
@@ -169,7 +135,7 @@ def host_times() -> Iterator[str]:
     yield f"{'inputs':>8}{'':>28}{'forward':>18}{'backward':>18}{'copies, a pair':>40}"
     for width in (1, 8):
         chain = LayerChain([_Wide(width)])
-        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=NoBackend())
+        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=SilentBackend())
         GradBuffer(chain.named_parameters())
         ours = Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step)
         bare = Host.of(lambda x, n=width: _Bare.apply(*(x,) * n), lambda: None)

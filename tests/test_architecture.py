@@ -141,6 +141,8 @@ ALLOWED = {
         "plan",
         "sizes",
     },
+    "fastmp.study.launches": {"config", "graphs", "nn", "parallel", "testing"},
+    "fastmp.study.measured": {"study", "config", "layout", "nn", "parallel", "sizes", "testing", "train"},
     "fastmp.cli": {
         "commands",
         "evaluation",

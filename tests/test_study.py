@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from fastmp import study
 from fastmp.parallel.simulate import Costs
 from fastmp.sizes import num_parameters
-from fastmp.study import published, scaling, schedules
+from fastmp.study import graphs, launches, measured, published, scaling, schedules
+from fastmp.testing import run_ranks
 
 STUDIES = Path(__file__).parent.parent / "docs" / "studies"
 MOST_BYTES = 150_000
@@ -49,8 +52,34 @@ def test_shapes_are_those_of_table_1():
 
 
 def test_the_scaling_page_is_what_the_command_writes(rows):
-    page = scaling.page(rows, scaling.hardware_rows())
+    measured = json.loads((STUDIES / "scaling.json").read_text())
+    page = scaling.page(rows, scaling.hardware_rows(), measured)
     assert page == (STUDIES / "scaling.md").read_text()
+
+
+@pytest.mark.full
+def test_the_page_of_graphs_is_what_the_command_writes():
+    """With the host times that were measured for it; launches are counted anew."""
+    measured = json.loads((STUDIES / "graphs.json").read_text())
+    assert graphs.page(graphs.count(), measured) == (STUDIES / "graphs.md").read_text()
+
+
+@pytest.mark.full
+def test_graphs_remove_launches_and_host_time():
+    counts = graphs.count()
+    assert counts["moe"]["attention"] == counts["dense"]["attention"]
+    assert all(forward > 0 for own in counts.values() for forward, _ in own.values())
+    eager, whole = launches.host_seconds("dense", [(), ("attn", "mlp")])
+    assert whole < eager / 2
+
+
+@pytest.mark.full
+def test_measured_steps_count_their_collectives():
+    recipe = measured.scaled(published.TABLE_1[1], 1)
+    steps = run_ranks(measured._time_steps, 2, recipe, timeout=120)
+    for seconds, communication, collectives in (step for own in steps for step in own):
+        assert 0.0 < communication < seconds
+        assert collectives == 4 * recipe.model.num_layers + 2
 
 
 @pytest.mark.full
@@ -79,9 +108,11 @@ def test_pictures_of_pages_are_there_and_small():
 @pytest.mark.parametrize("name", study.COMMANDS)
 def test_the_command_writes_page_and_pictures(name, tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    if (STUDIES / f"{name}.json").exists():  # with the measurements that are there
+        shutil.copy(STUDIES / f"{name}.json", tmp_path)
     assert study.main([name, "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / name}.md\n"
-    committed = {path.name for path in STUDIES.glob(f"{name}*") if path.suffix in (".md", ".png")}
+    committed = {path.name for path in STUDIES.glob(f"{name}*") if path.suffix in (".md", ".png", ".json")}
     assert {path.name for path in tmp_path.iterdir()} == committed
 
 

@@ -10,7 +10,8 @@ import sys
 from fastmp.commands import run_command
 
 COMMANDS = {
-    "scaling": ("fastmp.study.scaling", "model and data parallelism, as published and as predicted"),
+    "scaling": ("fastmp.study.scaling", "model and data parallelism, as published, predicted, and measured"),
+    "graphs": ("fastmp.study.graphs", "what partial capture saves, by the launches that it removes"),
     "schedules": ("fastmp.study.schedules", "idle time and memory of every pipeline schedule"),
 }
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from fastmp.commands import Parser
 
 Draw = Callable[[Path], None]
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -17,8 +24,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def parser(study: str, description: str) -> Parser:
-    """Return the parser of a study's command."""
+def parser(study: str, description: str, *, measures: str = "") -> Parser:
+    """Return the parser of a study's command; measures: what its --measure takes, if it has that."""
     made = Parser(prog=f"fastmp study {study}", description=description)
     made.add_argument(
         "--out",
@@ -26,7 +33,34 @@ def parser(study: str, description: str) -> Parser:
         metavar="DIR",
         help="where the page and its pictures go (default: %(default)s)",
     )
+    if measures:
+        made.add_argument(
+            "--measure", action="store_true", help=f"take {measures} on this machine, and keep them"
+        )
     return made
+
+
+def machine() -> dict[str, Any]:
+    """Return what a measurement says of where it was taken: processor, cores, torch."""
+    names = re.findall(r"model name\s*: (.*)", _CPUINFO.read_text()) if _CPUINFO.exists() else []
+    name = names[0] if names else platform.processor() or platform.machine()
+    return {"cpu": name, "cores": os.cpu_count(), "torch": metadata.version("torch")}
+
+
+def measurement(prog: str, file: Path) -> dict[str, Any] | None:
+    """Return what a file of measurements holds, None where there is none; ValueError if it is not JSON."""
+    if not file.exists():
+        return None
+    try:
+        return dict(json.loads(file.read_text()))
+    except (ValueError, TypeError) as error:
+        what = f"{prog}: {file} is no file of measurements ({error}); take them with --measure"
+        raise ValueError(what) from None
+
+
+def save(found: Mapping[str, Any], out: Path) -> None:
+    """Write measurements."""
+    out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def write(prog: str, out: str, name: str, text: str, pictures: Mapping[str, Draw]) -> int:

@@ -6,9 +6,12 @@ are calibrated, on two published ones; every other row is predicted, and its res
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from fastmp.config import OptimizerConfig, Recipe, TrainConfig
 from fastmp.plan.hardware import GPUS
@@ -16,7 +19,7 @@ from fastmp.plan.kernels import FASTMP, FUSED, UNFUSED
 from fastmp.plan.step_time import ONCE, StepTime, step_time
 from fastmp.sizes import flops_per_token, num_parameters
 from fastmp.study import published
-from fastmp.study.page import parser, table, write
+from fastmp.study.page import Draw, measurement, parser, save, table, write
 from fastmp.study.published import BASELINE, REPLICAS, TABLE_1, counted_flops
 
 V100 = GPUS["v100"]
@@ -50,14 +53,31 @@ def main(arguments: list[str]) -> int:
     """Write the study's page and pictures; 0, or 2 with one line on stderr."""
     from fastmp.study.scaling_plot import draw_hardware, draw_residuals
 
-    made = parser("scaling", "Model and data parallelism as published, as predicted, and as measured here.")
+    made = parser(
+        "scaling", "Model and data parallelism as published, predicted, and measured.", measures="times"
+    )
     options = made.parse_args(arguments)
+    try:
+        measured = (
+            _measure() if options.measure else measurement(made.prog, Path(options.out, "scaling.json"))
+        )
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     rows, modern = [*paper_rows()], hardware_rows()
-    pictures = {
+    pictures: dict[str, Draw] = {
         "scaling-residuals.png": partial(draw_residuals, rows),
         "scaling-hardware.png": partial(draw_hardware, modern),
     }
-    return write(made.prog, options.out, "scaling", page(rows, modern), pictures)
+    if measured:
+        pictures["scaling.json"] = partial(save, measured)
+    return write(made.prog, options.out, "scaling", page(rows, modern, measured), pictures)
+
+
+def _measure() -> dict[str, Any]:
+    from fastmp.study.measured import measure
+
+    return measure()
 
 
 def rate(recipe: Recipe, gpus: int) -> float:
@@ -132,8 +152,12 @@ def hardware_rows() -> dict[str, list[tuple[int, StepTime, float]]]:
     return found
 
 
-def page(rows: list[Row], modern: dict[str, list[tuple[int, StepTime, float]]]) -> str:
-    """Return the study's page."""
+def page(
+    rows: list[Row],
+    modern: dict[str, list[tuple[int, StepTime, float]]],
+    measured: dict[str, Any] | None = None,
+) -> str:
+    """Return the study's page, with what `fastmp.study.measured.measure` returned."""
     header = ["", "published", "predicted", "residual"]
     worst = max(abs(row.residual) for row in rows if not row.calibrated)
     predicted = sum(not row.calibrated for row in rows)
@@ -204,7 +228,36 @@ The faster a GPU is beside its links, the more a division costs: these models ar
 
 {table(["GPUs", *(name.upper() for name in modern)], [*_modern_rows(modern)])}
 ![efficiency of Table 1 on other GPUs](scaling-hardware.png)
+{_measured_section(measured) if measured else ""}"""
+
+
+def _measured_section(measured: dict[str, Any]) -> str:
+    header = ["tp x replicas", "h", "layers", "GFLOPs", "CPU s", "in collectives", "GFLOPs / CPU s"]
+    return f"""
+## Measured on ranks
+
+`fastmp study scaling --measure` trains Table 1's models on forked ranks, scaled down: widths an eighth,
+layers a tenth, 4 sequences of 128 tokens a replica, float32, one thread a rank, joined by gloo, on
+{measured["cores"]} cores of {measured["cpu"]}, which ranks and other work share. So times are CPU times of
+all ranks together, the best of 8 steps for each, and waiting is not in them: they say what a division costs
+in work, and not how fast ranks of their own, or a GPU, would be.
+
+{table(header, [*_measured_rows(measured)])}
+In brackets is the number of collectives: with tp above 1 four for each layer and two more around them, with
+replicas one of all gradients.
 """
+
+
+def _measured_rows(measured: dict[str, Any]) -> Iterator[list[str]]:
+    for row in measured["rows"]:
+        yield [
+            f"{row['tp']} x {row['replicas']}",
+            *(str(row[name]) for name in ("hidden", "layers")),
+            f"{row['flops'] / 1e9:.1f}",
+            f"{row['seconds']:.3f}",
+            f"{row['communication'] / row['seconds']:.0%} ({row['collectives']})",
+            f"{row['flops'] / row['seconds'] / 1e9:.1f}",
+        ]
 
 
 _NAMES = {"tp": "all-reduces of layers"}

@@ -1,0 +1,46 @@
+"""Graphs that do nothing: under them all that is left of a replay is what the host does around it."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+
+class SilentGraph:
+    """A graph whose capture is the work itself, and whose replay notes the time and does nothing."""
+
+    launched = 0  # ns, of the last replay of any
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        yield
+
+    def replay(self) -> None:
+        SilentGraph.launched = time.perf_counter_ns()
+
+
+class SilentBackend:
+    """A backend of such graphs for a `GraphManager`. Results of replays are those of the capture."""
+
+    runs_at_capture, rng, nbytes = True, None, 0
+    owner: weakref.ref[Any] | None = None
+
+    def watch(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self) -> None:
+        """Do nothing."""
+
+    def graph(self, forward: Any = None, watched: Any = None) -> SilentGraph:
+        return SilentGraph()
+
+    def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return tensor.detach().detach
+
+    def reset(self) -> None:
+        """Do nothing."""
