@@ -12,6 +12,10 @@ COMMANDS = {
     "train": ("fastmp.train.command", "train a model from a recipe; on several ranks: fastmp launch train"),
     "generate": ("fastmp.generation.command", "continue prompts with a trained model, of any layout"),
     "eval": ("fastmp.evaluation.command", "evaluate a model on WikiText, LAMBADA or held-out text"),
+    "finetune": (
+        "fastmp.finetune.command",
+        "fine-tune a BERT for MNLI, QQP, SQuAD or RACE, over several seeds",
+    ),
     "launch": ("fastmp.launch", "start ranks: torchrun and its options, with one rank a GPU by default"),
     "data": ("fastmp.train.data.command", "turn text into token files"),
     "warm": (

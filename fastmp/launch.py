@@ -88,7 +88,7 @@ def _read_options(argv: list[str]) -> Namespace:
     parser.prog = "fastmp launch"
     parser.description = (
         "Start ranks by torchrun: one a GPU of this machine unless told otherwise. PROGRAM is a script, -m "
-        "and a module, or train, generate or eval: fastmp launch -n 4 train --recipe FILE"
+        "and a module, or train, finetune, generate or eval: fastmp launch -n 4 train --recipe FILE"
     )
     same = "same as --nproc-per-node"
     parser.add_argument("-n", dest="nproc_per_node", metavar="N", default=SUPPRESS, help=same)
@@ -97,7 +97,8 @@ def _read_options(argv: list[str]) -> Namespace:
     if signals := parser.get_default("signals_to_handle"):  # not every torch asks
         parser.set_defaults(signals_to_handle=f"{signals},SIGUSR1")
     args = parser.parse_args(argv)
-    if args.training_script in ("train", "generate", "eval") and not (args.module or args.no_python):
+    programs = ("train", "finetune", "generate", "eval")
+    if args.training_script in programs and not (args.module or args.no_python):
         args.training_script_args = [args.training_script, *args.training_script_args]
         args.module, args.training_script = True, "fastmp"
     if args.nproc_per_node is None:

@@ -143,16 +143,23 @@ ALLOWED = {
     },
     "fastmp.study.launches": {"config", "graphs", "nn", "parallel", "testing"},
     "fastmp.study.measured": {"study", "config", "layout", "nn", "parallel", "sizes", "testing", "train"},
+    "fastmp.finetune": {
+        *("finetune", "commands", "config", "files", "generation", "integrations", "layout", "nn", "options"),
+        *("parallel", "sizes", "train"),
+    },
     "fastmp.cli": {
-        "commands",
-        "evaluation",
-        "generation",
-        "train",
-        "plan",
-        "prove",
-        "study",
-        "doctor",
-        "hang",
+        *(
+            "commands",
+            "doctor",
+            "evaluation",
+            "finetune",
+            "generation",
+            "hang",
+            "plan",
+            "prove",
+            "study",
+            "train",
+        ),
     },
 }
 STDLIB_ONLY = (
@@ -178,7 +185,7 @@ STDLIB_ONLY = (
         for name in ("grid", "launchers", "messages", "schedule", "shards", "simulate", "verdict")
     ),
     "fastmp.train.checkpoint.boxes",
-    *(f"fastmp.train.finetune.{name}" for name in ("formats", "metrics", "selection", "tasks")),
+    *(f"fastmp.finetune.{name}" for name in ("formats", "metrics", "results", "selection", "tasks")),
     *(f"fastmp.evaluation.{name}" for name in ("journal", "lambada", "report", "wikitext", "windows")),
     *(
         "fastmp.plan",
@@ -252,6 +259,7 @@ def test_pure_modules_use_the_standard_library_only(module):
         "generate --help",
         "eval --help",
         "eval wikitext --help",
+        "finetune --help",
         "hang --help",
         "prove --help",
         "study --help",

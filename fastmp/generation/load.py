@@ -62,8 +62,6 @@ def _checkpoint(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointR
         config = model_from(manifest.description)
     except ValueError as error:
         raise ValueError(f"{found}: {error}") from None
-    if config.bert is not None:
-        raise ValueError(f"{found}: is a BERT, which fills in masked tokens and does not tell the next one")
     verify(found, manifest, sorted(manifest.files)[group_rank(world) :: group_size(world)])
     return CheckpointReader(found, manifest), config
 
@@ -80,10 +78,10 @@ def load_model(
     """The model in evaluation mode, or this rank's stage of it, on `device`, without weights drawn before.
 
     Layers are divided over `groups.pp` as evenly as can be. ValueError where that leaves a stage without a
-    layer, and as `GPT` and `load_weights`.
+    layer, for a BERT, and as `GPT` and `load_weights`.
     """
     if config.bert is not None:
-        raise ValueError("generate: the model is an encoder: it fills in masked tokens and writes no text")
+        raise ValueError("the model is a BERT, which fills in masked tokens and does not tell the next one")
     rank, size = group_rank(groups.pp), group_size(groups.pp)
     if size > config.num_layers:
         raise ValueError(f"{config.num_layers} layers are too few for {size} pipeline stages")

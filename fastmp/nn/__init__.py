@@ -17,6 +17,7 @@ __getattr__, __dir__, __all__ = exports(
         "transformer": "TransformerLayer",
         "models": "ExpertLosses GPT flops_per_token num_parameters pad_vocab",
         "bert": "Bert BertLosses BertStage bert_stages",
+        "bert_tasks": "BertForTask task_stages",
         "stages": "GPTStage gpt_stages sum_tied_gradients",
     },
 )

@@ -111,7 +111,7 @@ def train(
         warm_up_ranks(recipe, runtime)
         existed = runtime.rank == 0 and run_dir.exists()
         if existed:
-            held.enter_context(_claimed(run_dir))
+            held.enter_context(claimed(run_dir))
         loaded = _resume(recipe, trainer, _on_any_rank(restarted, runtime))
         if loaded is None and recipe.checkpoint.init_from:
             notes.append(f"starting with the weights of {recipe.checkpoint.init_from}")
@@ -122,7 +122,7 @@ def train(
             if existed:
                 notes.append(f"the earlier run of this name is now {_move_aside(run_dir)}")
             run_dir.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_claimed(run_dir))
+            held.enter_context(claimed(run_dir))
         stop = StopRequests(runtime.rank, runtime.world_size, deadline)
         return _run(recipe, runtime, trainer, run_dir, notes, stop, arguments)
 
@@ -372,7 +372,7 @@ def open_data(recipe: Recipe, runtime: Runtime) -> TokenDataset | BlendedDataset
 
 
 @contextmanager
-def _claimed(run_dir: Path) -> Iterator[None]:
+def claimed(run_dir: Path) -> Iterator[None]:
     """Hold a lock on `run_dir`, wherever it is moved: two jobs of one name would mix their checkpoints."""
     descriptor = os.open(run_dir, os.O_RDONLY)
     try:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastmp.commands import Parser
 from fastmp.config import GPTConfig, Recipe
@@ -37,12 +37,14 @@ __all__ = [
     "Reading",
     "add_options",
     "given_options",
+    "load_as",
     "load_recipe",
     "model_from",
     "parse_arguments",
     "read_recipe",
 ]
 
+T = TypeVar("T")
 LIMIT = 1 << 16  # bytes; a recipe that names every field has 4 kB
 LARGEST = (1 << 63) - 1  # which is TOML's own limit, too
 DEEPEST = 200  # dots of a line, which separate the parts of keys
@@ -61,6 +63,10 @@ SHORT = {
     "train.name": "--name",
     "checkpoint.resume": "--resume",
     "checkpoint.init_from": "--init-from",
+    "finetune.path": "--data",
+    "finetune.init_from": "--init-from",
+    "finetune.name": "--name",
+    "finetune.seeds": "--seeds",
     "train.profile": "--profile",
     "graphs.enabled": "--graphs",
     "graphs.scope": "--scope",
@@ -91,12 +97,15 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
             parser.error(str(error))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for every field of a recipe to `parser`; `given_options` reads them."""
+def add_options(parser: argparse.ArgumentParser, kind: type = Recipe) -> None:
+    """Add an option for every field of a recipe to `parser`; `given_options` reads them.
+
+    kind: a dataclass whose fields are tables.
+    """
     parser.description = (
         f"{parser.description} Options go over the file; in brackets is the value where neither gives one."
     )
-    for table, cls in _tables(Recipe, ""):
+    for table, cls in _tables(kind, ""):
         group = parser.add_argument_group(f"[{table}]", (cls.__doc__ or "").partition("\n")[0])
         hints = _hints(cls)
         for field in fields(cls):
@@ -196,11 +205,23 @@ def load_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
     `options`, of the same form as the file's content, go over it; they are all where there is no file.
     ValueError naming the file, and the key, the type or the value that is wrong: all of them, one a line.
     """
-    recipe, errors, _ = read_recipe(path, options)
+    return load_as(Recipe, path, options)
+
+
+def load_as(
+    kind: type[T], path: str | Path | None, options: Mapping[str, Any] | None = None, **defaults: Any
+) -> T:
+    """As `load_recipe`, an object of another dataclass whose fields are tables.
+
+    defaults: of the form of the file's content, which goes over them.
+    """
+    content = _over(defaults, _over(_content(path), options or {}))
+    errors: list[str] = []
+    made: T = _build(kind, content, "", errors, set())
     if errors:
         lines = errors if len(errors) == 1 else [f"{len(errors)} problems:", *(f"  {e}" for e in errors)]
         raise ValueError(("" if path is None else f"recipe {path}: ") + "\n".join(lines))
-    return recipe
+    return made
 
 
 def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = None) -> Reading:
@@ -208,17 +229,21 @@ def read_recipe(path: str | Path | None, options: Mapping[str, Any] | None = Non
 
     ValueError where there is no such file, or it is not TOML.
     """
+    errors: list[str] = []
+    unused: set[str] = set()
+    return Reading(_build(Recipe, _over(_content(path), options or {}), "", errors, unused), errors, unused)
+
+
+def _content(path: str | Path | None) -> dict[str, Any]:
+    """The content of a recipe's file; none where there is no file."""
     try:
-        content = {} if path is None else _parse(read_file(path, LIMIT).decode())
+        return {} if path is None else _parse(read_file(path, LIMIT).decode())
     except OSError as error:
         raise ValueError(f"recipe {path}: cannot be read ({error.strerror})") from None
     except RecursionError:
         raise ValueError(f"recipe {path}: nested too deeply: a recipe has tables of values") from None
     except ValueError as error:  # also of bytes that are not UTF-8, and of numbers of thousands of digits
         raise ValueError(f"recipe {path}: not TOML: {error}") from None
-    errors: list[str] = []
-    unused: set[str] = set()
-    return Reading(_build(Recipe, _over(content, options or {}), "", errors, unused), errors, unused)
 
 
 def model_from(description: Mapping[str, Any]) -> GPTConfig:

@@ -7,7 +7,7 @@ import json
 import pytest
 from finetune_files import MNLI_COLUMNS, QQP_COLUMNS, mnli, qqp, race, squad, write_tsv
 
-from fastmp.train.finetune.formats import (
+from fastmp.finetune.formats import (
     Answer,
     Choice,
     Pair,

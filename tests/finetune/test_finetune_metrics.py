@@ -7,7 +7,7 @@ import string
 
 import pytest
 
-from fastmp.train.finetune.metrics import (
+from fastmp.finetune.metrics import (
     accuracy,
     best_threshold,
     binary_f1,

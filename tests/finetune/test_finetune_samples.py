@@ -8,12 +8,13 @@ from finetune_tokenizer import word_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastmp.finetune.formats import Answer, Choice, Pair, Question
+from fastmp.finetune.samples import IGNORE_LABEL, Row, Sample, TaskData, encode
+from fastmp.finetune.windows import place_of
+from fastmp.train.data.masked import SpecialTokens
 from fastmp.train.data.tokenize import ByteTokenizer
-from fastmp.train.finetune.formats import Answer, Choice, Pair, Question
-from fastmp.train.finetune.samples import IGNORE_LABEL, Row, Sample, Special, TaskData, encode
-from fastmp.train.finetune.windows import place_of
 
-SPECIAL = Special(begin=300, separator=301, padding=302)
+SPECIAL = SpecialTokens(cls=300, sep=301, mask=303, pad=302)
 BYTES = ByteTokenizer()
 
 

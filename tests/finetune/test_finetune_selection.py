@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fastmp.train.finetune.selection import Point, Scored, choose, median_run
-from fastmp.train.finetune.tasks import HEADS, TASKS
+from fastmp.finetune.selection import Point, Scored, choose, median_run
+from fastmp.finetune.tasks import HEADS, TASKS
 
 
 def runs(*metrics):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastmp.train.finetune.windows import best_span, most_context, place_of, span_of, window_ranges
+from fastmp.finetune.windows import best_span, most_context, place_of, span_of, window_ranges
 
 
 def google_ranges(num_tokens, room, stride):

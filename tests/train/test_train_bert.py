@@ -175,7 +175,7 @@ def test_problems_of_an_encoder_are_named_beforehand():
 
 
 def test_an_encoder_writes_no_text():
-    with pytest.raises(ValueError, match="generate: the model is an encoder: it fills in masked tokens"):
+    with pytest.raises(ValueError, match="is a BERT, which fills in masked tokens"):
         load_model(None, PRE, ALONE)
 
 

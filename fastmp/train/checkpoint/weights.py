@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,15 +20,26 @@ __all__ = ["check_same_function", "load_weights"]
 
 
 def load_weights(
-    reader: CheckpointReader, config: GPTConfig, chunks: Sequence[nn.Module], groups: ParallelGroups
+    reader: CheckpointReader,
+    config: GPTConfig,
+    chunks: Sequence[nn.Module],
+    groups: ParallelGroups,
+    *,
+    name_of: Callable[[str], str | None] = lambda name: name,
 ) -> None:
-    """Fill the parameters and buffers of this rank's `chunks` of a GPT, before an optimizer is made of them.
+    """Fill the parameters and buffers of this rank's `chunks` of a model, before its optimizer is made.
+
+    name_of: what the checkpoint calls a parameter; None for one that it does not have, which stays as it is.
 
     Dtypes may differ: numbers are rounded to those of the parameters. CheckpointError naming both sides where
     the checkpoint is of a model that computes something else than `config`, or has other shapes.
     """
     check_same_function(reader, config)
-    wanted = {f"model/{name}": parameter_parts(param, groups) for name, param in named_parameters(chunks)}
+    wanted = {
+        f"model/{saved_as}": parameter_parts(param, groups)
+        for name, param in named_parameters(chunks)
+        if (saved_as := name_of(name)) is not None
+    }
     wanted |= {f"model/{name}": Parts.whole(buffer) for name, buffer in named_buffers(chunks)}
     for name, parts in wanted.items():
         saved = reader.manifest.tensors.get(name)

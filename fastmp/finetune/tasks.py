@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastmp.train.finetune import formats
-from fastmp.train.finetune.formats import Examples
-from fastmp.train.finetune.selection import Point
+from fastmp.finetune import formats
+from fastmp.finetune.formats import Examples
+from fastmp.finetune.selection import Point
 
 __all__ = ["HEADS", "TASKS", "Task"]
 

@@ -15,16 +15,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fastmp.finetune.formats import Choice, Pair, Question
+from fastmp.finetune.windows import Places, most_context, span_of, window_ranges
+from fastmp.train.data.masked import SpecialTokens
 from fastmp.train.data.sampling import epoch_key, permute
-from fastmp.train.finetune.formats import Choice, Pair, Question
-from fastmp.train.finetune.windows import Places, most_context, span_of, window_ranges
+from fastmp.train.data.tokenize import Tokenizer
 
-__all__ = ["IGNORE_LABEL", "Row", "Sample", "Special", "TaskData", "TextTokenizer", "Window", "encode"]
+__all__ = ["IGNORE_LABEL", "Row", "Sample", "TaskData", "Window", "encode"]
 
 IGNORE_LABEL = -100  # of samples that only fill a batch
 OPTION_LENGTH = 128  # tokens, as Megatron-LM has it
@@ -34,20 +36,6 @@ CHUNK = 4096  # texts given to the tokenizer at once
 _GAP = re.compile("_+")
 
 Ids = npt.NDArray[np.int32]
-
-
-class TextTokenizer(Protocol):
-    """A tokenizer as fine-tuning needs it: ids, and which characters each of them stands for."""
-
-    def encode_places(self, texts: list[str]) -> list[tuple[npt.NDArray[np.int64], Places]]: ...
-
-
-class Special(NamedTuple):
-    """The ids of the tokens around and behind texts."""
-
-    begin: int
-    separator: int
-    padding: int
 
 
 class Row(NamedTuple):
@@ -90,7 +78,7 @@ class Encoded:
 
 def encode(
     examples: Sequence[Any],
-    tokenizer: TextTokenizer,
+    tokenizer: Tokenizer,
     *,
     seq_len: int,
     stride: int,
@@ -112,7 +100,7 @@ def encode(
     return _questions(examples, tokenizer, room, stride, training)
 
 
-def _pairs(examples: Sequence[Pair], tokenizer: TextTokenizer, room: int) -> Iterator[Sample]:
+def _pairs(examples: Sequence[Pair], tokenizer: Tokenizer, room: int) -> Iterator[Sample]:
     firsts = _ids(tokenizer, (pair.first for pair in examples))
     seconds = _ids(tokenizer, (pair.second for pair in examples))
     for pair, first, second in zip(examples, firsts, seconds, strict=True):
@@ -120,7 +108,7 @@ def _pairs(examples: Sequence[Pair], tokenizer: TextTokenizer, room: int) -> Ite
         yield Sample((Row(first[:kept], second[: room - kept]),), (pair.label,))
 
 
-def _choices(examples: Sequence[Choice], tokenizer: TextTokenizer, room: int) -> Iterator[Sample]:
+def _choices(examples: Sequence[Choice], tokenizer: Tokenizer, room: int) -> Iterator[Sample]:
     """Questions about one article, which follow each other, share its ids."""
     options = _ids(tokenizer, (_asked(each.question, option) for each in examples for option in each.options))
     article, ids = None, np.empty(0, np.int32)
@@ -140,7 +128,7 @@ def _asked(question: str, option: str) -> str:
 
 
 def _questions(
-    examples: Sequence[Question], tokenizer: TextTokenizer, room: int, stride: int, training: bool
+    examples: Sequence[Question], tokenizer: Tokenizer, room: int, stride: int, training: bool
 ) -> Encoded:
     samples: list[Sample] = []
     windows: list[Window] = []
@@ -173,7 +161,7 @@ def _questions(
     return Encoded(samples, windows, left_out)
 
 
-def _ids(tokenizer: TextTokenizer, texts: Iterable[str]) -> Iterator[Ids]:
+def _ids(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[Ids]:
     batch: list[str] = []
     for text in texts:
         batch.append(text)
@@ -200,7 +188,7 @@ class TaskData:
         train: Sequence[Sample],
         dev: Sequence[Sample],
         *,
-        special: Special,
+        special: SpecialTokens,
         seq_len: int,
         micro_batch_size: int,
         batch_size: int,
@@ -262,13 +250,13 @@ class TaskData:
         filled = [filler if sample is None else sample for sample in samples]
         rows = [row for sample in filled for row in sample.rows]
         shape = len(rows), self.seq_len
-        tokens = np.full(shape, self.special.padding, np.int64)
+        tokens = np.full(shape, self.special.pad, np.int64)
         types, padding = np.zeros(shape, np.int64), np.ones(shape, np.bool_)
         for number, (first, second) in enumerate(rows):
             middle, end = len(first) + 2, len(first) + len(second) + 3
-            tokens[number, 0] = self.special.begin
+            tokens[number, 0] = self.special.cls
             tokens[number, 1 : middle - 1] = first
-            tokens[number, [middle - 1, end - 1]] = self.special.separator
+            tokens[number, [middle - 1, end - 1]] = self.special.sep
             tokens[number, middle : end - 1] = second
             types[number, middle:end] = 1
             padding[number, :end] = False

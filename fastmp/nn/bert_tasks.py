@@ -1,0 +1,125 @@
+"""BERT with the head of a task in place of those of pretraining: classes, the span of an answer, or a choice.
+
+A head is whole on every tensor-parallel rank, which all see the same hidden states. "classes" and "choices"
+look at the first token, [CLS]: dense, tanh, dropout, dense. "span" is one dense layer over all tokens.
+
+Shapes: S sequence, B rows, H hidden, C outputs. Hidden states are (S, B, H), (S/TP, B, H) under sequence
+parallelism.
+
+Devlin et al. 2018 (arXiv 1810.04805), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastmp.config import GPTConfig
+from fastmp.nn.bert import BertStage
+from fastmp.nn.dropout import Dropout
+from fastmp.nn.placement import Placement
+from fastmp.nn.replicated import Linear
+from fastmp.nn.stages import stages_of
+
+__all__ = ["NUM_OPTIONS", "BertForTask", "ClassHead", "SpanHead", "pretrained_name", "task_stages"]
+
+NUM_OPTIONS = 4  # of a choice: as many rows, one behind the other, are one sample
+HEADS = ("classes", "span", "choices")
+
+
+class ClassHead(nn.Module):
+    """From the first token's hidden state (B, H) the scores (B, C): dense, tanh, dropout, dense."""
+
+    def __init__(self, config: GPTConfig, on: Placement, num_outputs: int) -> None:
+        super().__init__()
+        self.pooler = Linear(config.hidden_size, config.hidden_size, config, on)
+        self.dropout = Dropout(config.dropout, replace(on, sequence_parallel=False))
+        self.output = Linear(config.hidden_size, num_outputs, config, on)
+
+    def forward(self, hidden_SBH: Tensor) -> Tensor:
+        return self.output(self.dropout(torch.tanh(self.pooler(hidden_SBH[0]))))
+
+
+class SpanHead(nn.Module):
+    """The scores (B, S, 2) of each token as the first and as the last of an answer."""
+
+    def __init__(self, config: GPTConfig, on: Placement) -> None:
+        super().__init__()
+        self.output = Linear(config.hidden_size, 2, config, on)
+
+    def forward(self, hidden_SBH: Tensor) -> Tensor:
+        return self.output(hidden_SBH).transpose(0, 1)
+
+
+class BertForTask(BertStage):
+    """A Bert, or one stage of it, with the head of a task and none of pretraining.
+
+    head: "classes", "span" or "choices". num_outputs: the number of classes. The other arguments and errors
+        are those of `Bert`. The weights of the Bert are drawn as those of a `Bert`, and those of the head
+        after them. ValueError for another head.
+
+    forward is that of `BertStage`; `scores` follows the last layer.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        on: Placement = Placement(),
+        *,
+        head: str,
+        num_outputs: int = 1,
+        **options: Any,
+    ) -> None:
+        if head not in HEADS:
+            raise ValueError(f"BertForTask: head must be one of {', '.join(HEADS)}, got {head!r}")
+        super().__init__(config, on, **options)
+        self.lm_head = self.sentence_head = None
+        self.kind = head
+
+        def make() -> ClassHead | SpanHead:
+            return SpanHead(config, on) if head == "span" else ClassHead(config, on, num_outputs)
+
+        self.task_head = self._own(self.part.last, make)
+
+    def scores(self, hidden_SBH: Tensor) -> Tensor:
+        """The scores of a batch from the last layer's hidden states, equal on all TP ranks.
+
+        "classes": (B, C). "span": (B, S, 2). "choices": (B / NUM_OPTIONS, NUM_OPTIONS).
+        """
+        assert self.task_head is not None, "only the last stage has a head"
+        found = self.task_head(self.gathered(hidden_SBH))
+        return found.view(-1, NUM_OPTIONS) if self.kind == "choices" else found
+
+
+def task_stages(
+    config: GPTConfig,
+    on: Placement = Placement(),
+    *,
+    vpp: int = 1,
+    layers: Sequence[int] | None = None,
+    **options: Any,
+) -> list[BertForTask]:
+    """The chunks of this rank of a `BertForTask`, see `stages_of`; `options` are those of `BertForTask`.
+
+    The table of words is in the first stage alone: no head multiplies by it.
+    """
+    stages = stages_of(BertForTask, config, on, vpp=vpp, layers=layers, **options)
+    for stage in stages:
+        if not stage.part.first:
+            stage.word_embedding = None
+    return stages
+
+
+def pretrained_name(name: str) -> str | None:
+    """What a `Bert` calls the parameter `name` of a `BertForTask`; None for what pretraining does not have.
+
+    The pooler is that of the order of sentences.
+    """
+    if not name.startswith("task_head."):
+        return name
+    part = name.removeprefix("task_head.")
+    return f"sentence_head.{part}" if part.startswith("pooler.") else None
