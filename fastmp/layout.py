@@ -67,8 +67,8 @@ def expected_vocab_size(data: DataConfig) -> int:
     else:
         try:
             index = json.loads(read_file(Path(path) / "index.json", INDEX_LIMIT).decode())["content"]
-            size, tokenizer = index["vocab_size"], index["tokenizer"]
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            size, tokenizer = index["vocab_size"], index.get("tokenizer")
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
             return 0
         if type(size) is not int:
             return 0

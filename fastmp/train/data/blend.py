@@ -125,7 +125,7 @@ def open_dataset(
     """
     if config.masked_lm is not None:
         return MaskedDataset.from_config(config, cache_dir=cache_dir)
-    options = {"cache_dir": cache_dir, "static_shapes": static_shapes}
+    options: dict[str, Any] = {"cache_dir": cache_dir, "static_shapes": static_shapes}
     if config.blend is None:
         return TokenDataset.from_config(config, **options)
     alone = replace(config, blend=None)

@@ -17,13 +17,16 @@ import stat
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fastmp.train.data import hygiene
+from fastmp.train.data.ngrams import Hashes
 from fastmp.train.data.progress import Progress
 from fastmp.train.data.sampling import epoch_key, permute
 from fastmp.train.data.tokenfile import (
@@ -162,7 +165,7 @@ def _left(
     files = hygiene.excluded_by(document.text() for document in exclude)
     kept: list[Document] = []
 
-    def sets() -> Iterator[hygiene.Hashes]:
+    def sets() -> Iterator[Hashes]:
         for document in documents:
             text = document.text()
             if not (exclude and hygiene.is_excluded(text, files)):
@@ -239,8 +242,8 @@ def _tokenizer(
     if name != "bpe":
         return load_tokenizer(name, end_of_text=end_of_text)
     for document in train:  # an error raised inside the library's iterator would lose its message
-        text = document.text()
-        _named(document, lambda text=text: text.decode())
+        with _named(document):
+            document.text().decode()
     return train_bpe((document.text() for document in train), 4096 if vocab_size is None else vocab_size)
 
 
@@ -280,8 +283,9 @@ def _write(
         try:
             for group in _groups(documents[done:]):
                 source["num_short"] += _add(writer, group, tokenizer, source["min_tokens"])
-                for document in group if progress else ():
-                    progress.add(document.num_bytes)
+                if progress:
+                    for document in group:
+                        progress.add(document.num_bytes)
                 done, unsaved = done + len(group), unsaved + _bytes_of(group)
                 if unsaved >= SAVED_BYTES:
                     _save_state(stage, splits, source["num_short"], name, done, writer)
@@ -337,21 +341,24 @@ def _add(writer: SplitWriter, group: Sequence[Document], tokenizer: Tokenizer, m
         encoded = tokenizer.encode_batch(texts)
     except ValueError:  # one of them: find out which
         for document, text in zip(group, texts):
-            _named(document, lambda text=text: tokenizer.encode(text))
+            with _named(document):
+                tokenizer.encode(text)
         raise
     short = 0
     for document, text, ids in zip(group, texts, encoded):
         if len(ids) < min_tokens and document.begin == 0 and document.end is None:
             short += 1
             continue
-        _named(document, lambda text=text, ids=ids: writer.add(text, ids))
+        with _named(document):
+            writer.add(text, ids)
     return short
 
 
-def _named(document: Document, action: Callable[[], object]) -> None:
-    """Run `action`; a ValueError it raises then names the document."""
+@contextmanager
+def _named(document: Document) -> Iterator[None]:
+    """A ValueError raised within names the document."""
     try:
-        action()
+        yield
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{document.name}: not UTF-8 at byte {document.begin + error.start}; "
@@ -428,7 +435,7 @@ def _pydoc() -> list[Document]:
         text = "\n\n".join(p for key, p in paragraphs.items() if key not in seen).encode()
         seen.update(paragraphs)
         if text:
-            documents.append(Document(f"pydoc:{name}", len(text), lambda text=text: text))
+            documents.append(Document(f"pydoc:{name}", len(text), partial(bytes, text)))
     return documents
 
 

@@ -43,7 +43,7 @@ def permute(positions: npt.NDArray[np.int64], size: int, key: int) -> npt.NDArra
         left, right = x >> half, x & low
         for round_key in round_keys:
             left, right = right, left ^ (mix(right ^ round_key) >> (64 - half))
-        return (left << half) | right
+        return (left << half) | right  # type: ignore[return-value]  # numpy keeps uint64
 
     x = network(positions.astype(np.uint64))
     while (outside := x >= size).any():

@@ -47,7 +47,7 @@ BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32,
 TOKENIZERS = ("byte", "bpe", "unigram", "wordpiece", "wordlevel")
 _JOB = "job"  # in an unfinished directory
 _DOCUMENTS_AT_ONCE = 1 << 20
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ class SplitWriter:
             bad = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
             raise ValueError(f"token id {bad} is beyond the vocabulary of {vocab_size}")
         piece = np.concatenate(([self._tokenizer.end_of_text], ids)).astype(self._dtype)
-        self._file.write(memoryview(piece).cast("B"))
-        self._checksums.add(memoryview(piece).cast("B"))
+        self._file.write(piece.data.cast("B"))
+        self._checksums.add(piece.data.cast("B"))
         self._max_token = max(self._max_token, int(piece.max()))
         self._num_bytes += len(text)
         self._num_changed += self._tokenizer.decode_bytes(ids) != text
@@ -274,7 +274,7 @@ class Split:
         """Read a block and compare its checksum; ValueError as `read`."""
         begin = block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, self.tokens.nbytes)
-        data = memoryview(self.tokens).cast("B")[begin:end]
+        data = self.tokens.data.cast("B")[begin:end]
         found, expected = zlib.crc32(data), int(self.checksums[block])
         if found != expected:
             raise damaged(
@@ -487,7 +487,7 @@ def _crc_of(content: Any) -> int:
 
 
 def _compare(path: Path, data: npt.NDArray[Any], expected: int) -> None:
-    found = zlib.crc32(memoryview(data).cast("B"))
+    found = zlib.crc32(data.data.cast("B"))
     if found != expected:
         raise damaged(path, f"checksum {found:08x}, the index says {expected:08x}")
 

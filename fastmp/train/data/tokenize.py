@@ -347,7 +347,7 @@ def _piece(token: str, kind: str, model: Any) -> Piece:
     return Piece(token.replace("\u2581", " ").encode())
 
 
-def _library() -> tokenizers:
+def _library() -> Any:
     try:
         import tokenizers
         import tokenizers.decoders

@@ -64,7 +64,7 @@ def evaluate(
     Every rank calls it and gets the same numbers. ValueError where there is not a single token.
     """
     if isinstance(data, BlendedDataset):
-        options = {"groups": groups, "device": device, "max_batches": max_batches}
+        options: dict[str, Any] = {"groups": groups, "device": device, "max_batches": max_batches}
         parts = data.held_out()
         return _blended([(name, share, evaluate(runner, source, **options)) for name, share, source in parts])
     dp_rank, dp_size = group_rank(groups.dp), group_size(groups.dp)
