@@ -144,7 +144,7 @@ ALLOWED = {
     "fastmp.study.launches": {"config", "graphs", "nn", "parallel", "testing"},
     "fastmp.study.measured": {"study", "config", "layout", "nn", "parallel", "sizes", "testing", "train"},
     "fastmp.finetune": {
-        *("finetune", "commands", "config", "files", "generation", "integrations", "layout", "nn", "options"),
+        *("finetune", "commands", "config", "files", "generation", "layout", "nn", "options"),
         *("parallel", "sizes", "train"),
     },
     "fastmp.cli": {

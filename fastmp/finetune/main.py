@@ -19,7 +19,6 @@ from fastmp.finetune.results import Result, check_same, write_results
 from fastmp.finetune.runs import Runs, on_first
 from fastmp.finetune.tasks import TASKS
 from fastmp.generation.load import open_weights, tokenizer_beside
-from fastmp.integrations.huggingface.weights import is_transformers
 from fastmp.layout import check_layout, make_grid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.runtime import Runtime, init, main_guard
@@ -100,9 +99,7 @@ def _model(recipe: FinetuneRecipe, runtime: Runtime) -> tuple[CheckpointReader |
     """What reads the weights to begin with, if any, and the model."""
     path, reader, model = recipe.finetune.init_from, None, recipe.model
     if path:
-        world = dist.group.WORLD if runtime.world_size > 1 else None
-        hf = is_transformers(Path(path))
-        reader, saved = open_weights(None if hf else path, path if hf else None, world)
+        reader, saved = open_weights(path, None, dist.group.WORLD if runtime.world_size > 1 else None)
         model = saved if model is None else replace(model, vocab_size=model.vocab_size or saved.vocab_size)
     assert model is not None, "load_finetune asks for one of the two"
     if model.bert is None:
@@ -111,14 +108,11 @@ def _model(recipe: FinetuneRecipe, runtime: Runtime) -> tuple[CheckpointReader |
 
 
 def _tokenizer(recipe: FinetuneRecipe, reader: CheckpointReader | None) -> Tokenizer:
-    given, path = recipe.finetune.tokenizer, recipe.finetune.init_from
-    if given is not None:
-        return load_tokenizer(given)
+    if recipe.finetune.tokenizer is not None:
+        return load_tokenizer(recipe.finetune.tokenizer)
     if reader is None:
         raise ValueError("there is no tokenizer: give finetune.tokenizer")
     try:
-        if is_transformers(Path(path)):
-            return load_tokenizer(path)
         return tokenizer_beside(reader.directory.absolute())
     except ValueError as error:
         raise ValueError(f"{error}; name the model's tokenizer by finetune.tokenizer") from None

@@ -34,7 +34,7 @@ class FinetuneConfig(Checked):
 
     path: str = option("", "directory with the task's files as they are published")
     init_from: str = option(
-        "", "begin with the weights of a checkpoint or of a transformers model at this path; none: at random"
+        "", "begin with the weights of a checkpoint of a BERT, or of the latest one of a run; none: at random"
     )
     tokenizer: str | None = option(
         None,

@@ -73,7 +73,7 @@ def read_result(path: Path, point: Point, seed: int, metric: str) -> Result | No
     metrics = content.get("metrics")
     if content.get("point") != asdict(point) or content.get("seed") != seed:
         raise ValueError(f"{path}: is not the result of {point} with seed {seed}")
-    if metrics is not None and not isinstance(metrics.get(metric), float):
+    if metrics is not None and not (isinstance(metrics, dict) and isinstance(metrics.get(metric), float)):
         raise ValueError(f"{path}: has no metric {metric}")
     return Result(point, seed, metrics)
 

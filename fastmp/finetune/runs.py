@@ -167,12 +167,12 @@ class _Run:
             self.directory, info, log_interval=interval, start_step=self.trainer.step, rank=runtime.rank
         ) as log:
             log.note(f"{name}: " + ("step 0" if loaded is None else f"going on after step {loaded.step}"))
-            try:
-                with stop, self._watch(log):
+            with stop, self._watch(log):
+                try:
                     self.trainer.train(log, before_step=lambda step: self._after_epoch(step, log), stop=stop)
-            except FloatingPointError as error:
-                log.note(f"{name} diverged: {error}")
-                diverged = True
+                except FloatingPointError as error:  # on all ranks: no peer is lost
+                    log.note(f"{name} diverged: {error}")
+                    diverged = True
             if stop.reason:
                 log.note(f"stopped after step {self.trainer.step} ({stop.reason}); the same command goes on")
         return not stop.reason, diverged

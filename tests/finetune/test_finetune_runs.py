@@ -252,14 +252,30 @@ def test_runs_begin_with_the_weights_of_pretraining(folder, monkeypatch, sentenc
             assert torch.equal(param, before[name.replace("task_head", "sentence_head")]), name
 
 
+DIVERGES = {"finetune__epochs": 60, "optimizer__lr": 1e30, "optimizer__clip_grad_norm": 0.0}
+
+
 @pytest.mark.full
 def test_runs_that_diverge_are_said_to(folder, capsys):
     WRITE["qqp"](folder / "qqp", train=16, dev=8)
-    (result,) = run(folder, "qqp", finetune__epochs=60, optimizer__lr=1e30, optimizer__clip_grad_norm=0.0)
+    (result,) = run(folder, "qqp", **DIVERGES)
     assert result.metrics is None
     assert "diverged: Trainer: stopped after step" in capsys.readouterr().out
     assert "| batch 16, lr 1e+30 | 1 | diverged | diverged |" in (folder / "runs/qqp/results.md").read_text()
     assert results_of(folder, "qqp")["best"]["metric"] is None
+
+
+@pytest.mark.full
+def test_ranks_go_on_with_the_next_run_where_one_diverges(folder):
+    WRITE["qqp"](folder / "qqp", train=16, dev=8)
+
+    def case(rank, world):
+        runtime = Runtime(rank, world, rank, torch.device("cpu"))
+        found = run(folder, "qqp", runtime=runtime, finetune__seeds=2, parallel__tp=2, **DIVERGES)
+        assert [each.metrics for each in found] == [None, None]
+
+    run_ranks(case, 2)
+    assert not list((folder / "runs").glob("*/*/hang/verdict*"))
 
 
 @pytest.mark.parametrize(
@@ -338,6 +354,10 @@ def test_the_result_of_another_run_is_refused(folder, capsys):
         ('{"seed": 5}', "is not the result of batch16-lr0.003 with seed 1234"),
         ("{", "not JSON"),
         ('{"point": {"batch_size": 16, "lr": 0.003}, "seed": 1234, "metrics": {}}', "has no metric accuracy"),
+        (
+            '{"point": {"batch_size": 16, "lr": 0.003}, "seed": 1234, "metrics": [1]}',
+            "has no metric accuracy",
+        ),
     ):
         path.write_text(content)
         assert main(line) == 2
