@@ -226,7 +226,7 @@ def pretrained(folder, config):
     return model
 
 
-@pytest.mark.parametrize("sentence_order", [True, *full([False])])
+@pytest.mark.parametrize("sentence_order", full([True, False]))
 def test_runs_begin_with_the_weights_of_pretraining(folder, monkeypatch, sentence_order):
     WRITE["mnli"](folder / "mnli", train=16, dev=6)
     config = replace(
@@ -250,6 +250,31 @@ def test_runs_begin_with_the_weights_of_pretraining(folder, monkeypatch, sentenc
     for name, param in began.items():
         if name not in own:
             assert torch.equal(param, before[name.replace("task_head", "sentence_head")]), name
+
+
+@pytest.mark.full
+def test_a_run_of_fastmp_train_is_fine_tuned_with_its_own_tokenizer(tmp_path, capsys):
+    WRITE["race"](tmp_path / "race", train=8, dev=4)
+    shape = {"num-layers": 1, "hidden-size": 16, "num-heads": 2, "max-seq-len": 64, "bert.num-token-types": 2}
+    train = {f"model.{key}": value for key, value in shape.items()}
+    train |= {"data.masked-lm.max-ngram": 2, "data.seq-len": 64, "data.micro-batch-size": 2, "steps": 2}
+    train |= {"train.global-batch-size": 2, "train.run-dir": tmp_path / "runs", "train.name": "bert"}
+    train |= {"train.eval-interval": 0, "checkpoint.interval": 2}
+    assert main(["train", *(part for key, value in train.items() for part in (f"--{key}", str(value)))]) == 0
+    line = ["finetune", "race", "--recipe", str(ROOT / "configs" / "finetune" / "race.toml"), "--seeds", "1"]
+    line += ["--data", str(tmp_path / "race"), "--init-from", str(tmp_path / "runs" / "bert")]
+    line += [
+        "--finetune.run-dir",
+        str(tmp_path / "runs"),
+        "--finetune.seq-len",
+        "64",
+        "--finetune.epochs",
+        "1",
+    ]
+    assert main(line) == 0
+    assert "| batch 32, lr 2e-05 | 1 |" in capsys.readouterr().out
+    content = json.loads((tmp_path / "runs" / "race" / "finetune.json").read_text())
+    assert content["model"]["vocab_size"] == 257 + 4  # bytes, end-of-text, and special tokens behind them
 
 
 DIVERGES = {"finetune__epochs": 60, "optimizer__lr": 1e30, "optimizer__clip_grad_norm": 0.0}

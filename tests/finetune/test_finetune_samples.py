@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from finetune_tokenizer import word_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastmp.finetune.formats import Answer, Choice, Pair, Question
@@ -26,6 +26,7 @@ def text(ids):
     return bytes(ids.tolist()).decode()
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(2, 20))
 def test_pairs_lose_the_ends_of_the_longer_text_first(first, second, room):
     (sample,) = encoded([Pair("a" * first, "b" * second, 1)], room + 3).samples

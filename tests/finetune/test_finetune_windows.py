@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastmp.finetune.windows import best_span, most_context, place_of, span_of, window_ranges
@@ -22,6 +22,7 @@ def google_ranges(num_tokens, room, stride):
     return found
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 400), st.integers(1, 60), st.data())
 def test_windows_are_those_of_bert_and_hold_every_token(num_tokens, room, data):
     stride = data.draw(st.integers(1, room))
@@ -51,6 +52,7 @@ def test_windows_of_an_empty_context_and_of_no_room():
 TEXT = st.text(alphabet=" abé,\u2028", max_size=40)
 
 
+@settings(max_examples=40)
 @given(TEXT, st.data())
 def test_an_answer_of_whole_tokens_comes_back_exactly(context, data):
     """Tokens of one to three letters; spaces belong to none."""
@@ -87,6 +89,7 @@ def test_an_answer_within_tokens_takes_them_whole():
     assert place_of(places, 1, 2) == (3, 12)
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 12), st.integers(1, 14), st.integers(0, 10**6))
 def test_the_best_span_is_the_best_of_all(length, max_length, seed):
     draw = np.random.default_rng(seed)
