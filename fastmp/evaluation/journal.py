@@ -6,9 +6,11 @@ that the same bits are read. Standard library only.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ class Journal:
     """The file `path` of an evaluation that `identity` describes, and the batches that are `finished`.
 
     It is made where there is none. A last line that is cut short, as by a kill, is cut off. ValueError for a
-    file of another evaluation, or one that is damaged or cannot be read or written.
+    file of another evaluation, one that another process writes, or one that is damaged or cannot be read or
+    written.
     """
 
     def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
@@ -37,6 +40,12 @@ class Journal:
             self._file = path.open("r+b" if path.exists() else "xb")
         except OSError as error:
             raise ValueError(f"{path}: cannot be written ({error.strerror})") from None
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{path}: another evaluation writes it now: name another --out") from None
+        except OSError:  # a file system without locks
+            pass
         if len(lines) > 1 or not header.encode().startswith(lines[0]):
             self._compare(lines[0], header)
             for number, line in enumerate(lines[1:-1], 2):
@@ -84,7 +93,7 @@ class Journal:
         try:
             batch, *values = json.loads(line)
             good = type(batch) is int and batch not in self.finished
-            good = good and all(type(a) is float and type(b) is bool for a, b in values)
+            good = good and all(type(a) is float and isfinite(a) and type(b) is bool for a, b in values)
         except (ValueError, TypeError, RecursionError):
             good = False
         if not good:

@@ -122,7 +122,11 @@ def _task(options: Namespace, reader: CheckpointReader, config: GPTConfig) -> Ta
 
 def _journal(out: Path | None, identity: Mapping[str, Any], rank: int) -> Journal | None:
     """On the first rank, where there is to be a result, what is finished of it."""
-    return None if out is None or rank else Journal(out.with_name(out.name + ".part"), identity)
+    if out is None or rank:
+        return None
+    if out.is_dir():
+        raise ValueError(f"--out {out}: is a directory; name a file")
+    return Journal(out.with_name(out.name + ".part"), identity)
 
 
 def _layout(groups: ParallelGroups, sequence_parallel: bool) -> str:

@@ -173,13 +173,21 @@ def lambada_task(path: str | Path, tokenizer: Tokenizer, *, max_seq_len: int) ->
     with the space before it, and the passage without the space behind it (the strict form). Of a passage that
     is longer than the model's `max_seq_len` positions, the end is read.
 
-    ValueError as `read_examples`, for a word of more tokens than that, and a file that cannot be read.
+    ValueError as `read_examples`, for a word of more tokens than that or of none, one with no token before
+    it, and a file that cannot be read.
     """
     beginning = _beginning(tokenizer)
     rows, num_truncated, most = [], 0, max_seq_len + 1
     content = _read(path)
     for example in read_examples(content, str(path)):
-        context, word = _tokens_of(example, tokenizer)
+        try:
+            context, word = _tokens_of(example, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        if not len(word) or not len(beginning) + len(context):
+            raise ValueError(
+                f"{path}: the tokenizer has no token for {example.word!r}, or for what stands before it"
+            )
         if len(word) > max_seq_len:
             raise ValueError(
                 f"{path}: the {len(word)} tokens of {example.word[:40]!r} are too many for the model"

@@ -84,7 +84,8 @@ def _original(line: str) -> str:
 def _chunks(words: list[str]) -> Iterator[str]:
     """The chunks of a line; an empty one says that the next is a word as it is."""
     style, at = _Style(), 0
-    chunk, held = "", ()  # the words of the chunk; none where no other may join it
+    chunk = ""
+    held: tuple[str, ...] = ()  # the words of the chunk; none where no other may join it
     while at < len(words):
         joins, number, longer = style.joins(words[at]), 1, chunk + words[at]
         if words[at] in _JOINTS and at + 1 < len(words):

@@ -117,6 +117,21 @@ def test_what_lambada_makes_of_scores(files):
         lambada_task(files / "lambada.jsonl", ByteTokenizer(), max_seq_len=4)
 
 
+def test_words_and_passages_without_a_token_are_refused(tmp_path):
+    """A word of no tokens would count as right, and one with nothing before it has no first prediction."""
+    description = tokenizer_tools.bert(tmp_path / "model") / "tokenizer.json"
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"post_processor": None}))
+    tokenizer = load_tokenizer(description)
+    passages = tmp_path / "passages.jsonl"
+    for text in ("the \u200b", "\u200b the"):
+        passages.write_text(json.dumps({"text": text}))
+        with pytest.raises(ValueError, match=f"{passages}: the tokenizer has no token for"):
+            lambada_task(passages, tokenizer, max_seq_len=64)
+    passages.write_text('{"text": "\\ud800 the"}')
+    with pytest.raises(ValueError, match=f"{passages}: tokenizer: the text holds half a surrogate pair"):
+        lambada_task(passages, tokenizer, max_seq_len=64)
+
+
 @pytest.mark.parametrize(
     ("content", "named"),
     [
@@ -266,6 +281,7 @@ def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
         ),
         (["heldout", "TEXT", "--tokenizer", "LARGE"], "is outside the model's vocabulary of 300"),
         (["heldout", "TEXT", "--out", "/nowhere/f"], "/nowhere/f.part: cannot be written"),
+        (["heldout", "TEXT", "--out", "."], "--out .: is a directory; name a file"),
     ],
 )
 def test_what_a_file_or_model_refuses_is_one_line(trained, files, tmp_path, changes, named, capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -192,6 +194,7 @@ def test_more_ranks_go_on_with_the_same_bits(tmp_path):
         (b'{"format": "fastmp-evaluation-1", "a": 2}\n', "is part of another evaluation, with a 2, not 1"),
         (b'{"format": "fastmp-evaluation-1", "a": 1}\n[0, [1.0]]\n', "line 2 is damaged: delete the file"),
         (b'{"format": "fastmp-evaluation-1", "a": 1}\n[0, [NaN, 1]]\n', "line 2 is damaged"),
+        (b'{"format": "fastmp-evaluation-1", "a": 1}\n[0, [NaN, true]]\n', "line 2 is damaged"),
         (b'{"format": "fastmp-evaluation-1", "a": 1}\n[0]\n[0]\n', "line 3 is damaged"),
     ],
 )
@@ -201,6 +204,20 @@ def test_files_of_other_evaluations_are_refused(tmp_path, content, named):
     with pytest.raises(ValueError, match=named):
         Journal(path, {"a": 1})
     assert path.read_bytes() == content
+
+
+def test_two_evaluations_do_not_write_one_file(tmp_path):
+    journal = Journal(tmp_path / "part", {"a": 1})
+    journal.add(0, [(-1.0, False)])
+    other = f"""
+from pathlib import Path
+from fastmp.evaluation import Journal
+Journal(Path({str(journal.path)!r}), {{"a": 1}})
+"""
+    done = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+    assert "ValueError" in done.stderr and "part: another evaluation writes it now" in done.stderr
+    journal.close()
+    assert Journal(journal.path, {"a": 1}).finished == {0: [(-1.0, False)]}
 
 
 def test_batches_that_do_not_fit_and_scores_that_are_not_finite(tmp_path):

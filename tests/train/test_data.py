@@ -367,6 +367,14 @@ def test_standard_library_with_a_dangling_link(tmp_path, monkeypatch):
     assert [document.name for document in find_documents(["stdlib"])] == [str(tmp_path / "one.py")]
 
 
+def test_text_of_which_the_tokenizer_makes_nothing_is_refused(tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n ")
+    model = tokenizer_tools.bert(tmp_path / "model")
+    with pytest.raises(ValueError, match="train: the tokenizer makes no token of this text"):
+        build([str(tmp_path / "blank.txt")], tmp_path / "d", tokenizer=str(model), validation_fraction=0)
+    assert not (tmp_path / "d").exists()
+
+
 def test_a_file_whose_name_has_wildcards(tmp_path):
     (tmp_path / "notes[1].txt").write_text("text")
     assert [document.name for document in find_documents([f"{tmp_path}/notes[1].txt"])] == [

@@ -117,6 +117,16 @@ def test_duplicates_are_those_of_the_exact_similarity():
     assert (again == made[:101]).all()
 
 
+def test_what_resembles_only_a_dropped_document_stays():
+    """Chains of four, each like the one before it alone: two stay, whichever band meets first."""
+    for _ in range(50):
+        chain = [RNG.integers(0, 1 << 32, hygiene.SLOTS, dtype=np.uint32)]
+        for part in np.split(RNG.permutation(hygiene.SLOTS)[:90], 3):
+            chain.append(chain[-1].copy())
+            chain[-1][part] = RNG.integers(0, 1 << 32, len(part), dtype=np.uint32)
+        assert hygiene.near_duplicates(np.stack(chain), 0.7).tolist() == [False, True, False, True]
+
+
 def test_texts_without_words_are_alike_only_where_they_are_equal():
     assert hygiene.shingles(b"...").tolist() != hygiene.shingles(b"!!!").tolist()
     assert hygiene.shingles(b"two words").tolist() == ngram_hashes(b"Two, words!", 2).tolist()

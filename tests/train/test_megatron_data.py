@@ -72,6 +72,21 @@ def test_all_types_of_ids_and_documents_of_several_sequences(tmp_path, kind):
     assert files.begins_between(1, 9).tolist() == [4, 6] and files.begins_between(4, 5).tolist() == [4]
 
 
+def test_documents_of_an_empty_text_have_no_token_and_no_end(tmp_path):
+    """As `preprocess_data.py --append-eod` writes them: they change nothing, wherever they stand."""
+    full, nothing = texts_of_bytes(["some text", "and more of it", "and an end"]), []
+    plain = write_megatron(tmp_path / "plain", full)
+    sparse = write_megatron(tmp_path / "sparse", [nothing, [[]], full[0], nothing, *full[1:], nothing])
+    one, other = (dataset(p, validation_fraction=0, document_masking=True) for p in (plain, sparse))
+    assert other.train.with_end and one.train.with_end
+    for step in range(6):
+        a, b = one.batch(step, 0, 1, 0, 1), other.batch(step, 0, 1, 0, 1)
+        assert torch.equal(a["tokens"], b["tokens"])
+        assert torch.equal(a["documents"].position_ids_BT, b["documents"].position_ids_BT)
+    with pytest.raises(ValueError, match=r"the last 1 of 7 documents, which would be held out, have 0 token"):
+        dataset(sparse)
+
+
 def test_samples_are_those_of_token_files_with_the_same_stream(tmp_path):
     """A document ends with end-of-text in the one and begins with it in the other: the ring is the same."""
     (tmp_path / "all.txt").write_text("x" * 500)

@@ -293,6 +293,8 @@ def _write(
             if writer.num_documents == 0:
                 raise ValueError(f"{name}: no document has {source['min_tokens']} tokens (--min-tokens)")
             splits[name] = writer.finish()
+            if splits[name].num_tokens < 2:
+                raise ValueError(f"{name}: the tokenizer makes no token of this text")
         finally:
             writer.close()
     (stage / STATE).unlink(missing_ok=True)

@@ -61,22 +61,33 @@ def signatures(sets: Iterable[Hashes]) -> Signatures:
 
 
 def near_duplicates(signatures_NK: Signatures, jaccard: float) -> npt.NDArray[np.bool_]:
-    """Which rows resemble an earlier one that stays, in more than a share `jaccard` of their slots: (N,)."""
-    dropped = np.zeros(len(signatures_NK), np.bool_)
-    rows = _rows_of_a_band(jaccard)
+    """Which rows resemble an earlier one that stays, in more than a share `jaccard` of their slots: (N,).
+
+    Rows are looked at in their order, over all bands: one that resembles only such as are dropped stays.
+    """
+    members, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]  # of groups that meet; where these end
+    rows, count = _rows_of_a_band(jaccard), 0
     for first in range(0, SLOTS, rows):
         keys = np.zeros(len(signatures_NK), np.uint64)
         for slot in range(first, first + rows):
             keys = mix(keys ^ signatures_NK[:, slot].astype(np.uint64))
         order = np.argsort(keys, kind="stable")  # rows that meet, in their order
         borders = np.concatenate([[0], np.flatnonzero(np.diff(keys[order])) + 1, [len(order)]])
-        several = np.flatnonzero(np.diff(borders) > 1)
-        for begin, end in zip(borders[several], borders[several + 1]):
-            meeting = order[begin:end]
-            while len(meeting := meeting[~dropped[meeting]]) > 1:
-                one, meeting = meeting[0], meeting[1:]
-                share = (signatures_NK[meeting] == signatures_NK[one]).mean(axis=1)
-                dropped[meeting[share > jaccard]] = True
+        sizes = np.diff(borders)
+        members.append(order[np.repeat(sizes > 1, sizes)])
+        sizes = sizes[sizes > 1]
+        ends.append(np.repeat(count + np.cumsum(sizes), sizes))
+        count += len(members[-1])
+
+    dropped = np.zeros(len(signatures_NK), np.bool_)
+    member, end = np.concatenate(members), np.concatenate(ends)
+    for place in np.argsort(member, kind="stable"):
+        one = member[place]
+        if not dropped[one]:
+            later = member[place + 1 : end[place]]
+            later = later[~dropped[later]]
+            share = (signatures_NK[later] == signatures_NK[one]).mean(axis=1)
+            dropped[later[share > jaccard]] = True
     return dropped
 
 

@@ -142,16 +142,21 @@ class MegatronSplit:
     def texts(self, documents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Of `documents` by number, without end-of-text: the first token and the number of tokens.
 
-        Whether documents end with it, the first one of the split says.
+        Whether documents end with it, the first one of the split that has a token says.
         """
         begins, ends = (self.files.starts_of(self.first_document + documents + i) for i in (0, 1))
         return begins - self.first, np.maximum(ends - begins - self.with_end, 0)
 
     @functools.cached_property
     def with_end(self) -> bool:
-        """Whether documents end with end-of-text (`--append-eod`), as the first one does."""
-        end = int(self.files.starts(self.first_document + 1, self.first_document + 2)[0])
-        return end > self.first and int(self.files.tokens[end - 1]) == self.tokenizer.end_of_text
+        """Whether documents end with end-of-text (`--append-eod`), as the first one that has a token does."""
+
+        def end_of(number: int) -> int:
+            following = self.first_document + number + 1
+            return int(self.files.starts(following, following + 1)[0])
+
+        number = bisect.bisect_right(range(self.info.num_documents), self.first, key=end_of)
+        return int(self.files.tokens[end_of(number) - 1]) == self.tokenizer.end_of_text
 
     def most_documents(self, length: int) -> int:
         """The most documents that `length` tokens in a row, also around the end, have a part of."""
@@ -162,17 +167,18 @@ class MegatronSplit:
         return most_documents(starts, self.info.num_documents, self.info.num_tokens, length)
 
     def check_ends(self) -> None:
-        """Look at documents all over the split; ValueError where one does not end with end-of-text."""
+        """Look at documents all over the split; ValueError where one does not end with end-of-text.
+
+        One of an empty text has no token, not even that: `preprocess_data.py` writes such.
+        """
         count, end_of_text = self.info.num_documents, self.tokenizer.end_of_text
         for number in np.unique(np.linspace(0, count - 1, min(count, PROBES)).astype(np.int64)).tolist():
             begin, end = self.files.starts(self.first_document + number, self.first_document + number + 2)
-            last = self.files.tokens[end - 1]
-            if begin == end or last != end_of_text:
-                found = "is empty" if begin == end else f"ends with token {last}"
+            if begin < end and (last := self.files.tokens[end - 1]) != end_of_text:
                 raise ValueError(
-                    f"{self.path}: document {self.first_document + number} {found}, not with end-of-text, "
-                    f"token {end_of_text} of the {self.tokenizer.name} tokenizer: data.document_masking "
-                    "needs a corpus made with --append-eod, and its tokenizer"
+                    f"{self.path}: document {self.first_document + number} ends with token {last}, "
+                    f"not with end-of-text, token {end_of_text} of the {self.tokenizer.name} tokenizer: "
+                    "data.document_masking needs a corpus made with --append-eod, and its tokenizer"
                 )
 
 
@@ -218,7 +224,8 @@ def open_splits(
     """The training split of a corpus, and the held-out one: its last documents, a share of their number.
 
     At least one document is held out unless the share is 0. ValueError as `open_files`, where a split would
-    have no document, and where one of the first tokens is not the tokenizer's.
+    have no document, or the held-out one no two tokens, and where one of the first tokens is not the
+    tokenizer's.
     """
     files = open_files(path)
     count = files.num_documents
@@ -230,7 +237,16 @@ def open_splits(
         )
     train = _split(files, tokenizer, 0, last)
     train.read(0, LOOKED_AT)
-    return train, _split(files, tokenizer, last, count) if last < count else None
+    if last == count:
+        return train, None
+    validation = _split(files, tokenizer, last, count)
+    if validation.info.num_tokens < 2:
+        raise ValueError(
+            f"{files.path}: the last {count - last} of {count} documents, which would be held out, have "
+            f"{validation.info.num_tokens} token(s): nothing to predict (data.validation_fraction; or "
+            "data.validation_path)"
+        )
+    return train, validation
 
 
 def _split(files: MegatronFiles, tokenizer: Tokenizer, first: int, last: int) -> MegatronSplit:
