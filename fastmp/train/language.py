@@ -5,9 +5,11 @@ batch has their `Documents` as "documents", which go to all layers. S sequence, 
 this rank's shard of the padded vocabulary.
 
 A step divides the sum of all losses by its number of tokens; of a BERT, that is the masked ones. In training,
-the sum of a BERT's batch also has the mean loss of the order of sentences, times the batch's number of masked
-tokens: so the step minimises mean + mean, as ALBERT (Lan et al. 2019) and Megatron-LM do. In evaluation, the
-loss is that of masked tokens alone, whose exponential is the perplexity of Shoeybi et al. 2019, table 5.
+the sum also has each sample's loss of the order of sentences, times its number of masked tokens. So a step
+minimises mean + mean, as ALBERT (Lan et al. 2019) and Megatron-LM do, but the second mean weighs samples by
+their masked tokens: then it does not depend on how samples are divided over microbatches and ranks. In
+evaluation, the loss is that of masked tokens alone, whose exponential is the perplexity of Shoeybi et al.
+2019, table 5.
 """
 
 from __future__ import annotations
@@ -98,11 +100,10 @@ def bert_and_loss(
             ignore_index=IGNORE_INDEX,
             loss_grad=batch.get("loss_grad", 1.0),
         )
-        total, num_masked = losses.masked.sum(), (targets_BS != IGNORE_INDEX).sum()
+        total, num_masked_B = losses.masked.sum(), (targets_BS != IGNORE_INDEX).sum(1)
         if losses.sentence is not None:
-            num_samples = (order_B != IGNORE_INDEX).sum().clamp(min=1)
-            total = total + losses.sentence.sum() * (num_masked / num_samples)
-        return total, num_masked
+            total = total + (losses.sentence * num_masked_B).sum()
+        return total, num_masked_B.sum()
 
     on = Placement(groups, layout.sequence_parallel, **options)
     kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}

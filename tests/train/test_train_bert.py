@@ -146,8 +146,14 @@ def test_a_step_minimises_the_mean_of_both_losses():
         padding_BS=batch["padding_mask"], sentence_order_B=batch["sentence_order"],
     )  # fmt: skip
     assert number == (batch["targets"] != -100).sum()
-    expected = losses.masked.sum() / number + losses.sentence.mean()
+    weight = (batch["targets"] != -100).sum(1).double() / number
+    expected = losses.masked.sum() / number + (losses.sentence * weight).sum()
     torch.testing.assert_close(total / number, expected, rtol=1e-12, atol=0)
+    halves = [
+        loss(model, {name: tensor[part] for name, tensor in batch.items()})
+        for part in (slice(2), slice(2, 4))
+    ]
+    torch.testing.assert_close(sum(half for half, _ in halves), total, rtol=1e-12, atol=0)
     model.eval()
     alone, _ = loss(model, batch)
     torch.testing.assert_close(alone, losses.masked.sum(), rtol=1e-12, atol=0)
