@@ -7,12 +7,22 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fastmp import cli
-from fastmp.config import DataConfig, GPTConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.config import (
+    DataConfig,
+    GPTConfig,
+    MoEConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    Recipe,
+    TrainConfig,
+)
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import FASTMP, LAUNCH, MEMORY, PRODUCTS, UNFUSED, Product, product_time
-from fastmp.plan.links import NETWORK_HOP, NVLINK_HOP, REACHED, START, link
+from fastmp.plan.links import NETWORK_HOP, NVLINK_HOP, REACHED, START, SUMMED, link
 from fastmp.plan.shapes import shapes_of
 from fastmp.plan.step_time import FORWARD, ONCE, REPEATED, _other_kernels, step_time
 
@@ -37,6 +47,13 @@ def recipe(model=LLAMA, batch=8, micro=1, optimizer=None, **layout):
 def test_every_gpu_names_its_source_and_has_rates_of_one_direction(gpu):
     assert "data sheet" in gpu.source or "white paper" in gpu.source
     assert gpu.single < gpu.half and gpu.network < gpu.nvlink < gpu.memory_bandwidth
+
+
+def test_capacities_are_just_above_what_cuda_reports():
+    """GiB that torch has as "total capacity" in reports of full memory."""
+    reported = {"v100": 31.74, "a100": 79.15, "h100": 79.11, "h200": 139.8, "b200": 178.35}
+    for name, gpu in GPUS.items():
+        assert reported[name] <= gpu.capacity / 2**30 <= 1.015 * reported[name]
 
 
 def test_a_product_takes_waves_of_tiles():
@@ -72,7 +89,11 @@ def test_links_know_the_doors_of_servers():
     assert link(H100, range(0, 64, 8)).bandwidth == REACHED * 50e9
     assert link(V100, range(0, 512, 8)).bandwidth == REACHED * 2 * 6.25e9  # two of a group in a server of 16
     size = 1e9
-    assert inside.all_reduce(size) == pytest.approx(START + 2 * NVLINK_HOP + 9 / 8 * size / inside.bandwidth)
+    assert inside.all_reduce(size) == pytest.approx(START + 2 * NVLINK_HOP + size / (SUMMED * 450e9))
+    published = {2: 370e9, 4: 370e9, 5: 420e9, 6: 440e9, 7: 460e9, 8: 480e9}  # of nccl-tests on H100s
+    for n, rate in published.items():
+        ours = 2 * (n - 1) / n * size / link(H100, range(n)).all_reduce(size)
+        assert ours == pytest.approx(rate, rel=0.1), n
     ring = link(V100, range(8))
     assert ring.all_reduce(size) == pytest.approx(START + 14 * NVLINK_HOP + 14 / 8 * size / ring.bandwidth)
     assert across.all_reduce(1.0) == pytest.approx(START + 8 * NETWORK_HOP, rel=1e-3)  # a tree
@@ -116,6 +137,40 @@ def test_gradients_hide_behind_the_backward():
     assert beside.parts[ONCE, "gradients"] < behind.parts[ONCE, "gradients"]
     forward = sum(took for (phase, _), took in beside.parts.items() if phase == FORWARD)
     assert behind.seconds - beside.seconds > 0.0 < forward
+
+
+RATES = ("half", "memory_bandwidth", "nvlink", "network")
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    gpu=st.sampled_from([*GPUS.values()]),
+    kernels=st.sampled_from([FASTMP, UNFUSED]),
+    axes=st.sampled_from(
+        [{}, {"tp": 4}, {"tp": 16}, {"cp": 2, "pp": 2}, {"pp": 4, "schedule": "zero_bubble"}]
+    ),
+    options=st.fixed_dictionaries({"recompute": st.booleans(), "sequence_parallel": st.booleans()}),
+    experts=st.booleans(),
+    shard=st.booleans(),
+    times=st.sampled_from([1.01, 1.3, 4.0]),
+)
+def test_a_faster_part_never_slows_a_step_and_more_work_never_speeds_it(
+    gpu, kernels, axes, options, experts, shard, times
+):
+    moe = MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=256) if experts else None
+    model = replace(LLAMA, num_heads=16, moe=moe)
+    options["sequence_parallel"] &= "tp" in axes
+    made = recipe(model, batch=32, optimizer=OptimizerConfig(shard=shard), **axes, **options)
+    seconds = step_time(made, 16, gpu, kernels).seconds
+    for rate in RATES:
+        faster = replace(gpu, **{rate: getattr(gpu, rate) * times})
+        assert step_time(made, 16, faster, kernels).seconds <= seconds * (1 + 1e-9), rate
+    for more in (
+        replace(made, model=replace(model, num_layers=16)),
+        replace(made, model=replace(model, vocab_size=64000)),
+        replace(made, train=replace(made.train, global_batch_size=64)),
+    ):
+        assert step_time(more, 16, gpu, kernels).seconds >= seconds
 
 
 def test_late_ranks_cost_more_in_larger_groups():
@@ -173,7 +228,10 @@ def test_the_command(capsys):
     arguments = ["plan", "time", "configs/llama-3-8b.toml", "--world-size", "64", "--hardware", "h100"]
     assert cli.main(arguments) == 0
     text = capsys.readouterr().out
-    assert "an estimate; nothing of it was measured" in text and "fits into 74.5 GiB" in text
+    assert "an estimate; nothing of it was measured" in text and "fits into 80.0 GiB" in text
+    assert "estimated at 1.21 to 1.25 times their speed" in text
+    assert cli.main([*arguments[:-1], "b200"]) == 0
+    assert "error     unknown: compared with no published run" in capsys.readouterr().out
     assert cli.main([*arguments, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     every = [took for own in facts["parts"].values() for took in own.values()]

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_GIB = 2**30
+
 
 @dataclass(frozen=True)
 class GPU:
     """A GPU in its server. Rates are per second and in one direction; FLOPs are of dense products.
 
     half, single: FLOP/s of products of 16-bit and of float32 numbers. memory_bandwidth, nvlink, network:
-    bytes a second of one GPU; the last is its share of its server's network cards. capacity: bytes of memory.
-    switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP).
+    bytes a second of one GPU; the last is its share of its server's network cards. capacity: bytes of memory,
+    of which the driver keeps about 1%; where data sheets write GB of it, it has GiB.
+    switch_sums: whether the switch itself adds up what the GPUs of a server send (NVLink SHARP). compared: of
+    published runs on it, the least and the most of predicted over published FLOP/s (`fastmp study scaling`).
     """
 
     name: str
@@ -29,6 +33,7 @@ class GPU:
     network: float
     source: str
     switch_sums: bool = False
+    compared: tuple[float, float] | None = None
 
     def peak(self, itemsize: int) -> float:
         """Return the FLOP/s of products of numbers of `itemsize` bytes."""
@@ -42,12 +47,13 @@ GPUS = {
         single=16.3e12,
         processors=80,
         memory_bandwidth=900e9,
-        capacity=32e9,
+        capacity=32 * _GIB,
         nvlink=150e9,
         per_server=16,
         network=6.25e9,
         source="39 TFLOP/s are 30 % of its peak, 300 GB/s (both ways) between GPUs and 100 GB/s between "
         "servers: Shoeybi et al. 2019 (arXiv 1909.08053), section 5; memory: NVIDIA V100 data sheet",
+        compared=(0.93, 1.00),
     ),
     "a100": GPU(
         "A100 SXM4 80 GB (DGX A100)",
@@ -55,11 +61,12 @@ GPUS = {
         single=19.5e12,
         processors=108,
         memory_bandwidth=2039e9,
-        capacity=80e9,
+        capacity=80 * _GIB,
         nvlink=300e9,
         per_server=8,
         network=25e9,
         source="NVIDIA A100 data sheet; eight 200 Gbit/s cards a server: DGX A100 data sheet",
+        compared=(0.93, 1.20),
     ),
     "h100": GPU(
         "H100 SXM5 80 GB (DGX H100)",
@@ -67,12 +74,13 @@ GPUS = {
         single=66.9e12,
         processors=132,
         memory_bandwidth=3352e9,
-        capacity=80e9,
+        capacity=80 * _GIB,
         nvlink=450e9,
         per_server=8,
         network=50e9,
         source="NVIDIA H100 architecture white paper; eight 400 Gbit/s cards a server: DGX H100 data sheet",
         switch_sums=True,
+        compared=(1.21, 1.25),
     ),
     "h200": GPU(
         "H200 SXM5 141 GB (DGX H200)",
@@ -80,7 +88,7 @@ GPUS = {
         single=66.9e12,
         processors=132,
         memory_bandwidth=4800e9,
-        capacity=141e9,
+        capacity=141 * _GIB,
         nvlink=450e9,
         per_server=8,
         network=50e9,
@@ -93,7 +101,7 @@ GPUS = {
         single=75e12,
         processors=148,
         memory_bandwidth=8000e9,
-        capacity=180e9,
+        capacity=180 * _GIB,
         nvlink=900e9,
         per_server=8,
         network=50e9,

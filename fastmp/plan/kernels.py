@@ -16,7 +16,9 @@ from typing import NamedTuple
 
 from fastmp.plan.hardware import GPU
 
-PRODUCTS = 0.8  # of the peak: published for large products of random numbers on an H100, 788 of 989 TFLOP/s
+# Of the peak, for large products of random numbers: 780 of 989 TFLOP/s on an H100 (gist.github.com/Chillee/
+# 2ec89696db8b7ed1c24461159e325405), 257 of 312 on an A100 (thonking.ai/p/strangely-matrix-multiplications).
+PRODUCTS = 0.8
 MEMORY = 0.83  # of the bandwidth: published for a V100, 750 of 900 GB/s (Jia et al. 2018, 1804.06826)
 ATTENTION = 0.6  # of what products reach, by fused attention; published: 0.5 to 0.75 (Dao 2023, 2307.08691)
 LAUNCH = 4e-6
@@ -116,7 +118,7 @@ FASTMP = Kernels(
 # has.
 UNFUSED = Kernels(
     hidden=(19, 23), projected=(4.67, 5.67), ffn=(2, 1), scores=(10.5, 9.5), launches=(24, 34), logits=50,
-    state=42, tensor_launches=12, memory=0.63, late=0.6e-3,
+    state=42, tensor_launches=12, memory=0.55, late=0.68e-3,
 )  # fmt: skip
 # Megatron-LM since 2020: bias, dropout and sum are one kernel, as are bias and GELU, and scale, mask and
 # softmax; heads are not copied, and a launch of the optimizer has many tensors.

@@ -19,8 +19,9 @@ from fastmp.plan.hardware import GPU
 NVLINK_HOP, NETWORK_HOP = 3e-6, 8e-6  # seconds, of the order of those in NCCL's own tables
 START = 15e-6  # seconds of a collective of one byte, as published for NCCL: 10 to 20 us
 # The share of a link's rate that large messages reach. Published for nccl-tests: 230 to 240 GB/s of the 300
-# of an A100, 360 to 370 of the 450 of an H100, by rings.
+# of an A100, 365 to 370 of the 450 of an H100, by rings (github.com/NVIDIA/nccl/issues/1712, 1455).
 REACHED = 0.8
+SUMMED = 0.6  # of a link, bytes of an all-reduce by a switch that adds: 265 to 273 GB/s of 450 (issues/1455)
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Link:
         """Return the seconds in which the ranks add up `size` bytes each, by a ring, a tree or the switch.
 
         A ring takes 2 (n - 1) hops and sends 2 (n - 1) / n of the bytes; a double tree takes 2 log2(n) hops
-        and sends them twice. To a switch that adds, a rank sends each byte once, and a part of the sum.
+        and sends them twice. By a switch that adds, the bytes themselves pass at `SUMMED` of the link.
         """
         if self.ranks == 1 or not size:
             return 0.0
         n, once = self.ranks, size / self.bandwidth
         ring = 2 * (n - 1) * self.hop + 2 * (n - 1) / n * once
         tree = 2 * math.ceil(math.log2(n)) * self.hop + 2 * once
-        switch = 2 * self.hop + (n + 1) / n * once if self.sums else math.inf
+        switch = 2 * self.hop + REACHED / SUMMED * once if self.sums else math.inf
         return START + min(ring, tree, switch)
 
     def message(self, size: float) -> float:

@@ -99,13 +99,13 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
         for rank in range(shapes.grid.pp)
     ]
     slowest = max(range(shapes.grid.pp), key=lambda rank: run.busy[rank] + ends[rank].total())
-    seconds = run.makespan + ends[slowest].total()
+    seconds = run.makespan + max(each.total() for each in ends)
     parts: dict[tuple[str, str], float] = {}
     for stage in stages[slowest :: shapes.grid.pp]:
         for phase, own in stage.of.items():
             for what, took in own.items():
                 parts[phase, what] = parts.get((phase, what), 0.0) + took * shapes.num_microbatches
-    parts[ONCE, "pipeline idle"] = run.makespan - run.busy[slowest]
+    parts[ONCE, "pipeline idle"] = seconds - run.busy[slowest] - ends[slowest].total()
     parts.update({(ONCE, what): took for what, took in ends[slowest].items()})
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
     flops = tokens * flops_per_token(

@@ -45,6 +45,7 @@ def time_facts(recipe: Recipe, world_size: int, hardware: str) -> dict[str, Any]
         "world_size": world_size,
         "hardware": gpu.name,
         "source": gpu.source,
+        "compared": gpu.compared,
         "seconds": found.seconds,
         "tokens_per_second": found.tokens_per_second,
         "mfu": found.mfu,
@@ -61,6 +62,7 @@ def describe_time(facts: dict[str, Any]) -> Iterator[str]:
     held, capacity = facts["memory"] / 2**30, facts["capacity"] / 2**30
     yield f"{facts['name']} on {size} x {facts['hardware']}: an estimate; nothing of it was measured"
     yield facts["layout"]
+    yield _error(facts["compared"])
     yield (
         f"a step    {facts['seconds']:.3g} s: {tokens:,.0f} tokens/s, {tokens / size:,.0f} a GPU; "
         f"model FLOPs at {facts['mfu']:.1%} of the peak (MFU)"
@@ -76,3 +78,13 @@ def describe_time(facts: dict[str, Any]) -> Iterator[str]:
         whole = sum(own.values())
         rows.append([what, *cells, f"{whole:.3f}", f"{whole / facts['seconds']:.1%}"])
     yield from table(["", *phases, "all", "share"], rows)
+
+
+def _error(compared: tuple[float, float] | None) -> str:
+    """Return the line that says how far estimates were from published runs."""
+    if compared is None:
+        return "error     unknown: compared with no published run on these GPUs"
+    least, most = compared
+    return (
+        f"error     published runs on these GPUs are estimated at {least:.2f} to {most:.2f} times their speed"
+    )

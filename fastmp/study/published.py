@@ -1,23 +1,23 @@
 """What was published of training on GPUs: shapes, layouts and results, each with its source.
 
-Megatron-LM is Shoeybi et al. 2019 (arXiv 1909.08053); the A100 rows are Table 1 of Narayanan et al. 2021
-(arXiv 2104.04473); the H100 rows are Table 4 of Dubey et al. 2024 (arXiv 2407.21783).
+Megatron-LM is Shoeybi et al. 2019 (arXiv 1909.08053); its rows of 2020 are images/tables.tex of
+github.com/NVIDIA/Megatron-LM; pipelines of A100s are Table 1 of Narayanan et al. 2021 (arXiv 2104.04473);
+the H100 rows are Table 4 of Dubey et al. 2024 (arXiv 2407.21783), as shown again at SC24
+(glennklockwood.com/garden/llama-3.1). Of the table of 2021 the shapes were compared with its parameters, and
+the last row with the 502 PFLOP/s of the paper's abstract; nothing else of it was compared with a source.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fastmp.config import DataConfig, GPTConfig, OptimizerConfig, ParallelConfig, Recipe, TrainConfig
 
 SEQUENCE, VOCABULARY, BATCH = 1024, 50257, 8
+PADDED = 51_200  # words with those that only make the table divisible, for all rows but those of H100s
 EPOCH = 68_507  # steps of 512 sequences of 1024 tokens
 
 BASELINE = 39e12  # FLOP/s of one V100 with the model of 1.2 B parameters, 30 % of its peak
-# The same model on the same GPU after kernels were fused (nv-adlr.github.io/MegatronLMV1): FLOP/s, and the
-# seconds of a step, which together say how FLOPs are counted.
-FUSED_BASELINE, FUSED_SECONDS = 62.4e12, 1.288
-
 MODEL_PARALLEL, HYBRID, HYBRID_IN_ABSTRACT = 0.77, 0.74, 0.76  # on 8 and 512 GPUs
 HYBRID_FLOPS = 15.1e15  # a second, of all 512 GPUs
 OF_HEADS = {16: 0.82, 24: 0.80, 32: 0.77}  # Table 7: {attention heads: efficiency} of 8.3 B on 8 GPUs
@@ -61,16 +61,26 @@ TRAINED = (
 )
 
 
-def counted_flops(recipe: Recipe) -> float:
-    """Return the FLOPs of a step as Megatron-LM seems to have counted them in 2019.
+# The sizes of 2020, and what they reached: TFLOP/s of a GPU on a V100 with a batch of 8, on an A100 with one
+# of 16, and on A100s in 128 replicas with one of 2048.
+CASES = (
+    (Shape("1.16 B", 1920, 15, 24, 1), (71.9, 149.8, 139.8)),
+    (Shape("2.03 B", 2304, 18, 30, 2), (64.2, 136.8, 127.5)),
+    (Shape("4.24 B", 3072, 24, 36, 4), (58.5, 124.7, 116.7)),
+    (Shape("8.67 B", 4096, 32, 42, 8), (52.2, 109.3, 106.5)),
+)
+CASE_MS = (1121, 1093, 1238, 1407)  # of a step on V100s, of the same table
+CASE_REPLICAS = 128
 
-    Products with weights count four times (forward, recomputation, and twice backward), attention's three
-    times, logits not at all: 96 B s L h^2 + 12 B s^2 L h. So counted, the 62.4 TFLOP/s and the 1.288 s that
-    were published of one model agree within 0.1 %.
+
+def counted_flops(recipe: Recipe) -> float:
+    """Return the FLOPs of a step by formula (3) of Narayanan et al. 2021, with recomputation and logits.
+
+    It gives the TFLOP/s of `CASES` from their milliseconds. How FLOPs were counted in 2019 was not said.
     """
     model, s = recipe.model, recipe.data.seq_len
-    h, tokens = model.hidden_size, recipe.train.global_batch_size * s
-    return model.num_layers * tokens * (96.0 * h * h + 12.0 * s * h)
+    h, layers, tokens = model.hidden_size, model.num_layers, recipe.train.global_batch_size * s
+    return 96.0 * tokens * layers * h * h * (1 + s / (6 * h) + PADDED / (16 * layers * h))
 
 
 @dataclass(frozen=True)
@@ -100,7 +110,7 @@ def a100_runs() -> list[Run]:
     for billions, heads, hidden, layers, tp, pp, gpus, batch, tflops in rows:
         vpp = 1 if pp == 1 else 2 if layers // pp % 2 == 0 else 3
         model = GPTConfig(
-            num_layers=layers, hidden_size=hidden, num_heads=heads, dropout=0.1, vocab_size=51200,
+            num_layers=layers, hidden_size=hidden, num_heads=heads, dropout=0.1, vocab_size=PADDED,
             max_seq_len=2048,
         )  # fmt: skip
         layout = ParallelConfig(tp=tp, pp=pp, vpp=vpp, recompute=True)
@@ -108,11 +118,16 @@ def a100_runs() -> list[Run]:
     return found
 
 
-def a100_flops(recipe: Recipe) -> float:
-    """Return the FLOPs of a step by that paper's formula (3), with recomputation and logits."""
-    model, s = recipe.model, recipe.data.seq_len
-    h, layers, tokens = model.hidden_size, model.num_layers, recipe.train.global_batch_size * s
-    return 96.0 * tokens * layers * h * h * (1 + s / (6 * h) + model.vocab_size / (16 * layers * h))
+def case_runs() -> list[tuple[str, Run]]:
+    """Return the runs of 2020, each with its GPU's name: layers recomputed, a replica's batch at once."""
+    found = []
+    kinds = (("v100", BATCH, 1), ("a100", 2 * BATCH, 1), ("a100", 2 * BATCH, CASE_REPLICAS))
+    for column, (gpu, micro, replicas) in enumerate(kinds):
+        for shape, tflops in CASES:
+            recipe = shape.recipe(batch=micro * replicas)
+            recipe = replace(recipe, data=replace(recipe.data, micro_batch_size=micro))
+            found.append((gpu, Run(shape.name, recipe, shape.tp * replicas, tflops[column])))
+    return found
 
 
 def h100_runs() -> list[Run]:
