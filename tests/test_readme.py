@@ -111,6 +111,7 @@ def scratch(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PATH", f"{programs}:/usr/bin:/bin")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # or they spin where others use the cores
     return tmp_path
 
 
