@@ -95,6 +95,8 @@ def test_graphs_remove_launches_and_host_time():
     counts = graphs.count()
     assert counts["moe"]["attention"] == counts["dense"]["attention"]
     assert all(forward > 0 for own in counts.values() for forward, _ in own.values())
+    assert sum(map(sum, counts["dense"].values())) == 29  # by hand: 11 ops and 18
+    assert counts["moe"]["router"][0] == 13  # without what only asks for a dtype
     eager, whole = launches.host_seconds("dense", [(), ("attn", "mlp")])
     assert whole < eager / 2
 
@@ -147,3 +149,12 @@ def test_a_page_that_cannot_be_written_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert study.main(["scaling", "--out", str(tmp_path / "file" / "folder")]) == 2
     assert capsys.readouterr().err.startswith("fastmp study scaling: ")
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"cpu": "", "host_us": {"moe": 1}}'])
+@pytest.mark.parametrize("name", ["graphs", "scaling"])
+def test_a_file_that_is_no_measurement_is_one_line(name, text, tmp_path, capsys):
+    (tmp_path / f"{name}.json").write_text(text)
+    assert study.main([name, "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "is no file of measurements" in said and said.count("\n") == 1

@@ -56,7 +56,8 @@ def _smoothing() -> Iterator[Claim | Table]:
     rows = []
     for ranks in (2, 4):
         found = run_ranks(smoothed, ranks)
-        theirs, ours = (max(each[i] for each in found) for i in (0, 1))
+        errors = torch.tensor([each[:2] for each in found], dtype=torch.float64)
+        theirs, ours = errors.amax(0).tolist()  # NaN if any rank's is
         spread = (found[0][2] - found[-1][2]).abs().max().item()
         rows.append([ranks, theirs, spread, ours])
         says = f"largest error of a token's smoothed loss on {ranks} ranks"

@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
     )
     options = made.parse_args(arguments)
     try:
-        kept = None if options.measure else measurement(made.prog, Path(options.out, "graphs.json"))
+        file = Path(options.out, "graphs.json")
+        kept = None if options.measure else measurement(made.prog, file, _needs())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -56,6 +57,12 @@ def main(arguments: list[str]) -> int:
         "graphs.json": partial(save, measured),
     }
     return write(made.prog, options.out, "graphs", page(counts, measured), pictures)
+
+
+def _needs() -> Iterator[tuple[str, ...]]:
+    """Yield the keys of what the page takes from a measurement."""
+    yield from (("cpu",), ("torch",))
+    yield from (("host_us", kind, name) for kind, scopes in SCOPES.items() for name in scopes)
 
 
 def count() -> Counts:

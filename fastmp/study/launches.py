@@ -25,7 +25,10 @@ from fastmp.testing.silent import SilentBackend
 
 _LAYERS, _MICROBATCHES, _ROUNDS = 3, 8, 40
 _TOKENS, _HIDDEN = 8, 32
-_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "aten::_reshape_alias")
+_NO_KERNEL = (
+    "aten::empty", "aten::new_empty", "aten::detach", "aten::_unsafe_view", "aten::_reshape_alias",
+    "aten::promote_types",
+)  # fmt: skip
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -7,8 +7,10 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from importlib import metadata
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +49,21 @@ def machine() -> dict[str, Any]:
     return {"cpu": name, "cores": os.cpu_count(), "torch": metadata.version("torch")}
 
 
-def measurement(prog: str, file: Path) -> dict[str, Any] | None:
-    """Return what a file of measurements holds, None where there is none; ValueError if it is not JSON."""
+def measurement(prog: str, file: Path, needs: Iterable[tuple[str, ...]]) -> dict[str, Any] | None:
+    """Return what a file of measurements holds, None where there is none.
+
+    ValueError where it is not JSON, or lacks one of `needs`: keys from the outermost to the innermost.
+    """
     if not file.exists():
         return None
     try:
-        return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+        found = json.loads(file.read_text())
+        for keys in needs:
+            reduce(getitem, keys, found)
+    except (ValueError, TypeError, LookupError) as error:
         what = f"{prog}: {file} is no file of measurements ({error}); take them with --measure"
         raise ValueError(what) from None
+    return dict(found)
 
 
 def save(found: Mapping[str, Any], out: Path) -> None:

@@ -24,6 +24,7 @@ from fastmp.study.published import BASELINE, REPLICAS, TABLE_1, counted_flops
 
 V100 = GPUS["v100"]
 TOLERANCE = 0.1
+_NEEDS = (("cpu",), ("cores",), ("rows",))  # of a measurement
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,8 @@ def main(arguments: list[str]) -> int:
     )
     options = made.parse_args(arguments)
     try:
-        measured = (
-            _measure() if options.measure else measurement(made.prog, Path(options.out, "scaling.json"))
-        )
+        file = Path(options.out, "scaling.json")
+        measured = _measure() if options.measure else measurement(made.prog, file, _NEEDS)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

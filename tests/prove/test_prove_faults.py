@@ -15,6 +15,12 @@ def held(claims):
     return [each.held for each in claims if isinstance(each, Claim)]
 
 
+def test_a_rank_without_a_number_is_not_held(monkeypatch):
+    ranks = [(0.5, 0.0, torch.zeros(1)), (0.5, float("nan"), torch.zeros(1))]
+    monkeypatch.setattr(faults, "run_ranks", lambda *_: ranks)
+    assert held(faults._smoothing()) == [True, False] * 2
+
+
 def test_rows_that_nobody_writes(monkeypatch):
     assert held(faults._rows()) in ([True, True], [None, True])
     monkeypatch.setattr(faults, "grouped_mm", unwritten)
