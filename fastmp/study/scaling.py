@@ -278,7 +278,8 @@ def _share_rows() -> Iterator[list[str]]:
                 seconds["end of the step" if phase == ONCE else _NAMES.get(what, what)] += part
             shares = [f"{part / took.seconds:.1%}" for part in seconds.values()]
             count = f"{num_parameters(recipe.model, 51200) / 1e9:.4f} B"
-            yield [f"{gpus} GPUs, h {shape.hidden}", count, *shares, f"{took.seconds:.2f} s"]
+            unit = "GPU" if gpus == 1 else "GPUs"
+            yield [f"{gpus} {unit}, h {shape.hidden}", count, *shares, f"{took.seconds:.2f} s"]
 
 
 def _modern_rows(modern: dict[str, list[tuple[int, StepTime, float]]]) -> Iterator[list[str]]:
