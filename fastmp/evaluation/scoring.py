@@ -92,9 +92,10 @@ class Scorer:
         """Raise ValueError for a row with more tokens than the model has positions, or with ids it lacks."""
         most, vocab_size = self.model.config.max_seq_len, self.model.config.vocab_size
         for ids, _ in rows:
-            if len(ids) - 1 > most:
+            if (length := self._padded(len(ids) - 1)) > most:
+                padded = f", {length} as the layout divides it," if length > len(ids) - 1 else ""
                 raise ValueError(
-                    f"a window of {len(ids) - 1} tokens is longer than the model's {most} positions"
+                    f"a window of {len(ids) - 1} tokens{padded} is longer than the model's {most} positions"
                 )
             if ids.max() >= vocab_size:
                 raise ValueError(
@@ -105,7 +106,7 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
         """The scores of `rows`, which `check` has nothing against; NaN where logits are not finite."""
-        length = -(-max(len(row.ids) - 1 for row in rows) // self.multiple) * self.multiple
+        length = self._padded(max(len(row.ids) - 1 for row in rows))
         values = self._stages(rows, length) if self._pipeline else self._whole(rows, length)
         log_probs, likeliest = values.tolist()
         scores, begin = [], 0
@@ -113,6 +114,10 @@ class Scorer:
             own = slice(begin, begin := begin + row.scored)
             scores.append(Score(math.fsum(log_probs[own]), self.likeliest and all(likeliest[own])))
         return scores
+
+    def _padded(self, length: int) -> int:
+        """The length that ranks can divide along the sequence."""
+        return -(-length // self.multiple) * self.multiple
 
     def _batch(self, rows: Sequence[Row], length: int) -> _Batch:
         tokens_BS = torch.zeros(len(rows), length, dtype=torch.int64)

@@ -237,6 +237,11 @@ def wrong_on_one(rank, world):
     rows = [*ROWS[:3], Row(np.array([1, SMALL.vocab_size]), 1)]
     with pytest.raises(ValueError, match="token id 131 is outside the model's vocabulary of 131"):
         evaluate(task_of(rows), model, groups=groups, batch_size=2)
+    if world > 1:
+        groups = ParallelGroups.create(RankGrid(world_size=world, cp=world))
+        model = make_gpt(replace(CONFIGS["learned"], max_seq_len=18), groups).eval()
+        with pytest.raises(ValueError, match="a window of 18 tokens, 20 as the layout divides it, is longer"):
+            evaluate(task_of([Row(IDS[:19], 1)]), model, groups=groups)
 
 
 @pytest.mark.parametrize("ranks", [1, *full([2])])
