@@ -33,7 +33,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; 2 means the command line itself was wrong."""
+    """Run one subcommand and return its exit status; 2 means that what the user gave was wrong."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments[:1] == ["--version"]:
         print(fastmp.__version__)
@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         status = run_command("fastmp", COMMANDS, arguments)
         sys.stdout.flush()
         return status
+    except KeyboardInterrupt:
+        print("fastmp: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # whoever read our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -179,7 +179,10 @@ def test_the_commands_say_how_a_blend_is_read(sources, tmp_path, capsys):
     assert "4 samples are a period; 100,000 tokens read" in out and "3 samples of a period, 75.0000%" in out
     times = 75_000 / TokenDataset(sources[0], seq_len=16, micro_batch_size=1, seed=0).train.info.num_tokens
     assert f"each {times:.3g} times" in out
-    assert main(["blend", "one"]) == 1 and "must have a weight before each path" in capsys.readouterr().err
+    assert main(["blend", "one"]) == 2 and "must have a weight before each path" in capsys.readouterr().err
+    for number in ("nan", "-1", "inf"):
+        assert main(["blend", "1 one", "--tokens", number]) == 2
+        assert f"--tokens must be a positive number, got {number}" in capsys.readouterr().err
     listed = ", ".join(f'"{entry}"' for entry in blend)
     (tmp_path / "r.toml").write_text(f"[data]\nblend = [{listed}]\nseq_len = 32\n[model]\nmax_seq_len = 32\n")
     assert plan([str(tmp_path / "r.toml"), "--world-size", "1"]) == 0

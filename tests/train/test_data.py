@@ -315,7 +315,7 @@ def test_a_models_tokenizer_builds_token_files_and_its_losses_are_told(tmp_path,
     data = dataset(tmp_path / "e")
     library = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     assert data.tokenizer.end_of_text == library.token_to_id("<|im_end|>") == data.train.tokens[0]
-    assert main([*common[:-1], "byte", "--out", str(tmp_path / "f"), "--end-of-text", "a"]) == 1
+    assert main([*common[:-1], "byte", "--out", str(tmp_path / "f"), "--end-of-text", "a"]) == 2
     assert "end_of_text 'a' goes with a tokenizer.json, not 'byte'" in capsys.readouterr().err
 
 
@@ -384,7 +384,7 @@ def test_a_file_whose_name_has_wildcards(tmp_path):
 
 def test_an_impossible_directory_is_one_line(texts, tmp_path, capsys):
     out = str(tmp_path / ("d" * 300))
-    assert main(["build", "--input", f"{texts}/*.txt", "--out", out]) == 1
+    assert main(["build", "--input", f"{texts}/*.txt", "--out", out]) == 2
     said = capsys.readouterr().err
     assert said.startswith("fastmp data: ") and said.count("\n") == 1 and out in said
 
@@ -402,7 +402,7 @@ def test_command_line(texts, tmp_path, capsys):
     assert "all checksums match" in capsys.readouterr().out
     assert main(["stats", out]) == 0
     assert "nats/byte" in capsys.readouterr().out
-    assert main(["build", "--input", f"{texts}/*.pdf", "--out", str(tmp_path / "e")]) == 1
+    assert main(["build", "--input", f"{texts}/*.pdf", "--out", str(tmp_path / "e")]) == 2
     printed = capsys.readouterr()
     assert printed.err == f"fastmp data: no file matches '{texts}/*.pdf'\n" and not printed.out
     index = read_index(tmp_path / "d")

@@ -269,7 +269,7 @@ def test_other_kinds_of_data_missing_and_cut_files(tmp_path, prefix, capsys):
     (tmp_path / "a.bin").write_bytes(prefix.with_name(name).read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"a.bin: cut short: \d+ bytes, and a.idx names"):
         open_files(tmp_path / "a")
-    assert main(["check", str(tmp_path / "a")]) == 1 and "cut short" in capsys.readouterr().err
+    assert main(["check", str(tmp_path / "a")]) == 2 and "cut short" in capsys.readouterr().err
     assert main(["check", str(prefix)]) == 0
     out = capsys.readouterr().out
     assert "40 documents, 40 sequences" in out and "ids up to 256" in out

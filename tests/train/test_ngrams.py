@@ -77,7 +77,7 @@ def test_the_command_takes_text_token_files_and_megatrons(tmp_path, capsys):
     assert main(["overlap", "--ngram", "2", f"{tmp_path}/*.txt", str(tmp_path / "test.md")]) == 0
     out = capsys.readouterr().out
     assert "80.000% of all, each time it occurs: 48 of 60" in out and "100.000% of the documents" in out
-    assert main(["overlap", str(tmp_path / "nothing"), source]) == 1
+    assert main(["overlap", str(tmp_path / "nothing"), source]) == 2
     assert "no file matches" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["overlap", "one"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from marks import full
 
+from fastmp.cli import main
 from fastmp.train.data import corpus
 from fastmp.train.data.corpus import build
 from fastmp.train.data.tokenfile import open_split, read_index, verify
@@ -108,6 +109,33 @@ def test_a_killed_build_of_other_files_or_options_is_not_gone_on_with(folder, tm
         assert not list(tmp_path.glob(".d.*"))
     for name in (index := read_index(tmp_path / "d")).splits:
         verify(open_split(tmp_path / "d", index, name))
+
+
+def test_an_interrupted_build_goes_on_as_well(folder, tmp_path, monkeypatch, capsys):
+    """Ctrl-C is one line and status 130; what was saved by then stays, and nothing where nothing was."""
+    monkeypatch.setattr(corpus, "GROUP_BYTES", 6000)
+    command = ["data", "build", "--input", f"{folder}/*.txt", "--out", str(tmp_path / "d")]
+    real, groups = corpus._add, []
+
+    def interrupted(*arguments):
+        groups.append(arguments)
+        if len(groups) > 4:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    for saved_bytes, left in ((1 << 30, 0), (12000, 1)):
+        monkeypatch.setattr(corpus, "SAVED_BYTES", saved_bytes)
+        monkeypatch.setattr(corpus, "_add", interrupted)
+        assert main(command) == 130 and capsys.readouterr().err == "fastmp: interrupted\n"
+        assert len(list(tmp_path.glob(".d.building-*"))) == left
+        groups.clear()
+    monkeypatch.setattr(corpus, "_add", lambda *arguments: groups.append(arguments) or real(*arguments))
+    assert main(command) == 0 and not list(tmp_path.glob(".d.*"))
+    whole = sum(len(path.read_bytes()) for path in folder.iterdir())
+    assert 0 < sum(document.num_bytes for _, group, *_ in groups for document in group) < whole - 12000
+    assert files_of(tmp_path / "d") == files_of(
+        build([f"{folder}/*.txt"], tmp_path / "whole", tokenizer="byte")
+    )
 
 
 @pytest.mark.full

@@ -73,7 +73,7 @@ def test_a_damaged_file_is_named_when_opened(out, name, change, capsys):
     with pytest.raises(ValueError, match=name.replace(".", r"\.")) as caught:
         open_all(out)
     assert "\n" not in str(caught.value)
-    assert main(["stats", str(out)]) == 1
+    assert main(["stats", str(out)]) == 2
     assert name in capsys.readouterr().err
 
 
@@ -92,7 +92,7 @@ def test_check_finds_one_flipped_bit_anywhere(out, name, capsys):
     for bit in (0, len(raw) * 4 + 3, len(raw) * 8 - 1):
         raw[bit // 8] ^= 1 << bit % 8
         (out / name).write_bytes(raw)
-        assert main(["check", str(out)]) == 1
+        assert main(["check", str(out)]) == 2
         assert name in capsys.readouterr().err
         raw[bit // 8] ^= 1 << bit % 8
     (out / name).write_bytes(raw)
@@ -475,7 +475,7 @@ def test_a_dataset_that_is_there_is_kept_unless_it_is_to_be_overwritten(texts, o
     with pytest.raises(DatasetExists, match=r"/d holds a token dataset already: .*--overwrite"):
         build([f"{texts}/*.txt"], out)
     command = ["build", "--input", f"{texts}/*.txt", "--out", str(out)]
-    assert main(command) == 1
+    assert main(command) == 2
     assert "holds a token dataset already" in capsys.readouterr().err
     assert snapshot(out) == before
     assert main([*command, "--overwrite"]) == 0

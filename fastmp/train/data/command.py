@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -82,28 +83,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 1."""
+    """Run `fastmp data ...`; returns the exit status, with one line on stderr if it is 2."""
     parser = Parser(prog="fastmp data", description="Turn text into token files.")
     add_arguments(parser)
     options = parser.parse_args(argv)
     try:
         if options.command == "build":
-            progress = Progress()
-            found = build(
-                options.input,
-                options.out,
-                tokenizer=options.tokenizer,
-                vocab_size=options.vocab_size,
-                end_of_text=options.end_of_text,
-                validation_fraction=options.validation_fraction,
-                min_tokens=options.min_tokens,
-                dedup_jaccard=options.dedup_jaccard,
-                exclude=options.exclude,
-                overwrite=options.overwrite,
-                progress=progress,
-            )
-            progress.end()
-            print(_report(found, check=False))
+            print(_report(_build(options), check=False))
         elif options.command == "blend":
             print(_blend_report(options))
         elif options.command == "overlap":
@@ -112,8 +98,28 @@ def main(argv: list[str] | None = None) -> int:
             print(_report(Path(options.dir), check=options.command == "check"))
     except (ValueError, OSError) as error:
         print(f"fastmp data: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
+
+
+def _build(options: argparse.Namespace) -> Path:
+    progress = Progress()
+    try:
+        return build(
+            options.input,
+            options.out,
+            tokenizer=options.tokenizer,
+            vocab_size=options.vocab_size,
+            end_of_text=options.end_of_text,
+            validation_fraction=options.validation_fraction,
+            min_tokens=options.min_tokens,
+            dedup_jaccard=options.dedup_jaccard,
+            exclude=options.exclude,
+            overwrite=options.overwrite,
+            progress=progress,
+        )
+    finally:
+        progress.end()
 
 
 def _report(directory: Path, *, check: bool) -> str:
@@ -161,6 +167,8 @@ def _megatron_report(prefix: Path, *, check: bool) -> str:
 
 
 def _blend_report(options: argparse.Namespace) -> str:
+    if options.tokens is not None and not 0 < options.tokens < math.inf:
+        raise ValueError(f"--tokens must be a positive number, got {options.tokens}")
     config = DataConfig(
         blend=tuple(options.blend), seq_len=options.seq_len, micro_batch_size=1, tokenizer=options.tokenizer
     )

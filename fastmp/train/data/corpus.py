@@ -31,6 +31,7 @@ from fastmp.train.data.progress import Progress
 from fastmp.train.data.sampling import epoch_key, permute
 from fastmp.train.data.tokenfile import (
     FORMAT,
+    STATE,
     Index,
     SplitInfo,
     SplitWriter,
@@ -46,7 +47,6 @@ from fastmp.train.data.tokenize import Tokenizer, load_tokenizer, train_bpe
 RECIPES = ("pydoc", "stdlib")
 SPLIT_KEY = epoch_key(0, 0)  # names the order of documents from which the tail is held out
 SAVED_BYTES = 1 << 26  # text between two states that a killed build goes on from
-STATE = "state.json"  # of them, in an unfinished directory
 GROUP_BYTES = 1 << 22  # text handed to the tokenizer at once: it works on several documents in parallel
 CUT_SEARCH = 4096  # bytes before the boundary in which a line end is looked for
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -96,8 +96,8 @@ def build(
     than `dedup_jaccard` (see `hygiene`), and that have fewer than `min_tokens` tokens. Their numbers are in
     the `source` of the index. `progress` is told of each document.
 
-    A build that was killed while it tokenized goes on where it last saved, every SAVED_BYTES of text, if it
-    is started again with the same files and options.
+    A build that was killed or interrupted while it tokenized goes on where it last saved, every SAVED_BYTES
+    of text, if it is started again with the same files and options.
 
     ValueError names what is wrong: a pattern without a match, a file that is empty or cannot be read or
     tokenized, too little text, an `out` that holds something else; DatasetExists for one that holds a token

@@ -46,6 +46,7 @@ FORMAT = "fastmp-tokens-3"
 BLOCK_BYTES = 1 << 16  # a token of random place costs one such read and CRC-32, once: about 50 us
 TOKENIZERS = ("byte", "bpe", "unigram", "wordpiece", "wordlevel")
 _JOB = "job"  # in an unfinished directory
+STATE = "state.json"  # there, where a builder can go on from it
 _DOCUMENTS_AT_ONCE = 1 << 20
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -392,38 +393,51 @@ def verify(split: Split) -> None:
 def staged(out: Path, *, replace: bool = False, job: str = "") -> Iterator[Path]:
     """Make a directory beside `out` that becomes `out` when the block ends, and vanishes if it raises.
 
-    A killed builder leaves it; the next one with the same `job`, which names all that the result depends on,
-    gets it as it was. FileExistsError if something stands at `out` by then: the first of several builders
-    wins. With `replace`, that is moved away and deleted. A builder holds a lock on its directory; one that
-    nobody holds was left by a killed builder, and the next one that has another job removes it.
+    A killed builder leaves it, and so does an interrupted one that has saved a STATE; the next one with the
+    same `job`, which names all that the result depends on, gets it as it was. FileExistsError if something
+    stands at `out` by then: the first of several builders wins. With `replace`, that is moved away and
+    deleted. A builder holds a lock on its directory; one that nobody holds was left by a builder that is
+    gone, and the next one that has another job removes it.
     """
     prefix = f".{out.name}.building-"
     out.parent.mkdir(parents=True, exist_ok=True)
+    remove: list[Path] = []
+
+    def clean_up() -> None:
+        for directory in remove:
+            shutil.rmtree(directory, ignore_errors=True)
+
     with contextlib.ExitStack() as held:
+        held.callback(clean_up)
         stage = None
         for leftover in sorted(out.parent.glob(f"{glob.escape(prefix)}*")):
             with contextlib.suppress(OSError), contextlib.ExitStack() as lock:
                 lock.enter_context(_locked(leftover, fcntl.LOCK_NB))
                 if stage is None and job and _job_of(leftover) == job:
                     stage = leftover
-                    held.callback(shutil.rmtree, stage, ignore_errors=True)
+                    remove.append(stage)
                     held.enter_context(lock.pop_all())
                 else:
                     shutil.rmtree(leftover)
         while stage is None or not stage.exists():  # taken for a leftover before it was locked: once more
             stage = out.parent / f"{prefix}{secrets.token_hex(8)}"
             stage.mkdir()
-            held.callback(shutil.rmtree, stage, ignore_errors=True)
+            remove.append(stage)
             with contextlib.suppress(FileNotFoundError):
                 held.enter_context(_locked(stage))
                 (stage / _JOB).write_text(job)
-        yield stage
+        try:
+            yield stage
+        except KeyboardInterrupt:
+            if (stage / STATE).exists():
+                remove.remove(stage)
+            raise
         (stage / _JOB).unlink()
         sync_directory(stage)
         if replace and out.exists():
             old = out.parent / f"{prefix}{secrets.token_hex(8)}"
             os.rename(out, old)
-            held.callback(shutil.rmtree, old, ignore_errors=True)
+            remove.append(old)
         try:
             os.rename(stage, out)
         except OSError as error:
