@@ -1,12 +1,14 @@
-"""Reading files that somebody else may have written. Standard library only."""
+"""Files that somebody else may have written are read, and others written to disk. Standard library only."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from pathlib import Path
+from typing import Any
 
-__all__ = ["open_regular", "read_file"]
+__all__ = ["open_regular", "read_file", "sync_and_close", "sync_directory", "write_synced"]
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
@@ -42,3 +44,29 @@ def read_file(path: str | os.PathLike[str], limit: int, *, links: bool = True) -
         if size > limit or len(content) > limit:
             raise OSError(errno.EFBIG, f"larger than any file of its kind, {limit} bytes")
     return content
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file, which is on disk when this returns."""
+    file = path.open("wb")
+    try:
+        file.write(data)
+        sync_and_close(file)
+    finally:
+        file.close()
+
+
+def sync_and_close(file: Any) -> None:
+    """Force to disk what was written to an open file, and close it."""
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def sync_directory(path: Path) -> None:
+    """Force to disk which files a directory has."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

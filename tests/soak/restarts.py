@@ -29,7 +29,7 @@ from fastmp.config import Recipe
 from fastmp.parallel.optimizer import AdamW
 from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.command import main as train_command
-from fastmp.train.data import tokenfile
+from fastmp.train.data import tokenwriter
 from fastmp.train.metrics import read_metrics
 from fastmp.train.trainer import Trainer
 
@@ -169,7 +169,7 @@ def dies_at(point: str, home: Path) -> None:
     elif point == "optimizer":
         AdamW._update = dying(AdamW._update, 8)
     elif point == "building data":
-        tokenfile.SplitWriter.finish = dying(tokenfile.SplitWriter.finish, 1)
+        tokenwriter.SplitWriter.finish = dying(tokenwriter.SplitWriter.finish, 1)
 
 
 def rank_of_a_launcher(point: str, home: Path, arguments: list[str]) -> int:

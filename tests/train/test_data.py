@@ -19,8 +19,9 @@ from fastmp.train.data.command import main
 from fastmp.train.data.corpus import build, find_documents, split_documents
 from fastmp.train.data.dataset import IGNORE_INDEX, TokenDataset
 from fastmp.train.data.sampling import sample_starts
-from fastmp.train.data.tokenfile import SplitWriter, open_split, read_index
+from fastmp.train.data.tokenfile import open_split, read_index
 from fastmp.train.data.tokenize import ByteTokenizer, train_bpe, unigram_entropy
+from fastmp.train.data.tokenwriter import SplitWriter
 
 DOCUMENTS = [f"document {i}: " + f"line {i} of many, number {i * i}\n" * (3 + i % 7) for i in range(40)]
 

@@ -21,7 +21,8 @@ from fastmp.train.data import corpus, tokenfile
 from fastmp.train.data.command import main
 from fastmp.train.data.corpus import DatasetExists, build
 from fastmp.train.data.dataset import TokenDataset
-from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, staged, verify
+from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index, verify
+from fastmp.train.data.tokenwriter import staged
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 from fastmp.commands import Parser
 from fastmp.config import GPTConfig
-from fastmp.files import read_file
+from fastmp.files import read_file, write_synced
 from fastmp.integrations.huggingface.families import family_of
 from fastmp.integrations.huggingface.verify import verify
 from fastmp.integrations.huggingface.weights import (
@@ -30,7 +30,6 @@ from fastmp.train.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.train.checkpoint.files import verify as verify_files
 from fastmp.train.checkpoint.reshard import write_again
 from fastmp.train.checkpoint.storage import CheckpointReader
-from fastmp.train.data.tokenfile import write_synced
 from fastmp.train.data.tokenize import TOKENIZER_LIMIT
 from fastmp.train.recipe import model_from
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastmp.config import GPTConfig
-from fastmp.files import open_regular, read_file
+from fastmp.files import open_regular, read_file, sync_directory, write_synced
 from fastmp.integrations.huggingface.families import (
     FAMILIES,
     FUSED,
@@ -40,7 +40,6 @@ from fastmp.train.checkpoint.compare import read_parts
 from fastmp.train.checkpoint.files import BoxReader, Form, OpenFile, write_tensors
 from fastmp.train.checkpoint.format import DTYPES, Manifest, Part, SavedTensor
 from fastmp.train.checkpoint.storage import CheckpointReader, Parts
-from fastmp.train.data.tokenfile import sync_directory, write_synced
 
 __all__ = ["TransformersReader", "check_family", "export_weights", "is_transformers", "own_tensors"]
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastmp.files import read_file
+from fastmp.files import read_file, sync_directory, write_synced
 from fastmp.train.checkpoint.format import (
     MANIFEST,
     CheckpointError,
@@ -27,7 +27,6 @@ from fastmp.train.checkpoint.format import (
     read_manifest,
     write_manifest,
 )
-from fastmp.train.data.tokenfile import sync_directory, write_synced
 
 __all__ = [
     "Name",

@@ -25,24 +25,22 @@ from typing import Any
 
 import numpy as np
 
+from fastmp.files import write_synced
 from fastmp.train.data import hygiene
 from fastmp.train.data.ngrams import Hashes
 from fastmp.train.data.progress import Progress
 from fastmp.train.data.sampling import epoch_key, permute
 from fastmp.train.data.tokenfile import (
     FORMAT,
-    STATE,
     Index,
     SplitInfo,
-    SplitWriter,
     dtype_for,
     open_split,
     open_tokenizer,
     read_index,
-    staged,
-    write_synced,
 )
 from fastmp.train.data.tokenize import Tokenizer, load_tokenizer, train_bpe
+from fastmp.train.data.tokenwriter import STATE, SplitWriter, staged
 
 RECIPES = ("pydoc", "stdlib")
 SPLIT_KEY = epoch_key(0, 0)  # names the order of documents from which the tail is held out
