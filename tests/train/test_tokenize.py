@@ -46,6 +46,25 @@ def test_bpe_round_trip(bpe, text):
     assert bpe.end_of_text not in ids  # text that spells the marker is text
 
 
+@pytest.mark.parametrize("look_alike", [tokenizer_tools.albert, tokenizer_tools.bert])
+def test_a_marker_that_is_in_the_vocabulary_is_text_where_text_spells_it(look_alike, tmp_path):
+    """The unknown token alone stands for text, where parts of the marker are not known."""
+    tokenizer = load_tokenizer(look_alike(tmp_path / "model"))
+    markers = ["[MASK]", "[CLS]", "[SEP]", "</s>", "<pad>"]
+    ids = {tokenizer.special_id(marker) for marker in markers} - {None}
+    assert len(ids) >= 3 and tokenizer.end_of_text in ids
+    text = "the cat " + "".join(markers) + " " + " ".join(markers) + " sat"
+    assert ids.isdisjoint(tokenizer.encode(text).tolist())
+    assert ids.isdisjoint(tokenizer.encode_places([text])[0][0].tolist())
+    assert tokenizer.special_id("[MASK]") in tokenizer.encode_prompt("the [MASK] sat")
+    assert (
+        tokenizer.encode("the cat sat").tolist()
+        == tokenizer.encode_prompt("the cat sat")[
+            (begins := look_alike is tokenizer_tools.bert) : -1 if begins else None
+        ]
+    )
+
+
 def test_bpe_is_deterministic_and_learns(bpe):
     again = train_bpe(iter(CORPUS), 290)
     assert again.to_json() == bpe.to_json()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -149,6 +150,9 @@ class FileTokenizer:
         self._tokenizer, byte_level = _parse(self._description, source)
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = type(self._tokenizer.model).__name__.lower()
+        with _named(source):
+            hidden = _without_markers(self._description, self.name)
+        self._of_text = self._tokenizer if hidden is None else _parse(hidden, source)[0]
         self.vocab_size = max(ids.values(), default=-1) + 1
         if self.vocab_size > 2 * len(ids) + 1024:
             raise ValueError(f"{source}: {len(ids)} tokens have ids up to {self.vocab_size - 1}")
@@ -162,7 +166,7 @@ class FileTokenizer:
     def encode_batch(self, texts: list[bytes]) -> list[TokenIds]:
         strings = [_as_str(text) for text in texts]
         with _named(self._source):
-            encoded = self._tokenizer.encode_batch(strings, add_special_tokens=False)
+            encoded = self._of_text.encode_batch(strings, add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in encoded]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -177,7 +181,7 @@ class FileTokenizer:
     def encode_places(self, texts: list[str]) -> list[tuple[TokenIds, list[tuple[int, int]]]]:
         """As that of `ByteTokenizer`: places in the text as it was given, not as it was normalised."""
         with _named(self._source):
-            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            encoded = self._of_text.encode_batch(texts, add_special_tokens=False)
         return [(np.array(one.ids, np.int64), one.offsets) for one in encoded]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
@@ -378,6 +382,35 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
         if getattr(tokenizer.model, "dropout", None):
             tokenizer.model.dropout = None  # one text, one list of tokens
     return tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
+
+
+def _without_markers(description: str, kind: str) -> str | None:
+    """A description in which no text spells a special token; None where it is not needed.
+
+    Models that look whole words or pieces up would find one that is in their vocabulary, as ALBERT's [MASK]
+    is. There it gets a name that nobody can know; ids stay. The unknown token keeps its own.
+    """
+    content = json.loads(description)
+    model = content["model"]
+    added = content.get("added_tokens") or ()
+    special = {each["content"] for each in added if each.get("special")} - {model.get("unk_token")}
+    if kind == "unigram":
+        names = [piece for piece, _ in model["vocab"]]
+        special -= {names[model["unk_id"]]} if model.get("unk_id") is not None else set()
+    else:
+        names = list(model["vocab"])
+    if kind not in ("unigram", "wordlevel", "wordpiece") or special.isdisjoint(names):
+        return None
+    secret = secrets.token_hex(16)
+    new = {name: secret + name if name in special else name for name in names}
+    if kind == "unigram":
+        model["vocab"] = [[new[piece], score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {new[name]: i for name, i in model["vocab"].items()}
+    for token in content["added_tokens"]:
+        token["content"] = new.get(token["content"], token["content"])
+    content["post_processor"] = None
+    return json.dumps(content)
 
 
 @contextlib.contextmanager
