@@ -159,7 +159,7 @@ def requirements(project: dict, names: list[str]) -> list[str]:
     while waiting:
         for requirement in extras[waiting.pop()]:
             if requirement.startswith("fastmp["):
-                waiting.append(requirement[len("fastmp[") : -1])
+                waiting += requirement[len("fastmp[") : -1].split(",")
             else:
                 listed.append(requirement)
     return [requirement for requirement in dict.fromkeys(listed) if not requirement.startswith("torch>")]
