@@ -18,7 +18,7 @@ from fastmp.train.data.masked import MaskedDataset
 from fastmp.train.metrics import PEAK_FLOPS
 
 WORKLOADS = ()
-SHAPES = (("bpe", 512, 32), ("bpe", 512, 4), ("bpe", 128, 64), ("byte", 512, 32))  # tokenizer, S, B
+CASES = (("bpe", 512, 32), ("bpe", 512, 4), ("bpe", 128, 64), ("byte", 512, 32))  # tokenizer, S, B
 BERT = GPTConfig(
     num_layers=24, hidden_size=1024, num_heads=16, vocab_size=30_522, max_seq_len=512, bert=BertConfig()
 )
@@ -36,7 +36,7 @@ def microbatch_seconds(data: MaskedDataset, rounds: int) -> float:
 
 def table(cache_dir: str, rounds: int) -> Iterator[str]:
     yield f"{'tokenizer':>10}{'tokens':>8}{'samples':>9}{'us/sample':>11}{'samples/s':>11}{'share':>8}"
-    for tokenizer, seq_len, size in SHAPES:
+    for tokenizer, seq_len, size in CASES:
         config = DataConfig(
             tokenizer=tokenizer, seq_len=seq_len, micro_batch_size=size, masked_lm=MaskedLMConfig()
         )
