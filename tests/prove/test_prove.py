@@ -87,7 +87,7 @@ def test_claims():
     assert ABSENT.held is None
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_the_whole_command_in_five_minutes_on_two_cores(tmp_path):
     """In processor time, which other work on the machine does not lengthen as much as the clock's."""

@@ -51,7 +51,7 @@ def test_kernels_of_all_modules_are_found():
     assert {"sum_strips_kernel", "sum_blocks_kernel", "adamw_kernel", "merge_kernel"} <= {*kernel_names()}
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_every_kernel_is_in_a_case_and_keeps_its_facts():
     said = [each for each in kernels.claims() if isinstance(each, Claim)]
     assert [each.held for each in said] == [True] * 4, said
