@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["open_regular", "read_file", "sync_and_close", "sync_directory", "write_synced"]
+__all__ = ["open_regular", "read_file", "sync_and_close", "sync_directory", "write_synced", "write_whole"]
 
 
 def open_regular(path: str | os.PathLike[str], *, links: bool = True) -> int:
@@ -54,6 +54,16 @@ def write_synced(path: Path, data: bytes) -> None:
         sync_and_close(file)
     finally:
         file.close()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that has its whole content, on disk, from when it is there; it replaces an earlier one."""
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_synced(staged, text.encode())
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def sync_and_close(file: Any) -> None:

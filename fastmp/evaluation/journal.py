@@ -16,7 +16,7 @@ from typing import Any
 
 from fastmp.files import read_file
 
-__all__ = ["Journal", "write_whole"]
+__all__ = ["Journal"]
 
 FORMAT = "fastmp-evaluation-1"
 _LIMIT = 1 << 34  # bytes
@@ -99,13 +99,3 @@ class Journal:
         if not good:
             raise ValueError(f"{self.path}: line {number} is damaged: delete the file to begin anew")
         return batch, [(a, b) for a, b in values]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that has its whole content from when it is there; one that was there is replaced."""
-    staged = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        staged.write_text(text)
-        os.replace(staged, path)
-    finally:
-        staged.unlink(missing_ok=True)

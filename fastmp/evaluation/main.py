@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 import fastmp
 from fastmp.config import Environment, GPTConfig
-from fastmp.evaluation.journal import Journal, write_whole
+from fastmp.evaluation.journal import Journal
 from fastmp.evaluation.loop import evaluate
 from fastmp.evaluation.report import Progress, table
 from fastmp.evaluation.tasks import Task, heldout_task, lambada_task, wikitext_task
+from fastmp.files import write_whole
 from fastmp.generation.load import load_model, make_groups, model_tokenizer, open_weights
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.runtime import Runtime, init, main_guard

@@ -12,13 +12,12 @@ Standard library only.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fastmp.files import read_file
+from fastmp.files import read_file, write_whole
 from fastmp.finetune.selection import Point, Scored, choose, median_run
 
 __all__ = ["Result", "check_same", "read_result", "write_json", "write_results"]
@@ -102,7 +101,7 @@ def write_results(
     content = {"task": task, "metric": metric, "points": rows, "best": chosen}
     table = _table(task, metric, content)
     write_json(directory / "results.json", content)
-    _write(directory / "results.md", table)
+    write_whole(directory / "results.md", table)
     return table
 
 
@@ -142,17 +141,8 @@ def _shown(value: float | None, name: str = "") -> str:
 
 def write_json(path: Path, content: Any) -> None:
     """Write `content` so that the file is there whole or not at all."""
-    _write(path, json.dumps(content, indent=1) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".tmp")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -6,14 +6,14 @@ activations are sequence-first, (S, B, H), (S/TP, B, H) under sequence paralleli
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from fastmp.config import GPTConfig
 from fastmp.nn.cache import KeyValueCache
 from fastmp.nn.documents import Documents
-from fastmp.nn.language_model import LanguageModel, Part
+from fastmp.nn.language_model import LanguageModel
 from fastmp.nn.placement import Placement
 from fastmp.ops.registry import can_read_values
 from fastmp.parallel.collectives import group_size, reduce_from_group
@@ -53,15 +53,11 @@ class GPT(LanguageModel):
         self,
         config: GPTConfig,
         on: Placement = Placement(),
-        *,
-        recompute: bool = False,
-        shard_recompute_input: bool = False,
-        part: Part | None = None,
+        **options: Any,
     ) -> None:
         if config.bert is not None:
             raise ValueError("GPT: config.bert describes an encoder: make a Bert of it")
-        kept = {"recompute": recompute, "shard_recompute_input": shard_recompute_input}
-        super().__init__(config, on, **kept, part=part)
+        super().__init__(config, on, **options)
         if self.final_norm is not None:  # both are called, or their weights used, in this order
             self.final_norm.used_behind = (self.output_table,)  # type: ignore[assignment]
 
