@@ -39,6 +39,7 @@ def committed_and_made(items):
         ]
 
 
+@pytest.mark.full
 def test_committed_predictions_are_those_of_this_tree():
     """All kernels, and the functions of some families."""
     from benchmarks import gpu_rows

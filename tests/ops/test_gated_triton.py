@@ -75,6 +75,7 @@ def test_special_values(activation):
         torch.testing.assert_close(value, truth.float(), equal_nan=True, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.full
 def test_many_strips(monkeypatch):
     """More strips than one step of the second kernel takes, and a last strip cut short."""
     monkeypatch.setattr(rows, "block_shape", lambda num_cols, itemsize: (4, 16))

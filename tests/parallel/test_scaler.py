@@ -22,6 +22,7 @@ def sequences(number, longest):
     return [draw.random() < often for _ in range(draw.randint(1, longest))], draw
 
 
+@pytest.mark.full
 def test_it_is_torchs_scaler_at_hysteresis_1_over_a_thousand_sequences():
     parameter = torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1.0)
