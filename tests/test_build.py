@@ -135,6 +135,7 @@ def test_compiled_libraries_load(installed, tmp_path):
         succeed(installed, "-c", "import fastmp._host", cwd=tmp_path)
 
 
+@pytest.mark.full
 def test_doctor_of_the_wheel(installed, tmp_path):
     report = succeed(installed.with_name("fastmp"), "doctor", cwd=tmp_path)
     record = record_of(installed)
@@ -183,6 +184,7 @@ def test_pure_python_wheel_works_and_says_why(installed_pure, tmp_path):
     assert run(installed_pure, "-c", code, cwd=tmp_path).stderr == ""  # FASTMP_CPP=0 asked for it
 
 
+@pytest.mark.full
 def test_a_pure_python_install_that_nobody_asked_for_says_so_once(installed_pure, tmp_path):
     (package,) = installed_pure.parent.parent.glob("lib/python*/site-packages/fastmp")
     shutil.copytree(package, tmp_path / "fastmp")

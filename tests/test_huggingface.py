@@ -467,7 +467,7 @@ def test_models_go_in_and_out_a_tensor_at_a_time(tmp_path, monkeypatch):
         assert resident("VmHWM") - before < sum(sizes) / 2  # an allocator keeps some of what is let go
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_run_begins_with_imported_weights(tmp_path):
     """The first loss is that of the imported model, whatever the seed of the run."""
     written("qwen3_moe", tmp_path / "model")

@@ -158,7 +158,10 @@ def first_part(kind: str, world: int, rest: bool = False) -> list[Layout]:
     return layouts[rest::2] if world == 8 else [] if rest else layouts
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.full) for world in WORLDS[1:])])
+WORLD = [2, *full([4, 6]), pytest.param(8, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("world", WORLD)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layout_has_the_numbers_of_one_rank(kind, world):
     run_layouts(kind, world, first_part(kind, world))

@@ -45,7 +45,7 @@ def last_loss(num_layers, post_norm, steps=160):
     return sum(losses[-20:]) / 20
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_at_depth_norms_before_the_parts_train_and_norms_behind_them_do_not():
     """A shallow model learns the task in either order; at 48 layers one of them stays at chance."""
     assert last_loss(6, post_norm=False) < 0.5 * CHANCE

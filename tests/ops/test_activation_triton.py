@@ -73,6 +73,7 @@ def test_special_values(approximate):
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.full
 def test_many_strips(monkeypatch):
     """More strips than one step of the second kernel takes, and a last strip cut short."""
     monkeypatch.setattr(rows, "block_shape", lambda num_cols, itemsize: (2, 16))

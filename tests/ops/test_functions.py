@@ -132,7 +132,7 @@ INTERPRETED = (torch.float32, torch.float16)  # the interpreter does not round b
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("examples", [5, *LONGER_INTERPRETED])
+@pytest.mark.parametrize("examples", [2, *LONGER_INTERPRETED])
 @EVERY
 def test_fuzz_interpreted(name, examples, record_property):
     if not FUNCTIONS[name].interpret:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from marks import full
 
 from fastmp.ops import grouped_mm_triton as kernels
 from fastmp.ops import launcher
@@ -95,7 +96,7 @@ def test_equals_reference(routing, dtype):
         check(op, arguments)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (4, 0), (2, 1), (140, 130)], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (4, 0), (2, 1), *full([((140, 130),)])], ids=str)
 def test_shapes(shape):
     for op, arguments in calls([5, 0, 18], 2, *shape, torch.float32):
         check(op, arguments)
@@ -194,7 +195,7 @@ def test_offsets_that_no_rows_fit_are_taken_as_the_nearest_that_do():
             check(op, arguments)
 
 
-@pytest.mark.parametrize("programs", (3, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 1000))))
+@pytest.mark.parametrize("programs", full([1, 3, 1000]))
 def test_any_number_of_programs_and_blocks(programs, monkeypatch):
     """Several rows and columns of tiles a group; the result does not depend on who makes a tile."""
     blocks = kernels.Blocks(16, 16, 16, 4, 2)

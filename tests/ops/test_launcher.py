@@ -208,6 +208,7 @@ def fake_driver(tmp_path_factory) -> Path:
     return library
 
 
+@pytest.mark.full
 @pytest.mark.skipif(HOST is None, reason="fastmp._host is not built")
 @pytest.mark.skipif(not launcher.KNOWN, reason="launches by the driver are for Triton 3.6 to 3.9")
 def test_the_driver_gets_what_triton_would_give_it(fake_driver, request):

@@ -27,7 +27,8 @@ MOST_PROGRAMS = 64  # more take long
 
 
 def few_and_many(many: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("orders", [2, pytest.param(many, marks=pytest.mark.full)])
+    some = pytest.param(many // 10, marks=pytest.mark.full)
+    return pytest.mark.parametrize("orders", [2, some, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
 def bits(tensors: Sequence[Tensor]) -> list[bytes]:
@@ -84,7 +85,7 @@ def test_kernels_that_meet_in_memory(op, orders):
     assert done == orders
 
 
-@few_and_many(30)
+@few_and_many(60)
 def test_wide_norms_read_their_sums_back(orders, monkeypatch):
     """Two programs, whose partial sums pass through memory from one block of rows to the next."""
     monkeypatch.setattr(norm_triton, "num_programs", lambda *_: 2)

@@ -118,6 +118,7 @@ def test_rows_without_a_pair_are_found_whatever_the_memory_held(monkeypatch):
         check("unpermute_backward", x, y, row_of, probs, **TOLERANCE[torch.float32])
 
 
+@pytest.mark.full
 def test_offsets_beyond_two_to_the_35():
     """Tokens and rows of more than 2^35 elements: the first and last pairs, and rows at either end."""
     columns = 1 << 16

@@ -64,6 +64,7 @@ def check_drawn(drawn):
         run_ranks(drawn_case, pp, arguments)
 
 
+@pytest.mark.full
 @settings(max_examples=12)
 @given(drawn=accepted())
 def test_whatever_is_accepted_runs(drawn):

@@ -215,6 +215,7 @@ def cannot_join(rank: int, world_size: int, port: int, first: int, ranks: int, s
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_ranks_that_never_come_are_named():
     messages = run_ranks(cannot_join, 2, free_port(), 0, 4, 3, timeout=30)
     assert "ranks [2, 3] of 4 did not join in 3 s" in messages[0]

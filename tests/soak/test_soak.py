@@ -140,7 +140,7 @@ def test_a_lost_step_is_seen(tmp_path, line, said):
     assert problem.endswith(said) and bool(problem) == bool(said) and (step == 3) == (not said)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_run_that_is_started_again_ends_as_if_nothing_had_been():
     outcome = restarts.run(quick=True)
     assert not outcome.failures, "\n".join(outcome.failures)

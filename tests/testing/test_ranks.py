@@ -147,6 +147,7 @@ def test_a_stopped_rank_is_ended_too():
     assert "rank 0\n(no stack: the process could not run)" in str(failure(stop, 2, timeout=1.0))
 
 
+@pytest.mark.full
 def test_a_failure_does_not_wait_for_ranks_that_go_on():
     def one_fails(rank: int, world_size: int) -> None:
         if rank == 1:
