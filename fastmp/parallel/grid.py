@@ -82,6 +82,12 @@ class RankGrid:
         """The axes of the expert grid, fastest first."""
         return tuple(_TO_EXPERT[axis] for axis in self.order if axis in _TO_EXPERT)
 
+    @property
+    def etp_varies_first(self) -> bool:
+        """Whether neighbours in an etp-ep group are ranks of one etp group, not of one ep group."""
+        axes = self.expert_axes
+        return "etp" not in axes or "ep" not in axes or axes.index("etp") < axes.index("ep")
+
     def size(self, axis: str) -> int:
         """The number of ranks along one axis of either grid."""
         if axis not in DENSE_AXES + EXPERT_AXES:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastmp.parallel.grid import DENSE_AXES, EXPERT_AXES, RankGrid
+from fastmp.parallel.peers import PeerExchange
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 # Axes with collectives that run beside compute: reductions of buckets, tensor-parallel ones behind a product,
@@ -55,6 +56,9 @@ class ParallelGroups:
     holds all experts. Where only one of several axes has more than one rank, its own group serves, but for
     `dp_cp`.
 
+    `exchange` is the memory through which ranks of `etp_ep` send each other rows where the dispatcher is
+    "symmetric"; None where one rank has all experts. Nothing is allocated before it is used.
+
     `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
     included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
     world of one).
@@ -77,6 +81,7 @@ class ParallelGroups:
     tp_cp_dp: ProcessGroup | None = None
     etp_ep: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
+    exchange: PeerExchange | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
@@ -145,6 +150,15 @@ class ParallelGroups:
             "etp_ep": join("etp", "ep"),
             "embedding": make("embedding"),
         }
+        exchange = None
+        if (etp_ep := groups["etp_ep"]) is not None:
+            exchange = PeerExchange(
+                etp_ep,
+                etp=grid.size("etp"),
+                ep=grid.size("ep"),
+                etp_varies_first=grid.etp_varies_first,
+                timeout=timeout.total_seconds(),
+            )
         same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
         groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
         singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
@@ -161,6 +175,7 @@ class ParallelGroups:
             grid=grid,
             rank=rank,
             **groups,
+            exchange=exchange,
             mesh=mesh(grid.dense_axes, DENSE_AXES),
             expert_mesh=mesh(grid.expert_axes, EXPERT_AXES),
         )

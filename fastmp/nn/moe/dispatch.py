@@ -63,14 +63,12 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
         assert groups.etp is not None
         return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=_within(groups.etp, groups.tp))
     kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
-    axes = groups.grid.expert_axes
-    etp_first = "etp" not in axes or "ep" not in axes or axes.index("etp") < axes.index("ep")
     return kind(
         moe.num_experts,
         ep_group=groups.ep,
         etp_group=groups.etp,
         etp_ep_group=groups.etp_ep,
-        etp_varies_first=etp_first,
+        etp_varies_first=groups.grid.etp_varies_first,
     )
 
 

@@ -1,0 +1,248 @@
+"""Memory of each rank of a group that all ranks of the group read and write: shared on a CPU, NVLink on GPUs.
+
+Kernels reach it by address (`PeerMemory.pointers`), so rows go to another rank without its host, or this
+one, knowing how many there are. Who may write what when, kernels see to: `fastmp.ops.exchange`.
+
+On a CPU each rank makes an anonymous file, which no directory ever lists: the others map it through /proc
+while its maker waits for them. The kernel frees it with its last map, however its ranks end, and takes no
+memory for pages that nobody writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fastmp.parallel.exchange import ExchangeLayout, row_capacity
+
+__all__ = ["ExchangeViews", "PeerExchange", "PeerMemory"]
+
+
+class PeerMemory:
+    """`nbytes` of each rank of `group`, zeros at first, which all of its ranks can read and write.
+
+    Ranks make it together, and their hosts talk to each other: outside of graphs only.
+
+    local: this rank's bytes (nbytes,) uint8.
+    pointers: (R,) int64 on the device: where this process has the memory of each rank of the group.
+
+    Args:
+        device: a CPU; a GPU that reaches those of its peers, see `torch.distributed._symmetric_memory`; or
+            "meta", where there are shapes only.
+
+    Raises ValueError, on all ranks: they ask for different sizes, or run on several machines; RuntimeError
+    where one of them cannot get the memory, or reach that of another.
+    """
+
+    def __init__(self, group: ProcessGroup, nbytes: int, device: torch.device | str) -> None:
+        self.group, self.nbytes, device = group, nbytes, torch.device(device)
+        self._kept: Any = None  # what holds the memory of peers
+        if device.type == "meta":
+            self.local = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            self.pointers = torch.empty(group.size(), dtype=torch.int64, device=device)
+            return
+        _agree_on_place(group, nbytes)
+        if device.type == "cpu":
+            maps = _map_files(group, nbytes)
+            self.local, addresses = maps[group.rank()], [each.data_ptr() for each in maps]
+            self._kept = maps
+        else:
+            self.local, addresses, self._kept = _rendezvous(group, nbytes, device)
+        self.pointers = torch.tensor(addresses, dtype=torch.int64, device=device)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PeerMemory:
+        return self  # peers know one address
+
+
+class ExchangeViews(NamedTuple):
+    """A rank's memory as the ops of `fastmp.ops.exchange` take it; `rows` is (2, C, H)."""
+
+    flags: Tensor
+    counts: Tensor
+    rows: Tensor
+    distances: Tensor
+    rank: int
+    timeout: float
+
+    @property
+    def capacity(self) -> int:
+        return self.rows.shape[1]
+
+
+class PeerExchange:
+    """The memory through which the ranks of an etp-ep group send each other rows, once it is reserved.
+
+    All layers share it, forward and backward: an exchange is over before the next one needs its half of it.
+
+    Args:
+        group: the etp-ep group, whose ranks are in the order of the grid.
+        etp, ep: its sizes.
+        etp_varies_first: neighbours in `group` are ranks of one etp group, not of one ep group.
+        timeout: seconds that a CPU waits for a peer; a GPU waits until the job is ended.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, *, etp: int, ep: int, etp_varies_first: bool, timeout: float
+    ) -> None:
+        self.group, self.etp, self.ep, self.timeout = group, etp, ep, timeout
+        numbers = torch.arange(etp * ep)
+        # Of each rank in the order (etp, ep): its number in the group.
+        self._order = (numbers.view(ep, etp).t() if etp_varies_first else numbers.view(etp, ep)).reshape(-1)
+        self.rank = int((self._order == group.rank()).nonzero())
+        self.memory: PeerMemory | None = None
+        self._reserved: tuple[Any, ...] = ()
+        self._views: ExchangeViews | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PeerExchange:
+        return self  # the peers of a copy are the same
+
+    def reserve(
+        self, tokens: Tensor, *, top_k: int, experts: int, factor: float | None = None
+    ) -> ExchangeViews:
+        """Return the memory for `tokens` (T, H); the first call, on all ranks together, gets it.
+
+        It has room for the most tokens that a rank of that call has, of their width and dtype, see
+        `fastmp.parallel.exchange.row_capacity`. What is reserved stays where it is, for graphs.
+
+        Raises ValueError for more tokens than that or others, and as `PeerMemory`; RuntimeError where the
+        first call is captured.
+        """
+        wanted = (tokens.shape[1], tokens.dtype, tokens.device, experts, top_k, factor)
+        if self._views is None or self._views.rows.is_meta:
+            self._views, self._room = self._reserve(tokens, top_k, experts, factor)
+            self._reserved = wanted
+        if wanted != self._reserved:
+            raise ValueError(
+                "PeerExchange: layers that share memory exchange rows of one kind; (hidden, dtype, device, "
+                f"experts, top_k, capacity) are {wanted}, but it was reserved for {self._reserved}"
+            )
+        if len(tokens) > self._room:
+            raise ValueError(
+                f"PeerExchange: {len(tokens)} tokens of a rank, but its first batch reserved memory for "
+                f'{self._room}; begin with the largest batch, or use moe.dispatcher "alltoall"'
+            )
+        return self._views
+
+    def _reserve(
+        self, tokens: Tensor, top_k: int, experts: int, factor: float | None
+    ) -> tuple[ExchangeViews, int]:
+        device, ranks, hidden = tokens.device, self.etp * self.ep, tokens.shape[1]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "PeerExchange: the memory of peers is reserved by hosts; run one batch eagerly first"
+            )
+        room = len(tokens) if device.type == "meta" else max(_gather(len(tokens), self.group))
+        sizes = {"top_k": top_k, "experts": experts, "ep": self.ep, "etp": self.etp}
+        capacity = row_capacity(room, **sizes, factor=factor)
+        layout = ExchangeLayout(ranks, experts, hidden, tokens.element_size(), capacity)
+        self.memory = memory = PeerMemory(self.group, layout.nbytes, device)
+
+        def view(start: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            nbytes = math.prod(shape) * dtype.itemsize
+            return memory.local[start : start + nbytes].view(dtype).view(shape)
+
+        pointers = memory.pointers[self._order.to(device)]
+        views = ExchangeViews(
+            flags=view(0, ranks + 1),
+            counts=view(layout.counts_at, 2, ranks, experts + 1),
+            rows=view(layout.rows_at, 2, capacity, hidden, dtype=tokens.dtype),
+            distances=(pointers - pointers[self.rank]).view(self.etp, self.ep),
+            rank=self.rank,
+            timeout=self.timeout,
+        )
+        return views, room
+
+
+class _Place(NamedTuple):
+    """Which processes can share memory: those with the same boot of a machine, and the same process ids."""
+
+    host: str
+    boot: str
+    processes: str
+
+
+def _place() -> _Place:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return _Place(socket.gethostname(), boot.read_text().strip(), os.readlink("/proc/self/ns/pid"))
+
+
+def _agree_on_place(group: ProcessGroup, nbytes: int) -> None:
+    everyones = _gather((nbytes, _place()), group)
+    sizes, places = [size for size, _ in everyones], [place for _, place in everyones]
+    if nbytes < 1 or len(set(sizes)) > 1:
+        raise ValueError(f"PeerMemory: ranks of one group ask for the same number of bytes, got {sizes}")
+    for rank, place in enumerate(places):
+        if place[1:] != places[0][1:]:
+            raise ValueError(
+                f"PeerMemory: ranks 0 and {rank} of the group share no memory: they run on "
+                f"{places[0].host} and {place.host}; "
+                'across machines, and containers, experts need moe.dispatcher "alltoall" or "allgather"'
+            )
+
+
+def _map_files(group: ProcessGroup, nbytes: int) -> list[Tensor]:
+    """Map a file of each rank."""
+    own, problem = -1, ""
+    try:
+        own = os.memfd_create("fastmp-peers")
+        os.ftruncate(own, nbytes)
+    except OSError as error:
+        problem = f"cannot make {nbytes} bytes of shared memory: {error}"
+    try:
+        files = _gather((os.getpid(), own, problem), group)
+        _raise_first([problem for *_, problem in files])
+        maps: list[Tensor] = []
+        try:
+            for pid, file, _ in files:
+                maps.append(_mapped(f"/proc/{pid}/fd/{file}", nbytes))
+        except RuntimeError as error:
+            problem = f"cannot map the memory of rank {len(maps)}: {error}"
+        _raise_first(_gather(problem, group))  # and from here on nobody needs the numbers of files
+    finally:
+        if own >= 0:
+            os.close(own)
+    return maps
+
+
+def _mapped(path: str, nbytes: int) -> Tensor:
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+
+
+def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple[Tensor, list[int], Any]:
+    """Allocate symmetric memory of torch and exchange its handles: the tensor, addresses, and the handle."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    problem = ""
+    try:
+        local = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+        local.zero_()
+    except RuntimeError as error:
+        problem = f"cannot allocate {nbytes} bytes of symmetric memory on {device}: {error}"
+    _raise_first(_gather(problem, group))
+    handle = symmetric.rendezvous(local, group)
+    starts = handle.buffer_ptrs
+    offsets = _gather(local.data_ptr() - starts[group.rank()], group)  # allocators may cut one block up
+    torch.cuda.synchronize(device)  # a peer may write once it has heard of these zeros
+    dist.barrier(group)
+    return local, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle
+
+
+def _gather(value: Any, group: ProcessGroup) -> list[Any]:
+    everyones: list[Any] = [value] * group.size()
+    dist.all_gather_object(everyones, value, group=group)
+    return everyones
+
+
+def _raise_first(problems: list[str]) -> None:
+    """RuntimeError, on all ranks, with the problem of the first one that has one."""
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise RuntimeError(f"PeerMemory: rank {rank} of the group {problem}")
