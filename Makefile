@@ -42,7 +42,7 @@ test:
 
 # What continuous integration runs after `make test`: the full set, then ops and layers again, as torch and our own kernels
 # compute on older processors: last bits differ there.
-COMPUTE := tests/ops tests/nn tests/parallel
+COMPUTE := tests/ops tests/nn $(addprefix tests/parallel/test_,layers.py linear_loss.py loss.py)
 test-ci:
 	@$(SETUP) test
 	@status=0; export CUDA_VISIBLE_DEVICES=; pytest="$(VENV) -m pytest $(KEEP_GOING) $(WORKERS)"; \

@@ -114,7 +114,7 @@ ALLOWED = {
     },
     "fastmp.evaluation": {
         *("evaluation", "commands", "config", "files", "nn", "parallel", "train", "_lazy"),
-        *("generation.command", "generation.load"),
+        *("generation.command", "generation.load", "generation.on_ranks"),
     },
     **{
         f"fastmp.evaluation.{name}": {"files"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import zlib
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,18 +13,18 @@ from typing import Any
 import torch.distributed as dist
 
 import fastmp
-from fastmp.config import Environment, GPTConfig
+from fastmp.config import GPTConfig
 from fastmp.evaluation.journal import Journal
 from fastmp.evaluation.loop import evaluate
 from fastmp.evaluation.report import Progress, table
 from fastmp.evaluation.tasks import Task, heldout_task, lambada_task, wikitext_task
 from fastmp.files import write_whole
 from fastmp.generation.load import load_model, make_groups, model_tokenizer, open_weights
+from fastmp.generation.on_ranks import run_on_ranks
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.runtime import Runtime, init, main_guard
+from fastmp.parallel.runtime import Runtime
 from fastmp.train.checkpoint.load import agree
 from fastmp.train.checkpoint.storage import CheckpointReader
-from fastmp.train.command import first_rank_speaks
 from fastmp.train.trainer import DTYPES
 
 __all__ = ["run"]
@@ -38,25 +37,7 @@ def run(options: Namespace) -> int:
 
     BrokenPipeError where nobody reads the result any more.
     """
-    made: list[dict[str, Any]] = []
-    status = main_guard(lambda: _job(options, made))
-    for result in made:
-        print(table([result]))
-    return status
-
-
-def _job(options: Namespace, made: list[dict[str, Any]]) -> None:
-    """Add to `made`, on the first rank, the result."""
-    try:
-        with first_rank_speaks(Environment.read().rank or 0):
-            runtime = init()
-            result = _evaluate(options, runtime)
-    except (ValueError, OSError) as error:
-        print(f"fastmp eval: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    if runtime.rank == 0:
-        made.append(result)
-    runtime.close()
+    return run_on_ranks("eval", partial(_evaluate, options), lambda result: print(table([result])))
 
 
 def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:

@@ -10,12 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fastmp.config import Environment
 from fastmp.generation.load import ends_of, load_model, make_groups, model_tokenizer, open_weights
 from fastmp.generation.loop import Generated, check_prompts, generate
-from fastmp.parallel.runtime import Runtime, init, main_guard
+from fastmp.generation.on_ranks import run_on_ranks
+from fastmp.parallel.runtime import Runtime
 from fastmp.train.checkpoint.load import agree
-from fastmp.train.command import first_rank_speaks
 from fastmp.train.generate import check_choice
 from fastmp.train.trainer import DTYPES
 
@@ -27,25 +26,7 @@ def run(options: Namespace) -> int:
 
     BrokenPipeError where nobody reads the texts any more.
     """
-    made: list[Generated] = []
-    status = main_guard(lambda: _job(options, made))
-    for generated in made:
-        _print(options.prompt, generated)
-    return status
-
-
-def _job(options: Namespace, made: list[Generated]) -> None:
-    """Add to `made`, on the first rank, what was generated."""
-    try:
-        with first_rank_speaks(Environment.read().rank or 0):
-            runtime = init()
-            generated = _generate(options, runtime)
-    except (ValueError, OSError) as error:
-        print(f"fastmp generate: {str(error).removeprefix('generate: ')}", file=sys.stderr)
-        raise SystemExit(2) from None
-    if runtime.rank == 0:
-        made.append(generated)
-    runtime.close()
+    return run_on_ranks("generate", partial(_generate, options), partial(_print, options.prompt))
 
 
 def _print(prompts: list[str], generated: Generated) -> None:

@@ -139,7 +139,7 @@ def fixed_order(rank: int, world: int) -> int:
 
 
 def planned_order(rank: int, world: int) -> tuple[int, int]:
-    """Of the messages of a planned step, how many that arrive are another's, and how many this rank sends."""
+    """Count the messages of a planned step that arrive in place of others, and those that this rank sends."""
     plan = program(rank, Schedule(world, 8, 2).orders())
     works, arrived, sent = list[dist.Work | None](), list[tuple[Tensor, Tensor]](), 0
     for message in (message for posts in plan.posts for message in posts):

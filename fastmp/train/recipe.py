@@ -318,6 +318,8 @@ def _build(cls: type, content: dict[str, Any], table: str, errors: list[str], un
         # What follows only from a field that has already been complained about is left out.
         errors += [line for line, words in lines if not (unclear | wrong) & words]
         more = {key for key in values if any(key in words for _, words in lines)} - wrong
+        if not more and wrong >= values.keys():
+            raise ValueError(f"{cls.__name__}: its defaults are wrong: " + "; ".join(errors))
         wrong |= more or set(values)
     unused.update(f"{table}.{key}" for key in wrong)
     return made

@@ -86,7 +86,7 @@ class BlendedDataset:
     def batch(
         self, step: int, microbatch: int, num_microbatches: int, dp_rank: int, dp_size: int
     ) -> dict[str, Any]:
-        """As `TokenDataset.batch`."""
+        """The microbatch of a rank, as `TokenDataset.batch` returns it."""
         first = first_sample(step, microbatch, num_microbatches, dp_rank, dp_size, self.micro_batch_size)
         sources, samples = self.blend.locate(first, self.micro_batch_size)
         windows = np.empty((self.micro_batch_size, self.seq_len + 1), np.int64)

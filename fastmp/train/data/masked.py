@@ -142,7 +142,7 @@ class MaskedDataset:
         return None
 
     def held_out(self) -> list[tuple[str, float, MaskedDataset]]:
-        """As that of `TokenDataset`."""
+        """The one held-out set, in the form that `TokenDataset.held_out` has."""
         return [(str(self.validation.path), 1.0, self)]
 
     @property
@@ -223,7 +223,7 @@ class MaskedDataset:
     def _segments(
         self, windows: Windows, samples: Ints, keys: Keys, draws: Draws
     ) -> tuple[Ints, Bools, Segments]:
-        """Of each sample: text around its window (n, K), which tokens of it begin words, and its halves."""
+        """The text around each sample's window (n, K), which tokens of it begin words, and its halves."""
         grid = self._grid
         begins, lengths, starts = windows.find(samples, keys)
         origins = starts - grid.reach - LOOKBACK  # where in the document the text begins, even before it
@@ -282,7 +282,7 @@ class Windows:
         self.count = int(self._before[-1])
 
     def find(self, windows: Ints, keys: Keys) -> tuple[Ints, Ints, Ints]:
-        """Of each of `windows` (n,): its document's first token and length, and where in it that begins.
+        """The first token and the length of each window's document, and where in it the window (n,) begins.
 
         keys: of their epochs.
         """

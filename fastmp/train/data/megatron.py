@@ -140,7 +140,7 @@ class MegatronSplit:
         return begins
 
     def texts(self, documents: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of `documents` by number, without end-of-text: the first token and the number of tokens.
+        """The first token and the number of tokens of `documents`, by number, without end-of-text.
 
         Whether documents end with it, the first one of the split that has a token says.
         """
