@@ -5,6 +5,7 @@ Importing this package registers every op.
 
 from __future__ import annotations
 
+import fastmp.ops.exchange  # noqa: F401  # ops for dispatchers, which call them by their module
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.adamw import adamw_
 from fastmp.ops.capacity import apply_capacity

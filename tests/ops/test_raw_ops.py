@@ -66,9 +66,11 @@ def test_a_tensor_of_another_device_does_not_reach_a_kernel(op):
 @pytest.mark.parametrize("value", [-1, 1 << 20, torch.iinfo(torch.int32).max, torch.iinfo(torch.int32).min])
 def test_an_index_out_of_range_is_refused_or_means_what_the_reference_says(op, value):
     reference = OPS[op].implementations["reference"]
-    for place, _, sample in tensors_of(op):
+    for place, name, sample in tensors_of(op):
         if sample[place].dtype not in INTEGERS or sample[place].dim() == 0:
             continue
+        if name == "distances":
+            continue  # bytes to other ranks' memory, of which nobody knows where it is
         wrong = sample[place].clone()
         wrong.view(-1)[wrong.numel() // 2] = value
         arguments = replaced(sample, place, wrong)
