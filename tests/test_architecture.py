@@ -182,7 +182,10 @@ STDLIB_ONLY = (
     *("fastmp.prove", *(f"fastmp.prove.{name}" for name in ("claims", "command", "page", "run"))),
     *(
         f"fastmp.parallel.{name}"
-        for name in ("exchange", "grid", "launchers", "messages", "schedule", "shards", "simulate", "verdict")
+        for name in (
+            *("exchange", "grid", "launchers", "messages", "overlap", "schedule", "shards", "simulate"),
+            "verdict",
+        )
     ),
     "fastmp.train.checkpoint.boxes",
     *(f"fastmp.finetune.{name}" for name in ("formats", "metrics", "results", "selection", "tasks")),

@@ -47,6 +47,9 @@ class Schedule:
     vpp: chunks of the model on each rank.
     group_size: microbatches that go through a chunk before the next chunk; None: pp. Ignored where vpp is 1.
     name: one of `SCHEDULES`.
+    overlap: whether each forward between warm-up and end runs beside the backward that follows it, see
+        `pairs`, so that what one of them exchanges hides behind what the other computes. The warm-up is
+        longer then: no backward needs the forward beside it, nor keeps its neighbours waiting.
 
     "1f1b" with pp 1 is a forward and its backward for each microbatch; with vpp 1 it is 1F1B with a flush
     (Narayanan et al. 2020, arXiv:2006.09503); with more chunks it is interleaved 1F1B (Narayanan et al. 2021,
@@ -54,8 +57,8 @@ class Schedule:
     of Qi et al. 2023, arXiv:2401.10241, here with any vpp).
 
     ValueError if a size is not positive, or if an interleaved order would deadlock or stall: group_size < pp,
-    or a last group of fewer than pp microbatches. With `check=False` such orders are made all the same, for a
-    simulator to show why.
+    or a last group of fewer than pp microbatches; and for `overlap` of a schedule that splits backwards. With
+    `check=False` orders that wait are made all the same, for a simulator to show why.
     """
 
     pp: int
@@ -63,6 +66,7 @@ class Schedule:
     vpp: int = 1
     group_size: int | None = None
     name: str = "1f1b"
+    overlap: bool = False
     check: InitVar[bool] = field(default=True, kw_only=True)
 
     def __post_init__(self, check: bool) -> None:
@@ -74,6 +78,10 @@ class Schedule:
                 raise ValueError(f"Schedule: {name} must be a positive integer, got {size!r}")
         if self.name not in SCHEDULES:
             raise ValueError(f"Schedule: unknown schedule {self.name!r}; choose from {', '.join(SCHEDULES)}")
+        if self.overlap and self.splits_backwards:
+            raise ValueError(
+                f"Schedule: overlap is of 1f1b, got {self.name!r}, whose backwards are two steps each"
+            )
         if check and self.vpp > 1:
             self._check_groups()
 
@@ -119,7 +127,8 @@ class Schedule:
 
         They fill the time until the first backward comes up from the last stage. With interleaved 1F1B that
         takes two forwards for each rank on the way, one while the microbatch goes down and one while its
-        gradient comes up: a rank that idled would keep those behind it waiting. Where backwards of inputs are
+        gradient comes up: a rank that idled would keep those behind it waiting. So it does with `overlap`,
+        whatever vpp is, and the first backward runs beside one forward more. Where backwards of inputs are
         steps of their own, they come up fast enough for one forward a rank.
         """
         if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < self.pp:
@@ -127,9 +136,18 @@ class Schedule:
         behind = self.pp - 1 - rank
         if self.vpp > 1 and self.splits_backwards:
             behind += (self.vpp - 1) * min(self._group_size, self.num_microbatches)
-        elif self.vpp > 1:
-            behind += behind + (self.vpp - 1) * self._group_size
+        elif self.vpp > 1 or self.overlap:
+            behind += behind + (self.vpp - 1) * self._group_size + self.overlap
         return min(behind, self.num_microbatches * self.vpp)
+
+    def pairs(self, rank: int) -> range:
+        """The places in a rank's order of forwards that run beside the next step; none without `overlap`."""
+        first, every = self.warmup(rank), self.num_microbatches * self.vpp
+        return range(first, 2 * every - first if self.overlap else first, 2)
+
+    def all_pairs(self) -> tuple[range, ...]:
+        """The pairs of all ranks, as `simulate` takes them."""
+        return tuple(self.pairs(rank) for rank in range(self.pp))
 
     def peak_in_flight(self, rank: int) -> int:
         """The most chunk activations that a rank holds: forwards whose backward is not complete.

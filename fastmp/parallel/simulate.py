@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -40,17 +40,21 @@ class Costs:
     A time is a number, or one for each of the pp * vpp stages (first to last) where they differ: by an
     embedding, a loss, unequal numbers of layers. A backward that is not split takes the time of both halves.
     With recomputation, add the forward to `backward_input`. `p2p` is latency: neither rank is busy meanwhile.
+    `hidden` is the time by which a forward and a backward that run at once take less than one after the
+    other, though not less than the longer one.
     """
 
     forward: float | Sequence[float] = 1.0
     backward_input: float | Sequence[float] = 1.0
     backward_weight: float | Sequence[float] = 1.0
     p2p: float = 0.0
+    hidden: float = 0.0
 
     def by_kind(self, stages: int) -> dict[str, list[float]]:
         """The costs of every stage. ValueError where they are negative, infinite, or not one for a stage."""
-        if not 0 <= self.p2p < math.inf:
-            raise ValueError(f"simulate: cost p2p must be 0 or more, got {self.p2p}")
+        for name in ("p2p", "hidden"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"simulate: cost {name} must be 0 or more, got {getattr(self, name)}")
         costs = {}
         for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT):
             given = getattr(self, kind)
@@ -84,9 +88,12 @@ class Simulation:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank works."""
+        """The time that each rank works; where two steps run at once it counts once."""
         rows = zip(self.starts, self.ends)
-        return tuple(sum(end - start for start, end in zip(starts, ends)) for starts, ends in rows)
+        return tuple(
+            sum(end - max(start, before) for start, end, before in zip(starts, ends, (0.0, *ends)))
+            for starts, ends in rows
+        )
 
     @property
     def bubble(self) -> float:
@@ -119,37 +126,65 @@ class Simulation:
             path.append(Event(rank, step, start, end))
             if start == 0.0:
                 break
+            near = range(max(i - 1, 0), min(i + 2, len(self.ends[rank])))
+            at_once = [j for j in near if start < end and self.starts[rank][j] == start] or [i]
+            i = at_once[0]
             if i and self.ends[rank][i - 1] == start:
                 i -= 1
                 continue
-            rank, needed = _needed(rank, step, pp, self.vpp)
-            i, steps = bisect_left(self.ends[rank], start - p2p - 1e-9 * start), self.orders[rank]
-            while steps[i][1:] != needed[1:] or not _gives(steps[i].kind, needed.kind):
-                i += 1
+            for j in at_once:  # what either of two waited for
+                other, needed = _needed(rank, self.orders[rank][j], pp, self.vpp)
+                found = self._ended(other, needed, start - p2p)
+                if found is not None:
+                    break
+            assert found is not None, "nothing that a step waited for ended when it began"
+            rank, i = other, found
         return tuple(reversed(path))
+
+    def _ended(self, rank: int, needed: Step, time: float) -> int | None:
+        """The place of the step of `rank` that gives `needed`, if it ended at that time."""
+        ends, steps = self.ends[rank], self.orders[rank]
+        i = bisect_left(ends, time - 1e-9 * time)
+        while i < len(ends) and ends[i] <= time + 1e-9 * time:
+            if steps[i][1:] == needed[1:] and _gives(steps[i].kind, needed.kind):
+                return i
+            i += 1
+        return None
 
 
 def simulate(
-    orders: Sequence[Sequence[Step]], costs: Costs | None = None, *, forward_only: bool = False
+    orders: Sequence[Sequence[Step]],
+    costs: Costs | None = None,
+    *,
+    forward_only: bool = False,
+    pairs: Sequence[Container[int]] = (),
 ) -> Simulation:
     """Simulate the orders of all ranks, `orders[rank]`.
 
     They must be complete: on every rank, every microbatch goes through every chunk once forward and once
     backward (in one step, or of inputs and then of weights); with `forward_only`, forward alone, and nothing
-    is held for a backward. ValueError naming rank and step where one is malformed, or where ranks wait for
-    each other for ever.
+    is held for a backward. `pairs` has for each rank the places of forwards that start and end with the
+    backward behind them, as `Schedule.all_pairs` gives them. ValueError naming rank and step where one is
+    malformed, or where ranks wait for each other for ever.
     """
     checked, num_microbatches, vpp = _checked(orders, forward_only)
     costs = costs or Costs()
-    starts, ends = _times(checked, costs, vpp, num_microbatches)
+    starts, ends = _times(checked, costs, vpp, num_microbatches, pairs)
     peaks = tuple(1 if forward_only else _peak(steps) for steps in checked)
     return Simulation(checked, costs, vpp, num_microbatches, peaks, starts, ends)
 
 
 def _times(
-    orders: tuple[tuple[Step, ...], ...], costs: Costs, vpp: int, num_microbatches: int
+    orders: tuple[tuple[Step, ...], ...],
+    costs: Costs,
+    vpp: int,
+    num_microbatches: int,
+    pairs: Sequence[Container[int]],
 ) -> tuple[tuple[list[float], ...], tuple[list[float], ...]]:
-    """The starts and ends of all steps. A rank goes on until an input is not there; its maker wakes it."""
+    """The starts and ends of all steps. A rank goes on until an input is not there; its maker wakes it.
+
+    A forward that runs beside the next step waits for what that one needs as well.
+    """
     pp = len(orders)
     stages, last = pp * vpp, pp * vpp - 1
     took = costs.by_kind(stages)
@@ -158,14 +193,15 @@ def _times(
     done = [_NEVER] * (2 * size)
     starts: tuple[list[float], ...] = tuple([] for _ in orders)
     ends: tuple[list[float], ...] = tuple([] for _ in orders)
-    waits_for = [-1] * pp
+    waits_for, stuck_at = [-1] * pp, [0] * pp
+    beside = [_backwards_beside(rank, orders[rank], pairs[rank] if pairs else ()) for rank in range(pp)]
     ready = deque(range(pp))
     while ready:
         rank = ready.popleft()
         rank_starts, rank_ends = starts[rank], ends[rank]
         now = rank_ends[-1] if rank_ends else 0.0
         waits_for[rank] = -1
-        steps = orders[rank]
+        steps, backwards = orders[rank], beside[rank]
         for i in range(len(rank_ends), len(steps)):
             kind, microbatch, chunk = steps[i]
             stage = chunk * pp + rank
@@ -182,21 +218,49 @@ def _times(
             if needed >= 0:
                 arrived = done[needed]
                 if arrived < 0:
-                    waits_for[rank] = needed
+                    waits_for[rank], stuck_at[rank] = needed, i
                     break
                 arrived += p2p
                 if arrived > now:
                     now = arrived
-            rank_starts.append(now)
-            now += took[kind][stage]
+            start, length = now, took[kind][stage]
+            if i in backwards:
+                other = backwards[i] * pp + rank
+                if other < last:
+                    needed = size + (other + 1) * num_microbatches + steps[i + 1].microbatch
+                    if done[needed] < 0:
+                        waits_for[rank], stuck_at[rank] = needed, i + 1
+                        break
+                    start = max(start, done[needed] + p2p)
+                lengths = (length, took[BACKWARD][other])
+                length = max(*lengths, sum(lengths) - costs.hidden)
+            elif i - 1 in backwards:
+                start, length = rank_starts[-1], now - rank_starts[-1]
+            rank_starts.append(start)
+            now = start + length
             rank_ends.append(now)
             if slot >= 0:
                 done[slot] = now
                 if waits_for[neighbour] == slot:
                     ready.append(neighbour)
     if any(len(rank_ends) < len(steps) for rank_ends, steps in zip(ends, orders)):
-        raise ValueError(_deadlock(orders, [len(rank_ends) for rank_ends in ends], vpp))
+        raise ValueError(_deadlock(orders, stuck_at, vpp))
     return starts, ends
+
+
+def _backwards_beside(rank: int, steps: tuple[Step, ...], pairs: Container[int]) -> dict[int, int]:
+    """{the place of a forward that runs beside the step behind it: the chunk of that backward}."""
+    found = {}
+    for i, step in enumerate(steps):
+        if i in pairs:
+            other = steps[i + 1] if i + 1 < len(steps) else None
+            if step.kind != FORWARD or other is None or other.kind != BACKWARD or other[1:] == step[1:]:
+                raise ValueError(
+                    f"simulate: rank {rank} step {i}, {step}, cannot run beside the next one, {other}: a "
+                    "forward and the backward of another microbatch or chunk can"
+                )
+            found[i] = other.chunk
+    return found
 
 
 def _needed(rank: int, step: Step, pp: int, vpp: int) -> tuple[int, Step]:

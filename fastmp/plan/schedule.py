@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fastmp.commands import Parser
 from fastmp.parallel.schedule import (
@@ -37,24 +37,28 @@ def main(arguments: list[str]) -> int:
         help="microbatches through a chunk before the next one (default: pp)",
     )
     parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
+    parser.add_argument(
+        "--overlap", action="store_true", help="run a forward beside each backward that is not of the end"
+    )
     for name, text in [
         ("forward", "time of a chunk's forward"),
         ("backward-input", "time of a chunk's backward of its inputs"),
         ("backward-weight", "time of a chunk's backward of its weights"),
         ("p2p", "time of a message between two ranks"),
+        ("hidden", "time by which a forward and a backward at once are shorter, with --overlap"),
     ]:
-        default = 0.0 if name == "p2p" else 1.0
+        default = 0.0 if name in ("p2p", "hidden") else 1.0
         parser.add_argument(
             f"--{name}", type=float, default=default, metavar="X", help=f"{text} (default: {default:g})"
         )
     parser.add_argument("--json", action="store_true", help="orders, warm-up, peaks and bubble, as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw it: png, svg or pdf")
     options = parser.parse_args(arguments)
-    costs = Costs(options.forward, options.backward_input, options.backward_weight, options.p2p)
+    times = (options.forward, options.backward_input, options.backward_weight, options.p2p, options.hidden)
     sizes = (options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule)
     try:
-        schedule = Schedule(*sizes)
-        run = simulate(schedule.orders(), costs)
+        schedule = Schedule(*sizes, overlap=options.overlap)
+        run = simulate(schedule.orders(), Costs(*times), pairs=schedule.all_pairs())
         if options.plot:
             _plot_schedule(run, schedule, options.plot)
     except (ValueError, OSError) as error:
@@ -80,6 +84,9 @@ def schedule_facts(run: Simulation, schedule: Schedule) -> dict[str, object]:
         "orders": [[list(step) for step in order] if split else integers(order) for order in run.orders],
         "warmup": [schedule.warmup(rank) for rank in range(schedule.pp)],
         "peak_in_flight": list(run.peak_activations),
+        **(
+            {"pairs": [list(schedule.pairs(rank)) for rank in range(schedule.pp)]} if schedule.overlap else {}
+        ),
         "bubble": run.bubble,
     }
 
@@ -88,12 +95,15 @@ def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
     """Yield the lines that a person reads: figures, then each rank's steps as `_short` writes them."""
     pp, path = schedule.pp, run.critical_path
     groups = f" in groups of {schedule.group_size or pp}" if run.vpp > 1 else ""
-    yield f"{schedule.name}: pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
+    sizes = f"pp {pp} x vpp {run.vpp}, {run.num_microbatches} microbatches{groups}"
+    yield f"{schedule.name}{' with overlap' * schedule.overlap}: {sizes}"
     yield (
         f"bubble {run.bubble:.4g} of the work: ranks idle {run.bubble / (1 + run.bubble):.1%} of "
         f"{run.makespan:g}, while a forward takes {run.costs.forward:g}, its backward "
         f"{run.costs.backward_input:g} + {run.costs.backward_weight:g}, a message {run.costs.p2p:g}"
     )
+    if schedule.overlap:
+        yield f"a forward and a backward that run at once take {run.costs.hidden:g} less"
     steps = sum(event.end - event.start for event in path)
     yield f"critical path: {len(path)} steps take {steps:g}, messages {run.makespan - steps:g}\n"
     width = len(str(pp - 1))
@@ -102,11 +112,20 @@ def describe_schedule(run: Simulation, schedule: Schedule) -> Iterator[str]:
             if rank == pp - 2:
                 yield "..."
             continue
-        texts = [_short(step) for step in order]
+        texts = [*_texts(order, schedule.pairs(rank))]
         if len(texts) > _MOST_STEPS:
             texts = [*texts[: _MOST_STEPS // 2], "...", *texts[-_MOST_STEPS // 4 :]]
         first, peak = schedule.warmup(rank), run.peak_activations[rank]
         yield f"rank {rank:<{width}}  warm-up {first:<3} peak {peak:<3}  {' '.join(texts)}"
+
+
+def _texts(order: Sequence[Step], pairs: range) -> Iterator[str]:
+    """Yield each step, or two that run at once with a | between them."""
+    for i, step in enumerate(order):
+        if i in pairs:
+            yield f"{_short(step)}|{_short(order[i + 1])}"
+        elif i - 1 not in pairs:
+            yield _short(step)
 
 
 def _short(step: Step) -> str:
@@ -120,5 +139,5 @@ def _plot_schedule(run: Simulation, schedule: Schedule, out: str) -> None:
     from fastmp.plan.schedule_plot import draw
 
     sizes = f"pp {schedule.pp}, vpp {schedule.vpp}, {schedule.num_microbatches} microbatches"
-    title = f"{schedule.name}, {sizes}: bubble {run.bubble:.3g}"
+    title = f"{schedule.name}{' with overlap' * schedule.overlap}, {sizes}: bubble {run.bubble:.3g}"
     draw([run.timeline(rank) for rank in range(schedule.pp)], out, title=title)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ _MOST_LABELS = 1500  # more boxes than this have no room for the number of their
 def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = "") -> None:
     """Draw `timelines[rank]`, simulated or measured, to `out` (png, svg or pdf, by its ending).
 
-    A box says the number of its microbatch. ImportError without matplotlib, ValueError for an ending that it
-    does not know, OSError where the file cannot be written.
+    A box says the number of its microbatch; of two steps at once each has half the height. ImportError
+    without matplotlib, ValueError for an ending that it does not know, OSError where the file cannot be
+    written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -34,6 +36,8 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
     ranks = len(timelines)
     end = max((event.end for event in events), default=0.0) or 1.0
     chunks = 1 + max((event.step.chunk for event in events), default=0)
+    begun = Counter((event.rank, event.start) for event in events if event.start < event.end)
+    at_once = {event for event in events if begun[event.rank, event.start] > 1}
     rows: dict[tuple[str, int], list[Event]] = {}  # by colour
     for event in events:
         rows.setdefault((event.step.kind, event.step.chunk), []).append(event)
@@ -46,7 +50,7 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
         for chunk in range(chunks):
             if boxes := rows.get((kind, chunk)):
                 colour = _mixed(*COLOURS[kind], chunk / max(chunks - 1, 1))
-                _boxes(axes, boxes, colour)
+                _boxes(axes, boxes, at_once, colour)
                 name = kind.replace("_", ", ")
                 legend.append(Patch(color=colour, label=f"{name}, chunk {chunk}" if chunks > 1 else name))
     if len(events) <= _MOST_LABELS:
@@ -56,7 +60,9 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
             dark = event.step.chunk < (chunks - 1) / 2 or chunks == 1
             place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": size}
             colour = PAPER if dark else INK
-            axes.text(middle, event.rank, str(event.step.microbatch), color=colour, **place)
+            axes.text(
+                middle, sum(_height(event, at_once)) / 2, str(event.step.microbatch), color=colour, **place
+            )
     axes.set_xlim(0, end)
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_yticks(range(ranks) if ranks <= 32 else range(0, ranks, ranks // 16))
@@ -74,12 +80,20 @@ def draw(timelines: Sequence[Iterable[Event]], out: str | Path, *, title: str = 
     figure.savefig(out, metadata={"Date": None} if svg else None)
 
 
-def _boxes(axes: Any, events: list[Event], colour: str) -> None:
+def _height(event: Event, at_once: Collection[Event]) -> tuple[float, float]:
+    """The top and the bottom of a box."""
+    top, bottom = event.rank - 0.42, event.rank + 0.42
+    if event not in at_once:
+        return top, bottom
+    return (top, event.rank - 0.01) if event.step.kind == FORWARD else (event.rank + 0.01, bottom)
+
+
+def _boxes(axes: Any, events: list[Event], at_once: Collection[Event], colour: str) -> None:
     from matplotlib.collections import PolyCollection
 
     corners = []
-    for rank, _, start, end in events:
-        top, bottom = rank - 0.42, rank + 0.42
+    for event in events:
+        (top, bottom), start, end = _height(event, at_once), event.start, event.end
         corners.append(((start, top), (end, top), (end, bottom), (start, bottom)))
     edge = 0.6 if len(events) <= _MOST_LABELS else 0.0
     axes.add_collection(PolyCollection(corners, facecolors=colour, edgecolors=PAPER, linewidths=edge))

@@ -77,6 +77,17 @@ def test_1f1b():
     assert [s.microbatch for s in Schedule(4, 4).order(2)] == [0, 1, 0, 2, 1, 3, 2, 3]
 
 
+def test_with_overlap_one_more_forward_comes_first_and_pairs_are_of_different_microbatches():
+    schedule = Schedule(1, 3, overlap=True)
+    assert integers(schedule.order(0)) == [1, 1, -1, 1, -1, -1]
+    assert [*schedule.pairs(0)] == [1, 3] and schedule.peak_in_flight(0) == 2
+    interleaved = Schedule(4, 8, vpp=2, overlap=True)
+    assert [interleaved.warmup(rank) for rank in range(4)] == [11, 9, 7, 5]
+    assert [interleaved.peak_in_flight(rank) for rank in range(4)] == [12, 10, 8, 6]
+    assert [Schedule(4, 8, overlap=True).warmup(rank) for rank in range(4)] == [7, 5, 3, 1]
+    assert not Schedule(4, 4, overlap=True).pairs(0) and not Schedule(4, 8).pairs(0)
+
+
 def test_fewer_microbatches_than_warmup():
     assert integers(Schedule(8, 2).order(0)) == [1, 1, -1, -1]
     assert (Schedule(8, 2).warmup(0), Schedule(8, 2).peak_in_flight(0)) == (2, 2)
@@ -196,6 +207,10 @@ def test_two_ranks_with_two_chunks_cross_their_messages():
         ({"vpp": 1.5}, "vpp must be a positive integer, got 1.5"),
         ({"pp": True}, "pp must be a positive integer, got True"),
         ({"group_size": -4}, "group_size must be a positive integer, got -4"),
+        (
+            {"name": "zero_bubble", "overlap": True},
+            "overlap is of 1f1b, got 'zero_bubble', whose backwards are two steps each",
+        ),
         ({"name": "gpipe"}, "unknown schedule 'gpipe'; choose from 1f1b, zero_bubble"),
     ],
 )

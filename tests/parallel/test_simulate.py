@@ -86,6 +86,40 @@ def test_weights_fill_the_bubble_in_no_more_memory():
         assert max(split.peak_activations) <= max(whole.peak_activations)
 
 
+@settings(max_examples=100)
+@given(sizes=accepted(), hidden=st.sampled_from([0.0, 0.5, 1.0]), p2p=st.sampled_from([0.0, 0.25]))
+def test_with_overlap_every_order_ends_within_its_memory_and_no_later(sizes, hidden, p2p):
+    pp, num_microbatches, vpp, _ = sizes
+    schedule, costs = Schedule(*sizes, overlap=True), Costs(p2p=p2p, hidden=hidden)
+    run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs())
+    assert run.peak_activations == tuple(schedule.peak_in_flight(rank) for rank in range(pp))
+    path = run.critical_path
+    assert path[0].start == 0.0 and path[-1].end == run.makespan
+    assert all(after.start - before.end in (0.0, p2p) for before, after in pairwise(path))
+    for rank in range(pp):
+        assert run.busy[rank] == 3 * num_microbatches * vpp - hidden * len(schedule.pairs(rank))
+        for i in schedule.pairs(rank):
+            forward, backward = run.timeline(rank)[i : i + 2]
+            assert forward[2:] == backward[2:] and forward.end - forward.start == 3 - hidden
+            assert forward.step[1:] != backward.step[1:]
+    if p2p == 0.0:
+        assert run.makespan <= (num_microbatches * vpp + pp - 1) * 3  # of 1F1B
+
+
+def test_what_cannot_run_at_once_is_refused():
+    with pytest.raises(
+        ValueError, match=r"rank 0 step 0, forward .* cannot run beside the next one, backward"
+    ):
+        simulate([[F00, B00]], pairs=[[0]])
+    orders = Schedule(2, 2, overlap=True).orders()
+    with pytest.raises(
+        ValueError, match=r"deadlock: rank 0 waits in step 2, backward of microbatch 0 chunk 0"
+    ):
+        simulate(orders, pairs=[[1], [1]])  # each has, in a pair, what the other needs before its own
+    with pytest.raises(ValueError, match="cost hidden must be 0 or more, got -1"):
+        simulate(orders, Costs(hidden=-1))
+
+
 def test_messages_and_unequal_stages_take_their_time():
     run = simulate(
         Schedule(2, 1).orders(), Costs(forward=[1, 5], backward_input=[2, 3], backward_weight=0, p2p=0.5)
