@@ -163,6 +163,8 @@ class CudaBackend:
         return graph
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
+        if tensor.device.type != self.stream.device.type:  # memory of the host, which the graph holds
+            return tensor.detach
         return _without_memory(tensor).detach
 
     def reset(self) -> None:

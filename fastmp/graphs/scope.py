@@ -19,17 +19,17 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     """The names of the segments to capture. `segments`: {name: whether it can be captured}.
 
     scope: attn, mlp, moe_router, moe_preprocess (with the shared experts), moe (everything in place of an
-        MLP), full (everything), or segments by name. None captures all that can be, but no shared experts in
-        front of an eager dispatch: inside the graph they would delay the copy of the counts to the host, and
-        eagerly they run beside the exchange of tokens.
+        MLP), full (everything), or segments by name. None captures all that can be, but no shared experts
+        behind an eager preprocess, which would be a graph of their own.
 
     ValueError for a scope that names no segment, for a part of which a segment cannot be captured, and for
     dispatch, experts or combine without the shared experts: where these are eager, they run on a stream that
-    `combine` waits for, which a graph cannot do.
+    `combine` waits for, which a graph cannot do. Nor for shared experts between an eager preprocess and an
+    eager dispatch: counts on their way to the host would be an input of their graph.
     """
     if scope is None:
         chosen = {name for name, capturable in segments.items() if capturable}
-        return chosen - {"shared_experts"} if not segments.get("dispatch", True) else chosen
+        return chosen - {"shared_experts"} if not segments.get("preprocess", True) else chosen
     parts = {name: segments if name == "full" else _PARTS.get(name, (name,)) for name in scope}
     found = {name: [part for part in own if part in segments] for name, own in parts.items()}
     if segments and not any(found.values()):
@@ -44,6 +44,8 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]
     if behind and "shared_experts" in segments and "shared_experts" not in chosen:
         raise ValueError(f"graphs: a scope with {', '.join(behind)} needs 'shared_experts' as well")
+    if "shared_experts" in chosen and "preprocess" not in chosen and not segments["dispatch"]:
+        raise ValueError("graphs: a scope with shared_experts needs 'preprocess' as well")
     return chosen
 
 

@@ -176,7 +176,8 @@ class _Parts:
         tokens = Tensor((shapes.routed, shapes.model.hidden_size), self.dtype, grad=True)
         indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
         aux, counts = Tensor((), "float32", grad=self.balanced), Tensor((moe.num_experts,), "int32")
-        return tokens, indices, probs, aux, counts, self.hidden(), hidden
+        given = Tensor(hidden.spec.shape, self.dtype, grad=bool(moe.shared_expert_ffn_hidden_size))
+        return tokens, indices, probs, aux, counts, given, hidden
 
     def preprocess(self, tokens: Tensor, indices: Tensor, probs: Tensor, *rest: Tensor) -> Tensors:
         shapes, moe = self.shapes, self.moe
@@ -184,10 +185,11 @@ class _Parts:
             choices = (shapes.routed, moe.top_k)
             indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
         everyones = Tensor((self._sharing * shapes.routed, moe.top_k), "int32")
-        matrix = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
+        blocks = Tensor((2, shapes.grid.etp * (moe.num_experts + 1)), "int32")
+        copy = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
         plan = {
-            "alltoall": (probs, everyones, matrix),
-            "allgather": (indices, probs, matrix),
+            "alltoall": (probs, everyones, blocks, copy),
+            "allgather": (indices, probs, copy),
         }.get(shapes.dispatcher, (probs, everyones, Tensor((moe.num_experts,), "int32")))
         return tokens, *plan, *rest
 

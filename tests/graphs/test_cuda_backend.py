@@ -274,6 +274,20 @@ def test_a_weak_tensor_has_what_is_computed_when_it_is_read(calls, change):
     assert not weak().any()
 
 
+def test_memory_of_the_host_is_the_graphs(calls):
+    calls.side.device = torch.device("cuda", 0)
+    backend, given, copy = CudaBackend(), torch.ones(3), torch.zeros(3)
+    graph = backend.graph()
+    with graph.capture():
+        copy.copy_(given)
+    weak, storage = backend.weak(copy), StorageWeakRef(copy.untyped_storage())
+    assert weak().data_ptr() == copy.data_ptr() and weak().device.type == "cpu"
+    del weak, copy
+    assert not storage.expired()
+    graph.reset()
+    assert storage.expired()
+
+
 class Layers:
     """Draws outside of, inside and between recomputed parts, from two streams; notes where from."""
 

@@ -150,7 +150,9 @@ def test_scopes():
     alone = front | dict.fromkeys(("dispatch", "experts", "combine"), True)
     divided = front | dict.fromkeys(("dispatch", "experts", "combine"), False)
     assert captured_segments(None, alone) == captured_segments(["full"], alone) == set(alone)
-    assert captured_segments(None, divided) == set(front) - {"shared_experts"}
+    assert captured_segments(None, divided) == set(front)
+    told = divided | {"preprocess": False}  # by other hosts, how many tokens there are
+    assert captured_segments(None, told) == {"attention", "router"}
     assert captured_segments(["attn", "mlp"], alone) == {"attention"}
     assert captured_segments(["moe"], alone) == set(alone) - {"attention"}
     assert captured_segments(["moe_router", "moe_preprocess"], divided) == set(front) - {"attention"}
@@ -161,5 +163,7 @@ def test_scopes():
             captured_segments(["attn", scope], divided)
     with pytest.raises(ValueError, match="a scope with experts, combine needs 'shared_experts' as well"):
         captured_segments(["experts", "combine"], alone)
+    with pytest.raises(ValueError, match="a scope with shared_experts needs 'preprocess' as well"):
+        captured_segments(["router", "shared_experts"], divided)
     with pytest.raises(ValueError, match=r"scope \['mlp'\] names no segment; choose from \['attention'"):
         captured_segments(["mlp"], divided)

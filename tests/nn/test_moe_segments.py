@@ -6,6 +6,7 @@ value, in forward and in backward.
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.nn.moe import dispatch as dispatch_module
 from fastmp.nn.moe import layer as layer_module
+from fastmp.nn.moe.host_copies import HostCopies
 from fastmp.parallel.collectives import group_size
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -85,17 +87,12 @@ def copies_case(rank, world_size, layout, dispatcher, sequence_parallel, tokens)
     groups = ParallelGroups.create(RankGrid(world_size=size, **layout["axes"]))
     copies = []
 
-    class MadeUp:
-        def __init__(self, matrix):
-            assert matrix.is_meta and matrix.shape[0] == group_size(groups.etp_ep)
-            copies.append(tuple(matrix.shape))
-
-        def wait(self):
-            with unset_fake_temporarily():
-                rows, columns = copies[0]
-                counts = [3 * tokens - 7, *[1] * 7, tokens]
-                assert columns == len(counts)
-                return torch.tensor(counts, dtype=torch.int32).repeat(rows, 1)
+    def made_up(self, copy):
+        assert copy.is_meta and copy.shape[0] == group_size(groups.etp_ep)
+        copies.append(tuple(copy.shape))
+        counts = [3 * tokens - 7, *[1] * 7, tokens]
+        assert copy.shape[1] == len(counts)
+        return np.tile(np.array(counts, dtype=np.int32), (copy.shape[0], 1))
 
     def on_the_host(function):
         def outside(*args):
@@ -104,12 +101,11 @@ def copies_case(rank, world_size, layout, dispatcher, sequence_parallel, tokens)
 
         return outside
 
-    dispatch_module.HostCopy = MadeUp
+    HostCopies.wait = made_up
     dispatch_module._of_all_ranks = lambda number, group: [number] * group.size()
     for kind in (dispatch_module.AllToAllDispatcher, dispatch_module.AllGatherDispatcher):
-        for name in ("sizes", "_splits", "_rows", "_accepted"):
-            if hasattr(kind, name):
-                setattr(kind, name, on_the_host(getattr(kind, name)))
+        for name in ("sizes", "_arrived", "_values"):
+            setattr(kind, name, on_the_host(getattr(kind, name)))
     layer_module._agree = lambda *args: None
     crossing = run_on_meta(with_moe(dispatcher=dispatcher), groups, sequence_parallel)
     return len(copies), crossing

@@ -9,11 +9,12 @@ experts; a reduce-scatter adds up the outputs. One rank alone has nothing to sen
 that divide each expert, but hold all of them, share all their tokens (`SharingDispatcher`).
 
 How many rows go where is known on the device only. There all ranks of the etp-ep group gather each other's
-counts, by a collective of fixed shape, in `preprocess`. `dispatch` begins by copying this one matrix to the
-host, the only time that the host waits for the device. All sizes from there on come from that matrix, which
-is the same on all ranks: they cannot disagree. A rank that cannot go on says so in its row of the matrix, and
-all ranks stop. With all experts on every rank nothing is copied: the number of rows follows from the number
-of tokens, which hosts know.
+counts, by a collective of fixed shape, in `preprocess`, and at once the copy of this one matrix to the host
+starts: in a graph it is a node, ahead of whatever comes behind. `dispatch` begins by waiting for it, the only
+time that the host waits for the device, and works out all sizes there and then. They come from one matrix,
+which is the same on all ranks: they cannot disagree. A rank that cannot go on says so in its row, and all
+ranks stop. With all experts on every rank nothing is copied: the number of rows follows from the number of
+tokens, which hosts know.
 
 T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, M rows at the experts,
 R ranks of the etp-ep group.
@@ -21,6 +22,9 @@ R ranks of the etp-ep group.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -28,6 +32,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastmp.config import MoEConfig
+from fastmp.nn.moe.host_copies import HostCopies
 from fastmp.nn.segment import Tensors
 from fastmp.ops import permutation, permute, unpermute
 from fastmp.parallel.collectives import (
@@ -49,6 +54,8 @@ __all__ = [
 ]
 
 _HOST = torch.device("cpu")
+_sum = np.add.reduce  # less than np.sum on the way to the same
+Matrix = TypeVar("Matrix", Tensor, np.ndarray)  # on the device, on the host
 
 
 def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
@@ -179,77 +186,97 @@ class _Exchanging(LocalDispatcher):
         self.ep_rank, self.etp_rank = group_rank(ep_group), group_rank(etp_group)
         self.rank, self.etp_varies_first = group_rank(etp_ep_group), etp_varies_first
         self.num_local = num_experts // self.ep
+        self.copies = HostCopies()
 
     def sizes(self, *kept: Tensor) -> list[int]:
-        return self._local(kept[-1]).sum((0, 1)).tolist()
+        return self._values(kept[-1])[-self.num_local :]
+
+    def _values(self, numbers: Tensor) -> list[int]:
+        return numbers.tolist()
 
     def _everyones(self, counts: Tensor, tokens: int, room: int, refused: bool) -> Tensor:
         """The matrix (R, E + 1): a rank's rows for each expert, and its tokens, below 0 if refused."""
         last = _refusable(room, True) if refused else tokens
         return all_gather(F.pad(counts, (0, 1), value=last).unsqueeze(0), self.etp_ep_group)[0]
 
-    def _accepted(self, copy: HostCopy) -> Tensor:
-        """The matrix on the host; ValueError where a rank has refused its tokens."""
-        host_RX = copy.wait()
-        _accepted(host_RX[:, -1].tolist())
-        return host_RX
+    def _arrived(self, copy_RX: Tensor) -> Tensor:
+        """Wait for the matrix; the `_numbers` of it. ValueError where a rank has refused its tokens."""
+        matrix_RX = self.copies.wait(copy_RX)
+        _accepted(matrix_RX[:, -1].tolist())
+        return torch.from_numpy(self._numbers(matrix_RX))
 
-    def _local(self, matrix_RX: Tensor) -> Tensor:
+    def _numbers(self, matrix_RX: np.ndarray) -> np.ndarray:
+        """All sizes that the host needs, int64, those of this rank's experts last."""
+        raise NotImplementedError
+
+    def _local(self, matrix_RX: Matrix) -> Matrix:
         """The columns of a matrix (R, E + 1) for this rank's experts, as (etp, ep, L)."""
         first = self.ep_rank * self.num_local
         local = matrix_RX[:, first : first + self.num_local]
         if self.etp_varies_first:
-            return local.view(self.ep, self.etp, -1).transpose(0, 1)
-        return local.view(self.etp, self.ep, -1)
+            return local.reshape(self.ep, self.etp, -1).swapaxes(0, 1)
+        return local.reshape(self.etp, self.ep, -1)
 
 
 class AllToAllDispatcher(_Exchanging):
     """Sends each pair to its expert: an all-to-all over `ep` with sizes that vary, then the rows of `etp`."""
 
+    num_prepared = 4
     num_kept = 4
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        return probs, row_of, self._everyones(counts, indices.shape[0], room, refused)
+        matrix_RX = self._everyones(counts, indices.shape[0], room, refused)
+        copy_RX = self.copies.start(matrix_RX)
+        return probs, row_of, self._blocks(matrix_RX), copy_RX
 
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        probs, row_of, matrix_RX = prepared
-        copy = HostCopy(matrix_RX)
+        probs, row_of, blocks, copy_RX = prepared
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
-        host_RX = self._accepted(copy)
-        sent, received, by_etp = self._splits(host_RX)
+        numbers = self._arrived(copy_RX)
+        sent, received, by_etp = self._splits(numbers)
         rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
         if self.etp > 1:
             rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group)
-        row_of_arrived, offsets = permutation(self._experts_of(matrix_RX, by_etp), self.num_local)
+        experts, repeats = blocks.unbind()
+        experts = experts.repeat_interleave(repeats, output_size=self.etp * max(by_etp))
+        row_of_arrived, offsets = permutation(experts.unsqueeze(1), self.num_local)
         rows = permute(rows, row_of_arrived, sum(by_etp))
-        return rows, offsets, probs, row_of, row_of_arrived, host_RX
+        return rows, offsets, probs, row_of, row_of_arrived, numbers
 
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
-        probs, row_of, row_of_arrived, host_RX = kept
-        sent, received, by_etp = self._splits(host_RX)
+        probs, row_of, row_of_arrived, numbers = kept
+        sent, received, by_etp = self._splits(numbers)
         rows = unpermute(outputs, row_of_arrived, None)
         if self.etp > 1:
             rows = _first(reduce_scatter_sequence(rows, self.etp_group), by_etp[self.etp_rank])
         rows = all_to_all(rows, received, sent, self.ep_group, check=False)
         return unpermute(rows, row_of, probs)
 
-    def _splits(self, host_RX: Tensor) -> tuple[list[int], list[int], list[int]]:
-        """The rows sent to and received from each `ep` rank, and those that arrive at each `etp` rank."""
-        sent = host_RX[self.rank, :-1].view(self.ep, -1).sum(1).tolist()
-        arriving = self._local(host_RX).sum(2)
-        return sent, arriving[self.etp_rank].tolist(), arriving.sum(1).tolist()
+    def _numbers(self, matrix_RX: np.ndarray) -> np.ndarray:
+        sent = _sum(matrix_RX[self.rank, :-1].reshape(self.ep, -1), 1)
+        local = self._local(matrix_RX)
+        arriving = _sum(local, 2)
+        of_experts = _sum(local, (0, 1))
+        return np.concatenate((sent, arriving[self.etp_rank], _sum(arriving, 1), of_experts))
 
-    def _experts_of(self, matrix_RX: Tensor, by_etp: list[int]) -> Tensor:
-        """The local expert (rows, 1) of each row that arrived: by source, then by expert; -1 is padding."""
-        repeats = self._local(matrix_RX).reshape(self.etp, -1)
-        longest = max(by_etp)
-        padding = longest - repeats.sum(1, keepdim=True)
-        local = torch.arange(self.num_local, dtype=torch.int32, device=repeats.device).repeat(self.ep)
-        experts = F.pad(local, (0, 1), value=-1).repeat(self.etp)
-        repeats = torch.cat((repeats, padding), 1).flatten()
-        return experts.repeat_interleave(repeats, output_size=self.etp * longest).unsqueeze(1)
+    def _splits(self, numbers: Tensor) -> tuple[list[int], list[int], list[int]]:
+        """The rows sent to and received from each `ep` rank, and those that arrive at each `etp` rank."""
+        values, ep = self._values(numbers), self.ep
+        return values[:ep], values[ep : 2 * ep], values[2 * ep : 2 * ep + self.etp]
+
+    def _blocks(self, matrix_RX: Tensor) -> Tensor:
+        """The blocks of rows of one expert in the order in which they arrive, as (2, blocks) int32.
+
+        Of each block its expert here, from 0 to L, and its rows. A block with expert -1 is the padding behind
+        the rows of an etp rank.
+        """
+        rows = self._local(matrix_RX).reshape(self.etp, -1)
+        totals = rows.sum(1, keepdim=True, dtype=torch.int32)
+        rows = torch.cat((rows, totals.max() - totals), 1).flatten()
+        local = torch.arange(self.num_local, dtype=torch.int32, device=rows.device).repeat(self.ep)
+        return torch.stack((F.pad(local, (0, 1), value=-1).repeat(self.etp), rows))
 
 
 class AllGatherDispatcher(_Exchanging):
@@ -263,31 +290,33 @@ class AllGatherDispatcher(_Exchanging):
         counts.index_add_(
             0, indices.flatten() % (self.num_experts + 1), torch.ones_like(counts[:1]).expand(indices.numel())
         )
-        return indices, probs, self._everyones(counts[:-1], indices.shape[0], room, refused)
+        matrix_RX = self._everyones(counts[:-1], indices.shape[0], room, refused)
+        return indices, probs, self.copies.start(matrix_RX)
 
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        indices, probs, matrix_RX = prepared
-        host_RX = self._accepted(HostCopy(matrix_RX))
-        longest, rows_here, _ = self._rows(host_RX)
+        indices, probs, copy_RX = prepared
+        numbers = self._arrived(copy_RX)
+        longest, _, *of_experts = self._values(numbers)
         tokens, probs = (
             gather_sequence(_padded(part, longest), self.etp_ep_group) for part in (tokens, probs)
         )
         # Outside [0, L) are experts of other ranks, dropped pairs and padding: they get no row.
         indices = all_gather(_padded(indices, longest, -1), self.etp_ep_group)[0]
         row_of, offsets = permutation(indices - self.ep_rank * self.num_local, self.num_local)
-        rows = permute(tokens, row_of, rows_here)
-        return rows, offsets, probs, row_of, host_RX
+        rows = permute(tokens, row_of, sum(of_experts))
+        return rows, offsets, probs, row_of, numbers
 
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
-        probs, row_of, host_RX = kept
+        probs, row_of, numbers = kept
         partial = unpermute(outputs, row_of, probs)
-        own_tokens = self._rows(host_RX)[2]
-        return _first(reduce_scatter_sequence(partial, self.etp_ep_group), own_tokens)
+        own = self._values(numbers)[1]
+        return _first(reduce_scatter_sequence(partial, self.etp_ep_group), own)
 
-    def _rows(self, host_RX: Tensor) -> tuple[int, int, int]:
-        """The most tokens that a rank has, the rows of this rank's experts, and this rank's tokens."""
-        tokens = host_RX[:, -1].tolist()
-        return max(tokens), int(self._local(host_RX).sum()), tokens[self.rank]
+    def _numbers(self, matrix_RX: np.ndarray) -> np.ndarray:
+        """The most tokens that a rank has, this rank's tokens, and the rows of each of its experts."""
+        tokens, local = matrix_RX[:, -1], self._local(matrix_RX)
+        own = tokens.max(), tokens[self.rank]
+        return np.concatenate((own, _sum(local, (0, 1))), dtype=np.int64)
 
 
 def _refusable(tokens: int, refused: bool) -> int:
@@ -297,13 +326,13 @@ def _refusable(tokens: int, refused: bool) -> int:
 
 def _accepted(tokens_of_ranks: list[int]) -> list[int]:
     """Check the tokens of all ranks; ValueError where one has refused its own."""
-    for rank, tokens in enumerate(tokens_of_ranks):
-        if tokens < 0:
-            raise ValueError(
-                f"MoELayer: the {-1 - tokens} tokens of rank {rank} of the expert group are too few: its "
-                "experts would have a capacity of less than one token"
-            )
-    return tokens_of_ranks
+    if min(tokens_of_ranks) >= 0:
+        return tokens_of_ranks
+    rank, tokens = next(each for each in enumerate(tokens_of_ranks) if each[1] < 0)
+    raise ValueError(
+        f"MoELayer: the {-1 - tokens} tokens of rank {rank} of the expert group are too few: its "
+        "experts would have a capacity of less than one token"
+    )
 
 
 def _of_all_ranks(number: int, group: ProcessGroup) -> list[int]:
@@ -315,25 +344,6 @@ def _within(group: ProcessGroup, other: ProcessGroup | None) -> bool:
     if other is None:
         return False
     return set(dist.get_process_group_ranks(group)) <= set(dist.get_process_group_ranks(other))
-
-
-class HostCopy:
-    """A copy of a tensor on its way to pinned memory of the host; `wait` returns it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.event = None
-        if tensor.device.type != "cuda":
-            self.host = tensor.cpu()
-            return
-        self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self.host.copy_(tensor, non_blocking=True)
-        self.event = torch.cuda.Event()
-        self.event.record(torch.cuda.current_stream(tensor.device))
-
-    def wait(self) -> Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

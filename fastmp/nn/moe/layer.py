@@ -2,10 +2,10 @@
 
     router, preprocess, shared_experts | dispatch, experts, combine
 
-The first three have fixed shapes and never wait for the device. With experts on several ranks, `dispatch`
-begins with the one copy to the host that tells how many rows go where, and all shapes behind it depend on the
-data. With all experts on every rank, undivided or divided over a tensor-parallel group, all six can be
-captured.
+The first three have fixed shapes and never wait for the device. With experts on several ranks, `preprocess`
+starts the one copy to the host that tells how many rows go where, `dispatch` waits for it, and all shapes
+behind it depend on the data. With all experts on every rank, undivided or divided over a tensor-parallel
+group, all six can be captured.
 
 Inside the layer, tokens are divided over the tensor-parallel group. Under sequence parallelism they already
 are; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
@@ -102,6 +102,8 @@ class MoELayer(SegmentedLayer):
         self._capacity(hidden_SBH)  # an error comes before the router's collectives
         tokens_SBH = self._own_tokens(hidden_SBH)
         indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH)
+        if self.shared_experts is None:  # only its shape is asked for
+            hidden_SBH = hidden_SBH.detach()
         return tokens_SBH.flatten(0, 1), indices_Tk, probs_Tk, aux, counts_E, hidden_SBH, *carried
 
     def _preprocess(

@@ -1,0 +1,95 @@
+"""How many operations a layer of experts over ranks leaves outside of its two graphs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from graph_tools import MOE
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.recording import RecordedGraph, RecordingBackend
+from fastmp.nn import GPT, Placement
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+from fastmp.parallel.schedule import Schedule
+from fastmp.testing import run_ranks
+
+NO_KERNELS = {  # of aten: they make another view of a tensor, or memory that nothing is written to
+    *("view", "_unsafe_view", "detach", "alias", "expand", "t", "transpose", "permute", "slice", "select"),
+    *("unsqueeze", "squeeze", "as_strided", "split", "unbind", "_reshape_alias", "empty", "new_empty"),
+    *("empty_like", "lift_fresh"),
+}
+
+
+class Launches(TorchDispatchMode):
+    """Notes what would be a kernel on a GPU, a collective or a copy, in lists between replays."""
+
+    def __init__(self):
+        super().__init__()
+        self.between, self.replaying = [[]], False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not self.replaying and (func.namespace == "fastmp" or name not in NO_KERNELS):
+            self.between[-1].append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def launches_case(rank, world, shared):
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    moe = replace(MOE.moe, shared_expert_ffn_hidden_size=shared)
+    rng = RngTracker(1)
+    model = GPT(replace(MOE, num_layers=3, moe=moe), Placement(groups, rng=rng))
+    GradBuffer(model.named_parameters())
+    manager = GraphManager([model.layers], Schedule(1, 1).order(0), backend=RecordingBackend(rng))
+    found, replay = [], RecordedGraph.replay
+
+    def counted(graph):
+        for launches in found:
+            launches.replaying = True
+        replay(graph)
+        for launches in found:
+            launches.replaying = False
+            launches.between.append([])
+
+    RecordedGraph.replay = counted
+    hidden = torch.randn(8, 2, MOE.hidden_size, requires_grad=True)
+    for step in range(4):
+        manager.begin_step()
+        found += [Launches(), Launches()] if step == 3 else []
+        if not found:
+            output, aux, *_ = model.layers(hidden)
+            (output.sum() + aux).backward()
+            continue
+        forward, backward = found
+        with forward:
+            output, aux, *_ = model.layers(hidden)
+        loss = output.sum() + aux
+        with backward:
+            loss.backward()
+    manager.remove()
+    return [launches.between for launches in found]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shared", (0, 16))
+def test_operations_between_the_replays_of_a_layer(shared):
+    """Of the layer in the middle: in front of the first one and behind the last one others are at work."""
+    for forward, backward in run_ranks(launches_case, 2, shared):
+        assert len(forward) == len(backward) == 3 + 1
+        added = ["add"] if shared else []
+        assert sorted(forward[2]) == sorted(
+            ["permute", "alltoall_base_", "repeat_interleave", "index_select", "permutation", "permute"]
+            + ["grouped_mlp_in", "grouped_mm", "unpermute", "alltoall_base_", "unpermute", *added]
+            + ["bias_dropout_add_into"]
+        )
+        assert sorted(backward[2]) == sorted(
+            ["unpermute_backward", "alltoall_base_", "permute", "grouped_mm", "grouped_mm_wgrad_"]
+            + ["gated_activation_backward", "grouped_mm", "grouped_mm_wgrad_", "unpermute"]
+            + ["alltoall_base_", "unpermute", "_foreach_copy_"]
+        )
