@@ -31,7 +31,8 @@ class Launches(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.between, self.replaying = [[]], False
+        self.between: list[list[str]] = [[]]
+        self.replaying = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
@@ -44,36 +45,30 @@ def launches_case(rank, world, shared):
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
     moe = replace(MOE.moe, shared_expert_ffn_hidden_size=shared)
     rng = RngTracker(1)
-    model = GPT(replace(MOE, num_layers=3, moe=moe), Placement(groups, rng=rng))
+    config = replace(MOE, num_layers=3, dropout=0.0, moe=moe)
+    model = GPT(config, Placement(groups, rng=rng))
     GradBuffer(model.named_parameters())
     manager = GraphManager([model.layers], Schedule(1, 1).order(0), backend=RecordingBackend(rng))
-    found, replay = [], RecordedGraph.replay
+    replay, launches = RecordedGraph.replay, Launches()
 
     def counted(graph):
-        for launches in found:
-            launches.replaying = True
+        launches.replaying = True
         replay(graph)
-        for launches in found:
-            launches.replaying = False
-            launches.between.append([])
+        launches.replaying = False
+        launches.between.append([])
 
     RecordedGraph.replay = counted
     hidden = torch.randn(8, 2, MOE.hidden_size, requires_grad=True)
-    for step in range(4):
+    for _ in range(4):
         manager.begin_step()
-        found += [Launches(), Launches()] if step == 3 else []
-        if not found:
+        with (launches := Launches()):
             output, aux, *_ = model.layers(hidden)
-            (output.sum() + aux).backward()
-            continue
-        forward, backward = found
-        with forward:
-            output, aux, *_ = model.layers(hidden)
-        loss = output.sum() + aux
-        with backward:
+        found, loss = [launches.between], output.sum() + aux
+        with (launches := Launches()):
             loss.backward()
+        found.append(launches.between)
     manager.remove()
-    return [launches.between for launches in found]
+    return found
 
 
 @pytest.mark.full
