@@ -363,7 +363,8 @@ class GraphConfig(Checked):
     scope: tuple[str, ...] | None = option(
         None,
         "what to capture: attn, mlp, moe_router, moe_preprocess, moe, or segments of layers by name; full: a "
-        "whole microbatch, from tokens to loss; none: all that can be captured of the layers",
+        "whole microbatch, from tokens to loss; full_step: a whole step, with the optimizer; none: all that "
+        "can be captured of the layers",
     )
     warmup: int = option(2, "first steps, which run eagerly")
     verify_every: int = option(
@@ -375,8 +376,17 @@ class GraphConfig(Checked):
         yield from self._negative("verify_every")
         if self.impl != "fastmp" and self.verify_every:
             yield f"verify_every {self.verify_every} is of impl 'fastmp' only, got impl {self.impl!r}"
-        if self.impl != "fastmp" and "full" in (self.scope or ()):
-            yield f"scope 'full' is of impl 'fastmp' only, got impl {self.impl!r}"
+        scope = self.scope or ()
+        for name in ("full", "full_step"):
+            if self.impl != "fastmp" and name in scope:
+                yield f"scope {name!r} is of impl 'fastmp' only, got impl {self.impl!r}"
+        if "full_step" in scope and len(scope) > 1:
+            yield f"scope 'full_step' is everything and goes with no other, got {scope}"
+        if "full_step" in scope and self.verify_every:
+            yield (
+                f"verify_every {self.verify_every} compares the parts of a step, of which scope 'full_step' "
+                "has none; use scope 'full', or verify_every 0"
+            )
         if self.scope == ():
             yield "scope must name a segment or be absent, got ()"
 

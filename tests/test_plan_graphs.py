@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import full
 
 from fastmp import plan as command
 from fastmp.config import (
@@ -37,6 +38,7 @@ from fastmp.train.graphing import make_graphs
 from fastmp.train.language import gpt_and_loss
 from fastmp.train.microbatches import Chunks, WholeModel
 from fastmp.train.optimizer import make_grads
+from fastmp.train.trainer import Trainer
 
 DENSE = GPTConfig(num_layers=4, hidden_size=16, num_heads=4, vocab_size=64, max_seq_len=16)
 MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_size=8, aux_loss=0.1))
@@ -200,6 +202,45 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
         assert own["inputs"] == own["inputs_by_formula"]
 
 
+def whole_step_case(rank, world, made):
+    groups = ParallelGroups.alone() if world == 1 else ParallelGroups.create(make_grid(made, world))
+    rng = RngTracker(1)
+    model, loss = gpt_and_loss(made.model, groups, made.parallel, rng=rng)
+    data, graphs = Batches(made), GraphConfig(enabled=True, scope=("full_step",), warmup=1)
+    trainer = Trainer(model, data, loss, made.train, groups=groups, rng=rng, graphs=graphs)
+    for _ in range(2):
+        trainer.train_step()
+    return trainer.graphs.num_graphs, trainer.graphs.static_bytes
+
+
+class Batches:
+    """Batches of a recipe, of zeros."""
+
+    micro_batch_size = 2
+
+    def __init__(self, made):
+        self.made = made
+
+    def batch(self, *_):
+        tokens = torch.zeros(2, self.made.data.seq_len, dtype=torch.int64)
+        batch = {"tokens": tokens, "targets": tokens}
+        if self.made.data.document_masking:
+            position_ids = torch.arange(self.made.data.seq_len).repeat(2, 1)
+            batch["documents"] = Documents.from_position_ids(position_ids, max_documents=2)
+        return batch
+
+
+@pytest.mark.parametrize(
+    "name", ["full, experts", *full(["full, documents", "full, pp, documents", "full, cp"])]
+)
+def test_the_plan_of_a_whole_step_is_what_its_graph_has(name):
+    made = CASES[name][0]
+    size = size_of(made, 1)
+    seen = [whole_step_case(0, 1, made)] if size == 1 else run_ranks(whole_step_case, size, made)
+    for own in graph_facts(scoped(made, ["full_step"]), size)["ranks"]:
+        assert {(own["graphs"], own["input_bytes"] + own["gradient_bytes"])} == set(seen)
+
+
 def test_buffers_follow_what_is_in_flight():
     for number in (8, 32):
         made = recipe(replace(DENSE, num_layers=16), microbatches=number, pp=4, vpp=2)
@@ -227,6 +268,8 @@ def test_people_and_programs_read_it(capsys, tmp_path):
     assert f"eager     dispatch, experts, combine: {why}\n" in text.out
     text = run(capsys, tmp_path, "--scope", "full", text=TRAIN)[1]
     assert text.err == "" and "captured  embedding, attention, mlp, loss\n" in text.out
+    text = run(capsys, tmp_path, "--scope", "full_step", text=TRAIN)[1]
+    assert "captured  embedding, attention, mlp, loss, sums over ranks, optimizer\n" in text.out
     facts = json.loads(run(capsys, tmp_path, "--json", "--scope", "attention")[1].out)
     assert facts["captured"] == ["attention"]
     (rank,) = facts["ranks"]

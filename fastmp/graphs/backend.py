@@ -28,6 +28,7 @@ class RandomStreams(Protocol):
         self,
         keeper: Callable[[], Mapping[str, torch.Generator] | None],
         ended: Callable[[Any], None] | None = None,
+        again: Callable[[], Mapping[str, torch.Generator] | None] | None = None,
     ) -> Any: ...
 
 
@@ -61,13 +62,17 @@ class Backend(Protocol):
         """The bytes of the memory pool that the graphs share."""
 
     def watch(self) -> AbstractContextManager[Any]:
-        """Watch an eager forward that will be captured later; what this yields is passed to `graph`."""
+        """Watch eager work that will be captured later; what this yields is passed to `graph`."""
 
     def prepare(self) -> None:
         """Get ready to capture: called once in each step that captures, before its first capture."""
 
-    def graph(self, forward: Any = None, watched: Any = None) -> Any:
-        """Make a new `Graph`; `forward` is the graph of the forward whose backward this one will hold."""
+    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> Any:
+        """Make a new `Graph`.
+
+        forward: the graph of the forward whose backward this one will hold. watched: what `watch` yielded.
+        whole: the work has forwards and their backwards in it, and so had what was watched.
+        """
 
     def weak(self, tensor: Tensor) -> Weak:
         """Return a function that gives `tensor` where it lies, without keeping its memory from others."""

@@ -115,7 +115,7 @@ class CudaBackend:
 
     @contextmanager
     def watch(self) -> Iterator[Watched]:
-        """Watch what an eager forward draws; what this yields is complete at its end."""
+        """Watch what eager work draws; what this yields is complete at its end."""
         watched, rng = Watched([], set()), self.rng
         if rng is None:
             yield watched
@@ -140,25 +140,27 @@ class CudaBackend:
             now = rng.generators()
             return {name: now[name].get_offset() - offset for name, offset in first.items()}
 
-        with rng.kept_by(note, ended):
+        with rng.kept_by(note, ended, again=lambda: None):
             yield watched
         watched.moved.update(name for name, offset in advanced().items() if offset)
 
-    def graph(self, forward: CudaGraph | None = None, watched: Watched | None = None) -> CudaGraph:
-        """Make a graph. It registers the streams that the watched forward has advanced: each costs a wait."""
+    def graph(
+        self, forward: CudaGraph | None = None, watched: Watched | None = None, whole: bool = False
+    ) -> CudaGraph:
+        """Make a graph. It registers the streams that the watched work has advanced: each costs a wait."""
         if self.pool is None:
             self._begin()
         streams = {} if self.rng is None else self.rng.generators()
         moved = watched.moved if watched is not None else set(streams) if forward is None else forward.moved
         drawn = [generator for name, generator in streams.items() if name in moved]
-        if forward is not None:
-            drawn += [part[name] for _, part in forward.parts for name in part if name in moved]
-        graph = CudaGraph(self, drawn, forward)
-        graph.moved = moved
-        graph.parts = [
+        parts: list[tuple[Offsets, Generators]] = [
             (offsets, {name: torch.Generator(streams[name].device) for name in offsets})
             for offsets in (watched.parts if watched is not None else [])
         ]
+        recomputed = parts if whole else [] if forward is None else forward.parts
+        drawn += [part[name] for _, part in recomputed for name in part if name in moved]
+        graph = CudaGraph(self, drawn, forward)
+        graph.moved, graph.parts, graph.whole = moved, parts, whole
         self._graphs.add(graph)
         return graph
 
@@ -182,7 +184,8 @@ class CudaGraph:
 
     generators: those that the work may draw from, besides torch's default one.
     forward: the graph whose backward this is. `parts`: what is recomputed, see `CudaBackend.watch`, and the
-        generators of each. `moved`: the names of the streams that the forward draws from.
+        generators of each. `moved`: the names of the streams that the forward draws from. `whole`: forwards
+        and their backwards are in it.
 
     RuntimeError from CUDA for work that cannot be captured: a value read on the host, a wait for the device.
     """
@@ -194,6 +197,7 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
         self.parts: list[tuple[Offsets, Generators]] = []
         self.moved: set[str] = set()
+        self.whole = False
         self._starts: dict[str, tuple[int, int]] = {}  # seeds and offsets at the last replay
         self._held: list[torch.UntypedStorage] = []
         for generator in self.generators:
@@ -253,14 +257,15 @@ class CudaGraph:
                 )
             return found
 
-        return rng.kept_by(part)
+        return rng.kept_by(part, again=rng.generators if self.whole else None)
 
     def replay(self) -> None:
         if any(offsets for offsets, _ in self.parts) and self.backend.rng is not None:
             streams = self.backend.rng.generators()
             self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
-        if self.forward is not None:
-            self.forward._set_parts()
+        recomputed = self if self.whole else self.forward
+        if recomputed is not None:
+            recomputed._set_parts()
         self.graph.replay()
 
     @contextmanager

@@ -4,6 +4,8 @@ A replay calls no module, and segments that run one by one call no layer, so mos
 layer with such a hook runs eagerly as a whole. Two kinds of hooks are replayed, which means that they are
 called beside each replay: hooks before a forward with the mark `hook.replayed = True`, called as
 hook(module, ()), and hooks behind accumulated gradients, unless they are in the graph (`hook.in_graph`).
+The graph of a whole function or step, beside which nothing is called, takes hooks with the mark
+`hook.in_step = True` alone: what they do with tensors is in it, and the rest need not be done again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GradHook", "HookWatch", "Skipped", "call_grad_hooks", "call_pre_hooks", "called_whole",
-    "ReplayedHooks", "replayed_hooks", "suspended_hooks",
+    "ReplayedHooks", "replayed_hooks", "skipped_by_step", "suspended_hooks",
 ]  # fmt: skip
 
 GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
@@ -80,6 +82,24 @@ def _skipped(layer: nn.Module) -> Skipped | None:
         for hook in _all([param._backward_hooks or {}]):
             return Skipped(f"parameter {name!r}", hook)
     return next((Skipped("all modules", hook) for hook in _all(_GLOBAL)), None)
+
+
+def skipped_by_step(modules: Iterable[nn.Module], *, trains: bool) -> Skipped | None:
+    """A hook that the graph of a whole function would skip; `trains`: whether there are backwards in it."""
+    for root in modules:
+        for module in root.modules():
+            of_forward = (module._forward_pre_hooks, module._forward_hooks)
+            of_backward = (module._backward_pre_hooks, module._backward_hooks) if trains else ()
+            for hook in _not_in_step((*of_forward, *of_backward)):
+                return Skipped(type(module).__name__, hook)
+        for name, param in root.named_parameters() if trains else ():
+            for hook in _not_in_step((param._backward_hooks or {}, param._post_accumulate_grad_hooks or {})):
+                return Skipped(f"parameter {name!r}", hook)
+    return next((Skipped("all modules", hook) for hook in _all(_GLOBAL)), None)
+
+
+def _not_in_step(several: Iterable[_Hooks]) -> Iterator[Callable]:
+    return (hook for hook in _all(several) if not getattr(hook, "in_step", False))
 
 
 class HookWatch:

@@ -6,7 +6,8 @@ free as soon as nobody holds its tensor, also while other graphs are captured; w
 another's result, as on a GPU. No Python of the model runs at replay.
 
 At replay a random op draws from the same stream as at capture, and goes on where that stands. An op that
-started where one of the forward had started is a recomputation, and starts there again.
+started where one of the forward had started is a recomputation, and starts there again. In a graph that holds
+forwards and their backwards, it is an op that starts where the stream has been before.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class RecordedGraph:
     pool: holds the results; graphs that are captured in the order in which they run may share one.
     rng: the streams that the work draws from; None: torch's default generator only.
     forward: the graph whose backward this is; a recomputation in it draws what the forward drew.
+    whole: the work has forwards and their backwards in it.
 
     Tensors from outside must stay where they are: a replay reads them where they were at capture.
     CaptureError for what a CUDA graph cannot hold either: a value that is read on the host, a shape that
@@ -151,10 +153,15 @@ class RecordedGraph:
     """
 
     def __init__(
-        self, pool: Pool, rng: RandomStreams | None = None, forward: RecordedGraph | None = None
+        self,
+        pool: Pool,
+        rng: RandomStreams | None = None,
+        forward: RecordedGraph | None = None,
+        whole: bool = False,
     ) -> None:
-        self.pool, self.rng, self.forward = pool, rng, forward
+        self.pool, self.rng, self.forward, self.whole = pool, rng, forward, whole
         self.starts: dict[bytes, Tensor] = {}  # {where a random op started at capture: at the last replay}
+        self.ends: dict[str, bytes] = {}  # where each stream was behind its last op that repeats nothing
         self._ops: list[_Op] = []
         self._ready: list[tuple[_Op, Any, Any]] = []
 
@@ -221,8 +228,10 @@ class RecordingBackend:
     def prepare(self) -> None:
         """Do nothing: on a CPU a pool takes memory like anything else."""
 
-    def graph(self, forward: RecordedGraph | None = None, watched: None = None) -> RecordedGraph:
-        return RecordedGraph(self.pool, self.rng, forward)
+    def graph(
+        self, forward: RecordedGraph | None = None, watched: None = None, whole: bool = False
+    ) -> RecordedGraph:
+        return RecordedGraph(self.pool, self.rng, forward, whole)
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:
         return self.pool.place(tensor.detach()).tensor().detach
@@ -250,6 +259,8 @@ class _Recorder(OpWatch):
         there = {a.untyped_storage().data_ptr() for a in flat if isinstance(a, Tensor)}
         outputs, form = tree_flatten(func(*args, **kwargs))
         outputs = _finished(outputs)
+        if draw is not None and draw.repeats is None:
+            graph.ends[draw.stream] = self._place(draw.stream)
         made: list[tuple[int, Tensor]] = []
         moved: dict[int, torch.UntypedStorage] = {}
         for i, output in enumerate(outputs):
@@ -270,13 +281,18 @@ class _Recorder(OpWatch):
     def _draw(self) -> _Draw:
         graph = self.graph
         stream = "default" if graph.rng is None else graph.rng.current
-        state = torch.default_generator.get_state()
-        own = stream.encode() + state.numpy().tobytes()
-        for before in () if graph.forward is None else (graph.forward.starts,):
-            if own in before:
-                return _Draw(stream, own, before)
-        graph.starts[own] = state
+        own = self._place(stream)
+        before = {} if graph.forward is None else graph.forward.starts
+        if graph.whole and graph.ends.get(stream) != own:
+            before = graph.starts
+        if own in before:
+            return _Draw(stream, own, before)
+        graph.starts[own] = torch.default_generator.get_state()
         return _Draw(stream, own, None)
+
+    def _place(self, stream: str) -> bytes:
+        """Where `stream`, the current one, stands."""
+        return stream.encode() + torch.default_generator.get_state().numpy().tobytes()
 
 
 def _arguments(op: _Op) -> tuple[Any, Any]:

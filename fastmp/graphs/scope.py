@@ -15,12 +15,15 @@ _PARTS = {
 }
 
 
+_WHOLE = ("full", "full_step")
+
+
 def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool]) -> set[str]:
     """The names of the segments to capture. `segments`: {name: whether it can be captured}.
 
     scope: attn, mlp, moe_router, moe_preprocess (with the shared experts), moe (everything in place of an
-        MLP), full (everything), or segments by name. None captures all that can be, but no shared experts
-        behind an eager preprocess, which would be a graph of their own.
+        MLP), full or full_step (everything), or segments by name. None captures all that can be, but no
+        shared experts behind an eager preprocess, which would be a graph of their own.
 
     ValueError for a scope that names no segment, for a part of which a segment cannot be captured, and for
     dispatch, experts or combine without the shared experts: where these are eager, they run on a stream that
@@ -30,7 +33,7 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     if scope is None:
         chosen = {name for name, capturable in segments.items() if capturable}
         return chosen - {"shared_experts"} if not segments.get("preprocess", True) else chosen
-    parts = {name: segments if name == "full" else _PARTS.get(name, (name,)) for name in scope}
+    parts = {name: segments if name in _WHOLE else _PARTS.get(name, (name,)) for name in scope}
     found = {name: [part for part in own if part in segments] for name, own in parts.items()}
     if segments and not any(found.values()):
         raise ValueError(f"graphs: scope {list(scope)} names no segment; choose from {sorted(segments)}")
@@ -38,7 +41,8 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
         eager = [part for part in own if not segments[part]]
         if eager:
             raise ValueError(
-                f"graphs: scope {name!r} cannot be captured, because {', '.join(eager)} must run eagerly"
+                f"graphs: scope {name!r} cannot be captured, because {', '.join(eager)} must run eagerly; "
+                "without a scope everything else is captured"
             )
     chosen = {part for own in found.values() for part in own}
     behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]

@@ -227,7 +227,7 @@ class _Backend:
         """Free what eager steps have cached: a capture cannot."""
         torch.cuda.empty_cache()
 
-    def graph(self, forward: Any = None, watched: Any = None) -> Any:
+    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> Any:
         raise NotImplementedError("graphs: Transformer Engine makes its graphs itself")
 
     def weak(self, tensor: Tensor) -> Any:

@@ -116,6 +116,7 @@ class _Wait:
     """A hook that waits for buckets of parameters, or for all. In a pickled model it does nothing."""
 
     replayed = True  # graphs call it too
+    in_step = True  # in the graph of a whole step there is nothing to wait for
 
     def __init__(self, gather: ParameterGather | None, own: set[At] | None) -> None:
         self._gather, self._own = gather, own

@@ -204,8 +204,13 @@ class GradBuffer:
         for flat in self.flats:
             flat.grad.zero_()
             if flat.grad.is_cuda:
-                self._compute[flat.grad.device] = torch.cuda.current_stream(flat.grad.device)
+                self._begin_on(flat.grad.device)
         self._arrivals.begin(self.overlap)
+
+    def _begin_on(self, device: torch.device) -> None:
+        """Note the stream of the step; a capture that holds all of it has to know the side stream, too."""
+        self._compute[device] = torch.cuda.current_stream(device)
+        side_stream(device).wait_stream(self._compute[device])
 
     def recount(self) -> None:
         """Count gradients anew in the next step: their number changes where a model is run in another way."""
@@ -331,6 +336,7 @@ class _Arrivals:
             if arrivals is not None and arrivals._missing:
                 arrivals._note(name, at)
 
+        arrived.in_step = True  # type: ignore[attr-defined]
         return arrived
 
     def forget(self) -> None:
@@ -374,7 +380,7 @@ def _accumulate(param: Parameter) -> None:
 
 
 # A captured backward holds the hook, which does nothing but with tensors.
-_accumulate.in_graph = True  # type: ignore[attr-defined]
+_accumulate.in_graph = _accumulate.in_step = True  # type: ignore[attr-defined]
 
 
 def _grad_dtype(members: dict[str, Parameter], wanted: torch.dtype | None) -> torch.dtype:

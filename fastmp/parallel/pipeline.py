@@ -387,7 +387,8 @@ class Pipeline:
     def _finish_sending(self, most: int) -> None:
         """Free what has been sent; wait for the oldest messages until at most `most` are on their way."""
         queue = self._sending
-        while queue and (len(queue) > most or all(work.is_completed() for work in queue[0].works)):
+        captured = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        while queue and (len(queue) > most or (not captured and _have_gone(queue[0]))):
             queue.popleft().wait()
 
     def _exchange_specs(self, message: Message) -> None:
@@ -403,6 +404,11 @@ class Pipeline:
             self._arriving.pop(key).wait()
             specs = _decode(header.tolist())
         self._known[message.stage] = specs
+
+
+def _have_gone(message: _Message) -> bool:
+    """Whether the host knows that nobody reads the tensors any more; of what is captured it may not ask."""
+    return all(work.is_completed() for work in message.works)
 
 
 def _same_ranks(

@@ -79,6 +79,7 @@ class RngTracker:
         self.current = "default"
         self._keeper: Callable[[], Mapping[str, torch.Generator] | None] | None = None
         self._ended: Callable[[Seeds], None] | None = None
+        self._outside: Callable[[], Mapping[str, torch.Generator] | None] | None = None
         self._noted: list[Seeds] = []  # of the parts that are at work, each inside the one before
         self._repeated: dict[str, Iterator[torch.Tensor]] = {}
 
@@ -169,7 +170,7 @@ class RngTracker:
 
         Of a stream that is not there the block draws seeds alone, and it gets those of `seeds`.
         """
-        outside, repeated = self.states(), self._repeated
+        outside, repeated = self._states(self._outside), self._repeated
         self.restore({**outside, **seeds.states})
         self._repeated = {
             name: iter(seeds.drawn.get(name, ())) for name in outside if name not in seeds.states
@@ -185,7 +186,12 @@ class RngTracker:
 
         Each tensor-parallel rank saves its own.
         """
-        if self._keeper is not None and (kept := self._keeper()) is not None:
+        return self._states(self._keeper)
+
+    def _states(
+        self, keeper: Callable[[], Mapping[str, torch.Generator] | None] | None
+    ) -> Mapping[str, torch.Tensor | torch.Generator]:
+        if keeper is not None and (kept := keeper()) is not None:
             return kept
         return {name: generator.get_state() for name, generator in self._by_name().items()}
 
@@ -246,17 +252,19 @@ class RngTracker:
         self,
         keeper: Callable[[], Mapping[str, torch.Generator] | None],
         ended: Callable[[Seeds], None] | None = None,
+        again: Callable[[], Mapping[str, torch.Generator] | None] | None = None,
     ) -> Iterator[None]:
         """Let `states()` return what `keeper()` returns, unless that is None, inside the block.
 
         ended: called with the seeds of each part that will be recomputed, when its forward has ended.
+        again: in place of `keeper` for the states to which a repetition returns; None: `keeper`.
         """
-        before = self._keeper, self._ended
-        self._keeper, self._ended = keeper, ended
+        before = self._keeper, self._ended, self._outside
+        self._keeper, self._ended, self._outside = keeper, ended, keeper if again is None else again
         try:
             yield
         finally:
-            self._keeper, self._ended = before
+            self._keeper, self._ended, self._outside = before
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from fastmp.parallel.schedule import (
 )
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
-from fastmp.plan.segments import all_segments, runs, segments, whole_runs
-from fastmp.plan.shapes import shapes_of
+from fastmp.plan.segments import all_segments, runs, segments, step_inputs, whole_runs
+from fastmp.plan.shapes import Shapes, shapes_of
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +65,46 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     ValueError as `fastmp.graphs.scope.captured_segments`.
     """
     layout, scope, shapes = recipe.parallel, recipe.graphs.scope, shapes_of(recipe, world_size)
-    layers = stage_layers(recipe)
+    if "full_step" in (scope or ()):
+        ranks = [_of_whole_step(shapes)] * layout.pp
+    else:
+        ranks = _of_runs(recipe, shapes)
+    able = all_segments(shapes)
+    captured = captured_segments(scope, able)
+    whole = bool({"full", "full_step"} & {*(scope or ())})
+    behind = ["loss"] * whole + ["sums over ranks", "optimizer"] * ("full_step" in (scope or ()))
+    return {
+        "name": recipe.train.name,
+        "layout": str(shapes.grid),
+        "schedule": layout.schedule,
+        "microbatches": shapes.num_microbatches,
+        "segments": list(able),
+        "layer": [segment.name for segment in segments(shapes)],
+        "captured": ["embedding"] * whole + [name for name in able if name in captured] + behind,
+        "eager": [name for name, can in able.items() if not can],
+        "beside": [name for name, can in able.items() if can and scope is None and name not in captured],
+        "ranks": ranks,
+    }
+
+
+def _of_whole_step(shapes: Shapes) -> dict[str, Any]:
+    """The one graph of a rank under scope "full_step"."""
+    inputs = step_inputs(shapes)
+    return {
+        "runs": [["whole step"]],
+        "graphs": 1,
+        "graphs_by_formula": 1,
+        "inputs": len(inputs),
+        "inputs_by_formula": len(inputs),
+        "input_bytes": sum(spec.nbytes for spec in inputs),
+        "gradients": 0,
+        "gradient_bytes": 0,
+    }
+
+
+def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
+    """The graphs of each pipeline rank, where runs are captured one by one."""
+    layout, scope, layers = recipe.parallel, recipe.graphs.scope, stage_layers(recipe)
     stages = [range(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
     whole, grid = "full" in (scope or ()), shapes.grid
     reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
@@ -74,24 +113,10 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         whole_runs(shapes, stage, len(stages), own) if whole else [runs(shapes, own, scope, run_size)]
         for stage, own in enumerate(stages)
     ]
-    ranks = [
+    return [
         _rank_facts(recipe, shapes.num_microbatches, rank, [*chain(*of_stages[rank :: layout.pp])])
         for rank in range(layout.pp)
     ]
-    able = all_segments(shapes)
-    captured = captured_segments(scope, able)
-    return {
-        "name": recipe.train.name,
-        "layout": str(shapes.grid),
-        "schedule": layout.schedule,
-        "microbatches": shapes.num_microbatches,
-        "segments": list(able),
-        "layer": [segment.name for segment in segments(shapes)],
-        "captured": ["embedding"] * whole + [name for name in able if name in captured] + ["loss"] * whole,
-        "eager": [name for name, can in able.items() if not can],
-        "beside": [name for name, can in able.items() if can and scope is None and name not in captured],
-        "ranks": ranks,
-    }
 
 
 def _rank_facts(

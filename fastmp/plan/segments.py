@@ -126,6 +126,19 @@ def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> li
     return found
 
 
+def step_inputs(shapes: Shapes) -> list[TensorSpec]:
+    """Under scope "full_step" the static inputs of every rank: all batches of a step, and the learning rate.
+
+    ValueError as `captured_segments`.
+    """
+    captured_segments(("full_step",), all_segments(shapes))
+    ids = TensorSpec((shapes.tokens // shapes.length, shapes.length * shapes.grid.cp), "int64")
+    batch = [ids, ids, *(each.spec for each in _Parts(shapes).documents())]
+    if shapes.model.bert is not None:
+        batch += [ids, ids._replace(dtype="bool"), ids._replace(shape=ids.shape[:1])]
+    return batch * shapes.num_microbatches + [TensorSpec((), "float64")]
+
+
 def _eager(shapes: Shapes) -> tuple[str, ...]:
     """The segments whose shapes depend on what other ranks send."""
     if shapes.dispatcher == "local" or (shapes.dispatcher == "sharing" and _one_sequence(shapes)):

@@ -36,7 +36,7 @@ class SilentBackend:
     def prepare(self) -> None:
         """Do nothing."""
 
-    def graph(self, forward: Any = None, watched: Any = None) -> SilentGraph:
+    def graph(self, forward: Any = None, watched: Any = None, whole: bool = False) -> SilentGraph:
         return SilentGraph()
 
     def weak(self, tensor: Tensor) -> Callable[[], Tensor]:

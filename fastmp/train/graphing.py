@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fastmp.config import Environment, GraphConfig
+from fastmp.graphs.backend import Backend
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.graphs.runs import cut
+from fastmp.graphs.whole import WholeGraph
 from fastmp.nn.segment import LayerChain
 
 if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.microbatches import Chunks, WholeModel
 
-__all__ = ["CaptureAgreement", "make_graphs"]
+__all__ = ["CaptureAgreement", "make_graphs", "whole_step"]
 
 _MOST_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
 
@@ -53,16 +55,10 @@ def make_graphs(
         return None
     if manager is None and config.impl != "fastmp":
         raise ValueError(f"Trainer: graphs with impl {config.impl!r} need graph_manager=, the manager to use")
-    environment = Environment.read()
-    if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
-        raise ValueError(
-            "Trainer: graphs of collectives and expandable_segments:True for torch's allocator need "
-            "NCCL_GRAPH_REGISTER=0 in the environment: NCCL would read memory that is gone"
-        )
+    _check_allocator(device)
     scope = config.scope
     if scope is not None and "full" in scope:
-        for chain in (chain for chunk in runner.chunks for chain in _chains(chunk)):
-            cut(chain, scope)
+        _check_scope(runner.chunks, scope)
         chains, order = runner.full_chains(num_microbatches)
         scope = None
     else:
@@ -72,7 +68,7 @@ def make_graphs(
     return GraphManager(
         chains,
         order,
-        backend=CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng),
+        backend=_backend(rng, device),
         scope=scope,
         run_size=run_size,
         warmup=config.warmup,
@@ -80,6 +76,49 @@ def make_graphs(
         group=group,
         fallback=True,
     )
+
+
+def whole_step(
+    function: Callable[..., Any],
+    chunks: Sequence[nn.Module],
+    config: GraphConfig,
+    *,
+    rng: RngTracker | None,
+    device: torch.device,
+) -> WholeGraph:
+    """Make one graph of `function`, a whole training step of the modules `chunks`.
+
+    ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
+    """
+    _check_allocator(device)
+    _check_scope(chunks, ("full_step",))
+    return WholeGraph(
+        function,
+        chunks,
+        backend=_backend(rng, device),
+        what="the whole step",
+        instead="scope 'full' captures whole microbatches, and leaves the rest of a step to the host",
+        trains=True,
+        warmup=config.warmup,
+    )
+
+
+def _backend(rng: RngTracker | None, device: torch.device) -> Backend:
+    return CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
+
+
+def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
+    for chain in (chain for chunk in chunks for chain in _chains(chunk)):
+        cut(chain, scope)
+
+
+def _check_allocator(device: torch.device) -> None:
+    environment = Environment.read()
+    if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
+        raise ValueError(
+            "Trainer: graphs of collectives and expandable_segments:True for torch's allocator need "
+            "NCCL_GRAPH_REGISTER=0 in the environment: NCCL would read memory that is gone"
+        )
 
 
 class CaptureAgreement:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,16 +21,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.whole import WholeGraph
 from fastmp.parallel.attributes import parallel_attributes
-from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.optimizer import clip_coefficient, global_grad_norm
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import phase, traced
 from fastmp.pulse import pulse
 from fastmp.train.checkpoint.checkpointer import Loaded
+from fastmp.train.device_step import DeviceStep, StepNumbers
 from fastmp.train.evaluate.heldout import Evaluation, evaluate
-from fastmp.train.graphing import CaptureAgreement, make_graphs
+from fastmp.train.graphing import CaptureAgreement, make_graphs, whole_step
 from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import (
     Batch,
@@ -47,7 +49,6 @@ from fastmp.train.saving import Saving, paused
 from fastmp.train.stopping import SkippedSteps
 
 if TYPE_CHECKING:
-    from fastmp.graphs.manager import GraphManager
     from fastmp.parallel.optimizer import ParameterGroup
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.metrics import TrainLog
@@ -107,8 +108,9 @@ class Trainer:
     groups: this rank's process groups.
     rng: random streams that go into checkpoints; None takes torch's default generators.
     device: where the model is moved; None leaves it where it is.
-    graphs: whether layers, or under scope "full" whole microbatches, are captured as graphs and replayed;
-        None: they are not. Where a capture fails on a rank, all ranks go on eagerly.
+    graphs: whether layers, or under scope "full" whole microbatches, or under "full_step" whole steps, are
+        captured as graphs and replayed; None: they are not. Where the capture of a layer or a microbatch
+        fails on a rank, all ranks go on eagerly.
     graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
     after_save: called with each checkpoint, see `Checkpointer`.
 
@@ -149,25 +151,23 @@ class Trainer:
         self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
         if self.optimizer_config.overlap:
             self.optimizer.gather.attach(self.runner.chunks)
-        self._routers = [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))]
-        self.graphs = make_graphs(
+        dtypes = {param.dtype for param in self.grads.parameters.values()}
+        self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
+        self._work = DeviceStep(
             self.runner,
+            self.grads,
+            self.optimizer,
+            self.scaler,
+            groups,
+            [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))],
+            self.optimizer_config.clip_grad_norm,
             self.num_microbatches,
-            GraphConfig() if graphs is None else graphs,
-            rng=rng,
-            device=self.device,
-            group=groups.tp_cp_dp,
-            run_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
-            manager=graph_manager,
         )
-        if self.graphs is not None:
-            world = dist.group.WORLD if groups.grid.world_size > 1 else None
-            self._agreement = CaptureAgreement(self.graphs, world)
+        self._lr = torch.zeros((), dtype=torch.float64, device=self.device)  # as a graph reads it
+        self.graphs = self._make_graphs(GraphConfig() if graphs is None else graphs, graph_manager)
         self._window: _Window | None = None  # what experts did since the last line of the log
         self._replicas: Replicas | None = None
         self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
-        dtypes = {param.dtype for param in self.grads.parameters.values()}
-        self.scaler = make_scaler(self.optimizer_config, self.device) if torch.float16 in dtypes else None
         self.saving = Saving(
             Path(config.run_dir) / config.name / "checkpoints",
             CheckpointConfig() if checkpoint is None else checkpoint,
@@ -269,55 +269,41 @@ class Trainer:
             return self._run_step()
 
     def _run_step(self) -> StepResult:
-        totals, counts = self._backward()
-        with phase("reduce"):
-            self.grads.reduce()
-            self.runner.sum_shared_gradients(self.grads)
-            _sum_over(totals, self.groups.dp_cp, self.groups.pp)
-            if counts is not None:
-                _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
-        with phase("clip"):
-            loss, num_tokens, aux_loss = totals.unbind()
-            per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
-            inv_scale = per_token if self.scaler is None else per_token * self.scaler.inv_scale
-            grad_norm = inv_scale * global_grad_norm(self.grads, **self.groups.norm)
-            clip = clip_coefficient(grad_norm, self.optimizer_config.clip_grad_norm)
         lr = self._learning_rate()
-        self.saving.before_change()
-        with phase("optimizer"):
-            self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=inv_scale, clip_coefficient=clip)
+        if isinstance(self.graphs, WholeGraph):
+            numbers = self._in_one_graph(self.graphs, lr)
+        else:
+            numbers = self._work.update(self._backward(), lr, self.saving.before_change)
         self.step += 1
-        skipped, ends_run = ~torch.isfinite(grad_norm), None
-        if self.scaler is not None:  # where the scale can halve, the next step may be finite
-            ends_run = self.scaler.scale <= self.scaler.min_scale
-        self._skipped.add(self.step, skipped, ends_run)
-        if self.scaler is not None:
-            self.scaler.update(skipped)
-        result = StepResult(loss=loss * per_token, grad_norm=grad_norm, num_tokens=num_tokens, lr=lr)
-        if counts is None:
-            return result
-        with phase("balance"):
-            self._balance(counts.masked_fill(skipped, 0))
-        result = replace(result, aux_loss=aux_loss * per_token, expert_counts=counts)
-        self._window = (self._window or _Window()).add(result.aux_loss, counts)
-        return result
+        self._skipped.add(self.step, numbers.skipped, numbers.ends_run)
+        if numbers.expert_counts is not None:
+            self._window = (self._window or _Window()).add(numbers.aux_loss, numbers.expert_counts)
+        return StepResult(
+            numbers.loss, numbers.grad_norm, numbers.num_tokens, lr, numbers.aux_loss, numbers.expert_counts
+        )
+
+    def _in_one_graph(self, graph: WholeGraph, lr: float) -> StepNumbers:
+        with phase("data"):
+            batches = [self._fetch(number) for number in range(self.num_microbatches)]
+        self.saving.before_change()
+        self.optimizer.gather.wait()
+        with phase("step"):
+            return graph(batches, self._lr.fill_(lr))
 
     def _backward(self) -> Sums:
-        """Run forward and backward of this step's microbatches; nothing is summed over ranks yet."""
-        if self.graphs is not None:
-            if self._agreement.unsettled():
-                self.grads.recount()  # replays tell of gradients otherwise than eager steps
-            self.graphs.begin_step()
-        self.grads.zero()
-        scale = None if self.scaler is None else self.scaler.scale
-        sums = self.runner.train(self._fetch, self.num_microbatches, scale)
-        if self.graphs is not None:
-            self._agreement.end_step()
+        """Run forward and backward of this step's microbatches, layers or whole microbatches in graphs."""
+        if not isinstance(self.graphs, GraphManager):
+            return self._work.backward(self._fetch)
+        if self._agreement.unsettled():
+            self.grads.recount()  # replays tell of gradients otherwise than eager steps
+        self.graphs.begin_step()
+        sums = self._work.backward(self._fetch)
+        self._agreement.end_step()
         return sums
 
     def _graph_state(self) -> tuple[int, str | None]:
         """How many graphs are captured, and why there will be none."""
-        return (0, None) if self.graphs is None else self._agreement.state
+        return (0, None) if self.graphs is None else (self.graphs.num_graphs, self.graphs.failure)
 
     @traced("fastmp.train.eval")
     def evaluate(self, log: TrainLog | None = None, *, max_batches: int | None = None) -> Evaluation:
@@ -354,6 +340,26 @@ class Trainer:
             self.step = loaded.step
         return loaded
 
+    def _make_graphs(
+        self, config: GraphConfig, manager: Callable[..., GraphManager] | None
+    ) -> GraphManager | WholeGraph | None:
+        if config.enabled and "full_step" in (config.scope or ()):
+            return whole_step(self._work.whole, self.runner.chunks, config, rng=self.rng, device=self.device)
+        graphs = make_graphs(
+            self.runner,
+            self.num_microbatches,
+            config,
+            rng=self.rng,
+            device=self.device,
+            group=self.groups.tp_cp_dp,
+            run_size=self.optimizer_config.bucket_size if self.grads.communicates else None,
+            manager=manager,
+        )
+        if graphs is not None:
+            world = dist.group.WORLD if self.groups.grid.world_size > 1 else None
+            self._agreement = CaptureAgreement(graphs, world)
+        return graphs
+
     def _count_microbatches(self) -> int:
         dp_size = group_size(self.groups.dp)
         per_microbatch = self.data.micro_batch_size * dp_size
@@ -388,10 +394,9 @@ class Trainer:
 
     def _fetch(self, microbatch: int) -> Batch:
         dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)
-        batch = self._to_device(
+        return self._to_device(
             self.data.batch(self.step, microbatch, self.num_microbatches, dp_rank, dp_size)
         )
-        return batch if self.scaler is None else {**batch, "loss_grad": self.scaler.scale}
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cuda":  # a copy from pageable memory would wait
@@ -400,17 +405,6 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         return learning_rate(self.step, self.optimizer_config, self.config.steps)
-
-    def _balance(self, counts: Tensor) -> None:
-        """Let every router see what its experts got: counts (layers, experts) of the global batch."""
-        rows = self.runner.own_rows(counts)
-        if self._routers and len(self._routers) != len(rows):
-            raise ValueError(
-                f"Trainer: the model has {len(self._routers)} routers, the counts of the loss function "
-                f"{len(rows)} rows"
-            )
-        for router, own in zip(self._routers, rows):
-            router.update_expert_bias(own)
 
     def _log_step(self, log: TrainLog, result: StepResult) -> None:
         window, self._window = self._window, None
@@ -439,12 +433,6 @@ class _Window(NamedTuple):
 
     def add(self, aux_loss: Tensor, counts: Tensor) -> _Window:
         return _Window(self.aux_loss + aux_loss, self.counts + counts, self.steps + 1)
-
-
-def _sum_over(tensor: Tensor, *groups: dist.ProcessGroup | None) -> None:
-    for group in groups:
-        if group is not None:
-            all_reduce_(tensor, group)
 
 
 @contextmanager

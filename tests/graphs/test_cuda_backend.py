@@ -392,6 +392,29 @@ def test_an_eager_backward_of_a_replayed_forward_draws_what_that_drew(eager, for
     assert drawn(graphs) == eager[1][: len(first)]
 
 
+def test_recomputed_parts_of_a_whole_step_draw_what_their_forwards_drew(eager, calls, monkeypatch):
+    monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
+    calls.CUDAGraph = FakeGraph
+    rng, layers, x = make()
+    backend, before = CudaBackend(rng), rng.states()
+
+    def step():
+        outputs = [layers.forward(x) for _ in MICROBATCHES]
+        for output in outputs:
+            output.sum().backward()
+
+    with backend.watch() as watched:
+        step()
+    assert len(watched.parts) == 2 * len(MICROBATCHES)
+    rng.restore(before)
+    layers.taken()
+    graph = backend.graph(watched=watched, whole=True)
+    with graph.capture():
+        step()
+    graph.graph.kernels = layers.taken()
+    assert [drawn([graph]) for _ in range(3)] == eager
+
+
 class Seed:
     """A tensor that one kernel writes and another one reads."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from marks import full
@@ -16,6 +18,12 @@ from fastmp.train.microbatches import named_parameters
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def scaled(trainer, **options):
+    trainer.scaler = LossScaler(**options)
+    trainer._work = replace(trainer._work, scaler=trainer.scaler)
+    return trainer
+
+
 def train(trainer, steps):
     results = [trainer.train_step() for _ in range(steps)]
     numbers = [
@@ -27,10 +35,10 @@ def train(trainer, steps):
 
 def compare(rank, world_size, layout, config):
     groups = make_groups(world_size, layout) if world_size > 1 else ParallelGroups.alone()
-    plain, scaled = (make_trainer(groups, layout, config=config) for _ in range(2))
-    scaled.scaler = LossScaler(growth_interval=2)
-    expected, got = train(plain, 4), train(scaled, 4)
-    assert scaled.scaler.scale.item() == 2.0**18
+    plain, scales = (make_trainer(groups, layout, config=config) for _ in range(2))
+    scaled(scales, growth_interval=2)
+    expected, got = train(plain, 4), train(scales, 4)
+    assert scales.scaler.scale.item() == 2.0**18
     assert got[0] == expected[0]
     for name, tensor in got[1].items():
         assert torch.equal(tensor, expected[1][name]), name
@@ -58,7 +66,7 @@ def test_a_scale_that_is_a_power_of_two_changes_no_bit(world_size, layout, confi
 
 def test_float16_finds_its_scale_and_learns(tmp_path):
     trainer = make_trainer(config=DENSE, dtype=torch.float16, run_dir=str(tmp_path), max_skipped_steps=2)
-    trainer.scaler = LossScaler(init_scale=2.0**24)  # far too high: more overflows than max_skipped_steps
+    scaled(trainer, init_scale=2.0**24)  # far too high: more overflows than max_skipped_steps
     losses = []
     for _ in range(30):
         losses.append(trainer.train_step().loss.item())

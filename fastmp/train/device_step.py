@@ -1,0 +1,129 @@
+"""What a training step does on the device: microbatches, sums over ranks, clipping, the update, the routers.
+
+The host reads none of its numbers, so that all of it can be one graph. What changes from step to step is in
+tensors: the batches, the learning rate, the scale of a float16 loss, and the counts of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastmp.parallel.collectives import all_reduce_
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.parallel.scaler import LossScaler
+from fastmp.profiling import phase
+from fastmp.train.microbatches import Batch, Chunks, Sums, WholeModel
+
+__all__ = ["DeviceStep", "StepNumbers"]
+
+
+class StepNumbers(NamedTuple):
+    """The numbers of a step, 0-dim tensors; see `StepResult`.
+
+    skipped: whether the gradient was not finite. ends_run: whether a skipped step counts among those that end
+    a run; None: it does. expert_counts: (layers, experts).
+    """
+
+    loss: Tensor
+    num_tokens: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    ends_run: Tensor | None
+    aux_loss: Tensor | None
+    expert_counts: Tensor | None
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A step of `runner` and `optimizer`, in two halves; `whole` is both.
+
+    routers: modules with `update_expert_bias`, see `Trainer`. clip_grad_norm: the norm to which gradients are
+    clipped; 0: they are not. num_microbatches: of a step.
+    """
+
+    runner: WholeModel | Chunks
+    grads: GradBuffer
+    optimizer: AdamW
+    scaler: LossScaler | None
+    groups: ParallelGroups
+    routers: Sequence[nn.Module]
+    clip_grad_norm: float
+    num_microbatches: int
+
+    def whole(self, batches: Sequence[Batch], lr: Tensor) -> StepNumbers:
+        """A step on the batches of its microbatches; other ranks' parameters have come at its end."""
+        numbers = self.update(self.backward(batches.__getitem__), lr)
+        self.optimizer.gather.wait()
+        return numbers
+
+    def backward(self, fetch: Callable[[int], Batch]) -> Sums:
+        """Run forward and backward of the microbatches `fetch(0)`, ...; nothing is summed over ranks yet."""
+        self.grads.zero()
+        if self.scaler is None:
+            return self.runner.train(fetch, self.num_microbatches)
+        scale = self.scaler.scale
+        return self.runner.train(
+            lambda number: {**fetch(number), "loss_grad": scale}, self.num_microbatches, scale
+        )
+
+    def update(
+        self, sums: Sums, lr: float | Tensor, before_change: Callable[[], None] = lambda: None
+    ) -> StepNumbers:
+        """Sum over ranks and update parameters; `before_change` is called before anything of them changes."""
+        totals, counts = sums
+        with phase("reduce"):
+            self.grads.reduce()
+            self.runner.sum_shared_gradients(self.grads)
+            _sum_over(totals, self.groups.dp_cp, self.groups.pp)
+            if counts is not None:
+                _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
+        with phase("clip"):
+            loss, num_tokens, aux_loss = totals.unbind()
+            per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
+            inv_scale = per_token if self.scaler is None else per_token * self.scaler.inv_scale
+            grad_norm = inv_scale * global_grad_norm(self.grads, **self.groups.norm)
+            clip = clip_coefficient(grad_norm, self.clip_grad_norm)
+        before_change()
+        with phase("optimizer"):
+            self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=inv_scale, clip_coefficient=clip)
+        skipped, ends_run = ~torch.isfinite(grad_norm), None
+        if self.scaler is not None:  # where the scale can halve, the next step may be finite
+            ends_run = self.scaler.scale <= self.scaler.min_scale
+            self.scaler.update(skipped)
+        if counts is not None:
+            with phase("balance"):
+                self._balance(counts.masked_fill(skipped, 0))
+        return StepNumbers(
+            loss=loss * per_token,
+            num_tokens=num_tokens,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            ends_run=ends_run,
+            aux_loss=None if counts is None else aux_loss * per_token,
+            expert_counts=counts,
+        )
+
+    def _balance(self, counts: Tensor) -> None:
+        """Let every router see what its experts got: counts (layers, experts) of the global batch."""
+        rows = self.runner.own_rows(counts)
+        if self.routers and len(self.routers) != len(rows):
+            raise ValueError(
+                f"Trainer: the model has {len(self.routers)} routers, the counts of the loss function "
+                f"{len(rows)} rows"
+            )
+        for router, own in zip(self.routers, rows):
+            router.update_expert_bias(own)
+
+
+def _sum_over(tensor: Tensor, *groups: dist.ProcessGroup | None) -> None:
+    for group in groups:
+        if group is not None:
+            all_reduce_(tensor, group)

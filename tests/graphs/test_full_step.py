@@ -1,0 +1,180 @@
+"""A function as one graph: eager's bits, and one error for what it cannot hold or would skip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from marks import full
+from torch import nn
+
+from fastmp.graphs import CaptureError, GraphError, RecordingBackend
+from fastmp.graphs.whole import WholeGraph
+from fastmp.nn.recompute import recompute
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.optimizer import AdamW
+from fastmp.parallel.rng import RngTracker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Noisy(nn.Module):
+    """Draws from two streams, outside of recomputed parts and in them; one of its ops draws nothing."""
+
+    def __init__(self, rng):
+        super().__init__()
+        self.rng, self.first, self.second = rng, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def part(self, x):
+        x = torch.dropout(self.second(torch.dropout(x, 0.0, True)), 0.3, True)
+        with self.rng.fork():
+            return torch.dropout(x, 0.2, True).tanh()
+
+    def forward(self, x):
+        x = torch.dropout(self.first(x), 0.1, True)
+        for _ in range(2):
+            x = recompute(self.part, x, rng=self.rng)
+        return torch.dropout(x, 0.1, True)
+
+
+def make(in_graph, microbatches=3, **options):
+    """A step of AdamW on some microbatches: a function of their inputs and the learning rate."""
+    rng = RngTracker(5)
+    model = Noisy(rng).double()
+    grads = GradBuffer(model.named_parameters())
+    optimizer = AdamW(grads)
+
+    def step(inputs, lr):
+        grads.zero()
+        losses = []
+        for x in inputs:
+            loss = model(x).square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        grads.reduce()
+        norm = sum(losses)
+        optimizer.step(lr, grad_norm=norm)
+        return {"losses": losses, "norm": norm, "nothing": None}
+
+    if in_graph:
+        options = {"backend": RecordingBackend(rng), "trains": True, "warmup": 2, **options}
+        return WholeGraph(step, [model], what="the step", instead="do without", **options), model
+    return step, model
+
+
+def batches(step, rows=4):
+    draws = torch.Generator().manual_seed(step)
+    inputs = [torch.randn(rows, 8, generator=draws, dtype=torch.float64) for _ in range(3)]
+    if step == 5:
+        inputs[1][0, 0] = torch.inf  # a step that is skipped
+    return inputs, torch.tensor(1e-2 / (1 + step), dtype=torch.float64)
+
+
+def run(in_graph, steps=8, each=lambda step, model: None):
+    function, model = make(in_graph)
+    kept = []
+    for step in range(steps):
+        each(step, model)
+        kept.append(function(*batches(step, 4 + 2 * (step % 3 == 2))))
+    numbers = [number for one in kept for number in (*one["losses"], one["norm"])]
+    assert all(one["nothing"] is None for one in kept)
+    return [*numbers, *(param.detach() for param in model.parameters())], function
+
+
+def same(first, second):
+    assert len(first) == len(second)
+    for i, (a, b) in enumerate(zip(first, second)):
+        assert torch.equal(a, b) or (a.isnan() & b.isnan()).all(), i
+
+
+def test_each_signature_has_a_graph_that_repeats_recomputed_parts():
+    """With the same draws, other learning rates, a skipped step, and results that nobody overwrites."""
+    graphed, function = run(True)
+    same(graphed, run(False)[0])
+    assert function.num_graphs == 2
+    assert function.static_bytes == (4 + 6) * 3 * 8 * 8 + 2 * 8
+    assert function.describe().startswith("2 graphs of the step, 0.00 MB of static buffers, ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.second.bias.requires_grad_(False),
+        *full([lambda model: model.second.eval()]),
+    ],
+)
+def test_graphs_are_made_anew_where_the_model_has_changed(change):
+    def each(step, model):
+        if step == 5:
+            change(model)
+
+    same(run(True, each=each)[0], run(False, each=each)[0])
+
+
+def test_graphs_go_by_address():
+    function, model = make(True)
+    for step in range(4):
+        function(*batches(step))
+    model.first.weight.data = model.first.weight.data.clone()
+    with pytest.raises(GraphError, match=r"'0\.module\.first\.weight' of chunk 0 .* since the step was cap"):
+        function(*batches(4))
+    function.remove()
+    function(*batches(4))
+    assert function.num_graphs == 0
+
+
+@pytest.mark.parametrize(
+    ("hook", "owner"),
+    [
+        (lambda model: model.first.register_forward_hook(print), "Linear"),
+        (lambda model: model.first.register_forward_pre_hook(print), "Linear"),
+        (lambda model: model.first.register_full_backward_hook(print), "Linear"),
+        (lambda model: model.first.weight.register_hook(print), "parameter 'first.weight'"),
+        (
+            lambda model: model.second.weight.register_post_accumulate_grad_hook(print),
+            "parameter 'second.weight'",
+        ),
+    ],
+)
+def test_a_hook_that_a_replay_would_skip_is_refused(hook, owner):
+    function, model = make(True)
+    hook(model)
+    message = f"graphs: {owner} has a hook, print, that a replay of the step would skip; .*; do without"
+    with pytest.raises(GraphError, match=message):
+        function(*batches(0))
+
+
+def test_what_no_graph_can_hold_is_named():
+    def reads(x):
+        return x / 2 if x.sum() > 1e9 else x * 2
+
+    function = WholeGraph(reads, [], backend=RecordingBackend(), what="a test", instead="use another scope")
+    x = torch.ones(3)
+    assert torch.equal(function(x), x * 2)
+    with pytest.raises(
+        CaptureError, match=r"capture of a test: .*sum\(\) > 1e9.*; use another scope"
+    ) as error:
+        function(x)
+    assert "reads a value on the host" in str(error.value)
+
+
+def test_more_signatures_than_have_graphs_run_eagerly():
+    function = WholeGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
+    for _ in range(3):
+        for rows in range(1, 8):
+            assert torch.equal(function(torch.full((rows,), 3.0)), torch.full((rows,), 9.0))
+    assert function.num_graphs == 4
+
+
+def test_autocast_is_part_of_the_signature():
+    def multiplied(x):
+        return x @ x
+
+    function, x = (
+        WholeGraph(multiplied, [], backend=RecordingBackend(), what="a test", instead=""),
+        torch.eye(3),
+    )
+    for _ in range(3):
+        assert function(x).dtype == torch.float32
+        with torch.autocast("cpu"):
+            assert function(x).dtype == torch.bfloat16
+    assert function.num_graphs == 2
