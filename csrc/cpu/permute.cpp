@@ -5,6 +5,7 @@
 // rows belong to nobody else. Half types are computed in fp32 and rounded once. The semantics are those of the
 // references in fastmp/ops/permute.py.
 #include "op.h"
+#include "pairs.h"
 #include "rows.h"
 #include "simd.h"
 
@@ -36,70 +37,16 @@ FASTMP_DECLARE(void permute_run(const PairRun&); void unpermute_run(const PairRu
 
 namespace FASTMP_ISA {
 
-constexpr int64_t kAtOnce = 8;  // rows that are summed in registers
-
-// Copies past the caches where `to` is aligned to vectors; `fence` has to follow before others read it.
-FASTMP_INLINE void stream(char* to, const char* from, int64_t bytes) {
-  int64_t i = 0;
-#if defined(__x86_64__)
-  if (reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
-    for (; i + kVectorBytes <= bytes; i += kVectorBytes) {
-#if FASTMP_VECTOR_BYTES == 64
-      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i), _mm512_loadu_si512(from + i));
-#elif FASTMP_VECTOR_BYTES == 32
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i),
-                          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
-#else
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
-#endif
-    }
-  }
-#endif
-  if (i < bytes) std::memcpy(to + i, from + i, bytes - i);
-}
-
-FASTMP_INLINE void fence() {
-#if defined(__x86_64__)
-  _mm_sfence();
-#endif
-}
-
 void permute_run(const PairRun& run) {
   dispatch_float(run.dtype, "permute", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto bytes = static_cast<int64_t>(run.num_cols * sizeof(T));
     for (int64_t pair = run.begin * run.num_slots; pair < run.end * run.num_slots; ++pair) {
       const int64_t row = run.row_of[pair];
       if (row < 0 || row >= run.num_rows) continue;
       const T* from = static_cast<const T*>(run.tokens) + pair / run.num_slots * run.token_pitch;
-      T* to = static_cast<T*>(run.out) + row * run.num_cols;
-      if (run.streamed) {
-        stream(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(from), bytes);
-      } else {
-        std::memcpy(to, from, bytes);
-      }
+      copy_row(static_cast<T*>(run.out) + row * run.num_cols, from, run.num_cols, run.streamed);
     }
     fence();
-  });
-}
-
-// Adds rows [first, first + count) of a token's list to `out`, or begins the sum with them.
-template <typename T, bool kStart, bool kEnd>
-FASTMP_INLINE void add_rows(const T* const* rows, const scalar_of<T>* weights, int64_t count, scalar_of<T>* sums,
-                            T* out, int64_t num_cols) {
-  using V = lanes_of<T>;
-  for_vectors<num_lanes<V>>(num_cols, [&](int64_t col, auto lanes) FASTMP_LAMBDA {
-    V total = broadcast<V>(0);
-    if constexpr (!kStart) total = load(sums + col, lanes, 0);
-    for (int64_t i = 0; i < count; ++i) {
-      prefetch<1024>(rows[i] + col);
-      total += load(rows[i] + col, lanes, 0) * weights[i];
-    }
-    if constexpr (kEnd) {
-      store(out + col, total, lanes);
-    } else {
-      store(sums + col, total, lanes);
-    }
   });
 }
 
@@ -107,28 +54,15 @@ void unpermute_run(const PairRun& run) {
   dispatch_float(run.dtype, "unpermute", [&](auto tag) {
     using T = typename decltype(tag)::type;
     using S = scalar_of<T>;
-    std::vector<const T*> rows(run.num_slots);
-    std::vector<S> weights(run.num_slots), sums(run.num_slots > kAtOnce ? run.num_cols : 0);
+    RowSum<T> sum(run.num_slots, run.num_cols);
     for (int64_t token = run.begin; token < run.end; ++token) {
-      T* out = static_cast<T*>(run.out) + token * run.num_cols;
-      int64_t count = 0;
       for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
         const int64_t row = run.row_of[pair];
         if (row < 0 || row >= run.num_rows) continue;
-        rows[count] = static_cast<const T*>(run.rows) + row * run.row_pitch;
-        weights[count++] = run.probs ? static_cast<const S*>(run.probs)[pair] : S{1};
+        const S weight = run.probs ? static_cast<const S*>(run.probs)[pair] : S{1};
+        sum.add(static_cast<const T*>(run.rows) + row * run.row_pitch, weight);
       }
-      if (count <= kAtOnce) {
-        add_rows<T, true, true>(rows.data(), weights.data(), count, nullptr, out, run.num_cols);
-        continue;
-      }
-      add_rows<T, true, false>(rows.data(), weights.data(), kAtOnce, sums.data(), out, run.num_cols);
-      int64_t first = kAtOnce;
-      for (; count - first > kAtOnce; first += kAtOnce) {
-        add_rows<T, false, false>(rows.data() + first, weights.data() + first, kAtOnce, sums.data(), out, run.num_cols);
-      }
-      add_rows<T, false, true>(rows.data() + first, weights.data() + first, count - first, sums.data(), out,
-                               run.num_cols);
+      sum.finish(static_cast<T*>(run.out) + token * run.num_cols);
     }
   });
 }
@@ -138,7 +72,6 @@ void unpermute_backward_run(const PairRun& run) {
     using T = typename decltype(tag)::type;
     using S = scalar_of<T>;
     using V = lanes_of<T>;
-    constexpr int64_t kTile = 1024;
     alignas(kVectorBytes) T tile[kTile];
     for (int64_t token = run.begin; token < run.end; ++token) {
       const T* grad = static_cast<const T*>(run.tokens) + token * run.token_pitch;
@@ -154,15 +87,8 @@ void unpermute_backward_run(const PairRun& run) {
         for (int64_t first = 0; first < run.num_cols; first += kTile) {
           const int64_t count = std::min(kTile, run.num_cols - first);
           T* to = run.streamed ? tile : dy + first;
-          for_vectors<num_lanes<V>>(count, [&](int64_t col, auto lanes) FASTMP_LAMBDA {
-            const V g = load(grad + first + col, lanes, 0);
-            prefetch<1024>(y + first + col);
-            dots += g * load(y + first + col, lanes, 0);
-            store(to + col, g * weight, lanes);
-          });
-          if (run.streamed) {
-            stream(reinterpret_cast<char*>(dy + first), reinterpret_cast<const char*>(tile), count * sizeof(T));
-          }
+          weigh<true>(grad + first, y + first, weight, to, count, dots);
+          if (run.streamed) copy_row(dy + first, tile, count, true);
         }
         dprob = sum(dots);
       }
@@ -180,8 +106,6 @@ namespace fastmp {
 namespace {
 
 constexpr int64_t kBlockPairs = 65536;  // of the sort: fewer are not worth a second thread
-constexpr int64_t kGrainBytes = 65536;  // what a thread moves at the least
-constexpr int64_t kStreamedBytes = int64_t{16} << 20;  // outputs from this size on do not stay in the caches
 
 std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts) {
   FASTMP_CHECK(given.scalar_type() == ScalarType::Int, "permutation: indices must be int32, got ",
@@ -233,11 +157,6 @@ void check_pairs(const char* op, const Tensor& tokens, const Tensor& row_of, con
                    probs->size(1) == row_of.size(1),
                op, ": probs must be ", dtype_name(wanted), " of the shape of row_of, got ",
                dtype_name(probs->scalar_type()), " of ", probs->numel(), " elements for ", row_of.numel());
-}
-
-// Tokens that keep a thread busy.
-int64_t token_grain(int64_t num_slots, int64_t row_bytes) {
-  return std::max<int64_t>(1, kGrainBytes / std::max<int64_t>(1, num_slots * row_bytes));
 }
 
 // Clears the rows of `out` that no pair maps to.

@@ -1,0 +1,462 @@
+// The steps of an exchange over peers' memory on the CPU: rows that are copied, weighted and summed where they lie, in
+// this process' memory or in maps that other processes share, and a barrier of flags.
+//
+// Tokens are spread over the threads; a row belongs to one pair, so nobody else writes it. A rank's flags are atomics
+// that others store to (release) and it waits for (acquire): what a rank wrote before it came can be read by those who
+// saw it come. Rows are made by the same code as those of permute.cpp, so sums have the same bits. The semantics are
+// those of the references in fastmp/ops/exchange.py.
+#include "op.h"
+#include "pairs.h"
+#include "rows.h"
+#include "simd.h"
+
+#include <atomic>
+#include <chrono>
+#include <limits>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+namespace fastmp {
+
+// Tokens [begin, end) with `num_slots` pairs each, whose rows are in the half `rows` (capacity, num_cols) of this rank's
+// memory, and at the same place of others', `distances[d * num_peers + p]` bytes further. y (token, slot, num_cols) has
+// no gaps; it, `probs` and `dprobs` may be null. `tokens` are read by a push, written by a pull.
+struct PeerRun {
+  const int64_t* distances;
+  const int32_t* where;
+  const void* probs;
+  void* rows;
+  void* tokens;
+  void* y;
+  void* dprobs;
+  int64_t begin, end, num_slots, num_copies, num_peers, capacity, num_cols, token_pitch;
+  ScalarType dtype;
+  bool streamed;
+
+  // The rows of a pair at the ranks that have it; null where it goes nowhere.
+  template <typename T>
+  T* row(int64_t pair, int64_t copy) const {
+    const int64_t number = where[pair];
+    if (number < 0 || number >= num_peers * capacity) return nullptr;
+    const int64_t peer = number / capacity;
+    char* half = static_cast<char*>(rows) + distances[copy * num_peers + peer];
+    return reinterpret_cast<T*>(half) + number % capacity * num_cols;
+  }
+};
+
+FASTMP_DECLARE(void exchange_push_run(const PeerRun&); void exchange_pull_run(const PeerRun&);
+               void exchange_copy_run(void*, const void*, int64_t, int64_t, int64_t, ScalarType, bool);)
+
+namespace FASTMP_ISA {
+
+// Writes a pair's row of x times its weight to all copies, tile by tile; where kDot, returns its dot product with y.
+template <bool kDot, typename T>
+FASTMP_INLINE scalar_of<T> push_weighted(const PeerRun& run, int64_t pair, const T* x, const T* y) {
+  alignas(kVectorBytes) T tile[kTile];
+  const auto weight = static_cast<const scalar_of<T>*>(run.probs)[pair];
+  auto dots = broadcast<lanes_of<T>>(0);
+  for (int64_t first = 0; first < run.num_cols; first += kTile) {
+    const int64_t count = std::min(kTile, run.num_cols - first);
+    weigh<kDot>(x + first, y + first, weight, tile, count, dots);
+    for (int64_t copy = 0; copy < run.num_copies; ++copy) {
+      copy_row(run.row<T>(pair, copy) + first, tile, count, run.streamed);
+    }
+  }
+  return sum(dots);
+}
+
+void exchange_push_run(const PeerRun& run) {
+  dispatch_float(run.dtype, "exchange_push", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (int64_t token = run.begin; token < run.end; ++token) {
+      const T* x = static_cast<const T*>(run.tokens) + token * run.token_pitch;
+      for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
+        scalar_of<T> dprob = 0;
+        if (!run.row<T>(pair, 0)) {
+        } else if (run.y) {
+          dprob = push_weighted<true>(run, pair, x, static_cast<const T*>(run.y) + pair * run.num_cols);
+        } else if (run.probs) {
+          push_weighted<false>(run, pair, x, x);
+        } else {
+          for (int64_t copy = 0; copy < run.num_copies; ++copy) {
+            copy_row(run.row<T>(pair, copy), x, run.num_cols, run.streamed);
+          }
+        }
+        if (run.dprobs) static_cast<scalar_of<T>*>(run.dprobs)[pair] = dprob;
+      }
+    }
+    fence();
+  });
+}
+
+void exchange_pull_run(const PeerRun& run) {
+  dispatch_float(run.dtype, "exchange_pull", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using S = scalar_of<T>;
+    RowSum<T> copies(run.num_copies, run.num_cols), total(run.num_slots, run.num_cols);
+    const bool summed = run.num_copies > 1;
+    std::vector<T> own(summed && !run.y ? run.num_slots * run.num_cols : 0);
+    for (int64_t token = run.begin; token < run.end; ++token) {
+      for (int64_t slot = 0; slot < run.num_slots; ++slot) {
+        const int64_t pair = token * run.num_slots + slot;
+        const T* row = run.row<T>(pair, 0);
+        T* kept = run.y ? static_cast<T*>(run.y) + pair * run.num_cols : summed ? own.data() + slot * run.num_cols : nullptr;
+        if (!row) {
+          if (run.y) std::memset(kept, 0, run.num_cols * sizeof(T));
+          continue;
+        }
+        if (summed) {
+          for (int64_t copy = 0; copy < run.num_copies; ++copy) copies.add(run.row<T>(pair, copy), S{1});
+          copies.finish(kept);
+        } else if (run.y) {
+          copy_row(kept, row, run.num_cols, false);
+        }
+        total.add(kept ? kept : row, run.probs ? static_cast<const S*>(run.probs)[pair] : S{1});
+      }
+      total.finish(static_cast<T*>(run.tokens) + token * run.num_cols);
+    }
+  });
+}
+
+// Copies rows [begin, end) to rows without gaps from such that lie `pitch` elements apart.
+void exchange_copy_run(void* to, const void* from, int64_t count, int64_t num_cols, int64_t pitch, ScalarType dtype,
+                       bool streamed) {
+  dispatch_float(dtype, "exchange_copy", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    for (int64_t row = 0; row < count; ++row) {
+      copy_row(static_cast<T*>(to) + row * num_cols, static_cast<const T*>(from) + row * pitch, num_cols, streamed);
+    }
+    fence();
+  });
+}
+
+}  // namespace FASTMP_ISA
+}  // namespace fastmp
+
+#ifdef FASTMP_ISA_BASE
+
+namespace fastmp {
+namespace {
+
+constexpr int kPauses = 256, kYields = 256;  // looks at a flag before others may run, and before this thread sleeps
+constexpr auto kNap = std::chrono::microseconds(50);
+
+void check_whole(const char* op, const char* name, const Tensor& view) {
+  FASTMP_CHECK(view.is_contiguous(), op, ": ", name, " must be contiguous, got ", described(view), " with gaps");
+}
+
+void check_flags(const char* op, const Tensor& flags) {
+  FASTMP_CHECK(flags.scalar_type() == ScalarType::Int && flags.dim() == 1 && flags.size(0) > 1, op,
+               ": flags must be int32 (R + 1,), got ", described(flags));
+  check_whole(op, "flags", flags);
+}
+
+const int64_t* checked_distances(const char* op, const Tensor& flags, const Tensor& distances) {
+  check_flags(op, flags);
+  FASTMP_CHECK(distances.scalar_type() == ScalarType::Long && distances.dim() == 2 &&
+                   distances.numel() == flags.size(0) - 1,
+               op, ": distances must be int64 (D, P) of the ", flags.size(0) - 1, " ranks of flags, got ",
+               described(distances));
+  check_whole(op, "distances", distances);
+  const auto* bytes = static_cast<const int64_t*>(distances.const_data_ptr());
+  for (int64_t rank = 0; rank < distances.numel(); ++rank) {
+    FASTMP_CHECK(bytes[rank] % 16 == 0, op, ": distances must be multiples of 16 bytes, got ", bytes[rank]);
+  }
+  return bytes;
+}
+
+void check_rows(const char* op, const Tensor& rows, const Tensor& flags) {
+  dispatch_float(rows.scalar_type(), op, [](auto) {});
+  FASTMP_CHECK(rows.dim() == 3 && rows.size(0) == 2, op, ": rows must be (2, C, H), got ", described(rows));
+  check_whole(op, "rows", rows);
+  check_flags(op, flags);
+}
+
+// The number of the exchange to come, as int32 that wraps.
+int32_t number_to_come(const Tensor& flags) {
+  const auto latest = static_cast<const int32_t*>(flags.const_data_ptr())[flags.size(0) - 1];
+  return static_cast<int32_t>(static_cast<uint32_t>(latest) + 1);
+}
+
+char* half_of(const Tensor& view, int64_t number) {
+  const int64_t bytes = view.numel() / 2 * static_cast<int64_t>(view.element_size());
+  return static_cast<char*>(view.mutable_data_ptr()) + (number & 1) * bytes;
+}
+
+char* half_to_come(const Tensor& view, const Tensor& flags) { return half_of(view, number_to_come(flags)); }
+char* latest_half(const Tensor& view, const Tensor& flags) { return half_of(view, number_to_come(flags) - int64_t{1}); }
+
+template <class T>
+T* further(T* pointer, int64_t bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(pointer) + bytes);
+}
+
+// Waits until `flag` has come to `number` or beyond; returns what it was last, which is behind if the time was up.
+int32_t wait_for(int32_t& flag, int32_t number, std::chrono::steady_clock::time_point deadline) {
+  for (int64_t looks = 0;; ++looks) {
+    const int32_t reached = std::atomic_ref<int32_t>(flag).load(std::memory_order_acquire);
+    const auto ahead = static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(number));
+    if (ahead >= 0) return reached;
+    if (looks < kPauses) {
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+      continue;
+    }
+    if (looks < kPauses + kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(kNap);
+    }
+    if (std::chrono::steady_clock::now() > deadline) return reached;
+  }
+}
+
+void meet(const char* op, Tensor& flags, const int64_t* distances, int64_t rank, double timeout) {
+  const int64_t num_ranks = flags.size(0) - 1;
+  FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
+  auto* own = static_cast<int32_t*>(flags.mutable_data_ptr());
+  const int32_t number = number_to_come(flags);
+  for (int64_t other = 0; other < num_ranks; ++other) {
+    std::atomic_ref<int32_t>(*further(own + rank, distances[other])).store(number, std::memory_order_release);
+  }
+  const auto patience = std::chrono::duration<double>(std::clamp(timeout, 0.0, 1e9));
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(patience);
+  for (int64_t other = 0; other < num_ranks; ++other) {
+    const int32_t reached = wait_for(own[other], number, deadline);
+    FASTMP_CHECK(static_cast<int32_t>(static_cast<uint32_t>(reached) - static_cast<uint32_t>(number)) >= 0, op,
+                 ": rank ", other, " has not come to exchange ", number, " within ", timeout,
+                 " s: the last one it came to is ", reached);
+  }
+  own[num_ranks] = number;
+}
+
+void barrier(Tensor& flags, const Tensor& distances, int64_t rank, double timeout) {
+  meet("exchange_barrier", flags, checked_distances("exchange_barrier", flags, distances), rank, timeout);
+}
+
+Tensor exchange_counts(const Tensor& own, Tensor& flags, Tensor& counts, const Tensor& distances, int64_t rank,
+                       double timeout) {
+  constexpr const char* kOp = "exchange_counts";
+  const int64_t* bytes = checked_distances(kOp, flags, distances);
+  const int64_t num_ranks = distances.numel(), width = own.numel();
+  FASTMP_CHECK(rank >= 0 && rank < num_ranks, kOp, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
+  FASTMP_CHECK(own.scalar_type() == ScalarType::Int && counts.scalar_type() == ScalarType::Int && counts.dim() == 3 &&
+                   counts.size(0) == 2 && counts.size(1) == num_ranks && counts.size(2) == width,
+               kOp, ": counts must be int32 (2, R, E + 1), got ", described(counts), " for own ", described(own), " and ",
+               num_ranks, " ranks");
+  check_whole(kOp, "counts", counts);
+  const Tensor row = torch::stable::contiguous(own);
+  auto* half = reinterpret_cast<int32_t*>(half_to_come(counts, flags));
+  for (int64_t other = 0; other < num_ranks; ++other) {
+    std::memcpy(further(half + rank * width, bytes[other]), row.const_data_ptr(), width * sizeof(int32_t));
+  }
+  meet(kOp, flags, bytes, rank, timeout);
+  const Tensor matrix = fastmp::empty({num_ranks, width}, ScalarType::Int, own);
+  std::memcpy(matrix.mutable_data_ptr(), half, num_ranks * width * sizeof(int32_t));
+  return matrix;
+}
+
+std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, const Tensor& given_indices,
+                                                   const Tensor& given_matrix, int64_t rank, int64_t num_peers,
+                                                   int64_t capacity) {
+  constexpr const char* kOp = "exchange_places";
+  FASTMP_CHECK(given_rows.dim() == 2 && given_rows.scalar_type() == ScalarType::Int, kOp,
+               ": row_of must be int32 (T, k), got ", described(given_rows));
+  check_like(kOp, "indices", given_indices, "row_of", given_rows);
+  FASTMP_CHECK(given_matrix.dim() == 2 && given_matrix.scalar_type() == ScalarType::Int && given_matrix.size(1) > 1, kOp,
+               ": matrix must be int32 (R, E + 1), got ", described(given_matrix));
+  const int64_t num_ranks = given_matrix.size(0), num_experts = given_matrix.size(1) - 1;
+  FASTMP_CHECK(rank >= 0 && rank < num_ranks, kOp, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
+  FASTMP_CHECK(num_peers > 0 && num_experts % num_peers == 0 && num_ranks % num_peers == 0, kOp, ": ", num_peers,
+               " peers do not divide ", num_experts, " experts and ", num_ranks, " ranks");
+  FASTMP_CHECK(capacity > 0 && capacity <= std::numeric_limits<int32_t>::max() / num_peers, kOp,
+               ": int32 cannot number ", capacity, " rows of each of ", num_peers, " peers");
+  const int64_t num_local = num_experts / num_peers;
+  const Tensor row_of = torch::stable::contiguous(given_rows), indices = torch::stable::contiguous(given_indices);
+  const Tensor matrix = torch::stable::contiguous(given_matrix);
+  const Tensor where = fastmp::empty(row_of.sizes(), ScalarType::Int, row_of);
+  const Tensor offsets = fastmp::empty({num_local}, ScalarType::Int, row_of);
+  const Tensor dropped = fastmp::empty({}, ScalarType::Int, row_of);
+  const auto* counts = static_cast<const int32_t*>(matrix.const_data_ptr());
+  auto* ends = static_cast<int32_t*>(offsets.mutable_data_ptr());
+
+  std::vector<int64_t> moved(num_experts);  // from a pair's row among this rank's pairs to its row at the receiver
+  int64_t beyond = 0, own_rows = 0, end = 0;
+  for (int64_t expert = 0; expert < num_experts; ++expert) {
+    if (expert % num_local == 0) end = 0;
+    int64_t before = 0, total = 0;
+    for (int64_t source = 0; source < num_ranks; ++source) {
+      if (source == rank) before = total;
+      total += counts[source * (num_experts + 1) + expert];
+    }
+    const int64_t own = counts[rank * (num_experts + 1) + expert], begin = end + before;
+    moved[expert] = begin - own_rows;
+    beyond += std::min(std::max<int64_t>(begin + own - capacity, 0), own);
+    own_rows += own;
+    end += total;
+    if (expert / num_local == rank % num_peers) {
+      ends[expert % num_local] = static_cast<int32_t>(std::clamp<int64_t>(end, 0, capacity));
+    }
+  }
+  *static_cast<int32_t*>(dropped.mutable_data_ptr()) = static_cast<int32_t>(beyond);
+
+  const auto* rows = static_cast<const int32_t*>(row_of.const_data_ptr());
+  const auto* experts = static_cast<const int32_t*>(indices.const_data_ptr());
+  auto* out = static_cast<int32_t*>(where.mutable_data_ptr());
+  parallel_for(0, row_of.numel(), kGrainBytes / 4, [&](int64_t first, int64_t last) {
+    for (int64_t pair = first; pair < last; ++pair) {
+      const int64_t expert = experts[pair];
+      out[pair] = -1;
+      if (rows[pair] < 0 || expert < 0 || expert >= num_experts) continue;
+      const int64_t row = rows[pair] + moved[expert];
+      if (row >= 0 && row < capacity) out[pair] = static_cast<int32_t>(expert / num_local * capacity + row);
+    }
+  });
+  return {where, offsets, dropped};
+}
+
+// The run of all pairs, after checks. `where` and `probs` are without gaps.
+PeerRun run_of(const char* op, const Tensor& where, const std::optional<Tensor>& probs, const Tensor& flags,
+               const Tensor& rows, const Tensor& distances) {
+  check_rows(op, rows, flags);
+  PeerRun run{};
+  run.distances = checked_distances(op, flags, distances);
+  FASTMP_CHECK(where.dim() == 2 && where.scalar_type() == ScalarType::Int, op, ": where must be int32 (T, k), got ",
+               described(where));
+  const ScalarType wide = compute_dtype(rows.scalar_type());
+  FASTMP_CHECK(!probs || (probs->scalar_type() == wide && same_sizes(*probs, where)), op, ": probs must be ",
+               dtype_name(wide), " of the shape of where ", described(where), ", got ", probs ? described(*probs) : "");
+  run.where = static_cast<const int32_t*>(where.const_data_ptr());
+  if (probs) run.probs = probs->const_data_ptr();
+  run.num_slots = where.size(1);
+  run.num_copies = distances.size(0);
+  run.num_peers = distances.size(1);
+  run.capacity = rows.size(1);
+  run.num_cols = rows.size(2);
+  run.dtype = rows.scalar_type();
+  run.streamed = where.numel() * run.num_cols * static_cast<int64_t>(rows.element_size()) >= kStreamedBytes;
+  return run;
+}
+
+template <class Kernel>
+void over_tokens(const Kernel& kernel, const PeerRun& whole, int64_t num_tokens, int64_t itemsize) {
+  const int64_t grain = token_grain(whole.num_slots * whole.num_copies, whole.num_cols * itemsize);
+  parallel_for(0, num_tokens, grain, [&](int64_t begin, int64_t end) {
+    PeerRun run = whole;
+    run.begin = begin;
+    run.end = end;
+    kernel(run);
+  });
+}
+
+Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<Tensor> probs, std::optional<Tensor> y,
+                     const Tensor& flags, Tensor& rows, const Tensor& distances) {
+  constexpr const char* kOp = "exchange_push";
+  const Tensor where = torch::stable::contiguous(given_where);
+  if (probs) probs = torch::stable::contiguous(*probs);
+  PeerRun run = run_of(kOp, where, probs, flags, rows, distances);
+  const auto fits = [&](const Tensor& tensor) {
+    return tensor.scalar_type() == run.dtype && tensor.size(0) == where.size(0) &&
+           tensor.size(tensor.dim() - 1) == run.num_cols;
+  };
+  FASTMP_CHECK(x.dim() == 2 && fits(x), kOp, ": x ", described(x), " fits neither rows ", described(rows), " nor where ",
+               described(where));
+  FASTMP_CHECK(!y || (probs && y->dim() == 3 && y->size(1) == run.num_slots && fits(*y)), kOp, ": y ",
+               y ? described(*y) : "", " does not fit rows ", described(rows), " and where ", described(where),
+               ", or there are no probs");
+  const ScalarType wide = compute_dtype(run.dtype);
+  const Tensor dprobs = y ? fastmp::empty(where.sizes(), wide, x)
+                          : fastmp::empty({0}, probs ? wide : ScalarType::Float, x);
+  if (where.numel() == 0) return dprobs;
+  if (run.num_cols == 0) return torch::stable::zero_(const_cast<Tensor&>(dprobs));
+  const Rows tokens(x);
+  if (y) y = torch::stable::contiguous(*y);
+  run.tokens = const_cast<void*>(tokens.tensor.const_data_ptr());
+  run.token_pitch = tokens.pitch;
+  run.rows = half_to_come(rows, flags);
+  if (y) {
+    run.y = const_cast<void*>(y->const_data_ptr());
+    run.dprobs = dprobs.mutable_data_ptr();
+  }
+  over_tokens([](const PeerRun& part) { FASTMP_BEST(exchange_push_run)(part); }, run, x.size(0), x.element_size());
+  return dprobs;
+}
+
+std::tuple<Tensor, Tensor> exchange_pull(const Tensor& rows, const Tensor& flags, const Tensor& distances,
+                                         const Tensor& given_where, std::optional<Tensor> probs, bool keep) {
+  const Tensor where = torch::stable::contiguous(given_where);
+  if (probs) probs = torch::stable::contiguous(*probs);
+  PeerRun run = run_of("exchange_pull", where, probs, flags, rows, distances);
+  Tensor out = fastmp::empty({where.size(0), run.num_cols}, run.dtype, rows);
+  const Tensor y = keep ? fastmp::empty({where.size(0), run.num_slots, run.num_cols}, run.dtype, rows)
+                        : fastmp::empty({0}, run.dtype, rows);
+  if (out.numel() == 0) return {out, y};
+  run.rows = latest_half(rows, flags);
+  run.tokens = out.mutable_data_ptr();
+  if (keep) run.y = y.mutable_data_ptr();
+  over_tokens([](const PeerRun& part) { FASTMP_BEST(exchange_pull_run)(part); }, run, out.size(0), rows.element_size());
+  return {out, y};
+}
+
+// The rows that offsets say are there, at most all.
+int64_t num_filled(const char* op, const Tensor& offsets, const Tensor& rows) {
+  FASTMP_CHECK(offsets.scalar_type() == ScalarType::Int && offsets.dim() == 1 && offsets.size(0) > 0, op,
+               ": offsets must be int32 (E/P,), got ", described(offsets));
+  const auto* ends = static_cast<const int32_t*>(offsets.const_data_ptr());
+  return std::clamp<int64_t>(ends[(offsets.size(0) - 1) * offsets.stride(0)], 0, rows.size(1));
+}
+
+void copy_rows(char* to, const void* from, int64_t count, int64_t num_cols, int64_t pitch, const Tensor& like) {
+  const auto itemsize = static_cast<int64_t>(like.element_size());
+  const bool streamed = count * num_cols * itemsize >= kStreamedBytes;
+  parallel_for(0, count, token_grain(1, num_cols * itemsize), [&](int64_t begin, int64_t end) {
+    FASTMP_BEST(exchange_copy_run)
+    (to + begin * num_cols * itemsize, at(from, begin * pitch, itemsize), end - begin, num_cols, pitch,
+     like.scalar_type(), streamed);
+  });
+}
+
+Tensor exchange_take(const Tensor& rows, const Tensor& flags, const Tensor& offsets) {
+  constexpr const char* kOp = "exchange_take";
+  check_rows(kOp, rows, flags);
+  const int64_t filled = num_filled(kOp, offsets, rows), num_cols = rows.size(2);
+  const int64_t row_bytes = num_cols * static_cast<int64_t>(rows.element_size());
+  const Tensor out = fastmp::empty({rows.size(1), num_cols}, rows.scalar_type(), rows);
+  if (out.numel() == 0) return out;
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  copy_rows(to, latest_half(rows, flags), filled, num_cols, num_cols, rows);
+  parallel_for(filled, rows.size(1), token_grain(1, row_bytes), [&](int64_t begin, int64_t end) {
+    std::memset(to + begin * row_bytes, 0, (end - begin) * row_bytes);
+  });
+  return out;
+}
+
+void exchange_give(const Tensor& given, const Tensor& offsets, const Tensor& flags, Tensor& rows) {
+  constexpr const char* kOp = "exchange_give";
+  check_rows(kOp, rows, flags);
+  FASTMP_CHECK(given.scalar_type() == rows.scalar_type() && given.dim() == 2 && given.size(0) == rows.size(1) &&
+                   given.size(1) == rows.size(2),
+               kOp, ": given ", described(given), " does not fit rows ", described(rows));
+  const int64_t filled = num_filled(kOp, offsets, rows);
+  if (given.numel() == 0) return;
+  const Rows from(given);
+  copy_rows(half_to_come(rows, flags), from.tensor.const_data_ptr(), filled, from.num_cols, from.pitch, rows);
+}
+
+}  // namespace
+}  // namespace fastmp
+
+STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
+  FASTMP_IMPL(m, "exchange_barrier", fastmp::barrier);
+  FASTMP_IMPL(m, "exchange_counts", fastmp::exchange_counts);
+  FASTMP_IMPL(m, "exchange_give", fastmp::exchange_give);
+  FASTMP_IMPL(m, "exchange_places", fastmp::exchange_places);
+  FASTMP_IMPL(m, "exchange_pull", fastmp::exchange_pull);
+  FASTMP_IMPL(m, "exchange_push", fastmp::exchange_push);
+  FASTMP_IMPL(m, "exchange_take", fastmp::exchange_take);
+}
+
+#endif  // FASTMP_ISA_BASE
