@@ -101,6 +101,9 @@ class ParallelConfig(Checked):
     microbatch_group_size: int | None = option(
         None, "microbatches through a chunk before the next chunk; none: pp"
     )
+    overlap_experts: bool = option(
+        False, "exchange the tokens of experts beside the compute of another microbatch"
+    )
     stage_layers: tuple[int, ...] | None = option(
         None, "layers of each of the pp x vpp stages; none: equally many"
     )

@@ -53,7 +53,8 @@ def make_grid(recipe: Recipe, world_size: int) -> RankGrid:
 
 def make_schedule(layout: ParallelConfig, num_microbatches: int) -> Schedule:
     """The schedule of `layout`; ValueError where it has no order for so many microbatches."""
-    return Schedule(layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size, layout.schedule)
+    sizes = (layout.pp, num_microbatches, layout.vpp, layout.microbatch_group_size)
+    return Schedule(*sizes, layout.schedule, layout.overlap_experts)
 
 
 def expected_vocab_size(data: DataConfig) -> int:
@@ -91,6 +92,7 @@ def problems(recipe: Recipe, world_size: int | None) -> list[Problem]:
     """List all that keeps `recipe` from running on `world_size` ranks; None: on any number of ranks."""
     parts = (
         *(_axis_problems, _sequence_problems, _schedule_problems, _layer_problems, _expert_problems),
+        _overlap_problems,
         _dtype_problems,
         _bert_problems,
     )
@@ -160,7 +162,10 @@ def _microbatch_problems(recipe: Recipe, dp: int) -> Iterator[Problem]:
 def _schedule_problems(recipe: Recipe) -> Iterator[Problem]:
     """Check the schedule, where no number of microbatches would help."""
     if message := _refused(recipe.parallel):
-        yield Problem(("parallel.microbatch_group_size", "parallel.vpp"), message)
+        if recipe.parallel.overlap_experts and recipe.parallel.schedule != "1f1b":
+            yield Problem(("parallel.overlap_experts", "parallel.schedule"), message)
+        else:
+            yield Problem(("parallel.microbatch_group_size", "parallel.vpp"), message)
 
 
 def _refused(layout: ParallelConfig, num_microbatches: int | None = None) -> str | None:
@@ -169,7 +174,12 @@ def _refused(layout: ParallelConfig, num_microbatches: int | None = None) -> str
     try:
         make_schedule(layout, whole_group if num_microbatches is None else num_microbatches)
     except ValueError as error:
-        return str(error).removeprefix("Schedule: ").replace("group_size", "microbatch_group_size")
+        return (
+            str(error)
+            .removeprefix("Schedule: ")
+            .replace("group_size", "microbatch_group_size")
+            .replace("overlap is", "overlap_experts is")
+        )
     return None
 
 
@@ -262,6 +272,27 @@ def _layer_problems(recipe: Recipe) -> Iterator[Problem]:
             f"num_layers {layers} is not divisible by pp {layout.pp} x vpp {layout.vpp} = {stages} stages; "
             "stage_layers can say how many each has",
         )
+
+
+def _overlap_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Check that there are exchanges to overlap, and that layers may run in parts."""
+    layout = recipe.parallel
+    if not layout.overlap_experts:
+        return
+    etp = layout.tp if layout.etp is None else layout.etp
+    if recipe.model.moe is None or layout.ep * etp == 1:
+        experts = "has no experts" if recipe.model.moe is None else f"has ep {layout.ep} x etp {etp}"
+        yield Problem(
+            ("parallel.overlap_experts", "parallel.ep"),
+            f"overlap_experts has no exchange to overlap: the model {experts}",
+        )
+    for field, given in (("parallel.recompute", layout.recompute), ("graphs.enabled", recipe.graphs.enabled)):
+        if given:
+            what = "recomputed as a whole" if field == "parallel.recompute" else "captured in graphs"
+            yield Problem(
+                ("parallel.overlap_experts", field),
+                f"overlap_experts runs layers in parts, but {field} is set: they would be {what}",
+            )
 
 
 def _dtype_problems(recipe: Recipe) -> Iterator[Problem]:

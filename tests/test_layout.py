@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.config import DataConfig, GPTConfig, GraphConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
 from fastmp.layout import check_layout, make_grid, problems
 
 DENSE = GPTConfig(
@@ -112,6 +112,36 @@ PROBLEMS = [
         4,
         "train.global_batch_size",
         "num_microbatches 6 leaves a last",
+    ),
+    (
+        recipe(overlap_experts=True),
+        1,
+        "parallel.overlap_experts",
+        "overlap_experts has no exchange to overlap: the model has no experts",
+    ),
+    (
+        recipe(EXPERTS, tp=2, etp=1, overlap_experts=True),
+        2,
+        "parallel.overlap_experts",
+        "overlap_experts has no exchange to overlap: the model has ep 1 x etp 1",
+    ),
+    (
+        recipe(EXPERTS, ep=2, overlap_experts=True, recompute=True),
+        2,
+        "parallel.overlap_experts",
+        "overlap_experts runs layers in parts, but parallel.recompute is set",
+    ),
+    (
+        replace(recipe(EXPERTS, ep=2, overlap_experts=True), graphs=GraphConfig(enabled=True)),
+        2,
+        "parallel.overlap_experts",
+        "overlap_experts runs layers in parts, but graphs.enabled is set",
+    ),
+    (
+        recipe(EXPERTS, ep=2, pp=2, overlap_experts=True, schedule="zero_bubble"),
+        4,
+        "parallel.overlap_experts",
+        "overlap_experts is of 1f1b, got 'zero_bubble'",
     ),
     (recipe(ep=2), 2, "parallel.ep", "parallel.ep is 2, but the model has no experts: model.moe is absent"),
     (recipe(etp=1), 2, "parallel.etp", "parallel.etp is 1, but the model has no experts"),

@@ -34,6 +34,8 @@ class Segment:
     """One step of a layer: `run` takes the tensors that the segment before it returned.
 
     reason: why it is not `capturable`, in words.
+    exchanges: whether it is there to exchange rows with other ranks: it may run beside another microbatch's
+        compute.
     accepts_out: whether `run` takes `out=`, None or a tensor without a gradient, and writes the first tensor
         that it returns there, if that has its shape, dtype and device.
     """
@@ -42,6 +44,7 @@ class Segment:
     run: Callable[..., Tensors]
     capturable: bool = True
     reason: str = ""
+    exchanges: bool = False
     accepts_out: bool = False
 
 

@@ -11,7 +11,7 @@ messages, where only those of one kind between two ranks go one by one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Schedule, Step
@@ -49,12 +49,20 @@ class Program(NamedTuple):
     tags: dict[Message, int]
 
 
-def program(rank: int, orders: Sequence[Sequence[Step]], *, forward_only: bool = False) -> Program:
-    """The program of pipeline rank `rank`, for the orders of all ranks.
+def program(
+    rank: int,
+    orders: Sequence[Sequence[Step]],
+    *,
+    forward_only: bool = False,
+    pairs: Sequence[Container[int]] = (),
+) -> Program:
+    """The program of pipeline rank `rank`, for the orders of all ranks and their `pairs`, see `simulate`.
+
+    Between two steps that run at once nothing is posted.
 
     ValueError, from `simulate`, names rank and step where an order is malformed or ranks wait for each other.
     """
-    simulation = simulate(orders, forward_only=forward_only)
+    simulation = simulate(orders, forward_only=forward_only, pairs=pairs)
     pp, last = len(orders), len(orders) * simulation.vpp - 1
     messages = []
     for source, (steps, ends) in enumerate(zip(simulation.orders, simulation.ends, strict=True)):

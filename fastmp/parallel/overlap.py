@@ -26,6 +26,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MOST_DEFERRED = 2  # parts of a chain whose gradients of weights wait: each holds its inputs for them
+
+
 class Section(NamedTuple):
     """A segment of a layer as an order sees it, with the times that it takes; any unit.
 
@@ -103,7 +106,8 @@ def interleave(*chains: Chain) -> tuple[Turn, ...]:
     Next comes what can begin first; of several such parts, one on which others wait, and for which the host
     does not; of these an exchange, then one whose next exchange is nearest. Where this takes longer than an
     order by turns, or one chain after the other, that is returned. The same chains always give the same
-    order, so that ranks agree on it without a word.
+    order, so that ranks agree on it without a word. Of a chain, the deferred gradients of at most two parts
+    wait: what they need takes memory.
     """
     by_turns = tuple(Turn(i, part) for i, part in _by_turns([len(chain) for chain in chains]))
     return min(
@@ -131,14 +135,14 @@ def _greedy(chains: Sequence[Chain]) -> tuple[Turn, ...]:
     nearest = [_to_exchange(chain) for chain in chains]
     while any(waiting):
         best: tuple[tuple[float, bool, bool, bool, float, int], Turn, float] | None = None
-        for number, (chain, left) in enumerate(zip(chains, waiting, strict=True)):
-            for part in _ready(chain, left):
-                own, before = chain[part], needed(chain, part)
-                given = 0.0 if before is None else ends[Turn(number, before)]
-                start = max(host, given, free[own.exchange])
-                key = (start, own.deferred, own.waits, not own.exchange, nearest[number][part], number)
-                if best is None or key < best[0]:
-                    best = key, Turn(number, part), given
+        for turn in _candidates(chains, waiting):
+            own, before = chains[turn.chain][turn.part], needed(chains[turn.chain], turn.part)
+            given = 0.0 if before is None else ends[Turn(turn.chain, before)]
+            start = max(host, given, free[own.exchange])
+            near = nearest[turn.chain][turn.part]
+            key = (start, own.deferred, own.waits, not own.exchange, near, turn.chain)
+            if best is None or key < best[0]:
+                best = key, turn, given
         assert best is not None
         (start, *_), turn, given = best
         own = chains[turn.chain][turn.part]
@@ -147,6 +151,17 @@ def _greedy(chains: Sequence[Chain]) -> tuple[Turn, ...]:
         waiting[turn.chain].remove(turn.part)
         order.append(turn)
     return tuple(order)
+
+
+def _candidates(chains: Sequence[Chain], waiting: Sequence[Sequence[int]]) -> list[Turn]:
+    """What can be started next; only the oldest gradients of weights where too many wait."""
+    found = []
+    for number, (chain, left) in enumerate(zip(chains, waiting, strict=True)):
+        own = [Turn(number, part) for part in _ready(chain, left)]
+        if sum(chain[turn.part].deferred for turn in own) > _MOST_DEFERRED:
+            return own[:1]
+        found += own
+    return found
 
 
 def _ready(chain: Chain, left: Sequence[int]) -> Iterator[int]:

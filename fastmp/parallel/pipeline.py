@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.messages import Message, Program, forward_orders, program
-from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, Step
+from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
 from fastmp.profiling import region
 from fastmp.pulse import pulse
 
@@ -58,6 +59,16 @@ class StageOutput(NamedTuple):
     tensors: Outputs
     loss: Tensor | None = None
     stats: Any = None
+
+
+class Overlap(Protocol):
+    """What runs the layers of chunks in parts, see `fastmp.nn.overlap.OverlappedLayers`."""
+
+    def begin_step(self) -> None: ...
+    def forward(
+        self, key: tuple[int, int], beside: tuple[int, int] | None = None
+    ) -> AbstractContextManager[None]: ...
+    def backward(self, key: tuple[int, int]) -> None: ...
 
 
 class PipelineResult(NamedTuple):
@@ -127,6 +138,10 @@ class Pipeline:
     group: the pipeline's ranks; None for this rank alone.
     backward_group: the same ranks in another group, over which gradients travel; None: over `group`, too.
     inputs, loss: called on the first and last rank only. shared: on all ranks; None: there are no keywords.
+    pairs: for each rank the places of forwards in its order that run beside the backward behind them, as
+        `Schedule.all_pairs` gives them; they need `overlap`.
+    overlap: what runs the layers of all chunks in parts (`fastmp.nn.overlap.OverlappedLayers`); None: nothing
+        is cut.
     device: where tensors that arrive are put; None: where the first parameter is, or the CPU.
 
     All ranks make their `Pipeline` together. ValueError, the same on all of them, where they differ in orders
@@ -144,6 +159,8 @@ class Pipeline:
         inputs: Callable[[Any], Outputs],
         loss: Callable[..., Tensor | tuple[Tensor, Any]],
         shared: Callable[[Any], dict[str, Any]] | None = None,
+        pairs: Sequence[Sequence[int]] = (),
+        overlap: Overlap | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.chunks, self.group = list(chunks), group
@@ -152,8 +169,11 @@ class Pipeline:
         self.rank, self.size = group_rank(group), group_size(group)
         self.last_stage = self.size * len(self.chunks) - 1
         self.orders = tuple(tuple(Step(*step) for step in order) for order in orders)
+        if any(len(own) for own in pairs) and overlap is None:
+            raise ValueError("Pipeline: steps run at once only with overlap=, which runs layers in parts")
+        self.pairs, self.overlap = pairs, overlap
         self._agree()
-        self._program = program(self.rank, self.orders)
+        self._program = program(self.rank, self.orders, pairs=pairs)
         vpp = 1 + max(step.chunk for step in self.orders[0])
         if vpp != len(self.chunks):
             raise ValueError(f"Pipeline: {len(self.chunks)} chunks for orders of {vpp} chunks a rank")
@@ -170,7 +190,9 @@ class Pipeline:
     def _agree(self) -> None:
         """Raise ValueError, the same on all ranks, where they were given different orders."""
         if self.group is not None:
-            digest = hashlib.sha256(repr(self.orders).encode()).digest()  # the orders may be megabytes
+            digest = hashlib.sha256(
+                repr((self.orders, self.pairs)).encode()
+            ).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
             dist.all_gather_object(everyones, (len(self.chunks), digest), group=self.group)
             for name, values in zip(("numbers of chunks", "orders"), zip(*everyones, strict=True)):
@@ -228,22 +250,28 @@ class Pipeline:
     def _execute(self, given: Program, batches: Sequence[Any], training: bool) -> PipelineResult:
         self._reset(training, given.tags)
         splits = any(step.kind == BACKWARD_INPUT for step in given.steps)
-        trace, peak = [], 0
-        for step, messages in zip(given.steps, given.posts[:-1], strict=True):
+        pairs = self.pairs[self.rank] if training and self.pairs else ()
+        if self.overlap is not None:
+            self.overlap.begin_step()
+        trace: list[Step] = []
+        peak = 0
+        for steps in together(given.steps, pairs):
+            step, *beside = steps
             name = f"fastmp.pipeline.{step.kind}[microbatch {step.microbatch}, chunk {step.chunk}]"
             pulse.phase = step
             try:
-                self._post(messages)
+                self._post(given.posts[len(trace)])
                 with region(name), defer_wgrad(self._queue if splits else None):
                     if step.kind == FORWARD:
-                        self._forward(step, batches[step.microbatch])
-                        peak = max(peak, len(self._live))
+                        with self._beside(step, *beside):
+                            self._forward(step, batches[step.microbatch])
+                            peak = max(peak, len(self._live))
                     else:
-                        self._backward(step)
+                        self._end_backward(step, *self._begin_backward(step))
             except Exception as error:
-                what = f"{type(error).__name__}: {error}"
-                raise PipelineError(f"pipeline rank {self.rank}, {step}: {what}") from error
-            trace.append(step)
+                what, names = f"{type(error).__name__}: {error}", " and ".join(map(str, steps))
+                raise PipelineError(f"pipeline rank {self.rank}, {names}: {what}") from error
+            trace += steps
         try:
             self._post(given.posts[-1])
             self._finish_sending(0)
@@ -290,12 +318,29 @@ class Pipeline:
         before, loss = self._losses.get(name), loss.detach()
         self._losses[name] = loss if before is None else before + loss
 
-    def _backward(self, step: Step) -> None:
+    @contextmanager
+    def _beside(self, step: Step, backward: Step | None = None) -> Iterator[None]:
+        """Around a forward: its layers may run in parts, beside those of a backward."""
+        if self.overlap is None or not self._training:
+            yield
+        elif backward is None:
+            with self.overlap.forward((step.microbatch, step.chunk)):
+                yield
+        else:
+            inputs = self._begin_backward(backward)
+            with self.overlap.forward((step.microbatch, step.chunk), (backward.microbatch, backward.chunk)):
+                yield
+            self._end_backward(backward, *inputs)
+
+    def _begin_backward(self, step: Step) -> Tensors:
+        """Run a backward down to the input of the chunk, or where layers run in parts, to the last of them.
+
+        Returns the inputs, which get their gradients.
+        """
         key = (step.microbatch, step.chunk)
         if step.kind not in (BACKWARD, BACKWARD_INPUT):
-            del self._live[key]
             WgradQueue.run(self._deferred.pop(key))
-            return
+            return ()
         stage, live = self._stage(step), self._live[key]
         if live.final is not None:
             grads = self._final_backward(*live.final)
@@ -306,10 +351,7 @@ class Pipeline:
         if live.loss is not None:
             roots.append(live.loss)
             grads.append(self._grad_of(live.loss))
-        if step.kind == BACKWARD:
-            del self._live[key]
-        else:
-            self._live[key] = _Live((), (), None, None)
+        self._live[key] = _Live((), (), None, None)
         if roots:
             torch.autograd.backward(roots, grads)
         deferred = self._queue.take()
@@ -317,9 +359,17 @@ class Pipeline:
             self._deferred[key] = deferred
         else:  # a backward that is not split, in an order that splits others
             WgradQueue.run(deferred)
-        if stage:
+        return live.inputs
+
+    def _end_backward(self, step: Step, *inputs: Tensor) -> None:
+        key, stage = (step.microbatch, step.chunk), self._stage(step)
+        if self.overlap is not None:
+            self.overlap.backward(key)
+        if step.kind != BACKWARD_INPUT:
+            del self._live[key]
+        if stage and step.kind != BACKWARD_WEIGHT:
             self._outbox[BACKWARD, stage, step.microbatch] = tuple(
-                torch.zeros_like(x) if x.grad is None else x.grad for x in live.inputs
+                torch.zeros_like(x) if x.grad is None else x.grad for x in inputs
             )
 
     def _final_backward(self, loss: Tensor, inputs: Tensors) -> list[Tensor]:

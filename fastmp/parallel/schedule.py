@@ -11,7 +11,7 @@ the next. Backwards walk the same table with the chunks reversed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -149,6 +149,10 @@ class Schedule:
         """The pairs of all ranks, as `simulate` takes them."""
         return tuple(self.pairs(rank) for rank in range(self.pp))
 
+    def together(self, rank: int) -> Iterator[tuple[Step, ...]]:
+        """Yield what a rank runs at once, in order: a step, or a forward and the backward beside it."""
+        return together(self.order(rank), self.pairs(rank))
+
     def peak_in_flight(self, rank: int) -> int:
         """The most chunk activations that a rank holds: forwards whose backward is not complete.
 
@@ -184,6 +188,15 @@ class Schedule:
 
     def _steps(self, kind: str) -> tuple[Step, ...]:
         return _steps(kind, self.num_microbatches, self.vpp, self._group_size)
+
+
+def together(order: Sequence[Step], pairs: Container[int] = ()) -> Iterator[tuple[Step, ...]]:
+    """Yield the steps of an order, with those at the places `pairs` the steps behind them."""
+    i = 0
+    while i < len(order):
+        number = 2 if i in pairs else 1
+        yield tuple(order[i : i + number])
+        i += number
 
 
 def with_loss(steps: Iterable[Step], last: int) -> Iterator[Step]:

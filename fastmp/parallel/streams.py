@@ -1,4 +1,4 @@
-"""The stream of a GPU on which layers work beside the current one."""
+"""The streams of a GPU on which layers work beside the current one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,16 @@ import functools
 
 import torch
 
-__all__ = ["side_stream"]
+__all__ = ["exchange_stream", "side_stream"]
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The side stream of a GPU. Backwards of what ran there run there, too."""
+    return torch.cuda.Stream(device)
+
+
+@functools.cache
+def exchange_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of exchanges that run beside another microbatch's compute."""
     return torch.cuda.Stream(device)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.microbatches import Chunks, WholeModel
 
-__all__ = ["CaptureAgreement", "make_graphs", "whole_step"]
+__all__ = ["CaptureAgreement", "layers_of", "make_graphs", "whole_step"]
 
 _MOST_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
 
@@ -62,7 +62,8 @@ def make_graphs(
         chains, order = runner.full_chains(num_microbatches)
         scope = None
     else:
-        chains, order = _layers(runner.chunks), runner.order(num_microbatches)
+        needed = "graphs need a model whose layers are one LayerChain, or scope 'full'"
+        chains, order = layers_of(runner.chunks, needed), runner.order(num_microbatches)
     if manager is not None:
         return manager(chains, order, rng=rng, scope=scope, run_size=run_size, warmup=config.warmup)
     return GraphManager(
@@ -164,12 +165,9 @@ def _chains(chunk: nn.Module) -> list[LayerChain]:
     return [module for module in chunk.modules() if isinstance(module, LayerChain)]
 
 
-def _layers(chunks: Sequence[nn.Module]) -> list[LayerChain]:
-    """The layers of each chunk."""
+def layers_of(chunks: Sequence[nn.Module], needed: str) -> list[LayerChain]:
+    """The layers of each chunk; where they are not one chain, the ValueError says what is `needed`."""
     for chunk in chunks:
         if len(_chains(chunk)) != 1:
-            raise ValueError(
-                f"Trainer: graphs need a model whose layers are one LayerChain, or scope 'full'; "
-                f"{type(chunk).__name__} has {len(_chains(chunk))}"
-            )
+            raise ValueError(f"Trainer: {needed}; {type(chunk).__name__} has {len(_chains(chunk))}")
     return [_chains(chunk)[0] for chunk in chunks]

@@ -149,6 +149,7 @@ def make_trainer(recipe: Recipe, runtime: Runtime) -> tuple[Recipe, Trainer]:
         rng=rng,
         device=runtime.device,
         graphs=recipe.graphs,
+        overlap_experts=recipe.parallel.overlap_experts,
         graph_manager=TransformerEngineManager if recipe.graphs.impl == "transformer_engine" else None,
         after_save=_weights_writer(recipe),
     )

@@ -8,7 +8,7 @@ loads of experts where the experts are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +21,12 @@ from torch.nn import Parameter
 from fastmp.nn.segment import LayerChain
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
-from fastmp.parallel.schedule import Schedule, Step, with_loss
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step, with_loss
 from fastmp.profiling import phase
 from fastmp.train.function_chain import FunctionChain
 
 if TYPE_CHECKING:
+    from fastmp.nn.overlap import OverlappedLayers
     from fastmp.parallel.grads import GradBuffer
     from fastmp.parallel.groups import ParallelGroups
 
@@ -93,15 +94,23 @@ class Sums(NamedTuple):
 
 
 class WholeModel:
-    """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other."""
+    """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other.
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
-        self.model, self.loss_fn, self.chunks = model, loss_fn, [model]
+    overlap: runs the layers in parts, each forward but the first beside the backward of the one before.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, overlap: OverlappedLayers | None = None
+    ) -> None:
+        self.model, self.loss_fn, self.chunks, self.overlap = model, loss_fn, [model], overlap
         self._microbatch: Callable[[Batch], tuple] = lambda batch: self.loss_fn(self.model, batch)
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """The steps of this rank in training."""
-        return Schedule(1, num_microbatches).order(0)
+        return self._schedule(num_microbatches).order(0)
+
+    def _schedule(self, num_microbatches: int) -> Schedule:
+        return Schedule(1, num_microbatches, overlap=self.overlap is not None)
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
         """Chains for graphs of scope "full", which hold whole microbatches, and the order of their steps.
@@ -121,21 +130,37 @@ class WholeModel:
         device = next(self.model.parameters()).device
         totals = torch.zeros(3, dtype=torch.float64, device=device)
         counts: Tensor | None = None
-        for microbatch in range(num_microbatches):
+        live: dict[int, Tensor] = {}  # losses whose backward has not begun
+        if self.overlap is not None:
+            self.overlap.begin_step()
+        for steps in self._schedule(num_microbatches).together(0):
+            forward, backward = (_microbatch_of(steps, kind) for kind in (FORWARD, BACKWARD))
+            if backward is not None:
+                with phase("backward"):
+                    whole = live.pop(backward)
+                    whole.backward(None if loss_grad is None else loss_grad.to(whole.dtype))
+                    if forward is None and self.overlap is not None:
+                        self.overlap.backward((backward, 0))
+            if forward is None:
+                continue
             with phase("data"):
-                batch = fetch(microbatch)
-            with phase("forward"):
+                batch = fetch(forward)
+            with phase("forward"), self._beside(forward, backward):
                 loss, num_tokens, *more = self._microbatch(batch)
                 aux_loss, own_counts = more[0] if more and more[0] is not None else (None, None)
-            with phase("backward"):
-                whole = loss if aux_loss is None else loss + aux_loss
-                whole.backward(None if loss_grad is None else loss_grad.to(whole.dtype))
+                live[forward] = loss if aux_loss is None else loss + aux_loss
             totals += _stack(loss, num_tokens, torch.zeros_like(loss) if aux_loss is None else aux_loss)
             if own_counts is not None:
                 if counts is None:
                     counts = torch.zeros(own_counts.shape, dtype=torch.int64, device=device)
                 counts += own_counts
         return Sums(totals, counts)
+
+    def _beside(self, forward: int, backward: int | None) -> AbstractContextManager[None]:
+        """Around the forward of a microbatch, beside whose layers those of a backward run."""
+        if self.overlap is None:
+            return nullcontext()
+        return self.overlap.forward((forward, 0), None if backward is None else (backward, 0))
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
         """(sum of the losses, number of tokens) of all `batches`, float64; None if there are none."""
@@ -157,6 +182,8 @@ class WholeModel:
 class Chunks:
     """This rank's chunks of a model that is cut into the stages of a pipeline.
 
+    overlap: runs their layers in parts, forwards beside backwards where the schedule has pairs of them.
+
     All ranks make it together. ValueError, the same on all ranks of the pipeline, for an order that cannot be
     run, and where a rank would have nothing to train.
     """
@@ -168,19 +195,25 @@ class Chunks:
         *,
         groups: ParallelGroups,
         num_microbatches: int,
+        overlap: OverlappedLayers | None = None,
     ) -> None:
         self.chunks, self.functions = list(chunks), functions
         self.group = groups.pp
         pp, vpp = group_size(self.group), len(self.chunks)
         _check_something_to_train(self.chunks, self.group)
+        schedule = Schedule(
+            pp, num_microbatches, vpp, functions.group_size, functions.schedule, overlap is not None
+        )
         self.pipeline = Pipeline(
             self.chunks,
-            Schedule(pp, num_microbatches, vpp, functions.group_size, functions.schedule).orders(),
+            schedule.orders(),
             group=self.group,
             backward_group=groups.pp_backward,
             inputs=functions.inputs,
             loss=self._loss,
             shared=functions.shared,
+            pairs=schedule.all_pairs(),
+            overlap=overlap,
         )
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
         self._shape = (0, 0)
@@ -340,6 +373,10 @@ def _check_something_to_train(chunks: Sequence[nn.Module], group: dist.ProcessGr
     idle = [rank for rank, has in enumerate(everyones) if not has]
     if idle:
         raise ValueError(f"Trainer: the stages of pipeline rank {idle[0]} have no parameter to train")
+
+
+def _microbatch_of(steps: Sequence[Step], kind: str) -> int | None:
+    return next((step.microbatch for step in steps if step.kind == kind), None)
 
 
 def _stack(*numbers: Tensor) -> Tensor:

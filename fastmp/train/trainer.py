@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainConfig
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.whole import WholeGraph
+from fastmp.nn.overlap import OverlappedLayers
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
@@ -32,7 +33,7 @@ from fastmp.pulse import pulse
 from fastmp.train.checkpoint.checkpointer import Loaded
 from fastmp.train.device_step import DeviceStep, StepNumbers
 from fastmp.train.evaluate.heldout import Evaluation, evaluate
-from fastmp.train.graphing import CaptureAgreement, make_graphs, whole_step
+from fastmp.train.graphing import CaptureAgreement, layers_of, make_graphs, whole_step
 from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import (
     Batch,
@@ -112,6 +113,8 @@ class Trainer:
         captured as graphs and replayed; None: they are not. Where the capture of a layer or a microbatch
         fails on a rank, all ranks go on eagerly.
     graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
+    overlap_experts: whether layers run in parts, so that the exchanges of a microbatch's tokens with other
+        ranks run beside the compute of another one; see `fastmp.nn.overlap`.
     after_save: called with each checkpoint, see `Checkpointer`.
 
     `config.dtype` other than "auto" casts the model first. Where parameters are float16, the loss is scaled
@@ -134,6 +137,7 @@ class Trainer:
         device: torch.device | str | None = None,
         graphs: GraphConfig | None = None,
         graph_manager: Callable[..., GraphManager] | None = None,
+        overlap_experts: bool = False,
         after_save: Callable[[Path, int], str] | None = None,
     ) -> None:
         dtype = DTYPES.get(config.dtype)
@@ -144,7 +148,9 @@ class Trainer:
         self.data, self.config, self.groups, self.rng = data, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.num_microbatches = self._count_microbatches()
-        self.runner = self._make_runner(chunks, loss_fn)
+        if overlap_experts and graphs is not None and graphs.enabled:
+            raise ValueError("Trainer: overlap_experts runs layers in parts, which graphs do not hold yet")
+        self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
         self.device = next(self.model.parameters()).device
         self._make_replicas_equal()
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
@@ -371,16 +377,26 @@ class Trainer:
         return self.config.global_batch_size // per_microbatch
 
     def _make_runner(
-        self, chunks: list[nn.Module], loss_fn: LossFunction | PipelineLoss
+        self, chunks: list[nn.Module], loss_fn: LossFunction | PipelineLoss, overlap_experts: bool
     ) -> WholeModel | Chunks:
+        overlap: OverlappedLayers | None = None
+        if overlap_experts:
+            needed = "overlap_experts needs a model whose layers are one LayerChain"
+            overlap = OverlappedLayers(layers_of(chunks, needed))
         if isinstance(loss_fn, PipelineLoss):
-            return Chunks(chunks, loss_fn, groups=self.groups, num_microbatches=self.num_microbatches)
+            return Chunks(
+                chunks,
+                loss_fn,
+                groups=self.groups,
+                num_microbatches=self.num_microbatches,
+                overlap=overlap,
+            )
         if (pp_size := group_size(self.groups.pp)) > 1:
             raise ValueError(
                 f"Trainer: a pipeline of {pp_size} ranks needs chunks and a PipelineLoss, got "
                 f"{type(self.model).__name__} and {type(loss_fn).__name__}"
             )
-        return WholeModel(self.model, loss_fn)
+        return WholeModel(self.model, loss_fn, overlap)
 
     @torch.no_grad()
     def _make_replicas_equal(self) -> None:

@@ -94,9 +94,11 @@ class LocalDispatcher:
     count as zeros. `room`: the most tokens that a rank of the tensor-parallel group has, the same on all.
     `refused`: this rank's tokens are too few for the capacity; if others wait for it, all raise ValueError.
     `eager`: the segments that a graph cannot hold, because their shapes depend on data or on other ranks.
+    `exchanges`: the segments that can run beside another microbatch's compute.
     """
 
     eager: tuple[str, ...] = ()
+    exchanges: tuple[str, ...] = ()
     num_prepared = 3
     num_kept = 2
 
@@ -128,6 +130,8 @@ class SharingDispatcher(LocalDispatcher):
     one_sequence: the ranks hold parts of one sequence, so that each knows how many tokens the others have,
     and all shapes are static. Otherwise their hosts tell each other, without the device.
     """
+
+    exchanges = ("dispatch", "combine")
 
     def __init__(self, num_experts: int, etp_group: ProcessGroup, *, one_sequence: bool) -> None:
         super().__init__(num_experts)
@@ -165,6 +169,7 @@ class _Exchanging(LocalDispatcher):
     """
 
     eager = ("dispatch", "experts", "combine")
+    exchanges = ("dispatch", "combine")
 
     def __init__(
         self,

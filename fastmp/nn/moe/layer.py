@@ -91,7 +91,7 @@ class MoELayer(SegmentedLayer):
         }
         why = dict.fromkeys(self.dispatcher.eager, "sizes of what other ranks send are known at run time")
         return tuple(
-            Segment(name, function, capturable=name not in why, reason=why.get(name, ""))
+            Segment(name, function, name not in why, why.get(name, ""), name in self.dispatcher.exchanges)
             for name, function in run.items()
         )
 

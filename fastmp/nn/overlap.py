@@ -1,0 +1,259 @@
+"""Layers in parts, so that a microbatch's exchanges of tokens run beside another one's compute.
+
+`OverlappedLayers` stands in for the forward of the chunks' `LayerChain`s. It cuts a chain where segments
+begin or cease to exchange, and the graph of autograd at the same places, so a backward can be run part by
+part as well. A forward beside a backward runs its own parts and those of the backward in the order of
+`fastmp.parallel.overlap`. On a GPU exchanges have a stream of their own. Everything outside of the chains,
+embeddings and losses, is autograd as ever: its backward ends where a chain ends, and goes on where it begins.
+
+Sums keep the order that they have without this: losses, gradients and random numbers are the same bit for
+bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.parallel.overlap import Part, Section, Turn, backward_parts, forward_parts, interleave
+from fastmp.parallel.streams import exchange_stream
+
+__all__ = ["OverlappedLayers"]
+
+Key = tuple[int, int]  # microbatch, chunk
+
+
+class OverlappedLayers:
+    """Runs the layers of chunks in parts; `chains` has those of each chunk.
+
+    A forward is `with forward(key, beside): chunk(...)`, with a key (microbatch, chunk). Its backward begins
+    outside, with autograd's from the loss or the next stage, which ends at the last layer; `backward(key)`
+    does the rest. To run one beside a forward, begin it, give its key as `beside`, and call `backward` when
+    the forward is over: it has nothing left to do, where the chunks have layers.
+
+    Other calls of the chains, in evaluation for instance, are as ever.
+
+    ValueError for chains that are recomputed.
+    """
+
+    def __init__(self, chains: Sequence[LayerChain]) -> None:
+        if any(chain.call is not None for chain in chains):
+            raise ValueError("overlap_experts: layers are run in parts, which recompute=True does not know")
+        self._chains = list(chains)
+        self._runs = [_cut(chain.links()) for chain in chains]
+        self._live: dict[Key, _Microbatch] = {}
+        self._queue = WgradQueue()
+        self._now: tuple[Key, Key | None] | None = None
+        self._orders: dict[tuple[int, int | None], tuple[Turn, ...]] = {}
+        for chunk, chain in enumerate(chains):
+            chain.forward = partial(self._forward, chunk)  # type: ignore[method-assign]
+
+    def begin_step(self) -> None:
+        """Forget what a step that failed has left."""
+        self._live.clear()
+        self._queue.take()
+
+    @contextmanager
+    def forward(self, key: Key, beside: Key | None = None) -> Iterator[None]:
+        """Inside, chunk `key[1]` is called in training; `beside`: whose backward has begun."""
+        self._now = key, beside
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def backward(self, key: Key) -> None:
+        """Run what is left of a backward, down to the chunk's input and parameters before its layers."""
+        if key in self._live:
+            self._live.pop(key).finish()
+
+    def _forward(self, chunk: int, *tensors: Tensor, **shared: Any) -> Tensors:
+        if self._now is None or not torch.is_grad_enabled():
+            return LayerChain.forward(self._chains[chunk], *tensors, **shared)
+        key, beside = self._now
+        other = None if beside is None else self._live.get(beside)
+        own = self._live[key] = _Microbatch(self._runs[chunk], tensors, self._queue)
+        for turn in self._order(chunk, None if beside is None or other is None else beside[1]):
+            if turn.chain == 0:
+                own.forward(turn.part, shared)
+            elif other is not None:
+                other.backward(turn.part)
+        if beside is not None:  # down to its input: the loss of this forward adds to gradients behind that
+            self.backward(beside)
+        return own.outputs()
+
+    def _order(self, chunk: int, other: int | None) -> tuple[Turn, ...]:
+        """The order of a forward, beside the backward of chunk `other`."""
+        if (chunk, other) not in self._orders:
+            chains = [forward_parts([run.section for run in self._runs[chunk]])]
+            if other is not None:
+                chains.append(_backward_parts(self._runs[other]))
+            self._orders[chunk, other] = interleave(*chains)
+        return self._orders[chunk, other]
+
+
+class _Run(NamedTuple):
+    """Segments that follow each other on one stream."""
+
+    links: list[Link]
+    section: Section
+
+
+def _cut(links: Sequence[Link]) -> list[_Run]:
+    """Cut a chain where segments begin or cease to exchange.
+
+    The times are nominal, the same on all ranks: a part takes 1, a backward with weights 2. The host waits
+    where an exchange begins that a graph could not hold, behind a segment that it could.
+    """
+    runs: list[_Run] = []
+    before = True
+    for exchange, group in groupby(links, lambda link: link.segment.exchanges):
+        own = list(group)
+        waits = exchange and before and not own[0].segment.capturable
+        section = Section(own[0].full_name, exchange, waits, backward_weight=0.0 if exchange else 1.0)
+        runs.append(_Run(own, section))
+        before = own[-1].segment.capturable
+    return runs
+
+
+def _backward_parts(runs: Sequence[_Run]) -> tuple[Part, ...]:
+    return backward_parts([run.section for run in runs], defer=True)
+
+
+class _Gradient:
+    """The gradient of a tensor at a cut, as far as it has arrived."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+
+Roots = list[tuple[GradientEdge, _Gradient]]
+
+
+class _Microbatch:
+    """The way of a microbatch through the runs of a chunk, forward and back."""
+
+    def __init__(self, runs: Sequence[_Run], tensors: Tensors, queue: WgradQueue) -> None:
+        self._runs, self._queue = runs, queue
+        self._others: Tensors = ()
+        self._roots: list[Roots] = []  # of each run, behind those of what came before the chain
+        self._tensors = self._cut(tensors, ())
+        self._parts = _backward_parts(runs)
+        self._left = list(range(len(self._parts)))
+        self._deferred: dict[int, list[Any]] = {}
+        self._lane = _Lane(tensors[0])
+
+    def forward(self, part: int, shared: Mapping[str, Any]) -> None:
+        run, before = self._runs[part], self._tensors
+        with self._lane.on(run.section.exchange, before), defer_wgrad(self._queue):
+            tensors, others = run_links(run.links, before, shared=shared)
+            cut = self._cut((*tensors, *others), before)
+        self._tensors, self._others = cut[: len(tensors)], (*self._others, *cut[len(tensors) :])
+
+    def outputs(self) -> Tensors:
+        """The results of the chain, once all of it has run."""
+        made, self._tensors, self._others = (*self._tensors, *self._others), (), ()
+        self._lane.join(made)
+        return made
+
+    def backward(self, part: int) -> None:
+        """Run a part of the backward; weights of products have theirs in a part of its own."""
+        self._left.remove(part)
+        which = self._parts[part]
+        if which.deferred:
+            WgradQueue.run(self._deferred.pop(which.first))
+        else:
+            self._propagate(1 + which.first, which.exchange)
+            self._deferred[which.first] = self._queue.take()
+
+    def finish(self) -> None:
+        """Run the parts that are left, then the backward of what came before the chain."""
+        while self._left:
+            self.backward(self._left[0])
+        self._propagate(0, False)
+
+    def _propagate(self, number: int, exchange: bool) -> None:
+        roots, self._roots[number] = self._roots[number], []
+        given = [(edge, gradient.value) for edge, gradient in roots if gradient.value is not None]
+        if given:
+            edges, grads = zip(*given, strict=True)
+            with self._lane.on(exchange, grads):
+                torch.autograd.backward(edges, grads)
+
+    def _cut(self, tensors: Tensors, before: Tensors) -> Tensors:
+        """The tensors of a run without their graph; those of `before` that it handed on are as they were."""
+        handed_on, roots, cut = {id(tensor) for tensor in before}, Roots(), []
+        for tensor in tensors:
+            if tensor.requires_grad and id(tensor) not in handed_on:
+                gradient = _Gradient()
+                roots.append((get_gradient_edge(tensor), gradient))
+                tensor = _Cut.apply(_anchor(tensor.device), tensor.detach(), gradient)
+            cut.append(tensor)
+        self._roots.append(roots)
+        return tuple(cut)
+
+
+class _Cut(Function):
+    """A tensor whose backward keeps its gradient, in place of going on."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        before = ctx.gradient.value
+        ctx.gradient.value = grad if before is None else before + grad
+        return None, None, None
+
+
+@functools.cache
+def _anchor(device: torch.device) -> Tensor:
+    """What gives a cut tensor its backward."""
+    return torch.zeros((), device=device, requires_grad=True)
+
+
+class _Lane:
+    """The streams of a microbatch: each part runs behind the one before, on the stream for its kind."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._device = x.device
+        self._event: torch.cuda.Event | None = None
+
+    def on(self, exchange: bool, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Inside, work that takes `tensors` goes to its stream. Nothing on a CPU."""
+        return self._on(exchange, tensors) if self._device.type == "cuda" else nullcontext()
+
+    @contextmanager
+    def _on(self, exchange: bool, tensors: Sequence[Tensor]) -> Iterator[None]:
+        current = torch.cuda.current_stream(self._device)
+        stream = exchange_stream(self._device) if exchange else current
+        if self._event is None:
+            stream.wait_stream(current)
+        else:
+            stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        with torch.cuda.stream(stream):
+            yield
+        self._event = stream.record_event()
+
+    def join(self, tensors: Sequence[Tensor]) -> None:
+        """Let the current stream have `tensors`."""
+        if self._event is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(self._event)
+            for tensor in tensors:
+                tensor.record_stream(stream)
