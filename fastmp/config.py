@@ -108,6 +108,9 @@ class ParallelConfig(Checked):
         None, "layers of each of the pp x vpp stages; none: equally many"
     )
     sequence_parallel: bool = option(False, "divide norms and dropout over the tp ranks, by the sequence")
+    tp_overlap: bool = option(
+        False, "fuse products of 8192 rows or more with their communication over tp, where GPUs can"
+    )
     recompute: bool = option(False, "keep only the inputs of layers, and compute the rest again")
     shard_recompute_input: bool = option(False, "divide those inputs over the tp ranks")
 

@@ -232,6 +232,11 @@ def _sequence_problems(recipe: Recipe) -> Iterator[Problem]:
             ("data.seq_len", "parallel.tp", "parallel.sequence_parallel"),
             f"seq_len {S} is not divisible by tp {tp}{over_cp} under sequence parallelism",
         )
+    if layout.tp_overlap and not layout.sequence_parallel:
+        yield Problem(
+            ("parallel.tp_overlap", "parallel.sequence_parallel"),
+            "tp_overlap=True needs sequence_parallel=True, got sequence_parallel=False",
+        )
     if not layout.shard_recompute_input:
         return
     elements = S // cp * recipe.data.micro_batch_size * recipe.model.hidden_size

@@ -80,6 +80,7 @@ PROBLEMS = [
         "data.seq_len",
         "30 is not divisible by tp 4 under",
     ),
+    (recipe(tp=2, tp_overlap=True), 2, "parallel.tp_overlap", "needs sequence_parallel=True, got"),
     (recipe(shard_recompute_input=True), 1, "parallel.shard_recompute_input", "got recompute=False and"),
     (
         recipe(seq_len=31, micro_batch_size=1, tp=3, recompute=True, shard_recompute_input=True),

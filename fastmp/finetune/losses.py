@@ -40,7 +40,7 @@ def model_and_loss(
     **options: Any,
 ) -> tuple[list[BertForTask], LossFunction | PipelineLoss]:
     """The chunks of this rank of a Bert with a head, and its loss. options: others of `Placement`."""
-    on = Placement(groups, layout.sequence_parallel, **options)
+    on = Placement.of(groups, layout, **options)
     made: dict[str, Any] = {"head": head, "num_outputs": num_outputs, "recompute": layout.recompute}
     made["shard_recompute_input"] = layout.shard_recompute_input
     if layout.pp * layout.vpp == 1:

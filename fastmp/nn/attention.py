@@ -90,7 +90,7 @@ class SelfAttention(GroupModule):
             gather_output=False,
             fused_rows=(self.queries_per_kv * self.head_dim, self.head_dim, self.head_dim),
             init_method=normal(config),
-            **on.layer_options,
+            **on.linear_options,
         )
         self.proj = RowParallelLinear(
             config.num_heads * config.head_dim,
@@ -99,7 +99,7 @@ class SelfAttention(GroupModule):
             input_is_parallel=True,
             skip_bias_add=True,
             init_method=residual_normal(config),
-            **on.layer_options,
+            **on.linear_options,
         )
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
                     bias=False,
                     gather_output=False,
                     init_method=draw,
-                    **on.layer_options,
+                    **on.linear_options,
                 ),
             )
         self._clear_padding()

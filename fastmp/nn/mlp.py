@@ -34,7 +34,7 @@ class MLP(nn.Module):
             raise ValueError(
                 f"MLP: ffn_hidden_size {config.ffn_size} is not divisible by the tensor-parallel size {tp}"
             )
-        options = {"bias": config.linear_bias, "skip_bias_add": True, **on.layer_options}
+        options = {"bias": config.linear_bias, "skip_bias_add": True, **on.linear_options}
         activation = ACTIVATIONS[config.activation]
         self.activate, blocks = activation_function("MLP", activation), activation.blocks
         self.up = ColumnParallelLinear(

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from fastmp.config import ParallelConfig
+from fastmp.parallel.fused import OVERLAP_ROWS
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 
@@ -19,6 +21,8 @@ class Placement:
 
     groups: process groups of this rank.
     sequence_parallel: between tensor-parallel regions a rank has its part of the sequence, (S/TP, B, H).
+    overlap_rows: from so many rows on, products under sequence parallelism are fused with their
+        communication, see `ColumnParallelLinear`; None: never.
     rng: generator states. Needed where ranks must draw different numbers: dropout and jitter over several
         ranks, and init="sharded".
     init: "full" (initial weights are bitwise the same on any layout) or "sharded" (a rank draws its part).
@@ -33,6 +37,13 @@ class Placement:
     init: str = "full"
     device: torch.device | str | None = None
     dtype: torch.dtype | None = None
+    overlap_rows: int | None = None
+
+    @classmethod
+    def of(cls, groups: ParallelGroups, layout: ParallelConfig, **options: Any) -> Placement:
+        """As `layout` says. options: the other fields."""
+        rows = OVERLAP_ROWS if layout.tp_overlap else None
+        return cls(groups, layout.sequence_parallel, overlap_rows=rows, **options)
 
     def __post_init__(self) -> None:
         if self.init not in ("full", "sharded"):
@@ -45,7 +56,7 @@ class Placement:
 
     @property
     def layer_options(self) -> dict[str, Any]:
-        """Keywords for the layers of `fastmp.parallel`, divided over `groups.tp`."""
+        """Keywords for an embedding of `fastmp.parallel` that is divided over `groups.tp`."""
         return {
             "group": self.groups.tp,
             "sequence_parallel": self.sequence_parallel,
@@ -53,3 +64,8 @@ class Placement:
             "rng": self.rng,
             **self.tensor_options,
         }
+
+    @property
+    def linear_options(self) -> dict[str, Any]:
+        """Keywords for linear layers of `fastmp.parallel` that are divided over `groups.tp`."""
+        return {"overlap_rows": self.overlap_rows, **self.layer_options}

@@ -30,8 +30,8 @@ from fastmp.ops.registry import Differentiable, autocast, compute_dtype, refuse_
 from fastmp.profiling import traced
 
 __all__ = [
-    "WgradQueue", "current_queue", "deferral", "defer_wgrad", "leaf_of", "linear", "main_grad_of",
-    "weight_grad",
+    "WgradQueue", "current_queue", "deferral", "defer_wgrad", "kept_operands", "leaf_of", "linear",
+    "main_grad_of", "weight_grad",
 ]  # fmt: skip
 
 Make = Callable[[], Tensor | None]
@@ -232,10 +232,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     checks.main_grad("linear", main_grad, weight=narrow[1])
     if defer is not None:
         narrow = narrow[0], leaf_of(narrow[1]), narrow[2]
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not narrow[0].requires_grad:
-        return _linear(*narrow, None, main_grad, defer)
-    kept = _Kept.apply(*narrow[:2])
-    return _linear(kept, *narrow[1:], kept.grad_fn, main_grad, defer)
+    x, kept = kept_operands(*narrow[:2])
+    return _linear(x, *narrow[1:], kept, main_grad, defer)
+
+
+def kept_operands(x: Tensor, weight: Tensor) -> tuple[Tensor, torch.autograd.graph.Node | None]:
+    """x for a product, and the node that has saved its operands, where a recomputation is under way.
+
+    A recomputation ends with the last tensor that is saved, so it leaves out a last product whose operands
+    are saved beforehand. Autograd saves those of a Function after its forward.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None or not x.requires_grad:
+        return x, None
+    kept = _Kept.apply(x, weight)
+    return kept, kept.grad_fn
 
 
 def _without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -249,11 +259,7 @@ def _without_gradient(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Kept(torch.autograd.Function):
-    """x, where the operands of the product that follows are saved.
-
-    A recomputation ends with the last tensor that is saved, so it leaves out a last product whose operands
-    are saved beforehand. Autograd saves those of a Function after its forward.
-    """
+    """x, where the operands of the product that follows are saved, see `kept_operands`."""
 
     @staticmethod
     def forward(ctx, x, weight):

@@ -34,7 +34,7 @@ from fastmp.parallel.collectives import (
     reduce_scatter_sequence,
     split_to_group,
 )
-from fastmp.parallel.linear import column_linear
+from fastmp.parallel.linear import column_linear, row_linear_scattered
 from fastmp.parallel.rng import RngTracker
 
 __all__ = [
@@ -204,6 +204,7 @@ class _ParallelLinear(ParallelModule):
         bias: bool,
         skip_bias_add: bool,
         sequence_parallel: bool,
+        overlap_rows: int | None,
         stride: int,
         init_method: InitMethod | None,
         init: str,
@@ -212,6 +213,7 @@ class _ParallelLinear(ParallelModule):
         dtype: torch.dtype | None,
     ) -> None:
         super().__init__(group)
+        self.overlap_rows = overlap_rows
         self.input_size, self.output_size, self.stride = input_size, output_size, stride
         self.skip_bias_add, self.sequence_parallel = skip_bias_add, sequence_parallel
         shape = [output_size, input_size]
@@ -263,6 +265,10 @@ class ColumnParallelLinear(_ParallelLinear):
     addition. Backward: the input gradient's all-reduce (with `sequence_parallel` reduce-scatter) runs behind
     the product that makes the weight gradient; the gathered input is not kept but gathered again.
 
+    `overlap_rows`: from so many rows on (sequence times batch) a product under `sequence_parallel` is fused
+    with its communication, forward and backward, where the device has such ops, see `fastmp.parallel.fused`;
+    None: never. Sums over ranks may then differ in their last bits.
+
     `stride`: the number of blocks fused in the outputs (query-key-value 3, gate-up 2), each divided by
     itself. `fused_rows`: see `ParallelAttributes`. `init_method(tensor)` fills the weight in place (default:
     Xavier normal of the full shape); the bias starts at zero. `init="full"` draws the whole weight in fp32
@@ -286,6 +292,7 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = True,
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
+        overlap_rows: int | None = None,
         stride: int = 1,
         fused_rows: tuple[int, ...] = (),
         init_method: InitMethod | None = None,
@@ -295,8 +302,8 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.fused_rows = fused_rows
-        options = (bias, skip_bias_add, sequence_parallel, stride, init_method, init, rng, device, dtype)
-        super().__init__(input_size, output_size, group, *options)
+        options = (bias, skip_bias_add, sequence_parallel, overlap_rows, stride, init_method, init, rng)
+        super().__init__(input_size, output_size, group, *options, device, dtype)
         self.gather_output = gather_output
 
     def _marks(self) -> dict[str, ParallelAttributes]:
@@ -306,7 +313,8 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         bias: torch.Tensor | None = self.bias
         y = column_linear(
-            x, self.weight, None if self.skip_bias_add else bias, self.group, self.sequence_parallel
+            *(x, self.weight, None if self.skip_bias_add else bias, self.group, self.sequence_parallel),
+            self.overlap_rows,
         )
         if self.gather_output:
             y = self._join(y)
@@ -348,6 +356,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: bool = False,
         skip_bias_add: bool = False,
         sequence_parallel: bool = False,
+        overlap_rows: int | None = None,
         stride: int = 1,
         init_method: InitMethod | None = None,
         init: str = "full",
@@ -355,8 +364,8 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        options = (bias, skip_bias_add, sequence_parallel, stride, init_method, init, rng, device, dtype)
-        super().__init__(input_size, output_size, group, *options)
+        options = (bias, skip_bias_add, sequence_parallel, overlap_rows, stride, init_method, init, rng)
+        super().__init__(input_size, output_size, group, *options, device, dtype)
         self.input_is_parallel = input_is_parallel
 
     def _marks(self) -> dict[str, ParallelAttributes]:
@@ -370,8 +379,12 @@ class RowParallelLinear(_ParallelLinear):
         if self.tp_size == 1:
             y = linear(x, self.weight, bias)
         else:
-            y = linear(x if self.input_is_parallel else self._split(x), self.weight)
-            y = (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group_)(y, self.group)
+            x = x if self.input_is_parallel else self._split(x)
+            if self.sequence_parallel:
+                assert self.group is not None
+                y = row_linear_scattered(x, self.weight, self.group, self.overlap_rows)
+            else:
+                y = reduce_from_group_(linear(x, self.weight), self.group)
             if bias is not None:
                 y = y + bias.to(y.dtype)  # under autocast y has the lower precision, and keeps it
         return (y, self.bias) if self.skip_bias_add else y

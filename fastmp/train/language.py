@@ -105,7 +105,7 @@ def bert_and_loss(
             total = total + (losses.sentence * num_masked_B).sum()
         return total, num_masked_B.sum()
 
-    on = Placement(groups, layout.sequence_parallel, **options)
+    on = Placement.of(groups, layout, **options)
     kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
     if layout.pp * layout.vpp == 1:
         return Bert(config, on, **kept), lambda model, batch: loss_of(
@@ -148,7 +148,7 @@ def gpt_and_loss(
 
     options: others of `Placement`.
     """
-    on = Placement(groups, layout.sequence_parallel, **options)
+    on = Placement.of(groups, layout, **options)
     kept = {"recompute": layout.recompute, "shard_recompute_input": layout.shard_recompute_input}
     if layout.pp * layout.vpp == 1:
         return GPT(config, on, **kept), token_loss

@@ -1,0 +1,228 @@
+"""Products that are one with their communication: torch's own plain versions of these ops, on a CPU.
+
+What layers make of them is held against the layers without, in float64: outputs and all gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from marks import full
+from torch.distributed import _symmetric_memory as symmetric
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fastmp.config import ParallelConfig
+from fastmp.graphs.recording import Pool, RecordedGraph
+from fastmp.nn import GPT, Placement
+from fastmp.ops.wgrad import WgradQueue, defer_wgrad
+from fastmp.parallel import fused, streams
+from fastmp.parallel.fused import OVERLAP_ROWS, is_fused
+from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.grid import RankGrid
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from fastmp.testing import run_ranks
+from fastmp.testing.models import SMALL
+
+S, B, I, O = 8, 3, 12, 24  # sequence, batch, inputs, outputs
+GATHER, SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+
+
+def plain_versions():
+    """Register what torch computes where these ops have no kernels; what is returned keeps it so."""
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl(GATHER, symmetric._fused_all_gather_matmul_fallback, "CPU")
+    library.impl(SCATTER, symmetric._fused_matmul_reduce_scatter_fallback, "CPU")
+    return library
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops of torch.ops.symm_mem in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "symm_mem":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def close(actual, expected):
+    if expected is None:
+        assert actual is None
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+LAYERS = {
+    "column": (ColumnParallelLinear, {"gather_output": False}),
+    "column, bias apart": (ColumnParallelLinear, {"gather_output": False, "skip_bias_add": True}),
+    "column, joined": (ColumnParallelLinear, {"bias": False, "stride": 2}),
+    "row": (RowParallelLinear, {"input_is_parallel": True}),
+    "row, split": (RowParallelLinear, {"bias": False}),
+}
+
+
+def result(layer, x, dy, kind):
+    """The output and all gradients, and the ops of forward and backward.
+
+    kind: "main": gradients in main_grad; "deferred": made later; "frozen", "data": none of weight, of x.
+    """
+    x = x.detach().clone().requires_grad_(kind != "data")
+    if kind == "frozen":
+        layer.weight.requires_grad_(False)
+    buffer = GradBuffer(layer.named_parameters()) if kind in ("main", "main, deferred") else None
+    queue = WgradQueue() if "deferred" in kind else None
+    with defer_wgrad(queue), Seen() as seen:
+        y = layer(x)
+        y, bias = y if isinstance(y, tuple) else (y, None)
+        forward, seen.names = seen.names, []
+        (y if bias is None else y + bias).backward(dy[..., : y.shape[-1]][: len(y)])
+        if queue is not None:
+            assert layer.weight.grad is None
+            assert buffer is None or not layer.weight.main_grad.any()
+            WgradQueue.run(queue.take())
+    weights = [p.main_grad if buffer is not None else p.grad for p in layer.parameters()]
+    return [y.detach(), x.grad, *weights], (forward, seen.names)
+
+
+def layers_case(rank, tp, name):
+    kept, group = plain_versions(), dist.group.WORLD
+    kind, options = LAYERS[name]
+    column = kind is ColumnParallelLinear
+    dy = torch.randn(S, B, O, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    given = S // tp if column else S
+    width = I if column or not options.get("input_is_parallel") else I // tp
+    x = torch.randn(given, B, width, dtype=torch.float64)
+    counted = {}
+    for how in ("plain", "main", "deferred", "main, deferred", "frozen", "data"):
+        results = []
+        for rows in (None, S * B):
+            torch.manual_seed(0)
+            layer = kind(
+                *(I, O),
+                **{"group": group, "sequence_parallel": True, "overlap_rows": rows, "dtype": torch.float64},
+                **options,
+            )
+            values, ops = result(layer, x, dy, how)
+            results.append(values)
+            assert rows is not None or ops == ([], [])
+        for actual, expected in zip(*reversed(results), strict=True):
+            close(actual, expected)
+        counted[how] = ops
+        with Seen() as seen:  # one row too few
+            layer.overlap_rows = S * B + 1
+            layer(x)
+        assert not seen.names
+    del kept
+    back = {"data": []} if column else {}
+    first, second = (GATHER, SCATTER) if column else (SCATTER, GATHER)
+    assert counted == {how: ([first], back.get(how, [second])) for how in counted} | (
+        {} if column else {"data": ([first], [])}
+    )
+
+
+@pytest.mark.parametrize("tp", (2, *full([4])))
+@pytest.mark.parametrize("name", ("column", "row", *full(list(LAYERS)[1:3] + list(LAYERS)[4:])))
+def test_layers_are_what_they_are_without(tp, name):
+    run_ranks(layers_case, tp, name)
+
+
+def model_case(rank, tp, recompute):
+    kept = plain_versions()
+    groups = ParallelGroups.create(RankGrid(world_size=tp, tp=tp))
+    ids = torch.randint(0, SMALL.vocab_size, (2, 8), generator=torch.Generator().manual_seed(1))
+    results = []
+    for rows in (None, 1):
+        torch.manual_seed(0)
+        on = Placement(groups, sequence_parallel=True, overlap_rows=rows, dtype=torch.float64)
+        model = GPT(replace(SMALL, dropout=0.0, attention_dropout=0.0), on, recompute=recompute)
+        with Seen() as seen:
+            loss = model.loss(ids, ids).sum()
+            loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected)
+    del kept
+    return len(seen.names) / SMALL.num_layers
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("recompute", "ops"), ((False, 8), (True, 11)))
+def test_a_model_is_what_it_is_without(recompute, ops):
+    """Four products of a layer, twice; of a recomputation's four, the last one is left out."""
+    assert run_ranks(model_case, 2, recompute) == [ops, ops]
+
+
+def graph_case(rank, tp):
+    kept, options = plain_versions(), {"group": dist.group.WORLD, "sequence_parallel": True}
+    layer = ColumnParallelLinear(I, O, gather_output=False, overlap_rows=1, **options)
+    x = torch.randn(S // tp, B, I)
+    layer(x)  # hosts agree outside of a graph
+    graph = RecordedGraph(Pool())
+    with graph.capture(), torch.no_grad(), Seen() as seen:
+        y = layer(x)
+    x.copy_(torch.randn(S // tp, B, I))
+    graph.replay()
+    assert seen.names == [GATHER] and torch.equal(y, layer(x))
+    del kept
+
+
+@pytest.mark.full
+def test_a_graph_holds_them():
+    run_ranks(graph_case, 2)
+
+
+@pytest.fixture
+def able(monkeypatch):
+    monkeypatch.setattr(fused, "_can_fuse", lambda group, device: True)
+    return SimpleNamespace(size=lambda: 4)
+
+
+def test_what_is_not_fused(able):
+    x, weight = torch.randn(S, B, I), torch.randn(O, I)
+    assert is_fused(x, weight, able, 4 * S * B, gathers=True)
+    assert not is_fused(x, weight, able, 4 * S * B + 1, gathers=True)
+    assert is_fused(x, weight, able, S * B, gathers=False)
+    assert not is_fused(x, weight, able, S * B + 1, gathers=False)
+    assert not is_fused(x, weight, able, None, gathers=True)
+    assert not is_fused(x, weight, None, 1, gathers=True)
+    assert not is_fused(x.double(), weight, able, 1, gathers=True)
+    assert not is_fused(x[:6], weight, able, 1, gathers=False)  # the layer says what is wrong with it
+    assert not torch.func.vmap(lambda each: torch.tensor(is_fused(each, weight, able, 1, gathers=True)))(
+        x[None]
+    ).any()
+
+
+def test_two_streams_do_not_share_the_workspace(able, monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    x, weight = torch.randn(S, B, I).as_subclass(OnDevice), torch.randn(O, I)
+    current, side = object(), object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(streams, "side_stream", lambda device: side)
+    assert is_fused(x, weight, able, 1, gathers=True)
+    current = side
+    assert not is_fused(x, weight, able, 1, gathers=True)
+
+
+def has_kernels_case(rank, world):
+    return fused._can_fuse(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_a_device_without_kernels():
+    assert run_ranks(has_kernels_case, 2) == [False, False]
+
+
+def test_the_option():
+    groups = ParallelGroups.alone()
+    assert Placement.of(groups, ParallelConfig()).overlap_rows is None
+    layout = ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=True)
+    assert Placement.of(groups, layout).linear_options["overlap_rows"] == OVERLAP_ROWS
