@@ -376,6 +376,9 @@ class GraphConfig(Checked):
     verify_every: int = option(
         0, "steps between checks, bit for bit, of all graphs against eager runs; 0: never"
     )
+    evaluation: bool = option(
+        False, "also capture evaluations: the forward of batches of one shape is a graph"
+    )
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("warmup")

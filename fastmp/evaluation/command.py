@@ -65,6 +65,7 @@ def _parser() -> Parser:
         add("--cp", metavar="N", type=number(int, 1), default=1, help="ranks that divide each sequence (1)")
         text = "what --tp leaves whole is divided along the sequence"
         add("--sequence-parallel", action="store_true", help=text)
+        add("--graphs", action="store_true", help="capture batches of one shape as a graph, and replay it")
     text = "several results beside each other"
     made = commands.add_parser("table", help=text, description=f"{text[0].upper()}{text[1:]}.")
     made.add_argument("results", metavar="FILE", nargs="+", help="what --out has written")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fastmp.evaluation.journal import Journal, Values
 from fastmp.evaluation.scoring import Row, Score, Scorer
 from fastmp.evaluation.tasks import Task
+from fastmp.graphs.backend import Backend
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import all_gather, communication_device, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
@@ -33,6 +34,7 @@ def evaluate(
     batch_size: int = 8,
     journal: Journal | None = None,
     report: Callable[[int, int, int], None] = lambda *of_rows: None,
+    backend: Backend | None = None,
 ) -> dict[str, Any]:
     """The figures of `task`, the same on all ranks.
 
@@ -43,6 +45,7 @@ def evaluate(
         journal: on the first rank, where finished batches are kept; those in it are not done again.
         report: called with how many rows all ranks have just done, and how many tokens were read and scored
             for them, if those of the others are like those of this rank.
+        backend: captures batches of one shape as a graph, see `Scorer`; None: all runs eagerly.
 
     ValueError, on all ranks, for rows that the model cannot take, scores that are not finite, and a journal
     whose batches do not fit the task.
@@ -50,7 +53,7 @@ def evaluate(
     if batch_size < 1:
         raise ValueError(f"batch_size must be positive, got {batch_size}")
     world = dist.group.WORLD if groups.grid.world_size > 1 else None
-    scorer = Scorer(model, groups, likeliest=task.likeliest)
+    scorer = Scorer(model, groups, likeliest=task.likeliest, backend=backend)
     batches = [task.order[i : i + batch_size] for i in range(0, len(task.order), batch_size)]
     scores = _from_journal(journal, batches, world)
     left = [number for number in range(len(batches)) if number not in scores]

@@ -25,6 +25,7 @@ from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.runtime import Runtime
 from fastmp.train.checkpoint.load import agree
 from fastmp.train.checkpoint.storage import CheckpointReader
+from fastmp.train.graphing import make_backend
 from fastmp.train.trainer import DTYPES
 
 __all__ = ["run"]
@@ -69,14 +70,20 @@ def _evaluate(options: Namespace, runtime: Runtime) -> dict[str, Any]:
     )
     finished = len(journal.finished) * options.batch_size if journal else 0
     progress = Progress(task.name, task.unit, len(task.rows), min(finished, len(task.rows)))
-    figures = evaluate(
-        task,
-        model,
-        groups=groups,
-        batch_size=options.batch_size,
-        journal=journal,
-        report=progress.add if runtime.rank == 0 else lambda *of_rows: None,
-    )
+    backend = make_backend(None, runtime.device) if options.graphs else None
+    try:
+        figures = evaluate(
+            task,
+            model,
+            groups=groups,
+            batch_size=options.batch_size,
+            journal=journal,
+            report=progress.add if runtime.rank == 0 else lambda *of_rows: None,
+            backend=backend,
+        )
+    finally:
+        if backend is not None:
+            backend.reset()  # before the process groups go, which graphs hold on to
     result = {**figures, **identity, "fastmp": fastmp.__version__}
     if runtime.rank == 0:
         progress.end()

@@ -11,8 +11,7 @@ Shapes: S tokens of a padded row, B rows, H hidden, N targets that count, of all
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fastmp.graphs.backend import Backend
+from fastmp.graphs.whole import WholeGraph
 from fastmp.nn.models import GPT
 from fastmp.parallel.collectives import gather_from_group, gather_sequence, group_size
 from fastmp.parallel.context import cut_sequence, join_sequence
@@ -52,8 +53,7 @@ class Score(NamedTuple):
     likeliest: bool
 
 
-@dataclass(frozen=True)
-class _Batch:
+class _Batch(NamedTuple):
     """Padded tokens (B, S), and of the targets that count (N,): position, row and id."""
 
     tokens_BS: Tensor
@@ -67,16 +67,36 @@ class Scorer:
 
     groups: those that the model is divided over, but `dp`, whose ranks each score rows of their own.
     likeliest: also say whether targets are the likeliest tokens, for which their logits are made whole.
+    backend: captures the scoring of batches of one shape as a graph; None: all runs eagerly. ValueError where
+        a graph cannot hold it: for a stage of a pipeline, and experts that exchange tokens with other ranks.
 
     All ranks of a model call it together, with the same rows, and get the same scores. On a pipeline the rows
     of a batch are its microbatches.
     """
 
-    def __init__(self, model: GPT, groups: ParallelGroups, *, likeliest: bool = False) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        groups: ParallelGroups,
+        *,
+        likeliest: bool = False,
+        backend: Backend | None = None,
+    ) -> None:
         self.model, self.groups, self.likeliest = model, groups, likeliest
         self.device = next(model.parameters()).device
         shards = group_size(groups.tp) if model.sequence_parallel else 1
         self.multiple = shards * (2 * group_size(groups.cp) if groups.cp is not None else 1)
+        self._scored: Callable[[_Batch], Tensor] = self._score_of_batch
+        if backend is not None:
+            instead = "leave out --graphs"
+            if groups.pp is not None:
+                raise ValueError(
+                    f"graphs: the {group_size(groups.pp)} ranks of a pipeline agree on shapes while they "
+                    f"score, which no graph can hold; {instead}"
+                )
+            self._scored = WholeGraph(
+                self._scored, [model], backend=backend, what="the scoring of a batch", instead=instead
+            )
         self._pipeline: Pipeline | None = None
         self._shape: tuple[int, int] | None = None
         if groups.pp is not None:
@@ -132,7 +152,9 @@ class Scorer:
         return _Batch(*(part.to(self.device) for part in parts))
 
     def _whole(self, rows: Sequence[Row], length: int) -> Tensor:
-        batch = self._batch(rows, length)
+        return self._scored(self._batch(rows, length))
+
+    def _score_of_batch(self, batch: _Batch) -> Tensor:
         return self._score(self.model.hidden(cut_sequence(batch.tokens_BS, self.groups.cp)), batch)
 
     def _stages(self, rows: Sequence[Row], length: int) -> Tensor:

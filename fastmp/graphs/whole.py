@@ -48,9 +48,10 @@ class WholeGraph:
     Where the mode of a module, a hook or what is trained has changed since a capture, graphs are made anew.
     Results are the caller's. Call `remove` before process groups are destroyed.
 
-    GraphError where a parameter, buffer or main gradient has moved since a capture, or a module or parameter
-    has a hook that a replay would skip. CaptureError where the function cannot be captured: where a capture
-    computes (a CPU), part of the work has been done then.
+    ValueError, when it is made, where a segment of a layer must run eagerly. GraphError where a parameter,
+    buffer or main gradient has moved since a capture, or a module or parameter has a hook that a replay would
+    skip. CaptureError where the function cannot be captured: where a capture computes (a CPU), part of the
+    work has been done then.
     """
 
     failure: str | None = None  # as of a `GraphManager`, which may go on without graphs
@@ -69,6 +70,11 @@ class WholeGraph:
         self.function, self.backend, self.warmup = function, backend, max(warmup, 1)
         self.what, self.instead, self.trains = what, instead, trains
         self._modules = list(modules)
+        eager = _eager_segments(self._modules)
+        if eager:
+            raise ValueError(
+                f"graphs: {what} cannot be one graph, because {', '.join(eager)} must run eagerly; {instead}"
+            )
         self._chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
         self._calls = 0
         self._removed = False
@@ -174,6 +180,12 @@ class WholeGraph:
         if moved or snapshot.modes_changed() or snapshot.hooks.changed():
             self._reset()
             self._forget()
+
+
+def _eager_segments(modules: Iterable[nn.Module]) -> list[str]:
+    chains = [each for root in modules for each in root.modules() if isinstance(each, LayerChain)]
+    links = [link for chain in chains for link in chain.links()]
+    return list(dict.fromkeys(link.segment.name for link in links if not link.segment.capturable))
 
 
 def _spec(leaf: Any) -> Any:

@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
     from fastmp.train.microbatches import Chunks, WholeModel
 
-__all__ = ["CaptureAgreement", "layers_of", "make_graphs", "whole_step"]
+__all__ = [
+    "CaptureAgreement",
+    "evaluation_graphs",
+    "layers_of",
+    "make_backend",
+    "make_graphs",
+    "whole_step",
+]
 
 _MOST_STEPS = 64  # after which ranks whose graphs are not captured yet are not waited for any more
 
@@ -69,7 +76,7 @@ def make_graphs(
     return GraphManager(
         chains,
         order,
-        backend=_backend(rng, device),
+        backend=make_backend(rng, device),
         scope=scope,
         run_size=run_size,
         warmup=config.warmup,
@@ -96,7 +103,7 @@ def whole_step(
     return WholeGraph(
         function,
         chunks,
-        backend=_backend(rng, device),
+        backend=make_backend(rng, device),
         what="the whole step",
         instead="scope 'full' captures whole microbatches, and leaves the rest of a step to the host",
         trains=True,
@@ -104,7 +111,26 @@ def whole_step(
     )
 
 
-def _backend(rng: RngTracker | None, device: torch.device) -> Backend:
+def evaluation_graphs(
+    runner: WholeModel | Chunks, *, rng: RngTracker | None, device: torch.device
+) -> WholeGraph:
+    """Let `runner` evaluate by graphs: from now on the forward of batches of one form is one graph.
+
+    ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
+    """
+    _check_allocator(device)
+    runner.evaluated = graphs = WholeGraph(
+        runner.evaluated,
+        runner.chunks,
+        backend=make_backend(rng, device),
+        what="the evaluation",
+        instead="without graphs.evaluation it runs eagerly",
+    )
+    return graphs
+
+
+def make_backend(rng: RngTracker | None, device: torch.device) -> Backend:
+    """Make the backend for graphs on `device`: of CUDA, or one that records."""
     return CudaBackend(rng) if device.type == "cuda" else RecordingBackend(rng)
 
 

@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 Batch = dict[str, Any]  # tensors; "documents", where there are any, are a `fastmp.nn.Documents`
+Evaluated = Callable[
+    [Sequence[Batch]], Tensor
+]  # (sum of the losses, number of tokens), float64, in eval mode
 
 
 class ExpertStats(NamedTuple):
@@ -96,6 +99,9 @@ class Sums(NamedTuple):
 class WholeModel:
     """A model that is not cut into stages: `loss_fn(model, batch)` for one microbatch after the other.
 
+    `evaluated` gives the sums of batches that are evaluated at once, here of one.
+
+
     overlap: runs the layers in parts, each forward but the first beside the backward of the one before.
     """
 
@@ -104,6 +110,7 @@ class WholeModel:
     ) -> None:
         self.model, self.loss_fn, self.chunks, self.overlap = model, loss_fn, [model], overlap
         self._microbatch: Callable[[Batch], tuple] = lambda batch: self.loss_fn(self.model, batch)
+        self.evaluated: Evaluated = self._evaluated
 
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """The steps of this rank in training."""
@@ -164,12 +171,11 @@ class WholeModel:
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
         """(sum of the losses, number of tokens) of all `batches`, float64; None if there are none."""
-        totals = None
-        for batch in batches:
-            loss, num_tokens, *_ = self.loss_fn(self.model, batch)
-            both = _stack(loss, num_tokens)
-            totals = both if totals is None else totals + both
-        return totals
+        return _summed(self.evaluated([batch]) for batch in batches)
+
+    def _evaluated(self, batches: Sequence[Batch]) -> Tensor:
+        loss, num_tokens, *_ = self.loss_fn(self.model, *batches)
+        return _stack(loss, num_tokens)
 
     def sum_shared_gradients(self, grads: GradBuffer) -> None:
         """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
@@ -181,6 +187,8 @@ class WholeModel:
 
 class Chunks:
     """This rank's chunks of a model that is cut into the stages of a pipeline.
+
+    `evaluated` gives the sums of batches that are evaluated at once, those of a step at most.
 
     overlap: runs their layers in parts, forwards beside backwards where the schedule has pairs of them.
 
@@ -215,6 +223,7 @@ class Chunks:
             pairs=schedule.all_pairs(),
             overlap=overlap,
         )
+        self.evaluated: Evaluated = self._evaluated
         self._rows: list[range] | None = None  # of every stage in the counts of the whole model
         self._shape = (0, 0)
 
@@ -257,12 +266,11 @@ class Chunks:
 
     def evaluate(self, batches: Iterable[Batch]) -> Tensor | None:
         """Evaluate as many batches at once as in a step; the result is zeros on all ranks but the last."""
-        totals, rest = None, iter(batches)
-        at_once = 1 + max(step.microbatch for step in self.pipeline.orders[0])
-        while some := list(islice(rest, at_once)):
-            both = _stack(*self._loss_and_tokens(self.pipeline.evaluate(some)))
-            totals = both if totals is None else totals + both
-        return totals
+        at_once, rest = 1 + max(step.microbatch for step in self.pipeline.orders[0]), iter(batches)
+        return _summed(map(self.evaluated, iter(lambda: list(islice(rest, at_once)), [])))
+
+    def _evaluated(self, batches: Sequence[Batch]) -> Tensor:
+        return _stack(*self._loss_and_tokens(self.pipeline.evaluate(batches)))
 
     def sum_shared_gradients(self, grads: GradBuffer) -> None:
         """Sum the gradients of parameters that stages share, after the sum over data-parallel ranks."""
@@ -377,6 +385,13 @@ def _check_something_to_train(chunks: Sequence[nn.Module], group: dist.ProcessGr
 
 def _microbatch_of(steps: Sequence[Step], kind: str) -> int | None:
     return next((step.microbatch for step in steps if step.kind == kind), None)
+
+
+def _summed(each: Iterable[Tensor]) -> Tensor | None:
+    totals = None
+    for own in each:
+        totals = own if totals is None else totals + own
+    return totals
 
 
 def _stack(*numbers: Tensor) -> Tensor:

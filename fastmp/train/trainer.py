@@ -33,7 +33,13 @@ from fastmp.pulse import pulse
 from fastmp.train.checkpoint.checkpointer import Loaded
 from fastmp.train.device_step import DeviceStep, StepNumbers
 from fastmp.train.evaluate.heldout import Evaluation, evaluate
-from fastmp.train.graphing import CaptureAgreement, layers_of, make_graphs, whole_step
+from fastmp.train.graphing import (
+    CaptureAgreement,
+    evaluation_graphs,
+    layers_of,
+    make_graphs,
+    whole_step,
+)
 from fastmp.train.lr import learning_rate
 from fastmp.train.microbatches import (
     Batch,
@@ -111,7 +117,7 @@ class Trainer:
     device: where the model is moved; None leaves it where it is.
     graphs: whether layers, or under scope "full" whole microbatches, or under "full_step" whole steps, are
         captured as graphs and replayed; None: they are not. Where the capture of a layer or a microbatch
-        fails on a rank, all ranks go on eagerly.
+        fails on a rank, all ranks go on eagerly. With `evaluation`, forwards of evaluations are graphs, too.
     graph_manager: what makes the manager where `graphs.impl` is another library, see `make_graphs`.
     overlap_experts: whether layers run in parts, so that the exchanges of a microbatch's tokens with other
         ranks run beside the compute of another one; see `fastmp.nn.overlap`.
@@ -170,7 +176,13 @@ class Trainer:
             self.num_microbatches,
         )
         self._lr = torch.zeros((), dtype=torch.float64, device=self.device)  # as a graph reads it
-        self.graphs = self._make_graphs(GraphConfig() if graphs is None else graphs, graph_manager)
+        graphs = GraphConfig() if graphs is None else graphs
+        self.graphs = self._make_graphs(graphs, graph_manager)
+        self.evaluation_graphs = (
+            evaluation_graphs(self.runner, rng=rng, device=self.device)
+            if graphs.enabled and graphs.evaluation
+            else None
+        )
         self._window: _Window | None = None  # what experts did since the last line of the log
         self._replicas: Replicas | None = None
         self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
@@ -255,8 +267,9 @@ class Trainer:
 
         Graphs of collectives hold on to communicators, and `Runtime.close` would wait for them.
         """
-        if self.graphs is not None:
-            self.graphs.remove()
+        for graphs in (self.graphs, self.evaluation_graphs):
+            if graphs is not None:
+                graphs.remove()
         self.saving.checkpointer.close()
 
     def train_step(self) -> StepResult:

@@ -163,6 +163,8 @@ def test_held_out_loss_is_the_trainers(trained, files, tmp_path, capsys):
         tmp_path / "s.json", "heldout", files / "text.txt", "--checkpoint", trained, "--stride", 8
     )
     assert sliding["num_bytes"] == len((files / "text.txt").read_bytes())
+    graphed = tmp_path / "g.json"
+    assert result_of(graphed, "heldout", files / "tokens", "--checkpoint", trained, "--graphs") == made
     assert sliding["perplexity_per_token"] == math.exp(sliding["nats"] / sliding["num_tokens"])
 
 

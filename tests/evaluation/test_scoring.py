@@ -17,6 +17,7 @@ from fastmp.evaluation.loop import evaluate
 from fastmp.evaluation.scoring import Row, Scorer
 from fastmp.evaluation.tasks import Task, _WindowRows
 from fastmp.evaluation.windows import Windows
+from fastmp.graphs import RecordingBackend
 from fastmp.nn import Placement, gpt_stages
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
@@ -100,6 +101,51 @@ def divided(rank, world, name, layout, options):
 
 
 SEQUENCE = {"sequence_parallel": True}
+
+
+def in_graphs(rank, world, name, layout, options):
+    groups = (
+        ParallelGroups.create(RankGrid(world_size=world, **layout)) if world > 1 else ParallelGroups.alone()
+    )
+    model, backend = make_gpt(CONFIGS[name], groups, **options).eval(), RecordingBackend()
+    for rows in (ROWS, UNEVEN):
+        more = {"groups": groups, "batch_size": 3}
+        assert evaluate(task_of(rows), model, backend=backend, **more) == evaluate(
+            task_of(rows), model, **more
+        )
+    assert backend.nbytes > 0  # of the batches of one shape
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "options", "world"),
+    [
+        ("learned", {}, {}, 1),
+        *full(
+            [
+                ("experts", {}, {}, 1),
+                ("learned", {"tp": 2}, SEQUENCE, 2),
+                ("window", {"cp": 2}, {}, 2),
+            ]
+        ),
+    ],
+)
+def test_graphs_score_with_the_same_bits(name, layout, options, world):
+    run_ranks(in_graphs, world, name, layout, options) if world > 1 else in_graphs(
+        0, 1, name, layout, options
+    )
+
+
+def refused_case(rank, world, name, layout, message):
+    groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
+    with pytest.raises(ValueError, match=message):
+        Scorer(make_gpt(CONFIGS[name], groups), groups, backend=RecordingBackend())
+
+
+@pytest.mark.full
+def test_what_no_graph_can_score_is_refused():
+    exchange = "cannot be one graph, because dispatch, experts, combine must run eagerly; leave out --graphs"
+    run_ranks(refused_case, 2, "experts", {"ep": 2}, exchange)
+    run_ranks(refused_case, 2, "learned", {"pp": 2}, "the 2 ranks of a pipeline agree on shapes .* --graphs")
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,16 @@ from test_train_documents import steps_of
 from test_train_graphs import CONFIG, DENSE, EXPERTS, ONE, run
 from test_train_pipeline import make_trainer
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from train_tools import Samples
 
-from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig
+from fastmp.config import GraphConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
 from fastmp.testing.ranks import run_ranks
+from fastmp.train.language import gpt_and_loss
+from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +36,7 @@ def compare(groups=ParallelGroups.alone(), layout=ONE, steps=20, **options):
 
 
 WHOLE = [
-    (EXPERTS, ONE, 5),
+    (EXPERTS, ONE, 4),
     *full([(DENSE, ONE, 20), (EXPERTS, ParallelConfig(recompute=True), 20)]),
 ]
 
@@ -138,11 +143,64 @@ def exchange_case(rank, world):
         ValueError, match="scope 'full_step' cannot be captured, because dispatch, experts, comb"
     ):
         run(STEP, groups)
+    with pytest.raises(
+        ValueError, match="the evaluation cannot be one graph, because dispatch, experts, combine"
+    ):
+        evaluated(EVALUATION, groups, ParallelConfig(ep=2), EXPERTS)
 
 
 @pytest.mark.full
 def test_experts_over_ranks_that_exchange_tokens_are_refused():
     run_ranks(exchange_case, 2)
+
+
+EVALUATION = GraphConfig(enabled=True, evaluation=True)
+
+
+class HeldOut(Samples):
+    """With seven batches to evaluate, of which a pipeline of four microbatches gets three at last."""
+
+    def validation_batches(self, dp_rank, dp_size, *, max_batches=None):
+        for number in range(7 if max_batches is None else max_batches):
+            yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
+
+
+def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE):
+    """The losses of some evaluations and of the steps between them; the graphs of the evaluations."""
+    rng = RngTracker(3, tp_rank=group_rank(groups.tp))
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64)
+    recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
+    trainer = Trainer(model, HeldOut(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
+    losses = []
+    for _ in range(3):
+        losses += [trainer.evaluate().loss, trainer.train_step().loss.item()]
+        losses.append(trainer.evaluate(max_batches=1).loss)
+    return losses, trainer.evaluation_graphs
+
+
+def evaluations_case(rank, world, grid, config, layout, shapes):
+    groups = ParallelGroups.alone()
+    if world > 1:
+        groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
+    found, graphs = evaluated(EVALUATION, groups, layout, config)
+    assert graphs.num_graphs == shapes and "of the evaluation" in graphs.describe()
+    assert found == evaluated(None, groups, layout, config)[0]
+    assert found == evaluated(replace(EVALUATION, scope=("full_step",)), groups, layout, config)[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("world", "grid", "config", "layout", "shapes"),
+    [
+        (1, {}, EXPERTS, ONE, 1),
+        (2, {}, DENSE, ONE, 1),
+        (2, {"tp": 2}, DENSE, ParallelConfig(tp=2, sequence_parallel=True), 1),
+        (2, {"pp": 2}, CONFIG, ParallelConfig(pp=2, vpp=2), 3),
+    ],
+)
+def test_evaluations(world, grid, config, layout, shapes):
+    case = grid, config, layout, shapes
+    run_ranks(evaluations_case, 2, *case) if world > 1 else evaluations_case(0, 1, *case)
 
 
 @pytest.mark.parametrize(
