@@ -39,6 +39,15 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks
+from fastmp.ops.exchange_triton import (
+    launch_barrier,
+    launch_counts,
+    launch_give,
+    launch_places,
+    launch_pull,
+    launch_push,
+    launch_take,
+)
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
@@ -82,7 +91,9 @@ def _pairs(where: Tensor, rows: Tensor, distances: Tensor) -> Iterator[tuple[int
             yield slot, *_of_peer(row_of, peer, rows.shape[1]), members
 
 
-def reference_barrier(flags: Tensor, distances: Tensor, rank: int, timeout: float) -> None:
+def reference_barrier(
+    flags: Tensor, distances: Tensor, rank: int, timeout: float, *, op: str = "exchange_barrier"
+) -> None:
     """Tell all ranks that this one has come, and wait for all of them.
 
     Plain torch orders nothing between processes: it relies on a processor that keeps the order of stores.
@@ -95,7 +106,7 @@ def reference_barrier(flags: Tensor, distances: Tensor, rank: int, timeout: floa
         while _number((reached := int(flags[other])) - number) < 0:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"exchange_barrier: rank {other} has not come to exchange {number} within {timeout:g} s: "
+                    f"{op}: rank {other} has not come to exchange {number} within {timeout:g} s: "
                     f"the last one it came to is {reached}"
                 )
             time.sleep(0)
@@ -109,7 +120,7 @@ def reference_counts(
     half = _half_to_come(flags)
     for distance in distances.flatten().tolist():
         _elsewhere(counts, distance)[half, rank] = own
-    reference_barrier(flags, distances, rank, timeout)
+    reference_barrier(flags, distances, rank, timeout, op="exchange_counts")
     return counts[half].clone()
 
 
@@ -225,6 +236,7 @@ _counts = register(
     "exchange_counts(Tensor own, Tensor(a!) flags, Tensor(b!) counts, Tensor distances, int rank,"
     " float timeout) -> Tensor",
     reference=reference_counts,
+    triton=launch_counts,
     fake=lambda own, flags, counts, *rest: counts.new_empty(counts.shape[1:]),
     traffic=lambda own, flags, counts, distances, *rest: _bytes(own, counts, flags, flags, distances),
 )
@@ -232,6 +244,7 @@ _places = register(
     "exchange_places(Tensor row_of, Tensor indices, Tensor matrix, int rank, int peers, int capacity)"
     " -> (Tensor, Tensor, Tensor)",
     reference=reference_places,
+    triton=launch_places,
     fake=lambda row_of, indices, matrix, rank, peers, capacity: (
         row_of.new_empty(row_of.shape),
         row_of.new_empty((matrix.shape[1] - 1) // peers),
@@ -242,6 +255,7 @@ _push = register(
     "exchange_push(Tensor x, Tensor where, Tensor? probs, Tensor? y, Tensor flags, Tensor(a!) rows,"
     " Tensor distances) -> Tensor",
     reference=reference_push,
+    triton=launch_push,
     fake=lambda x, where, probs, y, *rest: _dprobs(where, probs, y),
     flops=lambda x, where, probs, y, *rest: (
         where.numel() * x.shape[1] * ((probs is not None) + 2 * (y is not None))
@@ -251,17 +265,20 @@ _push = register(
 _barrier = register(
     "exchange_barrier(Tensor(a!) flags, Tensor distances, int rank, float timeout) -> ()",
     reference=reference_barrier,
+    triton=launch_barrier,
     fake=lambda *arguments: None,
 )
 _take = register(
     "exchange_take(Tensor rows, Tensor flags, Tensor offsets) -> Tensor",
     reference=reference_take,
+    triton=launch_take,
     fake=lambda rows, *rest: rows.new_empty(rows.shape[1:]),
     traffic=lambda rows, flags, offsets: _bytes(rows),
 )
 _give = register(
     "exchange_give(Tensor given, Tensor offsets, Tensor flags, Tensor(a!) rows) -> ()",
     reference=reference_give,
+    triton=launch_give,
     fake=lambda *arguments: None,
     traffic=lambda given, *rest: 2 * _bytes(given),
 )
@@ -269,6 +286,7 @@ _pull = register(
     "exchange_pull(Tensor rows, Tensor flags, Tensor distances, Tensor where, Tensor? probs, bool keep)"
     " -> (Tensor, Tensor)",
     reference=reference_pull,
+    triton=launch_pull,
     fake=lambda rows, flags, distances, where, probs, keep: (
         rows.new_empty(where.shape[0], rows.shape[2]),
         rows.new_empty((*where.shape, rows.shape[2]) if keep else (0,)),

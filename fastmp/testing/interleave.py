@@ -16,6 +16,9 @@ With `late`, a store is seen no sooner than a GPU promises:
 - Other programs see a store after a barrier and then an atomic that releases (`sem` "release" or "acq_rel").
 - Apart from that, parts of stores become visible at random times, in any order, at the latest at the end.
 
+Launches of several ranks, which wait for each other, run together in `together`. What a rank's kernels have
+left in memory that the ranks share is seen by its own later ones, and by others once one of these releases.
+
 A program that overwrites without a barrier what other threads of it have read (a scalar, neighbours) raises
 `Race`: threads that are behind would read the new value. A sum over a whole tile counts as a barrier there,
 because it needs all threads.
@@ -29,13 +32,15 @@ import contextlib
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton.runtime.interpreter as interpreter
 from greenlet import getcurrent, greenlet
+from torch import Tensor
 
 _PERSISTENCE = (0.0, 0.5, 0.9, 0.99)  # probabilities that a program which could be stopped goes on
 # All of the interpreter's loads and stores end in the first two, those of blocks and descriptors as well.
@@ -71,8 +76,10 @@ def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
 
     def scheduled(executor: Any, *args: Any, **kwargs: Any) -> None:
         kernel = executor.fn
+        rank = getcurrent()
+        memory = rank.memory if isinstance(rank, _Rank) else _Memory(random_state, late)
         threads = 32 * kwargs.get("num_warps", 4)
-        executor.fn = _Launch(kernel, builder, random_state, turns, _Memory(threads, random_state, late))
+        executor.fn = _Launch(kernel, builder, random_state, turns, memory, threads)
         try:
             launch(executor, *args, **kwargs)
         except interpreter.InterpreterError as error:
@@ -103,6 +110,71 @@ def interleaved(seed: int, *, late: bool = False) -> Iterator[Turns]:
             delattr(builder, f"create_{name}")
 
 
+def together(
+    seed: int, programs: Sequence[Callable[[], Any]], *, shared: Tensor, late: bool = False
+) -> list[Any]:
+    """Call `programs`, the ranks of a group, in turns that `seed` draws; what they return, in their order.
+
+    Kernels that one of them launches run one after the other, beside those of all others. See `interleaved`.
+
+    Args:
+        shared: the memory that the ranks reach of each other. With `late`, a rank's stores there outlive its
+            kernels. What it stores elsewhere is its own.
+    """
+    with interleaved(seed, late=late) as turns, _patched_once():
+        memory = _Memory(random.Random(seed), late, shared)
+        ranks = [_Rank(program, memory) for program in programs]
+        draw, waiting, rank = random.Random(seed), [*ranks], None
+        persistence = draw.choice(_PERSISTENCE)
+        while waiting:
+            if rank is None or draw.random() >= persistence:
+                rank = draw.choice(waiting)
+                turns.switches += 1
+            if rank.launch is None:
+                rank.switch()
+            else:
+                rank.launch.turn()
+            if rank.launch is not None and not rank.launch.programs:
+                memory.leave(rank)
+                rank.launch = None
+            if rank.dead:
+                waiting.remove(rank)
+                rank = None
+        memory.flush_all()
+    return [rank.result for rank in ranks]
+
+
+class _Rank(greenlet):
+    """A rank's host program, which stops at each launch until its kernel has ended."""
+
+    def __init__(self, program: Callable[[], Any], memory: _Memory) -> None:
+        super().__init__(self.go)
+        self.program, self.memory = program, memory
+        self.launch: _Launch | None = None
+        self.result: Any = None
+
+    def go(self) -> None:
+        self.result = self.program()
+
+
+@contextlib.contextmanager
+def _patched_once() -> Iterator[None]:
+    """Triton's language stays as kernels need it until the end: launches that overlap would undo it."""
+    patch, scopes = interpreter._patch_lang, []
+
+    def patched(fn: Any) -> Any:
+        scopes.append(patch(fn))
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patched
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        for scope in reversed(scopes):
+            scope.restore()
+
+
 def _stopping(original: Callable, access: Callable) -> Callable:
     """Wrap a method of the interpreter's builder, by which all accesses of that kind are made."""
 
@@ -118,9 +190,12 @@ def _stopping(original: Callable, access: Callable) -> Callable:
 
 @dataclass(eq=False)
 class _Store:
-    """A store that others may not have seen. `fenced`: a barrier of its program came after it."""
+    """A store that others may not have seen. `fenced`: a barrier of its program came after it.
 
-    program: _Program
+    program: whose it is; of a kernel that has ended, its rank.
+    """
+
+    program: _Program | _Rank
     pointers: np.ndarray
     values: np.ndarray
     mask: np.ndarray
@@ -157,8 +232,10 @@ class _Memory:
     Methods named after those of the interpreter's builder get the program, that method and its arguments.
     """
 
-    def __init__(self, threads: int, random_state: random.Random, late: bool) -> None:
-        self.threads, self.random, self.late = threads, random_state, late
+    def __init__(self, random_state: random.Random, late: bool, shared: Tensor | None = None) -> None:
+        self.random, self.late, self.shared = random_state, late, (0, 0)
+        if shared is not None:
+            self.shared = shared.data_ptr(), shared.data_ptr() + shared.nbytes
         self.stores: list[_Store] = []
         self.bits = np.random.default_rng(random_state.getrandbits(32))
 
@@ -171,10 +248,10 @@ class _Memory:
             return result
         where = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
         program.reads.append((pointers.data, where))
-        for store in (store for store in self.stores if store.program is program):
+        for store in self.of(program):
             found, values = store.at(pointers.data)
             if not store.fenced:
-                found = found & store.by_same_threads(pointers.data, self.threads)
+                found = found & store.by_same_threads(pointers.data, program.threads)
             found = found & where
             if found.any():
                 result.data = np.where(found, values.view(result.data.dtype), result.data)
@@ -191,9 +268,11 @@ class _Memory:
         new = _Store(program, pointers.data.copy(), np.broadcast_to(value.data, where.shape).copy(), where)
         if any(new.changes(*read) for read in program.reads):
             raise Race("other threads of a program read what it overwrites, without a barrier in between")
-        for old in [store for store in self.stores if store.program is program]:
+        for old in self.of(program):
             found, _ = old.at(new.pointers[where])
-            if found.any() and (old.fenced or old.by_same_threads(new.pointers, self.threads)[where].any()):
+            if found.any() and (
+                old.fenced or old.by_same_threads(new.pointers, program.threads)[where].any()
+            ):
                 self.flush(old)
         self.stores.append(new)
 
@@ -226,8 +305,21 @@ class _Memory:
         """Flush what an atomic releases, and what its program stored to the same places."""
         self.flush_some()
         releases = sem.name in ("RELEASE", "ACQUIRE_RELEASE")
-        for store in [store for store in self.stores if store.program is program]:
+        for store in self.of(program):
             if store.fenced and (releases or store.at(pointers.data)[0].any()):
+                self.flush(store)
+
+    def of(self, program: _Program) -> list[_Store]:
+        """The stores of a program, and those that kernels before it on its rank have left."""
+        return [s for s in self.stores if s.program is program or s.program is program.rank]
+
+    def leave(self, rank: _Rank) -> None:
+        """At the end of a rank's kernel: what it stored to shared memory is the rank's now."""
+        first, last = self.shared
+        for store in [s for s in self.stores if isinstance(s.program, _Program) and s.program.rank is rank]:
+            if ((store.pointers >= first) & (store.pointers < last) & store.mask).any():
+                store.program, store.fenced = rank, True
+            else:
                 self.flush(store)
 
     def flush_some(self) -> None:
@@ -253,9 +345,11 @@ class _Memory:
 class _Program(greenlet):
     """A program of a grid at its place."""
 
-    def __init__(self, run: Callable, place: tuple[int, int, int], memory: _Memory) -> None:
-        super().__init__(run)
-        self.place, self.memory = place, memory
+    def __init__(self, run: Callable, place: tuple[int, int, int], memory: _Memory, threads: int) -> None:
+        starter = getcurrent()
+        self.rank = starter if isinstance(starter, _Rank) else None
+        super().__init__(run, self.rank.parent if self.rank else starter)
+        self.place, self.memory, self.threads = place, memory, threads
         self.reads: list[tuple[np.ndarray, np.ndarray]] = []  # (pointers, mask) since a barrier
 
 
@@ -268,7 +362,9 @@ class _Launch:
     random: random.Random
     turns: Turns
     memory: _Memory
+    threads: int
     programs: list[_Program] = field(default_factory=list)
+    now: _Program | None = None  # whose turn it was last
 
     def __post_init__(self) -> None:
         self.__name__, self.__globals__ = self.kernel.__name__, self.kernel.__globals__
@@ -276,22 +372,31 @@ class _Launch:
 
     def __call__(self, **arguments: Any) -> None:
         run = lambda: self.kernel(**arguments)  # noqa: E731
-        self.programs.append(_Program(run, self.builder.grid_idx, self.memory))
+        self.programs.append(_Program(run, self.builder.grid_idx, self.memory, self.threads))
         if len(self.programs) == math.prod(self.builder.grid_dim):
             self.run()
 
     def run(self) -> None:
         self.turns.launches += 1
         self.turns.programs = max(self.turns.programs, len(self.programs))
-        persistence = self.random.choice(_PERSISTENCE)
-        turn = None
+        self.dims, self.persistence = self.builder.grid_dim, self.random.choice(_PERSISTENCE)
+        rank = getcurrent()
+        if isinstance(rank, _Rank):
+            rank.launch = self
+            rank.parent.switch()  # comes back when all programs have ended
+            return
         while self.programs:
-            if turn is None or self.random.random() >= persistence:
-                turn, before = self.random.choice(self.programs), turn
-                self.turns.switches += turn is not before
-                self.builder.set_grid_idx(*turn.place)
-            turn.switch()
-            if turn.dead:
-                self.programs.remove(turn)
-                turn = None
+            self.turn()
         self.memory.flush_all()
+
+    def turn(self) -> None:
+        """Let one program go on until it could be stopped, or ends."""
+        if self.now is None or self.random.random() >= self.persistence:
+            self.now, before = self.random.choice(self.programs), self.now
+            self.turns.switches += self.now is not before
+        self.builder.set_grid_dim(*self.dims)
+        self.builder.set_grid_idx(*self.now.place)
+        self.now.switch()
+        if self.now.dead:
+            self.programs.remove(self.now)
+            self.now = None

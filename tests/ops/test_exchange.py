@@ -18,7 +18,7 @@ from fastmp.testing.ranks import run_ranks
 from fastmp.testing.samples.exchange import samples
 
 BACKENDS = [case.values[1] for case in op_backends(("c++", "reference")) if case.values[0] == "exchange_push"]
-BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+BACKEND = pytest.mark.parametrize("backend", [BACKENDS[0], *full(BACKENDS[1:])])
 
 
 def runs(backend):
@@ -33,7 +33,7 @@ def memories(given, dtype, **options) -> list[PeerViews]:
 @BACKEND
 @pytest.mark.parametrize(
     ("dtype", "count"),
-    [(torch.float32, 24), *full([(torch.float32, 200), (torch.bfloat16, 200), (torch.float64, 64)])],
+    [(torch.float32, 16), *full([(torch.float32, 200), (torch.bfloat16, 200), (torch.float64, 64)])],
 )
 def test_exchanges_are_one_permutation_of_all_pairs(backend, dtype, count):
     run = runs(backend)

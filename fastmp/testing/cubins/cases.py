@@ -46,6 +46,11 @@ CLAMPED_BACKWARD = Facts(3, 2, exps=1, registers=128)
 WARP = r"redux\.sync"  # a token is reduced within a warp
 HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
 SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
+# what a rank has written is released to all devices, and what others have is acquired
+MEETING = Facts(
+    registers=64,
+    has=(r"atom\.global\.sys\.release\.exch\.b32", r"atom\.global\.sys\.acquire\.add\.u32"),
+)
 ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 ADAMW = Facts(
     3, 3, threads=512, has=(r"atom\.global\.gpu\.relaxed\.add\.u64",), lacks=(r"(?:div|sqrt|fma)\.\S*f64",)
@@ -360,6 +365,30 @@ def _unpermute_backward(*facts):
     return case, facts
 
 
+def _exchange(op, *facts, etp=1, ep=8):
+    """Of a rank with 8 of 256 experts for each of its tokens; `op` may end with what a push is given."""
+
+    def case(t, wide):
+        flags, distances = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)
+        rows, where = t(2, 65536, 7168), t(8192, 8, dtype=torch.int32)
+        name, _, form = op.partition(" ")
+        probs = t(8192, 8, dtype=wide) if form else None
+        y = t(8192, 8, 7168) if form == "backward" else None
+        counts, local = t(2, etp * ep, 257, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
+        arguments = {
+            "barrier": (flags, distances, 1, 60.0),
+            "counts": (t(257, dtype=torch.int32), flags, counts, distances, 1, 60.0),
+            "places": (where, where, counts[0], 1, ep, 65536),
+            "push": (t(8192, 7168), where, probs, y, flags, rows, distances),
+            "take": (rows, flags, local),
+            "give": (t(65536, 7168), local, flags, rows),
+            "pull": (rows, flags, distances, where, probs, form == "kept"),
+        }
+        return f"exchange_{name}", arguments[name]
+
+    return case, facts
+
+
 CASES = {
     "bias_gelu tanh": _gelu("tanh", Facts(1, 1, exps=1)),
     "bias_gelu none": _gelu("none", ELEMENTWISE),
@@ -465,7 +494,21 @@ CASES = {
     "unpermute": _unpermute(False, Facts(8, 1, threads=512, lacks=(HALF,))),
     "unpermute weighted": _unpermute(True, Facts(8, 1, threads=512, lacks=(HALF,))),
     "unpermute backward": _unpermute_backward(SORT, Facts(2, 2, threads=512, lacks=(HALF,))),
+    "exchange barrier": _exchange("barrier", MEETING),
+    "exchange counts": _exchange("counts", MEETING),
+    "exchange places": _exchange("places", SORT),
+    "exchange push": _exchange("push", Facts(1, 1, threads=1024, lacks=(HALF, ATOMICS))),
+    "exchange push etp": _exchange("push", Facts(1, 2, threads=512, lacks=(HALF, ATOMICS)), etp=2),
+    "exchange push backward": _exchange("push backward", Facts(2, 1, threads=512, lacks=(HALF, ATOMICS))),
+    "exchange take": _exchange("take", Facts(1, 1, threads=1024, lacks=(HALF,))),
+    "exchange give": _exchange("give", Facts(1, 1, threads=1024, lacks=(HALF,))),
+    "exchange pull": _exchange("pull", Facts(8, 1, threads=512, lacks=(HALF, ATOMICS))),
+    "exchange pull kept": _exchange("pull kept", Facts(8, 9, threads=384, lacks=(HALF, ATOMICS))),
+    "exchange pull etp": _exchange("pull", Facts(16, 1, threads=256, lacks=(HALF, ATOMICS)), etp=2),
 }
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.
-ONE_DTYPE = ("adamw small", "permutation", "cross_entropy merge", *WIDE)
+ONE_DTYPE = (
+    "adamw small", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
+    "exchange places", *WIDE,
+)  # fmt: skip

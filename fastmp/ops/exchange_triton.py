@@ -1,0 +1,396 @@
+"""Triton kernels of exchanges over peers' memory, and their launches.
+
+A rank's piece of memory lies a number of bytes from one's own, a multiple of 16 that a table holds; added to
+the address of one's own element it gives that of the other rank's, which keeps its alignment: rows move in
+16-byte accesses. Which half is used follows from the number of the latest exchange, which the barrier alone
+counts up. A barrier is one program: it exchanges the new number into its flag at every rank (release, at
+system scope), which shows what launches before it have written, and reads its own flags (acquire) until all
+have come.
+
+Pushing walks pairs, as the kernel that scatters in permute_triton does; pulling walks tokens, as its
+gathering one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastmp.ops import launcher
+from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.permute_triton import BLOCK_PAIRS, SLOTS, block_shape, pair_vector
+from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
+
+COPIED = 4  # 16-byte accesses of a thread that copies rows
+
+
+@jit
+def _elements(distances, INT4: tl.constexpr):
+    """Return distances in elements, INT4 of which have 16 bytes."""
+    return (distances >> 4) * INT4
+
+
+@jit
+def _meet(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
+    """Tell all ranks that this one has come, wait for all of them, and count the exchange."""
+    ranks = tl.arange(0, RANKS)
+    others = ranks < num_ranks
+    number = tl.load(flags + num_ranks) + 1
+    theirs = flags + rank + _elements(tl.load(distances + ranks, mask=others, other=0), 4)
+    zeros = tl.zeros([RANKS], tl.int32)
+    tl.atomic_xchg(theirs, zeros + number, mask=others, sem="release", scope="sys")
+    behind = 1
+    while behind > 0:
+        reached = tl.atomic_add(flags + ranks, zeros, mask=others, sem="acquire", scope="sys")
+        behind = tl.max((others & (reached - number < 0)).to(tl.int32), 0)
+    tl.store(flags + num_ranks, number)
+
+
+@jit
+def barrier_kernel(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
+    """Meet all other ranks."""
+    _meet(flags, distances, rank, num_ranks, RANKS)
+
+
+@jit
+def counts_kernel(
+    own, flags, counts, distances, matrix, rank, num_ranks, width,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write this rank's row to all ranks, meet them, and copy what has come here."""
+    half = counts + ((tl.load(flags + num_ranks) + 1) & 1) * num_ranks * width
+    for start in range(0, width, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        value = tl.load(own + cols, mask=cols < width)
+        for other in range(0, num_ranks):
+            theirs = half + rank * width + _elements(tl.load(distances + other), 4)
+            tl.store(theirs + cols, value, mask=cols < width)
+    tl.debug_barrier()
+    _meet(flags, distances, rank, num_ranks, RANKS)
+    tl.debug_barrier()
+    for start in range(0, num_ranks * width, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        mask = places < num_ranks * width
+        tl.store(matrix + places, tl.load(half + places, mask=mask), mask=mask)
+
+
+@jit
+def places_kernel(
+    row_of, indices, matrix, where, offsets, dropped, pair_vectors, rank, num_ranks, num_peers, num_local,
+    capacity,
+    PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Move the rows of a block of pairs to where they are at the receivers. All programs read the matrix."""
+    num_experts, num_pairs = num_peers * num_local, pair_vectors * PAIR_VECTOR
+    bins = tl.arange(0, BINS)
+    here = bins < num_experts
+    # The rows of each expert: of all ranks, of those before this one, and its own.
+    own = tl.load(matrix + rank * (num_experts + 1) + bins, mask=here, other=0)
+    total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
+    for source in range(0, num_ranks):
+        counts = tl.load(matrix + source * (num_experts + 1) + bins, mask=here, other=0)
+        total += counts
+        before += tl.where(source < rank, counts, 0)
+    # Where they begin at the expert's ranks, whose first expert has row 0, and where this rank's begin there.
+    begins = tl.cumsum(total, 0) - total
+    begins -= tl.gather(begins, bins // num_local * num_local, 0)
+    first = begins + before
+    if tl.program_id(0) == 0:
+        mine = here & (bins // num_local == rank % num_peers)
+        ends = tl.minimum(tl.maximum(begins + total, 0), capacity)
+        tl.store(offsets + bins % num_local, ends, mask=mine)
+        beyond = tl.minimum(tl.maximum(first + own - capacity, 0), own)
+        tl.store(dropped, tl.sum(tl.where(here, beyond, 0), 0))
+    moved = first - (tl.cumsum(own, 0) - own)
+    pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
+    rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
+    valid = (rows >= 0) & (experts >= 0) & (experts < num_experts)
+    experts = tl.where(valid, experts, 0)
+    rows += tl.gather(moved, experts, 0)
+    kept = valid & (rows >= 0) & (rows < capacity)
+    tl.store(
+        where + pairs, tl.where(kept, experts // num_local * capacity + rows, -1), mask=pairs < num_pairs
+    )
+
+
+@jit
+def _place(numbers, half, capacity, num_cols):
+    """Return where the rows with these numbers begin in one's own memory, in elements."""
+    return (half.to(tl.int64) * capacity + numbers % capacity) * num_cols
+
+
+@jit
+def push_kernel(
+    x, where, probs, y, flags, rows, distances, dprobs, pair_vectors, num_slots, num_ranks, num_peers,
+    capacity, num_vectors, x_pitch,
+    COPIES: tl.constexpr, WEIGHTED: tl.constexpr, DOT: tl.constexpr, COMPUTE: tl.constexpr,
+    PAIR_VECTOR: tl.constexpr, VECTOR: tl.constexpr, INT4: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Write the rows of a block of pairs to the ranks that have them.
+
+    Where WEIGHTED, rows of x are multiplied by the pair's probability; where DOT, the gradient of the
+    probability, dprobs, is the dot product of the pair's rows of x and y.
+    """
+    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors * PAIR_VECTOR
+    pairs = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    numbers = tl.load(where + pairs, mask=pairs < num_pairs, other=-1)
+    inside = (numbers >= 0) & (numbers < num_peers * capacity)
+    numbers = tl.where(inside, numbers, 0)
+    first = _place(numbers, (tl.load(flags + num_ranks) + 1) & 1, capacity, num_cols)
+    table = distances + numbers // capacity
+    nearest = first + _elements(tl.load(table, mask=inside, other=0), INT4)
+    tokens = pairs // num_slots
+    weights = tl.zeros([BLOCK_M], COMPUTE)
+    dots = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    if WEIGHTED:
+        weights = tl.load(probs + pairs, mask=inside, other=0.0)
+    for start in range(0, num_cols, BLOCK_N):
+        cols = start + tl.arange(0, BLOCK_N)
+        mask = inside[:, None] & (cols < num_cols)[None, :]
+        value = tl.load(x + tokens[:, None] * x_pitch * VECTOR + cols[None, :], mask=mask, other=0.0)
+        if WEIGHTED:
+            value = value.to(COMPUTE)
+            if DOT:
+                places = y + pairs[:, None] * num_cols + cols[None, :]
+                other = tl.load(places, mask=mask, other=0.0, eviction_policy="evict_first")
+                dots += value * other.to(COMPUTE)
+            value *= weights[:, None]
+        tl.store(rows + nearest[:, None] + cols[None, :], value, mask=mask)
+        for copy in tl.static_range(1, COPIES):
+            further = first + _elements(tl.load(table + copy * num_peers, mask=inside, other=0), INT4)
+            tl.store(rows + further[:, None] + cols[None, :], value, mask=mask)
+    if DOT:
+        tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
+
+
+@jit
+def pull_kernel(
+    rows, flags, distances, where, probs, out, y, num_tokens, num_slots, num_ranks, num_peers, capacity,
+    num_vectors,
+    COPIES: tl.constexpr, WEIGHTED: tl.constexpr, KEEP: tl.constexpr, COMPUTE: tl.constexpr,
+    VECTOR: tl.constexpr, INT4: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of out: sums over the slots, SLOTS of which are loaded at once."""
+    num_cols = num_vectors * VECTOR
+    column_blocks = tl.cdiv(num_cols, BLOCK_N)
+    pid = tl.program_id(0)
+    tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    half = tl.load(flags + num_ranks) & 1
+    total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+    for begin in range(0, num_slots, SLOTS):
+        for step in tl.static_range(SLOTS):
+            slot = begin + step
+            pairs = tokens * num_slots + slot
+            there = (tokens < num_tokens) & (slot < num_slots)
+            numbers = tl.load(where + pairs, mask=there, other=-1)
+            inside = (numbers >= 0) & (numbers < num_peers * capacity)
+            numbers = tl.where(inside, numbers, 0)
+            mask = inside[:, None] & (cols < num_cols)[None, :]
+            first = _place(numbers, half, capacity, num_cols)
+            table = distances + numbers // capacity
+            place = first + _elements(tl.load(table, mask=inside, other=0), INT4)
+            value = tl.load(rows + place[:, None] + cols[None, :], mask=mask, other=0.0)
+            if COPIES > 1:
+                whole = value.to(COMPUTE)
+                for copy in tl.static_range(1, COPIES):
+                    place = first + _elements(tl.load(table + copy * num_peers, mask=inside, other=0), INT4)
+                    part = tl.load(rows + place[:, None] + cols[None, :], mask=mask, other=0.0)
+                    whole += part.to(COMPUTE)
+                value = whole.to(rows.dtype.element_ty)
+            if KEEP:
+                mask = there[:, None] & (cols < num_cols)[None, :]
+                tl.store(y + pairs[:, None] * num_cols + cols[None, :], value, mask=mask)
+            value = value.to(COMPUTE)
+            if WEIGHTED:
+                value *= tl.load(probs + pairs, mask=inside, other=0.0)[:, None]
+            total += value
+    mask = (tokens < num_tokens)[:, None] & (cols < num_cols)[None, :]
+    tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
+
+
+@jit
+def copy_kernel(
+    source, offsets, flags, out, num_local, num_ranks, capacity, num_vectors,
+    TAKE: tl.constexpr, VECTOR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy rows out of the half of the latest exchange, then zeros, or into that of the one to come."""
+    num_cols = num_vectors * VECTOR
+    filled = tl.minimum(tl.maximum(tl.load(offsets + num_local - 1), 0), capacity).to(tl.int64) * num_cols
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    size = capacity.to(tl.int64) * num_cols
+    number = tl.load(flags + num_ranks).to(tl.int64)
+    if TAKE:
+        value = tl.load(source + (number & 1) * size + places, mask=places < filled, other=0.0)
+        tl.store(out + places, value, mask=places < size)
+    else:
+        value = tl.load(source + places, mask=places < filled)
+        tl.store(out + ((number + 1) & 1) * size + places, value, mask=places < filled)
+
+
+def launch_barrier(flags: Tensor, distances: Tensor, rank: int, timeout: float) -> None:
+    num_ranks = distances.numel()
+    launcher.launch(
+        barrier_kernel, 1,
+        (flags, distances, rank, num_ranks),
+        {"RANKS": max(32, next_power_of_2(num_ranks)), "num_warps": 1},
+    )  # fmt: skip
+
+
+def launch_counts(
+    own: Tensor, flags: Tensor, counts: Tensor, distances: Tensor, rank: int, timeout: float
+) -> Tensor:
+    matrix, num_ranks = counts.new_empty(counts.shape[1:]), distances.numel()
+    launcher.launch(
+        counts_kernel, 1,
+        (own.contiguous(), flags, counts, distances, matrix, rank, num_ranks, own.numel()),
+        {"RANKS": max(32 * NUM_WARPS, next_power_of_2(num_ranks)), "BLOCK": 1024, "num_warps": NUM_WARPS},
+    )  # fmt: skip
+    return matrix
+
+
+def launch_places(
+    row_of: Tensor, indices: Tensor, matrix: Tensor, rank: int, peers: int, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_ranks, num_experts = matrix.shape[0], matrix.shape[1] - 1
+    num_local, vector = num_experts // peers, pair_vector(row_of.shape[1])
+    where, offsets, dropped = empty_like(row_of), row_of.new_empty(num_local), row_of.new_empty(())
+    launcher.launch(
+        places_kernel, max(1, cdiv(row_of.numel(), BLOCK_PAIRS)),
+        (
+            row_of.contiguous(), indices.contiguous(), matrix.contiguous(), where, offsets, dropped,
+            row_of.numel() // vector, rank, num_ranks, peers, num_local, capacity,
+        ),
+        {
+            "PAIR_VECTOR": vector, "BLOCK": BLOCK_PAIRS, "BINS": max(32, next_power_of_2(num_experts)),
+            "num_warps": NUM_WARPS,
+        },
+    )  # fmt: skip
+    return where, offsets, dropped
+
+
+@lru_cache(maxsize=1024)
+def _plan_push(
+    num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, copies: int, weighted: bool, dot: bool
+) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the numbers behind the capacity and the constants of `push_kernel`."""
+    block_m, block_n = block_shape(num_cols, dtype.itemsize, 4)
+    vector = vector_width(dtype.itemsize, num_cols, pitch)
+    constants = {
+        "COPIES": copies,
+        "WEIGHTED": weighted,
+        "DOT": dot,
+        "COMPUTE": arithmetic(dtype),
+        "PAIR_VECTOR": pair_vector(num_slots),
+        "VECTOR": vector,
+        "INT4": 16 // dtype.itemsize,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }
+    return (num_cols // vector, pitch // vector), constants
+
+
+def launch_push(
+    x: Tensor,
+    where: Tensor,
+    probs: Tensor | None,
+    y: Tensor | None,
+    flags: Tensor,
+    rows: Tensor,
+    distances: Tensor,
+) -> Tensor:
+    weighted, dot = probs is not None, y is not None
+    dtype = torch.float32 if probs is None else probs.dtype
+    dprobs = where.new_empty(where.shape if dot else (0,), dtype=dtype)
+    (copies, peers), num_slots = distances.shape, where.shape[1]
+    if where.numel() == 0 or x.shape[1] == 0:
+        return dprobs.zero_()
+    x, pitch = as_rows(x)
+    numbers, constants = _plan_push(x.shape[-1], x.dtype, pitch, num_slots, copies, weighted, dot)
+    launcher.launch(
+        push_kernel, cdiv(where.numel(), constants["BLOCK_M"]),
+        (
+            x, where.contiguous(), None if probs is None else probs.contiguous(),
+            None if y is None else y.contiguous(), flags, rows, distances, dprobs if dot else None,
+            where.numel() // constants["PAIR_VECTOR"], num_slots, copies * peers, peers, rows.shape[1],
+            *numbers,
+        ),
+        constants,
+    )  # fmt: skip
+    return dprobs
+
+
+@lru_cache(maxsize=1024)
+def _plan_pull(
+    num_cols: int, dtype: torch.dtype, num_slots: int, copies: int, weighted: bool, keep: bool
+) -> tuple[int, int, dict[str, Any]]:
+    """Return blocks of columns, vectors of a row and the constants of `pull_kernel`."""
+    block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
+    vector = vector_width(dtype.itemsize, num_cols)
+    constants = {
+        "COPIES": copies,
+        "WEIGHTED": weighted,
+        "KEEP": keep,
+        "COMPUTE": arithmetic(dtype),
+        "VECTOR": vector,
+        "INT4": 16 // dtype.itemsize,
+        "SLOTS": min(num_slots, SLOTS),
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "num_warps": NUM_WARPS,
+    }
+    return cdiv(num_cols, block_n), num_cols // vector, constants
+
+
+def launch_pull(
+    rows: Tensor, flags: Tensor, distances: Tensor, where: Tensor, probs: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor]:
+    (num_tokens, num_slots), (_, capacity, num_cols) = where.shape, rows.shape
+    copies, peers = distances.shape
+    out = rows.new_empty(num_tokens, num_cols)
+    y = rows.new_empty((num_tokens, num_slots, num_cols) if keep else (0,))
+    if out.numel() == 0 or num_slots == 0:
+        return out.zero_(), y
+    column_blocks, vectors, constants = _plan_pull(
+        num_cols, rows.dtype, num_slots, copies, probs is not None, keep
+    )
+    launcher.launch(
+        pull_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
+        (
+            rows, flags, distances, where.contiguous(), None if probs is None else probs.contiguous(), out,
+            y if keep else None, num_tokens, num_slots, copies * peers, peers, capacity, vectors,
+        ),
+        constants,
+    )  # fmt: skip
+    return out, y
+
+
+def _copy(take: bool, source: Tensor, offsets: Tensor, flags: Tensor, out: Tensor, rows: Tensor) -> None:
+    _, capacity, num_cols = rows.shape
+    if capacity * num_cols == 0:
+        return
+    vector = vector_width(rows.element_size(), num_cols)
+    block = COPIED * 32 * NUM_WARPS * 16 // rows.element_size()
+    sizes = offsets.numel(), flags.numel() - 1, capacity, num_cols // vector
+    launcher.launch(
+        copy_kernel, cdiv(capacity * num_cols, block),
+        (source, offsets.contiguous(), flags, out, *sizes),
+        {"TAKE": take, "VECTOR": vector, "BLOCK": block, "num_warps": NUM_WARPS},
+    )  # fmt: skip
+
+
+def launch_take(rows: Tensor, flags: Tensor, offsets: Tensor) -> Tensor:
+    out = rows.new_empty(rows.shape[1:])
+    _copy(True, rows, offsets, flags, out, rows)
+    return out
+
+
+def launch_give(given: Tensor, offsets: Tensor, flags: Tensor, rows: Tensor) -> None:
+    _copy(False, given.contiguous(), offsets, flags, rows, rows)

@@ -1,0 +1,176 @@
+"""The Triton kernels of exchanges, interpreted: ranks one after the other, forked, and in turns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from exchange_tools import Routing, all_steps, expected, one_after_the_other, routing, routings
+from marks import full
+from torch import Tensor
+
+from fastmp.ops import OPS, exchange_triton, launcher
+from fastmp.ops._triton import jit, tl
+from fastmp.testing.peers import PeerViews, shared_memory, virtual_ranks
+from fastmp.testing.ranks import run_ranks
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")]
+
+
+def reference(op: str, *arguments: object) -> object:
+    return OPS[op].implementations["reference"](*arguments)
+
+
+def triton(op: str, *arguments: object) -> object:
+    """The kernels of exchanges; sorting and the like are tested elsewhere."""
+    return OPS[op].implementations["triton" if op.startswith("exchange") else "reference"](*arguments)
+
+
+def memories(given: Routing, dtype: torch.dtype, **options) -> list[PeerViews]:
+    hidden, sizes = given.x[0].shape[1], {"num_experts": given.num_experts, "capacity": given.capacity}
+    return virtual_ranks(given.etp, given.ep, hidden=hidden, dtype=dtype, **sizes, **options)
+
+
+def assert_close(results, wanted, what: str) -> None:
+    """Rows that are moved bit for bit; sums in float32 round as another order and fused products do."""
+    for name, want in vars(wanted).items():
+        value = getattr(results, name)
+        if name in ("dx", "out", "dy", "dprobs"):
+            bound = 1e-5 if want.dtype in (torch.float32, torch.float64) else 2e-2
+            torch.testing.assert_close(value, want, rtol=bound, atol=bound)
+        else:
+            assert torch.equal(value, want.to(value.dtype)), (what, name, value, want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"),
+    [
+        (torch.float32, 2),
+        *full([(torch.bfloat16, 8)]),
+        pytest.param(torch.float32, 200, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_exchanges_are_one_permutation_of_all_pairs(dtype, count):
+    for number, given in enumerate(routings(count, dtype, most_ranks=4 if count < 100 else 8)):
+        wanted = expected(reference, given)
+        for rank, results in enumerate(one_after_the_other(triton, given, memories(given, dtype))):
+            assert_close(results, wanted[rank], f"routing {number}, rank {rank}")
+
+
+def _forked(rank, world, cases):
+    for given, ranks, wanted in cases:
+        for _ in range(2):
+            assert_close(all_steps(triton, given, ranks[rank]), wanted[rank], f"rank {rank}")
+
+
+@pytest.mark.parametrize("count", full([3]))
+def test_forked_ranks(count):
+    cases = []
+    for seed in range(1000):
+        given = routing(seed, torch.float32, 4, 8)
+        if given.etp * given.ep == 4 and len(cases) < count:
+            cases.append(
+                (given, memories(given, torch.float32, allocate=shared_memory), expected(reference, given))
+            )
+    run_ranks(_forked, 4, cases, timeout=240)
+
+
+SEEDS = (13, 21, 5, 14, 0)  # of routings of two or three ranks of ep, or two of etp; drops and overflows
+
+
+class Memory:
+    """Allocates for `virtual_ranks`, and keeps what it gave."""
+
+    def __call__(self, num_bytes: int) -> Tensor:
+        self.whole = torch.zeros(num_bytes, dtype=torch.uint8)
+        return self.whole
+
+
+def in_turns(run, seed: int, late: bool, times: int = 2) -> None:
+    """Steps of two or three ranks, in an order that `seed` draws; what each gets is what it should."""
+    from fastmp.testing.interleave import together
+
+    given, allocate = routing(SEEDS[seed % len(SEEDS)], torch.float32, 3, 4), Memory()
+    ranks, wanted = memories(given, torch.float32, allocate=allocate), expected(reference, given)
+
+    def program(here: PeerViews):
+        return lambda: [all_steps(run, given, here) for _ in range(times)]
+
+    results = together(seed, [program(here) for here in ranks], shared=allocate.whole, late=late)
+    for rank, found in enumerate(results):
+        for each in found:
+            assert_close(each, wanted[rank], f"order {seed}, rank {rank}")
+
+
+@pytest.mark.parametrize("orders", [1, *full([6]), pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_ranks_in_turns(orders):
+    """Every other order has late stores: seen by others after a release at the latest moment."""
+    for seed in range(orders):
+        in_turns(triton, seed, late=seed % 2 == 0)
+
+
+def without_barrier(op: str, *arguments):
+    if op != "exchange_barrier":
+        return triton(op, *arguments)
+    arguments[0][-1] += 1
+
+
+def number_used_again(op: str, *arguments):
+    """All exchanges but the first have the number of the one before."""
+    if op == "exchange_barrier" and int(arguments[0][-1]) > 1:
+        arguments[0][-1] -= 1
+    return triton(op, *arguments)
+
+
+def one_half(op: str, *arguments):
+    """Numbers that are even, so that the other half is never used."""
+    if op == "exchange_barrier":
+        triton(op, *arguments)
+        arguments[0][-1] += 1
+        return None
+    return triton(op, *arguments)
+
+
+@pytest.mark.parametrize("mistake", [without_barrier, *full([number_used_again, one_half])])
+def test_mistakes_show_in_some_order(mistake):
+    wrong = 0
+    for seed in range(40):
+        try:
+            in_turns(mistake, seed, late=False, times=1)
+        except AssertionError:
+            wrong += 1
+            break
+    assert wrong
+
+
+@jit
+def _come_without_release(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
+    """A barrier whose atomics order nothing."""
+    ranks = tl.arange(0, RANKS)
+    others = ranks < num_ranks
+    number = tl.load(flags + num_ranks) + 1
+    theirs = flags + rank + exchange_triton._elements(tl.load(distances + ranks, mask=others, other=0), 4)
+    zeros = tl.zeros([RANKS], tl.int32)
+    tl.atomic_xchg(theirs, zeros + number, mask=others, sem="relaxed", scope="sys")
+    behind = 1
+    while behind > 0:
+        reached = tl.atomic_add(flags + ranks, zeros, mask=others, sem="relaxed", scope="sys")
+        behind = tl.max((others & (reached - number < 0)).to(tl.int32), 0)
+    tl.store(flags + num_ranks, number)
+
+
+@pytest.mark.full
+def test_a_barrier_that_does_not_release_shows():
+    def relaxed(op: str, *arguments):
+        if op != "exchange_barrier":
+            return triton(op, *arguments)
+        flags, distances, rank, _ = arguments
+        launcher.launch(
+            _come_without_release,
+            1,
+            (flags, distances, rank, distances.numel()),
+            {"RANKS": 32, "num_warps": 1},
+        )
+
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            in_turns(relaxed, seed, late=True, times=1)
