@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fastmp.config import DataConfig, ParallelConfig, Recipe
 from fastmp.files import read_file
+from fastmp.parallel.exchange import row_capacity
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.schedule import Schedule
 
@@ -28,6 +29,7 @@ __all__ = [
 ]
 
 MOST_MICROBATCHES = 1 << 16  # schedules list them
+MOST_ROWS = 1 << 31  # of a symmetric dispatcher
 INDEX_LIMIT = 1 << 20  # bytes; the index of token files is about 1 kB whatever the size of the data
 VOCAB_SIZES = {"byte": 257, "bpe": 4096}  # of the built-in tokenizers; bpe learns fewer where text is short
 MASKED_LM_TOKENS = 4  # [CLS], [SEP], [MASK] and [PAD], which these do not have
@@ -347,9 +349,19 @@ def _expert_problems(recipe: Recipe) -> Iterator[Problem]:
                     f"parallel.{axis} is {size}, but the model has no experts: model.moe is absent",
                 )
         return
+    tokens = -(-(data.seq_len // layout.cp) // layout.tp) * data.micro_batch_size
+    etp = layout.tp if layout.etp is None else layout.etp
+    if moe.dispatcher == "symmetric" and moe.num_experts % layout.ep == 0:
+        sizes = {"top_k": moe.top_k, "experts": moe.num_experts, "ep": layout.ep, "etp": etp}
+        rows = row_capacity(tokens, **sizes, factor=moe.symmetric_capacity)
+        if layout.ep * rows >= MOST_ROWS:
+            yield Problem(
+                ("model.moe.symmetric_capacity", "data.micro_batch_size"),
+                f"{layout.ep} ranks with room for {rows} rows each are too many rows for int32, by which "
+                "dispatcher 'symmetric' numbers them",
+            )
     if moe.capacity_factor is None:
         return
-    tokens = -(-(data.seq_len // layout.cp) // layout.tp) * data.micro_batch_size
     share = moe.capacity_factor * tokens * moe.top_k / moe.num_experts
     if share < 1.0:
         yield Problem(

@@ -56,9 +56,15 @@ class MoEConfig(Checked):
     )
     dispatcher: str = option(
         "alltoall",
-        "tokens travel to their experts, or all tokens of the expert group to every rank of it: better for "
-        "few experts a rank and many a token",
-        ("alltoall", "allgather"),
+        "tokens travel to their experts (alltoall), or all tokens of the expert group to every rank of it "
+        "(allgather): better for few experts a rank and many a token; symmetric: they travel through memory "
+        "that the ranks of one machine share, and no host waits",
+        ("alltoall", "allgather", "symmetric"),
+    )
+    symmetric_capacity: float | None = option(
+        None,
+        "of dispatcher symmetric: rows that a rank has room for, over what comes if all experts get equally "
+        "many; none: for all tokens of all ranks",
     )
     shared_expert_ffn_hidden_size: int = option(
         0, "hidden units of an expert that every token goes to; 0: there is none"
@@ -73,6 +79,14 @@ class MoEConfig(Checked):
             yield f"jitter must be in [0, 1), got {self.jitter}"
         if self.capacity_factor is not None and not self.capacity_factor > 0.0:
             yield f"capacity_factor must be positive or absent, got {self.capacity_factor}"
+        if self.symmetric_capacity is not None:
+            if not self.symmetric_capacity > 0.0:
+                yield f"symmetric_capacity must be positive or absent, got {self.symmetric_capacity}"
+            if self.dispatcher != "symmetric":
+                yield (
+                    f'symmetric_capacity is for dispatcher "symmetric", got {self.symmetric_capacity} beside '
+                    f"{self.dispatcher!r}"
+                )
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
             yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
         sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
@@ -317,7 +331,7 @@ class GPTConfig(Checked):
 _OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
 _OF_TRAINING_EXPERTS = {
     *("bias_update_rate", "aux_loss", "sequence_aux_loss", "z_loss", "jitter", "capacity_factor"),
-    *("drop_policy", "dispatcher"),
+    *("drop_policy", "dispatcher", "symmetric_capacity"),
 }
 
 

@@ -45,6 +45,7 @@ MOE = replace(DENSE, moe=MoEConfig(num_experts=4, top_k=2, expert_ffn_hidden_siz
 SHARED = replace(MOE, moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, shared_expert_ffn_hidden_size=8))
 MIXED = replace(SHARED, dense_layers=(0, 2), qkv_bias=False)
 GATHERED = replace(MOE, moe=replace(MOE.moe, dispatcher="allgather", capacity_factor=1.0))
+SYMMETRIC = replace(SHARED, moe=replace(SHARED.moe, dispatcher="symmetric"))
 FRONT = ["attention", "router", "preprocess"]
 FULL = ["full"]
 
@@ -92,6 +93,16 @@ CASES = {
     "ep, shared": (recipe(SHARED, ep=2, dp=2), 2, None),
     "ep, router": (recipe(SHARED, ep=2, dp=2), 2, ["router"]),
     "ep, all-gather": (recipe(GATHERED, ep=2, dp=2), 2, None),
+    "ep, symmetric": (recipe(SYMMETRIC, ep=2, dp=2), 2, None),
+    "ep, symmetric, experts": (recipe(SYMMETRIC, ep=2, dp=2), 2, ["moe"]),
+    "ep, symmetric, every other": (
+        recipe(
+            replace(SYMMETRIC, moe=replace(SYMMETRIC.moe, symmetric_capacity=1.5)),
+            **{"tp": 2, "ep": 2, "etp": 1, "recompute": True},
+        ),
+        1,
+        ["router", "shared_experts", "dispatch", "combine"],
+    ),
     "ep, recomputed": (recipe(SHARED, ep=2, dp=2, recompute=True), 2, None),
     "recomputed, front": (recipe(MOE, microbatches=4, pp=2, recompute=True), 1, FRONT),
     "tp, sp": (recipe(DENSE, tp=2, sequence_parallel=True), 1, ["attention"]),

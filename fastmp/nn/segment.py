@@ -5,7 +5,7 @@ in that tuple, so whoever runs a layer can stop between any two of them. `captur
 no host synchronisation, no data-dependent shape and no side effect on the host: it may be recorded once and
 replayed. Eager forward runs the segments in order; a graph manager or an overlapping schedule does it from
 outside, and no layer mentions either. A layer with experts reads: attention, router, preprocess | dispatch,
-experts, combine, where the last three are not capturable if experts are divided over ranks.
+experts, combine, where the last three are not capturable if the host must know what other ranks send.
 """
 
 from __future__ import annotations

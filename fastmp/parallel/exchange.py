@@ -51,8 +51,8 @@ def row_capacity(
     factor: room over what comes where all experts get equally many tokens, but never more than can come;
         None: as many as can come, if every token goes to experts of one rank.
     """
-    most = ep * etp * tokens * min(top_k, experts // ep)
-    return most if factor is None else min(most, math.ceil(factor * tokens * top_k * etp))
+    most = max(ep * etp * tokens * min(top_k, experts // ep), 1)
+    return most if factor is None else min(most, max(math.ceil(factor * tokens * top_k * etp), 1))
 
 
 def _aligned(nbytes: int) -> int:

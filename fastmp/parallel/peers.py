@@ -1,6 +1,6 @@
 """Memory of each rank of a group that all ranks of the group read and write: shared on a CPU, NVLink on GPUs.
 
-Kernels reach it by address (`PeerMemory.pointers`), so rows go to another rank without its host, or this
+Kernels reach it by address, so rows go to another rank without its host, or this
 one, knowing how many there are. Who may write what when, kernels see to: `fastmp.ops.exchange`.
 
 On a CPU each rank makes an anonymous file, which no directory ever lists: the others map it through /proc
@@ -32,7 +32,7 @@ class PeerMemory:
     Ranks make it together, and their hosts talk to each other: outside of graphs only.
 
     local: this rank's bytes (nbytes,) uint8.
-    pointers: (R,) int64 on the device: where this process has the memory of each rank of the group.
+    addresses: where this process has the memory of each rank of the group.
 
     Args:
         device: a CPU; a GPU that reaches those of its peers, see `torch.distributed._symmetric_memory`; or
@@ -47,16 +47,15 @@ class PeerMemory:
         self._kept: Any = None  # what holds the memory of peers
         if device.type == "meta":
             self.local = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self.pointers = torch.empty(group.size(), dtype=torch.int64, device=device)
+            self.addresses = [0] * group.size()
             return
         _agree_on_place(group, nbytes)
         if device.type == "cpu":
             maps = _map_files(group, nbytes)
-            self.local, addresses = maps[group.rank()], [each.data_ptr() for each in maps]
+            self.local, self.addresses = maps[group.rank()], [each.data_ptr() for each in maps]
             self._kept = maps
         else:
-            self.local, addresses, self._kept = _rendezvous(group, nbytes, device)
-        self.pointers = torch.tensor(addresses, dtype=torch.int64, device=device)
+            self.local, self.addresses, self._kept = _rendezvous(group, nbytes, device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PeerMemory:
         return self  # peers know one address
@@ -93,16 +92,22 @@ class PeerExchange:
         self, group: ProcessGroup, *, etp: int, ep: int, etp_varies_first: bool, timeout: float
     ) -> None:
         self.group, self.etp, self.ep, self.timeout = group, etp, ep, timeout
-        numbers = torch.arange(etp * ep)
-        # Of each rank in the order (etp, ep): its number in the group.
-        self._order = (numbers.view(ep, etp).t() if etp_varies_first else numbers.view(etp, ep)).reshape(-1)
-        self.rank = int((self._order == group.rank()).nonzero())
+        # Of each rank in the order (etp, ep), which ops know: its number in the group.
+        steps = (1, etp) if etp_varies_first else (ep, 1)
+        self._order = [d * steps[0] + p * steps[1] for d in range(etp) for p in range(ep)]
+        self.rank = self._order.index(group.rank())
         self.memory: PeerMemory | None = None
         self._reserved: tuple[Any, ...] = ()
         self._views: ExchangeViews | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> PeerExchange:
         return self  # the peers of a copy are the same
+
+    @property
+    def views(self) -> ExchangeViews:
+        """What `reserve` has returned last."""
+        assert self._views is not None, "PeerExchange: nothing is reserved"
+        return self._views
 
     def reserve(
         self, tokens: Tensor, *, top_k: int, experts: int, factor: float | None = None
@@ -149,12 +154,16 @@ class PeerExchange:
             nbytes = math.prod(shape) * dtype.itemsize
             return memory.local[start : start + nbytes].view(dtype).view(shape)
 
-        pointers = memory.pointers[self._order.to(device)]
+        distances = torch.empty(self.etp, self.ep, dtype=torch.int64, device=device)
+        if device.type != "meta":
+            own = memory.addresses[self.group.rank()]
+            further = [memory.addresses[number] - own for number in self._order]
+            distances.copy_(torch.tensor(further).view_as(distances))
         views = ExchangeViews(
             flags=view(0, ranks + 1),
             counts=view(layout.counts_at, 2, ranks, experts + 1),
             rows=view(layout.rows_at, 2, capacity, hidden, dtype=tokens.dtype),
-            distances=(pointers - pointers[self.rank]).view(self.etp, self.ep),
+            distances=distances,
             rank=self.rank,
             timeout=self.timeout,
         )

@@ -71,7 +71,10 @@ def mlp(shapes: Shapes) -> int:
 
 
 def experts(shapes: Shapes) -> int:
-    """Return what the router and the routed experts keep, where all experts get equally many tokens."""
+    """Return what the router and the routed experts keep, where all experts get equally many tokens.
+
+    A symmetric dispatcher has them work on all rows that there is room for.
+    """
     moe, grid = shapes.model.moe, shapes.grid
     assert moe is not None
     row = shapes.model.hidden_size * shapes.itemsize
@@ -79,10 +82,14 @@ def experts(shapes: Shapes) -> int:
     kept = shapes.routed * moe.num_experts * _STATISTIC + choices * _INDEX  # logits and choices
     if shapes.model.moe is not None and moe.jitter:
         kept += 2 * shapes.routed * row  # the tokens times noise, and the noise
-    arrived = shapes.pairs * grid.etp
+    arrived = shapes.rows_at_experts
     kept += arrived * row + _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
     if shapes.dispatcher == "alltoall":  # both sides sort rows; those that sent them weight the results
         return kept + arrived * _INDEX + choices * (_INDEX + _STATISTIC) + shapes.pairs * row
+    if (
+        shapes.dispatcher == "symmetric"
+    ):  # a token's rows come back unsorted, and are weighted where they arrive
+        return kept + choices * (_INDEX + _STATISTIC + row)
     gathered = {"local": 1, "sharing": grid.etp, "allgather": grid.etp * grid.ep}[shapes.dispatcher]
     return kept + gathered * choices * (_INDEX + _STATISTIC) + arrived * row
 

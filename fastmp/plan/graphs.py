@@ -81,6 +81,7 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "segments": list(able),
         "layer": [segment.name for segment in segments(shapes)],
         "captured": ["embedding"] * whole + [name for name in able if name in captured] + behind,
+        "exchange_bytes": 0 if shapes.exchange is None else shapes.exchange.nbytes,
         "eager": [name for name, can in able.items() if not can],
         "beside": [name for name, can in able.items() if can and scope is None and name not in captured],
         "ranks": ranks,
@@ -172,6 +173,9 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
         yield f"eager     {', '.join(facts['beside'])}: beside the exchange of tokens"
     if facts["eager"]:
         yield f"eager     {', '.join(facts['eager'])}: sizes of what other ranks send are known at run time"
+    if facts["exchange_bytes"]:
+        size = f"{facts['exchange_bytes'] / 2**20:,.1f} MiB"
+        yield f"exchange  {size} of a rank, in which its peers leave rows for its experts, beside the graphs"
     yield ""
     header = ["pipeline rank", "runs", "graphs", "formula", "inputs", "formula", "MiB", "gradients", "MiB"]
     rows = []

@@ -27,7 +27,7 @@ class Memory:
 
     `activations` are kept without recomputation. `recomputed` are kept with it, together with those of the
     largest layer, while it is run again. `total` has what the recipe asks for. `loss` is held while the loss
-    is computed.
+    is computed. In `exchange`, all experts of the rank get their rows from other ranks.
     """
 
     expert_parameters: int
@@ -38,6 +38,7 @@ class Memory:
     activations: int
     recomputed: int
     loss: int
+    exchange: int
     total: int
 
 
@@ -95,8 +96,14 @@ def _of_rank(recipe: Recipe, shapes: Shapes, rank: int, order: Sequence[Step]) -
         largest = max(max(of_layers, default=0) for of_layers in whole_layers)
         recomputed += largest - (0 if layout.shard_recompute_input else layer_input)
     loss = activations.loss_workspace(shapes, grad_bytes(recipe, shapes) < _FLOAT32) if last in own else 0
-    total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss
-    return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, total)
+    has_experts = any(
+        kind.moe is not None
+        for stage, start in zip(own, first)
+        for kind in recipe.model.layers[start : start + layers[stage]]
+    )
+    exchange = shapes.exchange.nbytes if has_experts and shapes.exchange is not None else 0
+    total = weights + gradients + optimizer + (recomputed if layout.recompute else kept) + loss + exchange
+    return Memory(experts, others, weights, gradients, optimizer, kept, recomputed, loss, exchange, total)
 
 
 def _peak(order: Sequence[Step], kept: Sequence[int], until_weights: Sequence[int]) -> int:

@@ -191,6 +191,8 @@ def _describe_memory(facts: dict[str, Any]) -> Iterator[str]:
             ]
         )
     yield from table(header, rows)
+    if exchange := max(rank["exchange"] for rank in ranks):
+        yield f"of it {exchange / unit:.2f} {name_of_unit} are memory in which peers leave rows for experts"
     parts = facts["layer"]["activations"]
     with_experts = " with experts" if facts["dense_layers"] else ""
     yield (

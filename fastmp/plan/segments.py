@@ -141,7 +141,9 @@ def step_inputs(shapes: Shapes) -> list[TensorSpec]:
 
 def _eager(shapes: Shapes) -> tuple[str, ...]:
     """The segments whose shapes depend on what other ranks send."""
-    if shapes.dispatcher == "local" or (shapes.dispatcher == "sharing" and _one_sequence(shapes)):
+    if shapes.dispatcher in ("local", "symmetric") or (
+        shapes.dispatcher == "sharing" and _one_sequence(shapes)
+    ):
         return ()
     return ("preprocess", *_BACK) if shapes.dispatcher == "sharing" else _BACK
 
@@ -197,6 +199,9 @@ class _Parts:
         if moe.capacity_factor is not None:
             choices = (shapes.routed, moe.top_k)
             indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
+        if shapes.dispatcher == "symmetric":
+            row_of = Tensor((shapes.routed, moe.top_k), "int32")
+            return tokens, probs, indices, row_of, Tensor((moe.num_experts + 1,), "int32"), *rest
         everyones = Tensor((self._sharing * shapes.routed, moe.top_k), "int32")
         blocks = Tensor((2, shapes.grid.etp * (moe.num_experts + 1)), "int32")
         copy = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
@@ -213,7 +218,11 @@ class _Parts:
     def dispatch(
         self, tokens: Tensor, probs: Tensor, row_of: Tensor, offsets: Tensor, *rest: Tensor
     ) -> Tensors:
-        """Returns what it would where every rank has all experts; elsewhere nobody asks."""
+        """Returns what it would where it can be captured; elsewhere nobody asks."""
+        if self.shapes.dispatcher == "symmetric":
+            own, (_, *rest_after) = self.moe.num_experts // self.shapes.grid.ep, rest
+            where, ends = Tensor(row_of.spec.shape, "int32"), Tensor((own + 1,), "int32")
+            return self._rows(), Tensor((own,), "int32"), probs, where, ends, *rest_after
         if self._sharing > 1:
             probs = Tensor(row_of.spec.shape, "float32", grad=True)
         return self._rows(), offsets, probs, row_of, *rest
@@ -230,5 +239,6 @@ class _Parts:
         return self.shapes.grid.etp if self.shapes.dispatcher == "sharing" else 1
 
     def _rows(self) -> Tensor:
-        rows = self._sharing * self.shapes.routed * self.moe.top_k
+        exchange = self.shapes.exchange
+        rows = self._sharing * self.shapes.routed * self.moe.top_k if exchange is None else exchange.capacity
         return Tensor((rows, self.shapes.model.hidden_size), self.dtype, grad=True)

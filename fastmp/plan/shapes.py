@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
 from fastmp.layout import make_grid
+from fastmp.parallel.exchange import ExchangeLayout, row_capacity
 from fastmp.parallel.grid import RankGrid
 from fastmp.sizes import pad_vocab
 
@@ -66,6 +67,29 @@ class Shapes:
         if self.grid.ep == 1:
             return "local" if self.grid.etp == 1 else "sharing"
         return self.model.moe.dispatcher
+
+    @property
+    def exchange(self) -> ExchangeLayout | None:
+        """The memory in which other ranks leave rows for this one's experts; None where there is none."""
+        moe, grid = self.model.moe, self.grid
+        if moe is None or self.dispatcher != "symmetric":
+            return None
+        capacity = row_capacity(
+            self.routed,
+            top_k=moe.top_k,
+            experts=moe.num_experts,
+            ep=grid.ep,
+            etp=grid.etp,
+            factor=moe.symmetric_capacity,
+        )
+        ranks = grid.ep * grid.etp
+        return ExchangeLayout(ranks, moe.num_experts, self.model.hidden_size, self.itemsize, capacity)
+
+    @property
+    def rows_at_experts(self) -> int:
+        """The rows of this rank's experts: those that come, or of a symmetric dispatcher the capacity."""
+        exchange = self.exchange
+        return self.pairs * self.grid.etp if exchange is None else exchange.capacity
 
     @property
     def pairs(self) -> int:

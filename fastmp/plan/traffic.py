@@ -101,6 +101,9 @@ def _experts(found: Traffic, shapes: Shapes) -> None:
         for _ in ("dispatch", "combine"):
             found.gather("ep", shapes.pairs * row, grid.ep)
             found.gather("etp", shapes.pairs * row * grid.etp, grid.etp)
+    elif dispatcher == "symmetric":  # stores to other ranks' memory, and loads from it
+        for _ in ("dispatch", "combine"):
+            found.gather("etp-ep", shapes.pairs * row * grid.etp, grid.etp * grid.ep)
     elif dispatcher != "local":
         group = "etp" if dispatcher == "sharing" else "etp-ep"
         ranks = grid.etp * grid.ep

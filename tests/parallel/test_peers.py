@@ -42,10 +42,10 @@ def writes_case(rank, world):
     """Each rank leaves its number in everyone's memory, in a place of its own."""
     memory = PeerMemory(dist.group.WORLD, 4096 + world, "cpu")
     assert memory.local.shape == (4096 + world,) and not memory.local.any()
-    assert memory.pointers[rank] == memory.local.data_ptr() and memory.local.data_ptr() % 4096 == 0
+    assert memory.addresses[rank] == memory.local.data_ptr() and memory.local.data_ptr() % 4096 == 0
     dist.barrier()
     for peer in range(world):
-        at(int(memory.pointers[peer]), 4096 + world)[4096 + rank] = rank + 1
+        at(memory.addresses[peer], 4096 + world)[4096 + rank] = rank + 1
     dist.barrier()
     assert memory.local[4096:].tolist() == list(range(1, world + 1)) and not memory.local[:4096].any()
     assert sum("/memfd" in name for name in shared_files()) == world  # maps alone: no file is open
@@ -65,7 +65,7 @@ def killed_case(rank, world):
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return int(at(int(memory.pointers[1]), 1)[0])  # what the dead rank wrote can still be read
+    return int(at(memory.addresses[1], 1)[0])  # what the dead rank wrote can still be read
 
 
 @pytest.mark.full
@@ -85,7 +85,7 @@ memory = PeerMemory(dist.group.WORLD, 64, "cpu")
 memory.local.fill_(7 + dist.get_rank())
 dist.barrier()
 import ctypes
-seen = [ctypes.c_uint8.from_address(address).value for address in memory.pointers.tolist()]
+seen = [ctypes.c_uint8.from_address(address).value for address in memory.addresses]
 assert seen == [7, 8], seen
 dist.barrier()
 """

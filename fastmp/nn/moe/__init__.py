@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = exports(
     {
         "router": "Router",
         "dispatch": "AllGatherDispatcher AllToAllDispatcher LocalDispatcher make_dispatcher",
+        "symmetric": "SymmetricDispatcher",
         "experts": "GroupedExperts SharedExperts",
         "layer": "MoELayer",
     },

@@ -69,6 +69,11 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
     if group_size(groups.ep) == 1:
         assert groups.etp is not None
         return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=_within(groups.etp, groups.tp))
+    if moe.dispatcher == "symmetric":
+        from fastmp.nn.moe.symmetric import SymmetricDispatcher  # which is one of these
+
+        assert groups.exchange is not None
+        return SymmetricDispatcher(moe, groups.exchange)
     kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
     return kind(
         moe.num_experts,
@@ -90,8 +95,9 @@ class LocalDispatcher:
     dispatch(tokens (T, H), *prepared) -> rows (M, H), offsets (L,), and `num_kept` more tensors
     combine(outputs (M, H), *those) -> (T, H), or (room, H) where that is more
 
-    `sizes(*those)`: the rows of each expert, where the host knows them. Pairs with index -1 go nowhere and
-    count as zeros. `room`: the most tokens that a rank of the tensor-parallel group has, the same on all.
+    `sizes(*those)`: the rows of each expert, where the host knows them. `dropped(*those)` (), where it
+    `may_drop` some: how many of this rank's pairs were not sent. Pairs with index -1 go nowhere and count as
+    zeros. `room`: the most tokens that a rank of the tensor-parallel group has, the same on all.
     `refused`: this rank's tokens are too few for the capacity; if others wait for it, all raise ValueError.
     `eager`: the segments that a graph cannot hold, because their shapes depend on data or on other ranks.
     `exchanges`: the segments that can run beside another microbatch's compute.
@@ -101,6 +107,7 @@ class LocalDispatcher:
     exchanges: tuple[str, ...] = ()
     num_prepared = 3
     num_kept = 2
+    may_drop = False
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -118,6 +125,9 @@ class LocalDispatcher:
 
     def sizes(self, *kept: Tensor) -> list[int] | None:
         return None
+
+    def dropped(self, *kept: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} sends all pairs")
 
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
         probs, row_of = kept

@@ -5,7 +5,7 @@
 The first three have fixed shapes and never wait for the device. With experts on several ranks, `preprocess`
 starts the one copy to the host that tells how many rows go where, `dispatch` waits for it, and all shapes
 behind it depend on the data. With all experts on every rank, undivided or divided over a tensor-parallel
-group, all six can be captured.
+group, and with experts on ranks that share memory (dispatcher "symmetric"), all six can be captured.
 
 Inside the layer, tokens are divided over the tensor-parallel group. Under sequence parallelism they already
 are; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.moe.dispatch import make_dispatcher
@@ -61,12 +62,17 @@ class MoELayer(SegmentedLayer):
         on: experts are divided over `groups.ep` and `groups.etp`, tokens and the shared expert over
             `groups.tp`. `rng` is for jitter, and for a shared expert with init="sharded".
 
-    Capacity holds while training; in evaluation mode nothing is dropped.
+    `capacity_factor` holds while training; in evaluation mode it drops nothing.
+
+    Attributes: `dropped_pairs` (), int64, pairs of a token and an expert of this rank that a dispatcher of
+    limited capacity did not send, in all microbatches whose gradient was computed; None where all are sent.
 
     Raises ValueError where ranks do not divide the experts or their hidden units, where the ranks that share
     experts have layers of another kind (the same error on all of them), and in forward for a capacity of
     less than one token.
     """
+
+    dropped_pairs: Tensor | None
 
     def __init__(self, config: GPTConfig, on: Placement = Placement()) -> None:
         super().__init__()
@@ -79,6 +85,8 @@ class MoELayer(SegmentedLayer):
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(config, on)
         self.dispatcher = make_dispatcher(self.moe, on.groups)
+        may_drop, number = self.dispatcher.may_drop, torch.zeros((), dtype=torch.int64, device=on.device)
+        self.register_buffer("dropped_pairs", number if may_drop else None, persistent=False)
 
     def segments(self) -> tuple[Segment, ...]:
         run: dict[str, Callable[..., Tensors]] = {
@@ -149,7 +157,10 @@ class MoELayer(SegmentedLayer):
     def _combine(self, *tensors: Tensor) -> Tensors:
         own = 1 + self.dispatcher.num_kept
         kept, (aux, counts_E, hidden_or_shared_SBH, *carried) = tensors[:own], tensors[own:]
-        output_SBH = self._all_tokens(self.dispatcher.combine(*kept), hidden_or_shared_SBH)
+        output_TH = self.dispatcher.combine(*kept)
+        if self.dropped_pairs is not None:
+            output_TH = _Counted.apply(output_TH, self.dispatcher.dropped(*kept[1:]), self.dropped_pairs)
+        output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
             shared_SBH = hidden_or_shared_SBH
             stream = side_stream(shared_SBH)
@@ -210,6 +221,23 @@ class MoELayer(SegmentedLayer):
 
     def extra_repr(self) -> str:
         return f"dispatcher={self.moe.dispatcher}, capacity_factor={self.moe.capacity_factor}"
+
+
+class _Counted(Function):
+    """The identity, which adds `number` to `total` in backward: once for a microbatch, recomputed or not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, number: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(number)
+        ctx.total = total
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (number,) = ctx.saved_tensors
+        ctx.total.add_(number)
+        return grad, None, None
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:

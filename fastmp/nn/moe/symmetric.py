@@ -1,0 +1,141 @@
+"""A dispatcher through memory that ranks share: the host never waits, and a graph can hold all of it.
+
+A rank writes its tokens to the place that they have at their experts' rank, in one kernel, and reads the
+outputs from there, in another; one barrier of the kernels' own stands between what is written and read. Each
+rank gathers everybody's counts in the same way, and computes from them alone where its rows go, on the
+device. What arrives is sorted already, by expert, then by source: bit for bit the rows of an
+`AllToAllDispatcher`, with zeros behind them up to the capacity.
+
+Rows beyond the capacity are not sent. A token whose pair is dropped gets nothing from that expert, and no
+gradient; the pairs are counted. Without a limit (`moe.symmetric_capacity` None) there is room for all tokens
+of all ranks at one of them.
+
+T tokens of this rank, k experts of each, H hidden, E experts, L experts of this rank, C rows of capacity, R
+ranks of the etp-ep group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from fastmp.config import MoEConfig
+from fastmp.nn.moe.dispatch import LocalDispatcher
+from fastmp.nn.segment import Tensors
+from fastmp.ops import permutation
+from fastmp.ops.exchange import (
+    exchange_barrier,
+    exchange_counts,
+    exchange_give,
+    exchange_places,
+    exchange_pull,
+    exchange_push,
+    exchange_take,
+)
+from fastmp.parallel.peers import ExchangeViews, PeerExchange
+
+__all__ = ["SymmetricDispatcher"]
+
+
+class SymmetricDispatcher(LocalDispatcher):
+    """Sends pairs to their experts through the memory of `exchange`, whose group divides them.
+
+    moe: its `symmetric_capacity` is the room over what comes in balance. `exchange` reserves the memory at
+    the first dispatch, on all ranks together.
+
+    ValueError where the ranks do not divide the experts, and as `PeerExchange.reserve`.
+    """
+
+    num_prepared = 4
+    num_kept = 3
+
+    def __init__(self, moe: MoEConfig, exchange: PeerExchange) -> None:
+        super().__init__(moe.num_experts)
+        if moe.num_experts % exchange.ep:
+            raise ValueError(
+                f"SymmetricDispatcher: {moe.num_experts} experts are not divisible by the expert-parallel "
+                f"size {exchange.ep}"
+            )
+        self.moe, self.exchange = moe, exchange
+        self.may_drop = moe.symmetric_capacity is not None
+
+    def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
+        row_of, offsets = permutation(indices, self.num_experts)
+        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
+        return probs, indices, row_of, F.pad(counts, (0, 1), value=indices.shape[0])
+
+    def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
+        probs, indices, row_of, counts = prepared
+        views = self.exchange.reserve(
+            tokens, top_k=self.moe.top_k, experts=self.num_experts, factor=self.moe.symmetric_capacity
+        )
+        matrix_RX = exchange_counts(
+            counts, views.flags, views.counts, views.distances, views.rank, views.timeout
+        )
+        where, offsets, dropped = exchange_places(
+            row_of, indices, matrix_RX, views.rank, self.exchange.ep, views.capacity
+        )
+        rows = _Dispatch.apply(tokens, where, offsets, views)
+        # The experts do not hand their offsets on: combine has its own.
+        return rows, offsets, probs, where, torch.cat((offsets, dropped.view(1)))
+
+    def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        probs, where, ends = kept
+        views = self.exchange.views
+        return _Combine.apply(outputs.to(views.rows.dtype), probs, where, ends[:-1], views)
+
+    def dropped(self, *kept: Tensor) -> Tensor:
+        return kept[-1][-1]
+
+
+def _barrier(views: ExchangeViews) -> None:
+    exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
+
+
+class _Dispatch(Function):
+    """Tokens (T, H) to the rows (C, H) of this rank's experts; a token's gradient is the sum of its rows'."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews) -> Tensor:
+        ctx.save_for_backward(where, offsets)
+        ctx.views = views
+        exchange_push(tokens, where, None, None, views.flags, views.rows, views.distances)
+        _barrier(views)
+        return exchange_take(views.rows, views.flags, offsets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        views, (where, offsets) = ctx.views, ctx.saved_tensors
+        exchange_give(grad, offsets, views.flags, views.rows)
+        _barrier(views)
+        total, _ = exchange_pull(views.rows, views.flags, views.distances, where, None, False)
+        return total, None, None, None
+
+
+class _Combine(Function):
+    """Outputs (C, H) of this rank's experts to the weighted sums (T, H) of each token's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, outputs: Tensor, probs: Tensor, where: Tensor, offsets: Tensor, views: ExchangeViews
+    ) -> Tensor:
+        exchange_give(outputs, offsets, views.flags, views.rows)
+        _barrier(views)
+        keep = any(ctx.needs_input_grad)
+        total, rows = exchange_pull(views.rows, views.flags, views.distances, where, probs, keep)
+        ctx.save_for_backward(probs, where, offsets, rows)
+        ctx.views = views
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        views, (probs, where, offsets, rows) = ctx.views, ctx.saved_tensors
+        dprobs = exchange_push(grad, where, probs, rows, views.flags, views.rows, views.distances)
+        _barrier(views)
+        return exchange_take(views.rows, views.flags, offsets), dprobs, None, None, None
