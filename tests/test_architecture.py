@@ -38,6 +38,7 @@ ALLOWED = {
     "fastmp.parallel.grid": set(),
     "fastmp.parallel.launchers": set(),
     "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
+    "fastmp.parallel.overlap": set(),
     "fastmp.parallel.schedule": set(),
     "fastmp.parallel.shards": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
@@ -52,6 +53,7 @@ ALLOWED = {
         "layout",
         "parallel.exchange",
         "parallel.grid",
+        "parallel.overlap",
         "parallel.schedule",
         "parallel.shards",
         "parallel.simulate",
@@ -138,6 +140,7 @@ ALLOWED = {
         "study",
         "commands",
         "config",
+        "parallel.overlap",
         "parallel.schedule",
         "parallel.simulate",
         "plan",
@@ -180,7 +183,10 @@ STDLIB_ONLY = (
         "fastmp.sizes",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
-    *("fastmp.study", *(f"fastmp.study.{name}" for name in ("page", "published", "scaling", "schedules"))),
+    *(
+        "fastmp.study",
+        *(f"fastmp.study.{name}" for name in ("overlap", "page", "published", "scaling", "schedules")),
+    ),
     *("fastmp.prove", *(f"fastmp.prove.{name}" for name in ("claims", "command", "page", "run"))),
     *(
         f"fastmp.parallel.{name}"

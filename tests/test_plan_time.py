@@ -24,7 +24,15 @@ from fastmp.plan.hardware import GPUS
 from fastmp.plan.kernels import FASTMP, LAUNCH, MEMORY, PRODUCTS, UNFUSED, Product, product_time
 from fastmp.plan.links import NETWORK_HOP, NVLINK_HOP, REACHED, START, SUMMED, link
 from fastmp.plan.shapes import shapes_of
-from fastmp.plan.step_time import FORWARD, ONCE, REPEATED, _other_kernels, step_time
+from fastmp.plan.step_time import (
+    FORWARD,
+    ONCE,
+    REPEATED,
+    _other_kernels,
+    hidden_by_overlap,
+    layer_sections,
+    step_time,
+)
 
 H100, V100 = GPUS["h100"], GPUS["v100"]
 LLAMA = GPTConfig(
@@ -118,6 +126,46 @@ def test_the_parts_are_the_step(size, layout):
     assert any(phase == REPEATED for phase, _ in found.parts) == bool(layout.get("recompute"))
     assert 0.0 < found.mfu < PRODUCTS
     assert step_time(recipe(batch=64, **layout), size, GPUS["b200"]).seconds < found.seconds
+
+
+EXPERTS = replace(LLAMA, moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden_size=1024))
+
+
+@pytest.mark.parametrize("layout", [{"ep": 8}, {"ep": 8, "pp": 2, "vpp": 2}, {"ep": 4, "tp": 2, "etp": 2}])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_with_overlap_the_parts_are_the_step_and_exchanges_are_less(layout, dispatcher):
+    model = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher=dispatcher))
+    own = recipe(model, batch=64, **layout)
+    shapes = shapes_of(own, 16)
+    of_layer = layer_sections(replace(shapes, model=model.layers[0]), H100)
+    before = step_time(own, 16, H100)
+    after = step_time(recipe(model, batch=64, overlap_experts=True, **layout), 16, H100)
+    for each in (before, after):
+        assert sum(each.parts.values()) == pytest.approx(each.seconds)
+    groups = ("ep", "etp", "etp-ep")
+    sent = [sum(took for (_, what), took in each.parts.items() if what in groups) for each in (before, after)]
+    assert sent[1] < 0.8 * sent[0] and after.seconds < before.seconds
+    assert [section.exchange for section in of_layer] == [False, True, False, True]
+    assert all(min(section[3:]) >= 0.0 for section in of_layer)
+    hidden, exchanged = (
+        hidden_by_overlap(of_layer * 4),
+        sum(s.forward + s.backward_input for s in of_layer if s.exchange),
+    )
+    assert 0.0 < hidden <= 4 * exchanged * (1 + 1e-9)
+
+
+def test_the_sections_of_a_layer_are_all_of_it():
+    """The same layers twice take twice their sections more."""
+    for layout in ({"ep": 8}, {"ep": 1}):
+        once = recipe(EXPERTS, **layout)
+        twice = replace(once, model=replace(EXPERTS, num_layers=16))
+        shapes = replace(shapes_of(once, 8), model=EXPERTS.layers[0])
+        own = sum(sum(section[3:]) for section in layer_sections(shapes, H100))
+        work = [
+            sum(took for (phase, _), took in step_time(each, 8, H100).parts.items() if phase != ONCE)
+            for each in (once, twice)
+        ]
+        assert work[1] - work[0] == pytest.approx(8 * own)
 
 
 def test_a_pipeline_idles_as_the_formula_says():

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from fastmp import study
+from fastmp.parallel.overlap import interleave
 from fastmp.parallel.simulate import Costs
 from fastmp.sizes import num_parameters
-from fastmp.study import graphs, launches, measured, published, scaling, schedules
+from fastmp.study import graphs, launches, measured, overlap, published, scaling, schedules
 from fastmp.testing import run_ranks
 
 STUDIES = Path(__file__).parent.parent / "docs" / "studies"
@@ -113,6 +114,18 @@ def test_measured_steps_count_their_collectives():
 @pytest.mark.full
 def test_the_page_of_schedules_is_what_the_command_writes():
     assert schedules.page() == (STUDIES / "schedules.md").read_text()
+
+
+@pytest.mark.full
+def test_the_page_of_overlap_is_what_the_command_writes():
+    assert overlap.page() == (STUDIES / "overlap.md").read_text()
+
+
+def test_training_hides_as_much_as_an_order_planned_for_its_times():
+    for exchange in overlap.SHARES:
+        own = overlap.sections(exchange)
+        both = overlap.chains(own)
+        assert overlap.took(overlap._order(own), *both) <= 1.05 * overlap.took(interleave(*both), *both)
 
 
 @pytest.mark.parametrize(("forward", "inputs", "weights"), [(1, 1, 1), (1, 2, 1), (2, 3, 1), (1, 1, 3)])

@@ -26,7 +26,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.parallel.overlap import Part, Section, Turn, backward_parts, forward_parts, interleave
+from fastmp.parallel.overlap import Part, Section, Turn, backward_parts, forward_parts, interleave, nominal
 from fastmp.parallel.streams import exchange_stream
 
 __all__ = ["OverlappedLayers"]
@@ -113,16 +113,14 @@ class _Run(NamedTuple):
 def _cut(links: Sequence[Link]) -> list[_Run]:
     """Cut a chain where segments begin or cease to exchange.
 
-    The times are nominal, the same on all ranks: a part takes 1, a backward with weights 2. The host waits
-    where an exchange begins that a graph could not hold, behind a segment that it could.
+    The host waits where an exchange begins that a graph could not hold, behind a segment that it could.
     """
     runs: list[_Run] = []
     before = True
     for exchange, group in groupby(links, lambda link: link.segment.exchanges):
         own = list(group)
         waits = exchange and before and not own[0].segment.capturable
-        section = Section(own[0].full_name, exchange, waits, backward_weight=0.0 if exchange else 1.0)
-        runs.append(_Run(own, section))
+        runs.append(_Run(own, *nominal([Section(own[0].full_name, exchange, waits)])))
         before = own[-1].segment.capturable
     return runs
 
@@ -244,8 +242,7 @@ class _Lane:
             stream.wait_stream(current)
         else:
             stream.wait_event(self._event)
-        for tensor in tensors:
-            tensor.record_stream(stream)
+        _record(tensors, stream)
         with torch.cuda.stream(stream):
             yield
         self._event = stream.record_event()
@@ -255,5 +252,11 @@ class _Lane:
         if self._event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._event)
-            for tensor in tensors:
-                tensor.record_stream(stream)
+            _record(tensors, stream)
+
+
+def _record(tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
+    """Keep the memory of tensors until `stream` is done with them; some may be on the host."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)

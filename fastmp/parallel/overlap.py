@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 __all__ = [
     "Part", "Played", "Section", "Turn", "backward_parts", "forward_parts", "in_sequence",
-    "interleave", "needed", "play",
+    "interleave", "needed", "nominal", "play",
 ]  # fmt: skip
 
 
@@ -92,6 +92,17 @@ def _runs(sections: Sequence[Section]) -> Iterator[tuple[int, int, bool, list[Se
     for exchange, run in groupby(enumerate(sections), lambda each: each[1].exchange):
         numbers, own = zip(*run)
         yield numbers[0], numbers[-1], exchange, list(own)
+
+
+def nominal(sections: Sequence[Section]) -> tuple[Section, ...]:
+    """The runs of segments on one stream, each with the same time, which all ranks know without measuring.
+
+    A part takes 1, a backward with weights 2.
+    """
+    return tuple(
+        Section(own[0].name, exchange, any(s.waits for s in own), backward_weight=0.0 if exchange else 1.0)
+        for _, _, exchange, own in _runs(sections)
+    )
 
 
 def needed(chain: Chain, part: int) -> int | None:

@@ -3,9 +3,10 @@
 Products and memory-bound kernels come from `fastmp.plan.kernels`, bytes sent from `fastmp.plan.traffic` over
 the links of `fastmp.plan.links`, the pipeline's idle time from the simulator. Assumptions: the host is never
 late; all experts get equally many tokens; collectives within layers stop the compute, but for those of a
-backward that run beside a product (`Kernels.overlap`); sums of gradients run beside the last backward and
-gathers of parameters beside the next forward, except for one bucket each; Muon's products are not counted.
-Checkpoints, data and logging take no time.
+backward that run beside a product (`Kernels.overlap`), and those of experts that run beside another
+microbatch where a recipe overlaps them, in the order of training and as if neither slowed the other; sums
+of gradients run beside the last backward and gathers of parameters beside the next forward, except for one
+bucket each; Muon's products are not counted. Checkpoints, data and logging take no time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import pairwise
 
 from fastmp.config import Recipe
 from fastmp.layout import make_schedule
+from fastmp.parallel.overlap import Section, backward_parts, forward_parts, interleave, nominal, play
 from fastmp.parallel.simulate import Costs, simulate
 from fastmp.plan import traffic
 from fastmp.plan.flops import not_repeated
@@ -29,6 +31,7 @@ from fastmp.sizes import flops_per_token, layer_flops_per_token
 
 FORWARD, REPEATED, INPUT, WEIGHT = "forward", "recomputation", "backward of inputs", "backward of weights"
 ONCE = "once a step"
+_EXCHANGES = ("ep", "etp", "etp-ep")  # groups over which rows of experts travel
 _FLASH_BACKWARD = 2.5  # five products for two
 
 
@@ -87,13 +90,15 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
     made = _Links(gpu, shapes)
     stages = _stages(recipe, shapes, made, kernels)
     schedule = make_schedule(recipe.parallel, shapes.num_microbatches)
+    hidden = _hidden(recipe, shapes, made, kernels) if recipe.parallel.overlap_experts else 0.0
     costs = Costs(
         [each.total(FORWARD) for each in stages],
         [each.total(REPEATED, INPUT) for each in stages],
         [each.total(WEIGHT) for each in stages],
         made.between_stages.message(shapes.hidden) if shapes.grid.pp > 1 else 0.0,
+        hidden,
     )
-    run = simulate(schedule.orders(), costs)
+    run = simulate(schedule.orders(), costs, pairs=schedule.all_pairs())
     ends = [
         _end_of_step(recipe, shapes, made, kernels, rank, stages[rank :: shapes.grid.pp])
         for rank in range(shapes.grid.pp)
@@ -105,6 +110,7 @@ def step_time(recipe: Recipe, world_size: int, gpu: GPU, kernels: Kernels = FAST
         for phase, own in stage.of.items():
             for what, took in own.items():
                 parts[phase, what] = parts.get((phase, what), 0.0) + took * shapes.num_microbatches
+    _hide(parts, hidden * len(schedule.pairs(slowest)))
     parts[ONCE, "pipeline idle"] = seconds - run.busy[slowest] - ends[slowest].total()
     parts.update({(ONCE, what): took for what, took in ends[slowest].items()})
     tokens = recipe.train.global_batch_size * recipe.data.seq_len
@@ -188,6 +194,82 @@ def _layer(shapes: Shapes, links: _Links, kernels: Kernels, recompute: bool) -> 
         if not_repeated(shapes.model):
             repeated["products"] -= product_time(gpu, row[-1], itemsize)
     return found
+
+
+def layer_sections(shapes: Shapes, gpu: GPU, kernels: Kernels = FASTMP) -> tuple[Section, ...]:
+    """Return the times of a layer's segments for one microbatch: what exchanges rows, and what computes.
+
+    They add up to those of the layer. A layer that exchanges nothing is one section.
+    """
+    return _sections(shapes, _Links(gpu, shapes), kernels)
+
+
+def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[Section, ...]:
+    gpu, moe, itemsize = links.gpu, shapes.model.moe, shapes.itemsize
+    layer = _layer(shapes, links, kernels, recompute=False)
+    whole = [layer.total(name) for name in (FORWARD, INPUT, WEIGHT)]
+    if moe is None or shapes.grid.ep * shapes.grid.etp == 1:
+        return (_section("layer", whole),)
+    sent, rate = traffic.layer(shapes), _bandwidth(gpu, kernels)
+    sorted_rows = 4 * shapes.pairs * shapes.grid.etp * shapes.model.hidden_size * itemsize / rate
+    travel = [_communication(shapes, links, each, kernels.late) for each in (sent.forward, sent.backward)]
+    half = [(sorted_rows + sum(each[group] for group in _EXCHANGES)) / 2 for each in travel]
+    first, second = (part[-1] for part in _products(shapes))
+    ffn = shapes.pairs * moe.expert_ffn_hidden_size * itemsize / rate
+    experts = [
+        sum(product_time(gpu, each, itemsize) for each in products)
+        for products in (
+            (first, second),
+            (first.backward_input(), second.backward_input()),
+            (first.backward_weight(kernels.adds), second.backward_weight(kernels.adds)),
+        )
+    ]
+    passes = 1 + shapes.blocks, 1 + 2 * shapes.blocks, 0
+    experts = [time + number * ffn for time, number in zip(experts, passes, strict=True)]
+    rest = [time - own - 2 * sent for time, own, sent in zip(whole, experts, (*half, 0.0), strict=True)]
+    waits = shapes.dispatcher in ("alltoall", "allgather")
+    return (
+        _section("attention", rest),
+        _section("dispatch", (*half, 0.0), exchange=True, waits=waits),
+        _section("experts", experts),
+        _section("combine", (*half, 0.0), exchange=True),
+    )
+
+
+def _section(name: str, times: Sequence[float], *, exchange: bool = False, waits: bool = False) -> Section:
+    forward, inputs, weights = times
+    return Section(name, exchange, waits, forward, inputs, weights)
+
+
+def _hidden(recipe: Recipe, shapes: Shapes, links: _Links, kernels: Kernels) -> float:
+    """Return by how much a forward and a backward at once are shorter than one after the other.
+
+    It is the least of all stages; embeddings and losses have nothing beside them.
+    """
+    model, layers = recipe.model, stage_layers(recipe)
+    of_kinds = {kind: _sections(replace(shapes, model=kind), links, kernels) for kind in set(model.layers)}
+    stages = {model.layers[sum(layers[:i]) : sum(layers[: i + 1])] for i in range(len(layers))}
+    return min(hidden_by_overlap([part for kind in kinds for part in of_kinds[kind]]) for kinds in stages)
+
+
+def hidden_by_overlap(sections: Sequence[Section]) -> float:
+    """Return how much shorter a forward and a backward of a chunk are at once, in the order of training."""
+    chains, known = (
+        (forward_parts(own), backward_parts(own, defer=True)) for own in (sections, nominal(sections))
+    )
+    apart = sum(part.time for chain in chains for part in chain)
+    return max(0.0, apart - play([interleave(*known)], [chains]).makespan)
+
+
+def _hide(parts: dict[tuple[str, str], float], seconds: float) -> None:
+    """Take hidden seconds from those of exchanges, then from those of kernels that sort rows."""
+    for groups in (_EXCHANGES, ("other kernels",)):
+        own = [(phase, what) for what in groups for phase in (FORWARD, INPUT) if (phase, what) in parts]
+        all_of_them = sum(parts[key] for key in own)
+        less = min(seconds, all_of_them)
+        for key in own:
+            parts[key] *= 1.0 - less / all_of_them
+        seconds -= less
 
 
 def _products(shapes: Shapes) -> tuple[list[Product], list[Product]]:

@@ -13,6 +13,7 @@ COMMANDS = {
     "scaling": ("fastmp.study.scaling", "model and data parallelism, as published, predicted, and measured"),
     "graphs": ("fastmp.study.graphs", "what partial capture saves, by the launches that it removes"),
     "schedules": ("fastmp.study.schedules", "idle time and memory of every pipeline schedule"),
+    "overlap": ("fastmp.study.overlap", "exchanges of experts beside another microbatch's compute"),
 }
 
 
