@@ -39,13 +39,15 @@ class StepNumbers(NamedTuple):
     ends_run: Tensor | None
     aux_loss: Tensor | None
     expert_counts: Tensor | None
+    dropped_pairs: Tensor | None
 
 
 @dataclass(frozen=True)
 class DeviceStep:
     """A step of `runner` and `optimizer`, in two halves; `whole` is both.
 
-    routers: modules with `update_expert_bias`, see `Trainer`. clip_grad_norm: the norm to which gradients are
+    routers: modules with `update_expert_bias`, see `Trainer`. dropped_pairs: what layers have counted, see
+    `fastmp.nn.moe.MoELayer`. clip_grad_norm: the norm to which gradients are
     clipped; 0: they are not. num_microbatches: of a step.
     """
 
@@ -55,6 +57,7 @@ class DeviceStep:
     scaler: LossScaler | None
     groups: ParallelGroups
     routers: Sequence[nn.Module]
+    dropped_pairs: Sequence[Tensor]
     clip_grad_norm: float
     num_microbatches: int
 
@@ -78,13 +81,13 @@ class DeviceStep:
         self, sums: Sums, lr: float | Tensor, before_change: Callable[[], None] = lambda: None
     ) -> StepNumbers:
         """Sum over ranks and update parameters; `before_change` is called before anything of them changes."""
-        totals, counts = sums
+        (totals, counts), dropped = sums, None
         with phase("reduce"):
             self.grads.reduce()
             self.runner.sum_shared_gradients(self.grads)
             _sum_over(totals, self.groups.dp_cp, self.groups.pp)
             if counts is not None:
-                _sum_over(counts, self.groups.tp_cp_dp, self.groups.pp)
+                counts, dropped = self._of_all_ranks(counts)
         with phase("clip"):
             loss, num_tokens, aux_loss = totals.unbind()
             per_token = num_tokens.clamp(min=1).reciprocal()  # a batch without a token: loss and gradient 0
@@ -109,7 +112,17 @@ class DeviceStep:
             ends_run=ends_run,
             aux_loss=None if counts is None else aux_loss * per_token,
             expert_counts=counts,
+            dropped_pairs=dropped,
         )
+
+    def _of_all_ranks(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the counts of experts over ranks and, in the same collectives, the pairs that were dropped."""
+        dropped = torch.stack([*self.dropped_pairs, counts.new_zeros(())]).sum()
+        for each in self.dropped_pairs:
+            each.zero_()
+        both = torch.cat((counts.flatten(), dropped.view(1)))
+        _sum_over(both, self.groups.tp_cp_dp, self.groups.pp)
+        return both[:-1].view_as(counts), both[-1]
 
     def _balance(self, counts: Tensor) -> None:
         """Let every router see what its experts got: counts (layers, experts) of the global batch."""

@@ -7,8 +7,9 @@ tokens_per_second, flops_per_second, mfu, memory_bytes, eta_seconds, elapsed_sec
 loss_per_byte, unigram_entropy, elapsed_seconds, and of a blend source_losses, a list of one number for each
 source that has held-out text. "experts" follows "train" where there are some: aux_loss
 (their own losses, not part of loss), max_load and min_load, lists of one number a layer: tokens of its
-busiest and idlest expert over the mean of its experts, since the last record. Losses are nats per token or
-per byte; rates are those of all ranks together.
+busiest and idlest expert over the mean of its experts, since the last record; dropped_pairs, pairs of a
+token and an expert that did not fit into the memory of a symmetric dispatcher, since then. Losses are nats
+per token or per byte; rates are those of all ranks together.
 """
 
 from __future__ import annotations
@@ -62,12 +63,14 @@ class RunInfo:
 
 
 class Experts(Protocol):
-    """Tensors: `aux_loss` () and `counts` (layers, experts)."""
+    """Tensors: `aux_loss` (), `counts` (layers, experts), and `dropped` () or a number."""
 
     @property
     def aux_loss(self) -> Any: ...
     @property
     def counts(self) -> Any: ...
+    @property
+    def dropped(self) -> Any: ...
 
 
 def expert_loads(counts: list[list[int]]) -> list[list[float]]:
@@ -203,8 +206,10 @@ class TrainLog:
         """Record the load of the experts; for the line, that of the busiest of all layers."""
         loads = expert_loads(experts.counts.tolist())
         highest, lowest = [max(layer) for layer in loads], [min(layer) for layer in loads]
-        self.record("experts", step, aux_loss=float(experts.aux_loss), max_load=highest, min_load=lowest)
-        return [f"max load {max(highest):.2f}"]
+        numbers = {"aux_loss": float(experts.aux_loss), "dropped_pairs": int(experts.dropped)}
+        self.record("experts", step, **numbers, max_load=highest, min_load=lowest)
+        dropped = [f"dropped {numbers['dropped_pairs']}"] if numbers["dropped_pairs"] else []
+        return [f"max load {max(highest):.2f}", *dropped]
 
     def evaluation(
         self,

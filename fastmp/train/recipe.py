@@ -58,6 +58,7 @@ SHORT = {
     "parallel.vpp": "--vpp",
     "parallel.ep": "--ep",
     "parallel.etp": "--etp",
+    "model.moe.dispatcher": "--dispatcher",
     "train.steps": "--steps",
     "train.max_time": "--max-time",
     "train.name": "--name",

@@ -85,8 +85,9 @@ class StepResult:
     `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
     gradient before clipping (float64). Where that is not finite, the step was skipped.
 
-    With experts: `aux_loss`, their losses per token, which `loss` does not hold, and `expert_counts` (layers,
-    experts) of the global batch, int64.
+    With experts: `aux_loss`, their losses per token, which `loss` does not hold, `expert_counts` (layers,
+    experts) of the global batch, int64, and `dropped_pairs`, how many pairs of a token and an expert did not
+    fit into memory that ranks share (`model.moe.symmetric_capacity`).
     """
 
     loss: Tensor
@@ -95,6 +96,7 @@ class StepResult:
     lr: float
     aux_loss: Tensor | None = None
     expert_counts: Tensor | None = None
+    dropped_pairs: Tensor | None = None
 
 
 class Trainer:
@@ -172,6 +174,7 @@ class Trainer:
             self.scaler,
             groups,
             [m for m in self.model.modules() if callable(getattr(m, "update_expert_bias", None))],
+            [m.dropped_pairs for m in self.model.modules() if getattr(m, "dropped_pairs", None) is not None],
             self.optimizer_config.clip_grad_norm,
             self.num_microbatches,
         )
@@ -296,9 +299,11 @@ class Trainer:
         self.step += 1
         self._skipped.add(self.step, numbers.skipped, numbers.ends_run)
         if numbers.expert_counts is not None:
-            self._window = (self._window or _Window()).add(numbers.aux_loss, numbers.expert_counts)
+            window = self._window or _Window()
+            self._window = window.add(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs)
         return StepResult(
-            numbers.loss, numbers.grad_norm, numbers.num_tokens, lr, numbers.aux_loss, numbers.expert_counts
+            *(numbers.loss, numbers.grad_norm, numbers.num_tokens, lr),
+            *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),
         )
 
     def _in_one_graph(self, graph: WholeGraph, lr: float) -> StepNumbers:
@@ -437,7 +442,7 @@ class Trainer:
 
     def _log_step(self, log: TrainLog, result: StepResult) -> None:
         window, self._window = self._window, None
-        experts = None if window is None else ExpertStats(window.aux_loss / window.steps, window.counts)
+        experts = None if window is None else window._replace(aux_loss=window.aux_loss / window.steps)
         log.step(self.step, loss=result.loss, grad_norm=result.grad_norm, lr=result.lr, experts=experts)
 
     def _read_skipped(self, log: TrainLog | None, *, all_steps: bool = False) -> None:
@@ -458,10 +463,11 @@ class _Window(NamedTuple):
 
     aux_loss: Tensor | float = 0.0
     counts: Tensor | int = 0
+    dropped: Tensor | int = 0
     steps: int = 0
 
-    def add(self, aux_loss: Tensor, counts: Tensor) -> _Window:
-        return _Window(self.aux_loss + aux_loss, self.counts + counts, self.steps + 1)
+    def add(self, aux_loss: Tensor, counts: Tensor, dropped: Tensor) -> _Window:
+        return _Window(self.aux_loss + aux_loss, self.counts + counts, self.dropped + dropped, self.steps + 1)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from fastmp.testing.ranks import RankError, run_ranks
 from fastmp.train.command import main
 from fastmp.train.data.corpus import build
 from fastmp.train.main import build_model, make_groups, train
+from fastmp.train.metrics import read_metrics
 from fastmp.train.microbatches import named_parameters
 from fastmp.train.recipe import parse_arguments
 
@@ -460,3 +461,31 @@ def test_torchrun_with_a_bad_layout_says_it_once_and_leaves(tmp_path, tokens, ch
     assert len(said) == 1 and said[0].startswith("fastmp: rank 0:"), output
     assert message in output.partition("fastmp: rank 0:")[2], output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.full
+def test_experts_through_shared_memory_train_as_by_all_to_all(tmp_path, tokens):
+    """By the command of `make train`: bit for bit, in graphs too; with little room pairs are dropped."""
+    options = {"data.path": tokens, "train.run-dir": tmp_path, "train.steps": 4, "train.eval-batches": 1}
+    options |= {"data.micro-batch-size": 2, "train.global-batch-size": 2, "train.log-interval": 1}
+    common = [part for key, value in options.items() for part in (f"--{key}", str(value))]
+    recipe = ["--recipe", str(ROOT / "configs" / "moe-small.toml"), *common, "--tp", "2", "--ep", "2"]
+    shared = ["--dispatcher", "symmetric"]
+    runs = {
+        "ordinary": ["--dispatcher", "alltoall"],
+        "shared": shared,
+        "graphs": [*shared, "--graphs", "--scope", "moe", "--graphs.warmup", "1"],
+        "little": [*shared, "--model.moe.symmetric-capacity", "0.5"],
+    }
+
+    def rank_main(rank, world_size, name):
+        runtime = Runtime(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+        train(parse_arguments([*recipe, *runs[name], "--name", name]), runtime)
+
+    for name in runs:
+        run_ranks(rank_main, 2, name)
+    assert losses(tmp_path / "shared") == losses(tmp_path / "graphs") == losses(tmp_path / "ordinary")
+    for name in runs:
+        records = read_metrics(tmp_path / name / "metrics.jsonl")
+        dropped = [record["dropped_pairs"] for record in records if record["kind"] == "experts"]
+        assert len(dropped) == 4 and all((number > 0) == (name == "little") for number in dropped), name
