@@ -86,6 +86,7 @@ def test_weights_fill_the_bubble_in_no_more_memory():
         assert max(split.peak_activations) <= max(whole.peak_activations)
 
 
+@pytest.mark.full
 @settings(max_examples=100)
 @given(sizes=accepted(), hidden=st.sampled_from([0.0, 0.5, 1.0]), p2p=st.sampled_from([0.0, 0.25]))
 def test_with_overlap_every_order_ends_within_its_memory_and_no_later(sizes, hidden, p2p):

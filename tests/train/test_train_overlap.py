@@ -31,12 +31,14 @@ STEPS, MICROBATCHES = 2, 4
 # World size, layout, and what else
 CASES = [
     (2, {"ep": 2}, {}),
-    (4, {"pp": 2, "vpp": 2, "ep": 2}, {"documents": True}),
     *full(
         [
+            (4, {"pp": 2, "vpp": 2, "ep": 2}, {"documents": True}),
             (2, {"ep": 2}, {"dtype": torch.bfloat16, "tied": True}),
             (2, {"ep": 2}, {"dispatcher": "allgather", "documents": True}),
+            (2, {"ep": 2}, {"dispatcher": "symmetric"}),
             (2, {"ep": 1, "etp": 2}, {"dispatcher": "allgather"}),
+            (4, {"pp": 2, "ep": 2}, {"dispatcher": "symmetric"}),
             (4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, {}),
             (4, {"tp": 2, "ep": 2, "etp": 1}, {"capacity": 1.0}),
             (4, {"pp": 2, "ep": 2}, {"tied": True, "dense_layers": (0,)}),
@@ -89,6 +91,7 @@ def test_every_bit_is_as_without(world, sizes, options):
         assert numbers == plain and plain[0][0] > 0 and equal and all(equal)
 
 
+@pytest.mark.full
 def test_a_forward_runs_beside_the_backward_before_it():
     def rank_main(rank, world_size):
         ran = []

@@ -50,6 +50,7 @@ class SymmetricDispatcher(LocalDispatcher):
     ValueError where the ranks do not divide the experts, and as `PeerExchange.reserve`.
     """
 
+    exchanges = ("dispatch", "combine")
     num_prepared = 4
     num_kept = 3
 
