@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from benchmarks.cases import OURS, TE, Case, Workload, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
-from fastmp.config import GPTConfig, MoEConfig
+from fastmp.config import GPTConfig, GraphConfig, MoEConfig, TrainConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
@@ -37,6 +38,9 @@ from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 from fastmp.testing.silent import SilentBackend, SilentGraph
+from fastmp.train import graphing
+from fastmp.train.language import token_loss
+from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
@@ -248,6 +252,48 @@ def test_graphs(compare, case, rival, direction):
     compare(case(), rival, direction)
 
 
+class _SameTokens:
+    """Data of the smallest cost: one sample for ever."""
+
+    micro_batch_size = 2
+
+    def __init__(self) -> None:
+        ids = torch.zeros(2, 64, dtype=torch.int64)
+        self._batch = {"tokens": ids, "targets": ids}
+
+    def batch(self, *_: int) -> dict[str, Tensor]:
+        return self._batch
+
+    def validation_batches(self, *_: int, **options: Any) -> list[dict[str, Tensor]]:
+        return [self._batch]
+
+
+def host_times_of_steps(rounds: int = 30) -> Iterator[str]:
+    """What is left of a step for the host where graphs do nothing: at each scope, what they do not hold."""
+    shape = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 256, "max_seq_len": 64}
+    yield f"training step of {MICROBATCHES} microbatches in ms, 4 layers of 64, graphs that do nothing"
+    for name, scope in (("eager", ()), ("layers", None), ("full", ("full",)), ("full_step", ("full_step",))):
+        rng = RngTracker(1, device=DEVICE)
+        graphs = None if scope == () else GraphConfig(enabled=True, scope=scope)
+        with mock.patch.object(graphing, "make_backend", lambda rng, device: SilentBackend()):
+            trainer = Trainer(
+                GPT(GPTConfig(**shape), Placement(rng=rng, device=DEVICE)),
+                _SameTokens(),
+                token_loss,
+                TrainConfig(global_batch_size=2 * MICROBATCHES),
+                rng=rng,
+                graphs=graphs,
+            )
+        times = []
+        for _ in range(WARMUP + rounds):
+            if DEVICE == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            trainer.train_step()
+            times.append(time.perf_counter() - start)
+        yield f"{name:>20}{1e3 * statistics.median(times[WARMUP:]):>10.2f}"
+
+
 def steps_and_memory(rounds: int = 9) -> Iterator[str]:
     """Training steps of a small GPT, eager and in graphs, and the bytes of the graphs."""
     on_gpu = DEVICE == "cuda"
@@ -286,7 +332,15 @@ def steps_and_memory(rounds: int = 9) -> Iterator[str]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    for line in (*host_times(), "", *steps_and_memory(), "", "goals on a GPU, none measured here:"):
+    for line in (
+        *host_times(),
+        "",
+        *host_times_of_steps(),
+        "",
+        *steps_and_memory(),
+        "",
+        "goals on a GPU, none measured here:",
+    ):
         print(line)
     for goal in GOALS_ON_GPU:
         print(f"  {goal}")

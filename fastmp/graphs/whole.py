@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastmp.graphs.backend import Backend, Graph
+from fastmp.graphs.capture import renew_accumulators
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.hooks import skipped_by_step
 from fastmp.graphs.runs import spec_of
@@ -148,6 +149,10 @@ class WholeGraph:
         rest = iter(static)
         given = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.backend.prepare()
+        if self.trains:
+            renew_accumulators(
+                [p for module in self._modules for p in module.parameters() if p.requires_grad]
+            )
         try:
             graph = self.backend.graph(watched=self._watched[signature], whole=self.trains)
             with graph.capture():

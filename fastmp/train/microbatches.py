@@ -101,7 +101,6 @@ class WholeModel:
 
     `evaluated` gives the sums of batches that are evaluated at once, here of one.
 
-
     overlap: runs the layers in parts, each forward but the first beside the backward of the one before.
     """
 

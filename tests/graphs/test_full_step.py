@@ -6,6 +6,7 @@ import pytest
 import torch
 from marks import full
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from fastmp.graphs import CaptureError, GraphError, RecordingBackend
 from fastmp.graphs.whole import WholeGraph
@@ -17,20 +18,26 @@ from fastmp.parallel.rng import RngTracker
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+def attention(x):
+    """An op that may draw, and here does not."""
+    heads = x[None, None]
+    return nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+
+
 class Noisy(nn.Module):
-    """Draws from two streams, outside of recomputed parts and in them; one of its ops draws nothing."""
+    """Draws from two streams, outside of recomputed parts and in them."""
 
     def __init__(self, rng):
         super().__init__()
         self.rng, self.first, self.second = rng, nn.Linear(8, 8), nn.Linear(8, 8)
 
     def part(self, x):
-        x = torch.dropout(self.second(torch.dropout(x, 0.0, True)), 0.3, True)
+        x = torch.dropout(attention(self.second(x)), 0.3, True)
         with self.rng.fork():
             return torch.dropout(x, 0.2, True).tanh()
 
     def forward(self, x):
-        x = torch.dropout(self.first(x), 0.1, True)
+        x = torch.dropout(attention(self.first(x)), 0.1, True)
         for _ in range(2):
             x = recompute(self.part, x, rng=self.rng)
         return torch.dropout(x, 0.1, True)
@@ -108,6 +115,17 @@ def test_graphs_are_made_anew_where_the_model_has_changed(change):
             change(model)
 
     same(run(True, each=each)[0], run(False, each=each)[0])
+
+
+def test_a_captured_backward_accumulates_by_nodes_of_its_own():
+    """Not by those of an earlier loss, which would run on its stream."""
+    function, model = make(True)
+    for step in range(2):
+        function(*batches(step))
+    before = get_gradient_edge(model.first.weight).node
+    assert get_gradient_edge(model.first.weight).node is before
+    function(*batches(3))
+    assert function.num_graphs == 1 and get_gradient_edge(model.first.weight).node is not before
 
 
 def test_graphs_go_by_address():
