@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from every_op_tools import sparse
 from torch import Tensor
 
 from fastmp.ops.registry import compute_dtype
@@ -37,9 +38,9 @@ class Routing:
 
 
 def routings(
-    count: int, dtype: torch.dtype, *, most_ranks: int = 8, hidden: int | None = None
+    count: int, dtype: torch.dtype, *, first: int = 0, most_ranks: int = 8, hidden: int | None = None
 ) -> Iterator[Routing]:
-    for seed in range(count):
+    for seed in range(first, first + count):
         yield routing(seed, dtype, most_ranks, hidden)
 
 
@@ -231,3 +232,16 @@ def assert_same(results: Results, wanted: Results, what: str) -> None:
         value = getattr(results, name)
         assert value.shape == want.shape and value.is_contiguous(), (what, name)
         assert torch.equal(value, want.to(value.dtype)), (what, name, value, want)
+
+
+def far_away(run: Run, capacity: int, hidden: int) -> None:
+    """Rows whose elements 32 bits cannot number, pushed, given and pulled."""
+    rows = sparse(2 * capacity * hidden, torch.float32).view(2, capacity, hidden)
+    flags, x = torch.zeros(2, dtype=torch.int32), torch.arange(3.0 * hidden).view(3, hidden)
+    distances = torch.zeros(1, 1, dtype=torch.int64)
+    where = torch.tensor([[capacity - 1], [0], [capacity // 2]], dtype=torch.int32)
+    run("exchange_push", x, where, None, None, flags, rows, distances)
+    assert torch.equal(rows[1, where[:, 0].long()], x)
+    flags[-1] = 1
+    out, y = run("exchange_pull", rows, flags, distances, where, None, True)
+    assert torch.equal(out, x) and torch.equal(y[:, 0], x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import time
@@ -9,7 +10,7 @@ import time
 import pytest
 import torch
 from every_op_tools import implementation, op_backends
-from exchange_tools import all_steps, assert_same, expected, one_after_the_other, routing, routings
+from exchange_tools import all_steps, assert_same, expected, far_away, one_after_the_other, routing, routings
 from marks import full
 
 from fastmp.ops import OPS, exchange
@@ -17,6 +18,7 @@ from fastmp.testing.peers import PeerViews, shared_memory, side_by_side, virtual
 from fastmp.testing.ranks import run_ranks
 from fastmp.testing.samples.exchange import samples
 
+TENSORS = ("x", "indices", "probs", "grad", "outputs", "row_grads")  # of a routing
 BACKENDS = [case.values[1] for case in op_backends(("c++", "reference")) if case.values[0] == "exchange_push"]
 BACKEND = pytest.mark.parametrize("backend", [BACKENDS[0], *full(BACKENDS[1:])])
 
@@ -206,6 +208,11 @@ def test_special_values(backend):
     assert dprobs[0, 0] == 0 and dprobs[0, 1].isnan() and dprobs[1].tolist() == [0, 0]
 
 
+@BACKEND
+def test_elements_that_32_bits_cannot_number(backend):
+    far_away(runs(backend), (1 << 20) + 3, 1 << 12)
+
+
 def _arguments(op: str) -> list:
     return list(next(samples(op, torch.float32, torch.Generator().manual_seed(0))))
 
@@ -213,12 +220,12 @@ def _arguments(op: str) -> list:
 @pytest.mark.parametrize(
     ("op", "place", "wrong", "message"),
     [
-        ("exchange_counts", 0, torch.zeros(4, dtype=torch.int32), "own must be torch.int32"),
+        ("exchange_counts", 0, torch.zeros(3, dtype=torch.int32), "own must be torch.int32"),
         ("exchange_counts", 1, torch.zeros(4, dtype=torch.int32), "flags must be torch.int32"),
         ("exchange_counts", 3, torch.zeros(2, dtype=torch.int64), "distances must be int64"),
-        ("exchange_counts", 4, 2, "rank must be one of the 2 ranks, got 2"),
+        ("exchange_counts", 4, 4, "rank must be one of the 4 ranks, got 4"),
         ("exchange_places", 0, torch.zeros(33, 2), "row_of must be int32"),
-        ("exchange_places", 4, 3, "3 peers do not divide 4 experts and 2 ranks"),
+        ("exchange_places", 4, 3, "3 peers do not divide 4 experts and 4 ranks"),
         ("exchange_places", 5, 1 << 30, "int32 cannot number 1073741824 rows"),
         ("exchange_push", 0, torch.zeros(33, 511), "x must be torch.float32"),
         ("exchange_push", 0, torch.zeros(33, 512).half(), "x must be torch.float32"),
@@ -250,3 +257,62 @@ def test_costs():
     assert push.traffic(x, where, probs, y, flags, rows, distances) == wanted + 33 * 2 * (512 * 4 + 8)
     assert pull.traffic(rows, flags, distances, where, None, False) == wanted
     assert push.flops(x, where, probs, y, flags, rows, distances) == 33 * 2 * 512 * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_virtual_ranks_on_gpu(dtype):
+    """Each rank on a stream of its own, without synchronisation, then all of them captured and replayed."""
+    given = routing(0, dtype, 3, 64)
+    ranks = given.etp * given.ep
+    where = torch.device("cuda")
+    moved = dataclasses.replace(
+        given, **{name: [t.to(where) for t in getattr(given, name)] for name in TENSORS}
+    )
+    memory = memories(given, dtype, allocate=lambda size: torch.zeros(size, dtype=torch.uint8, device=where))
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+
+    def run(op, *arguments):
+        return OPS[op].overload(*arguments)
+
+    def everybody() -> list:
+        """Barriers are launched on all streams before anyone waits for a device."""
+        start, found = torch.cuda.current_stream(), []
+        for here, stream in zip(memory, streams, strict=True):
+            stream.wait_stream(start)
+            with torch.cuda.stream(stream):
+                found.append(all_steps(run, moved, here))
+        for stream in streams:
+            start.wait_stream(stream)
+        return found
+
+    for here in memory:  # alone, so that kernels are compiled: flags say that all have come
+        here.flags[:-1] = 1 << 20
+    everybody()
+    torch.cuda.synchronize()
+    for here in memory:
+        here.flags.zero_()
+    torch.cuda.synchronize()
+    wanted = expected(runs("reference"), given)
+
+    def check(found: list) -> None:
+        torch.cuda.synchronize()
+        for rank, results in enumerate(found):
+            for name, want in vars(wanted[rank]).items():
+                bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+                torch.testing.assert_close(
+                    getattr(results, name).cpu(), want, rtol=bound, atol=bound, check_dtype=False
+                )
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = everybody()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    check(found)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = everybody()
+    for _ in range(3):
+        graph.replay()
+        check(found)

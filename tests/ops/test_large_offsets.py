@@ -28,7 +28,11 @@ from torch import Tensor
 from fastmp.ops import OPS, dropout, finite, grouped_mm_triton, norm_triton, rows
 from fastmp.testing.ops import run, samples
 
-CONTIGUOUS = ("adamw_", "cross_entropy_merge", "first_not_finite")  # ops that take nothing else, or a copy
+# ops that take nothing else, or a copy
+CONTIGUOUS = (
+    "adamw_", "cross_entropy_merge", "exchange_barrier", "exchange_counts", "exchange_take",
+    "first_not_finite",
+)  # fmt: skip
 IN_TURN = ("rope", "rope_")  # the programs of keys follow those of queries
 SUMS_OVER_ROWS = ("grouped_mm_wgrad", "grouped_mm_wgrad_")
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))

@@ -16,7 +16,7 @@ from fastmp.ops.registry import compute_dtype
 
 #   tokens, slots, etp, ep, experts, capacity, columns, gap between rows, sequence
 _CASES = (
-    (33, 2, 1, 2, 4, 80, 512, 0, 6),
+    (33, 2, 1, 4, 4, 80, 512, 0, 6),
     (37, 6, 1, 4, 64, 300, 129, 5, 1),
     (41, 4, 2, 2, 8, 90, 40, 0, (1 << 31) - 1),
     (17, 1, 1, 1, 3, 9, 64, 0, 0),
