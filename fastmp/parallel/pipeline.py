@@ -190,9 +190,8 @@ class Pipeline:
     def _agree(self) -> None:
         """Raise ValueError, the same on all ranks, where they were given different orders."""
         if self.group is not None:
-            digest = hashlib.sha256(
-                repr((self.orders, self.pairs)).encode()
-            ).digest()  # the orders may be megabytes
+            own = self.orders, [list(pairs) for pairs in self.pairs]
+            digest = hashlib.sha256(repr(own).encode()).digest()  # the orders may be megabytes
             everyones: list[Any] = [None] * self.size
             dist.all_gather_object(everyones, (len(self.chunks), digest), group=self.group)
             for name, values in zip(("numbers of chunks", "orders"), zip(*everyones, strict=True)):
