@@ -1,9 +1,9 @@
 """Build of the compiled parts: decides what can be built here, then drives CMakeLists.txt with Ninja.
 
-FASTMP_CPP (`_C_cpu`, `_C_autograd` and `_host`) and FASTMP_CUDA (`_C_cuda`) are auto (build where the tools
-are), 0 (do not) or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and where torch is
-built without CUDA. `_C_autograd` serves the version of torch that it is built against. FASTMP_ISA=native
-compiles `_C_cpu` for the oldest instruction set and this machine's best, instead of for all.
+FASTMP_CPP (`_C_cpu`, `_C_autograd`, `_host` and `_replay`) and FASTMP_CUDA (`_C_cuda`) are auto (build where
+the tools are), 0 (do not) or 1 (fail rather than skip); auto leaves out `_C_cuda` with FASTMP_CPP=0, and
+where torch is built without CUDA. `_C_autograd` and `_replay` serve the version of torch that they are built
+against. FASTMP_ISA=native compiles `_C_cpu` for the oldest instruction set and this machine's best.
 TORCH_CUDA_ARCH_LIST lists the GPU architectures, FASTMP_TORCH_DIR names the torch package to build against,
 FASTMP_CUTLASS_DIR the headers of CUTLASS 4.2 (default: those of the package nvidia-cutlass; without them the
 products for sm_90a are left out), CXX and CUDACXX the compilers, MAX_JOBS limits parallel compilation.
@@ -34,7 +34,14 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 MINIMUM_TORCH = (2, 10)
 DEFAULT_ARCHS = "8.0;9.0;10.0+PTX"
-LIBRARIES = {"cpp": "_C_cpu", "autograd": "_C_autograd", "cuda": "_C_cuda", "host": "_host"}
+LIBRARIES = {
+    "cpp": "_C_cpu",
+    "autograd": "_C_autograd",
+    "cuda": "_C_cuda",
+    "host": "_host",
+    "replay": "_replay",
+}
+PYTHON_MODULES = ("_host", "_replay")  # the others are loaded by torch
 
 
 class BuildError(SystemExit):
@@ -234,11 +241,12 @@ def make_plan() -> Plan:
     elif not cmake or not ninja:
         no_tools = f"no {'ninja' if cmake else 'cmake'} (pip install cmake ninja)"
     no_cpp = "FASTMP_CPP=0" if cpp == "0" else no_tools or no_torch
+    no_python = "" if Path(python_include, "Python.h").is_file() else f"no Python.h in {python_include}"
     no_host = "FASTMP_CPP=0" if cpp == "0" else no_tools
     if not no_host and pybind11 is None:
         no_host = "no pybind11 (pip install pybind11)"
-    if not no_host and not Path(python_include, "Python.h").is_file():
-        no_host = f"no Python.h in {python_include}"
+    no_host = no_host or no_python
+    no_replay = no_cpp or no_python
     no_nvcc = "" if nvcc else "no nvcc (CUDACXX, CUDA_HOME, PATH or /usr/local/cuda)"
     no_cuda = no_tools or no_torch or no_nvcc
     if cuda == "0" or (cuda == "auto" and cpp == "0"):
@@ -249,8 +257,8 @@ def make_plan() -> Plan:
         if asked == "1" and missing:
             raise BuildError(f"{name}=1, but {missing}")
 
-    missing_by_part = {"cpp": no_cpp, "autograd": no_cpp, "cuda": no_cuda, "host": no_host}
-    plan = Plan({part: missing or "built" for part, missing in missing_by_part.items()}, torch_version)
+    missing = {"cpp": no_cpp, "autograd": no_cpp, "cuda": no_cuda, "host": no_host, "replay": no_replay}
+    plan = Plan({part: reason or "built" for part, reason in missing.items()}, torch_version)
     plan.cmake = cmake or ""
     plan.definitions = {
         "CMAKE_MAKE_PROGRAM": ninja or "",
@@ -261,11 +269,12 @@ def make_plan() -> Plan:
         "FASTMP_BUILD_AUTOGRAD": "OFF" if no_cpp else "ON",
         "FASTMP_BUILD_CUDA": "OFF" if no_cuda else "ON",
         "FASTMP_BUILD_HOST": "OFF" if no_host else "ON",
+        "FASTMP_BUILD_REPLAY": "OFF" if no_replay else "ON",
+        "FASTMP_PYTHON_INCLUDE": python_include,
         "FASTMP_SANITIZE": "ON" if setting("FASTMP_SANITIZE") == "1" else "OFF",
     }
     if not no_host:
-        headers = Path(pybind11.origin).parent / "include"
-        plan.definitions["FASTMP_HOST_INCLUDES"] = f"{python_include};{headers}"
+        plan.definitions["FASTMP_PYBIND11_INCLUDE"] = str(Path(pybind11.origin).parent / "include")
     if not no_cuda:
         try:
             archs = parse_archs(os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip() or default_archs(nvcc))
@@ -310,7 +319,7 @@ class BuildExt(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         path = fullname.replace(".", "/")
-        return path + (sysconfig.get_config_var("EXT_SUFFIX") if path.endswith("_host") else ".so")
+        return path + (sysconfig.get_config_var("EXT_SUFFIX") if path.endswith(PYTHON_MODULES) else ".so")
 
     def run(self) -> None:
         inplace = self.inplace

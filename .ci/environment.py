@@ -146,6 +146,7 @@ class Environment:
             ("autograd", "_C_autograd"),
             ("cuda", "_C_cuda"),
             ("host", "_host"),
+            ("replay", "_replay"),
         ):
             if record[part] != "built":
                 say(f"no {library}: {record[part]}")
@@ -182,7 +183,10 @@ def build_digest(environment: Path, torch_version: str) -> str:
 def outputs_present() -> bool:
     record = ROOT / "fastmp" / "_build.json"
     built = json.loads(record.read_text()) if record.exists() else {}
-    patterns = {"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so", "host": "_host.*.so"}
+    patterns = {
+        **{"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so"},
+        **{"host": "_host.*.so", "replay": "_replay.*.so"},
+    }
     needed = [pattern for part, pattern in patterns.items() if built.get(part) == "built"]
     return bool(built) and all(any(record.parent.glob(pattern)) for pattern in needed)
 

@@ -13,7 +13,9 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -28,6 +30,7 @@ from benchmarks.conftest import CLOCK, DEVICE
 from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, TrainConfig
+from fastmp.graphs import flat
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
@@ -71,6 +74,15 @@ class _Wide(SegmentedLayer):
         return (sum(tensors) * self.weight,)
 
 
+class _Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class _Bare(Function):
     """The node of autograd alone."""
 
@@ -90,7 +102,7 @@ class _Bare(Function):
 
 @dataclass
 class Host:
-    """Medians in microseconds: from entry to launch, and from entry to return."""
+    """Least times in microseconds: from entry to launch, and from entry to return."""
 
     forward: tuple[float, float]
     backward: tuple[float, float]
@@ -112,12 +124,39 @@ class Host:
                 made.backward(grad)
                 end = time.perf_counter_ns()
                 backward.append((SilentGraph.launched - start, end - start))
-        return cls(_medians(forward), _medians(backward))
+        return cls(_least(forward), _least(backward))
 
 
-def _medians(times: list[tuple[int, int]]) -> tuple[float, float]:
+def _least(times: list[tuple[int, int]]) -> tuple[float, float]:
     launched, returned = zip(*times[WARMUP * MICROBATCHES :])
-    return statistics.median(launched) / 1e3, statistics.median(returned) / 1e3
+    return min(launched) / 1e3, min(returned) / 1e3
+
+
+@contextmanager
+def _by(module: ModuleType | None) -> Iterator[None]:
+    """Inside, steps in graphs are run by C++, or by Python where `module` is None."""
+    kept, flat.REPLAY = flat.REPLAY, module
+    try:
+        yield
+    finally:
+        flat.REPLAY = kept
+
+
+def _silent(chain: LayerChain, **options: Any) -> GraphManager:
+    manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=SilentBackend(), **options)
+    GradBuffer(chain.named_parameters())
+    return manager
+
+
+def _one_more_run(longer: int = 8) -> tuple[float, float]:
+    """What a replay adds to a chain of runs, forward and backward: entry to return, in us."""
+    times = []
+    for runs in (1, 1 + longer):
+        chain = LayerChain([_Scale() for _ in range(runs)])
+        manager = _silent(chain, run_size=64)
+        times.append(Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step))
+    one, many = times
+    return tuple((getattr(many, way)[1] - getattr(one, way)[1]) / longer for way in ("forward", "backward"))
 
 
 class _Copies(TorchDispatchMode):
@@ -137,23 +176,36 @@ class _Copies(TorchDispatchMode):
 def host_times() -> Iterator[str]:
     yield "host time of a replay in us, graphs that do nothing: entry to launch, entry to return"
     yield f"{'inputs':>8}{'':>28}{'forward':>18}{'backward':>18}{'copies, a pair':>40}"
+    modules = {"Python": None} if flat.REPLAY is None else {"C++": flat.REPLAY, "Python": None}
     for width in (1, 8):
-        chain = LayerChain([_Wide(width)])
-        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=SilentBackend())
-        GradBuffer(chain.named_parameters())
-        ours = Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step)
+        for name, module in modules.items():
+            with _by(module):
+                chain = LayerChain([_Wide(width)])
+                manager = _silent(chain)
+                host = Host.of(lambda x, chain=chain: chain(x)[0], manager.begin_step)
+                yield _row(width, f"a chain of one run, {name}", host, _copies(chain, manager))
         bare = Host.of(lambda x, n=width: _Bare.apply(*(x,) * n), lambda: None)
-        x = torch.ones(64, requires_grad=True)
-        manager.begin_step()
-        with _Copies() as copies:
-            for _ in range(MICROBATCHES):
-                chain(x * 1)[0].backward(torch.ones(64))
-        counted = ", ".join(f"{n / MICROBATCHES:g} {name}" for name, n in sorted(copies.counts.items()))
-        for name, host, note in (("manager and node", ours, counted), ("the node alone", bare, "")):
-            cells = "".join(f"{first:>9.1f}{whole:>9.1f}" for first, whole in (host.forward, host.backward))
-            yield f"{width:>8}{name:>28}{cells}{note:>40}"
+        yield _row(width, "a node in Python alone", bare)
+    for name, module in modules.items():
+        with _by(module):
+            forward, backward = _one_more_run()
+        yield f"{1:>8}{f'one more run, {name}':>28}{forward:>18.1f}{backward:>18.1f}"
     for name in (IN_GRAPHS, TORCH_GRAPHS, TE):
         yield f"{'':>8}{name:>28}{_on_gpu(name):>36}"
+
+
+def _row(width: int, name: str, host: Host, note: str = "") -> str:
+    cells = "".join(f"{first:>9.1f}{whole:>9.1f}" for first, whole in (host.forward, host.backward))
+    return f"{width:>8}{name:>28}{cells}{note:>40}"
+
+
+def _copies(chain: LayerChain, manager: GraphManager) -> str:
+    x = torch.ones(64, requires_grad=True)
+    manager.begin_step()
+    with _Copies() as copies:
+        for _ in range(MICROBATCHES):
+            chain(x * 1)[0].backward(torch.ones(64))
+    return ", ".join(f"{n / MICROBATCHES:g} {name}" for name, n in sorted(copies.counts.items()))
 
 
 def _on_gpu(name: str) -> str:

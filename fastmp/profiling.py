@@ -25,6 +25,11 @@ def enable_nvtx(on: bool = True) -> None:
     _nvtx = on
 
 
+def shows_in_nsight() -> bool:
+    """Whether ranges are NVTX ranges."""
+    return _nvtx
+
+
 class _Range:
     def __init__(self, name: str) -> None:
         self.name = name

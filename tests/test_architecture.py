@@ -63,7 +63,9 @@ ALLOWED = {
     },
     "fastmp.ops": {"ops", "config", "host", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "pulse", "_lazy"},
-    "fastmp.graphs": {"graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy"},
+    "fastmp.graphs": {
+        *("graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy", "_replay"),
+    },
     "fastmp.graphs.buffers": {"parallel.schedule"},
     "fastmp.graphs.scope": set(),
     "fastmp.integrations": {

@@ -118,8 +118,11 @@ def test_wheel_has_the_libraries_this_machine_can_build(installed, build):
     record = record_of(installed)
     assert record == build.make_plan().record()
     (package,) = installed.parent.parent.glob("lib/python*/site-packages/fastmp")
-    host = "_host" + sysconfig.get_config_var("EXT_SUFFIX")
-    files = {"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so", "host": host}
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    files = {
+        **{"cpp": "_C_cpu.so", "autograd": "_C_autograd.so", "cuda": "_C_cuda.so"},
+        **{"host": f"_host{suffix}", "replay": f"_replay{suffix}"},
+    }
     expected = sorted(name for part, name in files.items() if record[part] == "built")
     assert sorted(path.name for path in package.glob("*.so")) == expected
 
@@ -133,13 +136,15 @@ def test_compiled_libraries_load(installed, tmp_path):
         assert all(by["cpu"][0] == "c++" for by in served.values())
     if record["host"] == "built":
         succeed(installed, "-c", "import fastmp._host", cwd=tmp_path)
+    if record["replay"] == "built":
+        succeed(installed, "-c", "import torch, fastmp._replay", cwd=tmp_path)
 
 
 @pytest.mark.full
 def test_doctor_of_the_wheel(installed, tmp_path):
     report = succeed(installed.with_name("fastmp"), "doctor", cwd=tmp_path)
     record = record_of(installed)
-    for part in ("cpp", "autograd", "cuda", "host"):
+    for part in ("cpp", "autograd", "cuda", "host", "replay"):
         assert f"{part}: {record[part]}" in report
     for arch in record["archs"]:
         assert arch in report

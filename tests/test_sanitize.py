@@ -58,7 +58,7 @@ def built(preloaded) -> None:
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for pattern in ("_C_cpu.so", "_C_autograd.so", "_host.*.so"):
+    for pattern in ("_C_cpu.so", "_C_autograd.so", "_host.*.so", "_replay.*.so"):
         (library,) = (PACKAGE / "fastmp").glob(pattern)
         code = library.read_bytes()
         assert b"__asan_report" in code and b"__ubsan_handle" in code, f"{library.name} is not instrumented"
@@ -110,6 +110,11 @@ def test_cuda_kernels_on_a_cpu(preloaded, built):
         "float64 or order_of_threads"  # not what is wrong on purpose, nor gcov, which keeps files of its own
     )
     succeed(preloaded, isas()[-1], *PYTEST, "--full", "-k", selected, path)
+
+
+def test_replays(preloaded, built):
+    paths = [ROOT / "tests" / "graphs" / f"test_graph_{name}.py" for name in ("flat", "autograd", "aliasing")]
+    succeed(preloaded, isas()[-1], *PYTEST, "--full", "-k", "not training and not thousand", *paths)
 
 
 def test_host_module(preloaded, built):

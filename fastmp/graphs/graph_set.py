@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -180,6 +181,7 @@ class GraphSet:
     observed: what an eager step has shown, by (chunk, run). autocast: the dtype that it cast to, or False.
     shared: what all layers were given as keywords, without its tensors.
     captured: by the number of the forward's graph. done: the numbers of all graphs that are captured.
+    program: the `fastmp.graphs.flat.Program` of the captured graphs, once a step has asked for it.
     drops: how many rounds were begun and could not be captured as a whole.
     left: gradients that captured backwards of this round have left, by address. They are held, as the
         memory of a replay is, so that autograd does not add to them in place.
@@ -205,6 +207,7 @@ class GraphSet:
             for spec in plan.buffers
         ]
         self.captured: dict[int, Captured] = {}
+        self.program: Any = None
         self.done: set[int] = set()
         self.drops = 0
         rounds = list(plan.rounds())

@@ -206,15 +206,28 @@ class ReplayedHooks:
 
     def before_forward(self, chunk: int, number: int) -> None:
         """Call the marked hooks of the modules that a run calls."""
+        call_pre_hooks(self.modules(chunk, number))
+
+    def modules(self, chunk: int, number: int) -> list[nn.Module]:
+        """The modules that a run calls and that have hooks before their forward."""
         modules = self._modules.get((chunk, number))
         if modules is None:
             called = self._graph_set.observed[chunk, number].calls
             modules = [module for module in called if module._forward_pre_hooks]
             self._modules[chunk, number] = modules
-        call_pre_hooks(modules)
+        return modules
 
     def after_gradients(self, slot: Slot, gradients: Gradients) -> None:
         """Call the hooks behind the gradients that a graph has accumulated, or defer them."""
+        now, deferred = self.of_gradients(slot, gradients)
+        call_grad_hooks(now)
+        if deferred:
+            if not self._deferred and slot.kind != BACKWARD_WEIGHT:  # which is not in a backward
+                Variable._execution_engine.queue_callback(self.call_deferred)
+            self._deferred.update(dict.fromkeys(deferred))
+
+    def of_gradients(self, slot: Slot, gradients: Gradients) -> tuple[list[GradHook], list[GradHook]]:
+        """The hooks behind the gradients of a graph: those that are called at once, and those deferred."""
         both = self._of_gradients.get(slot.graph)
         if both is None:
             hooked = replayed_hooks(gradients.reached)
@@ -224,12 +237,7 @@ class ReplayedHooks:
             deferred = [each for each in hooked if each[1] in shared]
             both = [each for each in hooked if each not in deferred], deferred
             self._of_gradients[slot.graph] = both
-        now, deferred = both
-        call_grad_hooks(now)
-        if deferred:
-            if not self._deferred and slot.kind != BACKWARD_WEIGHT:  # which is not in a backward
-                Variable._execution_engine.queue_callback(self.call_deferred)
-            self._deferred.update(dict.fromkeys(deferred))
+        return both
 
     def call_deferred(self) -> None:
         """Call the hooks that wait for the end."""

@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec
 from fastmp.graphs.backend import Backend, Graph
 from fastmp.graphs.buffers import BufferPlan, RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.errors import GraphError
+from fastmp.graphs.flat import FlatStep, program_of
 from fastmp.graphs.graph_set import GraphSet, copies_of
 from fastmp.graphs.hooks import call_pre_hooks
 from fastmp.graphs.replay import Replay
@@ -321,8 +322,9 @@ class GraphManager:
                 "graphs: DistributedDataParallel reduces gradients by hooks that replays do not run; use "
                 "fastmp's GradBuffer, or hooks behind accumulated gradients"
             )
-        self._signature = signature = (_autocast(tensors), shared, *map(_spec_and_grad, tensors))
         self._device = tensors[0].device
+        signature = (_autocast(self._device.type), shared, *map(_spec_and_grad, tensors))
+        self._signature = signature
         if self.verify_every > 0 and self._step % self.verify_every == 0:
             self._verifier = VerifiedReplay(self.runs, shared, self.backend.rng)
         if self._step < self.warmup - 1:
@@ -350,6 +352,8 @@ class GraphManager:
         """
         if len(graph_set.done) < graph_set.plan.num_graphs:
             self.backend.prepare()
+        if self._verifier is None and (program := program_of(graph_set, self._parts)) is not None:
+            return FlatStep(program, graph_set, self.runs, self.backend, Replay())
         replay = Replay() if self._verifier is None else self._verifier
         return GraphedStep(graph_set, self.runs, self.backend, replay, fallback=self.fallback)
 
@@ -361,7 +365,9 @@ class GraphManager:
         signature = self._signature or self._first_forward((*tensors, *common.tensors), common.form)
         runner = self._runner
         graphed = runner is not None and not (
-            (_autocast(tensors), common.form) != signature[:2] or torch._C._are_functorch_transforms_active()
+            _autocast(self._device.type) != signature[0]
+            or (common.form is not signature[1] and common.form != signature[1])
+            or torch._C._are_functorch_transforms_active()
         )
         if self._verifier is not None and self.group is not None:
             self._verifier.wanted = self._all_replay(graphed and self._replays(chunk, tensors, common))
@@ -387,6 +393,8 @@ class GraphManager:
                 tensors, more = runner.between(chunk, number, part, tensors, keywords, overwritten)
             others += more
         made = (*tensors, *others)
+        if not overwritten:
+            return made
         in_graphs = [tensor.untyped_storage().data_ptr() in overwritten for tensor in made]
         own = iter(_copy_out([tensor for tensor, inside in zip(made, in_graphs) if inside]))
         return tuple([next(own) if inside else tensor for tensor, inside in zip(made, in_graphs)])
@@ -458,9 +466,8 @@ def _spec_and_grad(tensor: Tensor) -> tuple[TensorSpec, bool]:
     return spec_of(tensor), tensor.requires_grad
 
 
-def _autocast(tensors: Tensors) -> torch.dtype | bool:
-    """The dtype that autocast casts to on the device of `tensors`; False: it is off."""
-    device = tensors[0].device.type
+def _autocast(device: str) -> torch.dtype | bool:
+    """The dtype that autocast casts to on a device; False: it is off."""
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 

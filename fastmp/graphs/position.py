@@ -58,6 +58,11 @@ class Position:
         self._next += 1
         return slot
 
+    def go_on(self, number: int) -> None:
+        """Go on at replay `number` of a step in which nothing was captured."""
+        self._next = number
+        self._round = self._graph_set.slots[number - 1].round if number else -1
+
     def _begin_round(self, number: int) -> None:
         graph_set = self._graph_set
         if self._round >= 0:

@@ -31,12 +31,16 @@ class Replay:
         assert captured.weight is not None
         self._replay(captured.weight)
 
-    @staticmethod
-    def _replay(gradients: Gradients) -> list[Tensor | None]:
+    def _replay(self, gradients: Gradients) -> list[Tensor | None]:
         gradients.graph.replay()
+        self.accumulate(gradients)
+        return [each and each() for each in gradients.inputs]
+
+    @staticmethod
+    def accumulate(gradients: Gradients) -> None:
+        """Add the gradients of parameters that a replay has left in memory of the graph."""
         if gradients.parameters:
             add_gradients(gradients)
-        return [each and each() for each in gradients.inputs]
 
 
 @torch.no_grad()

@@ -135,7 +135,7 @@ class GraphedStep:
         It may write its first tensor into the static input of that run, if the run comes next in the plan:
         then nobody holds the buffer.
         """
-        slot = self._position.next_forward(chunk)
+        slot = self._next_forward(chunk)
         out = None
         if slot is not None and slot.run == number and part.links[-1].segment.accepts_out:
             out = slot.static[0].detach()
@@ -148,6 +148,9 @@ class GraphedStep:
                 "or that is an input of that graph; write to a copy"
             )
         return made
+
+    def _next_forward(self, chunk: int) -> Slot | None:
+        return self._position.next_forward(chunk)
 
     def forward_graph(self, slot: Slot, inputs: Tensors) -> tuple[Tensors, Captured]:
         """Capture or replay the forward of a run; what it makes of `inputs`."""
@@ -181,6 +184,8 @@ class GraphedStep:
 
     def backward_graph(self, forward: Slot, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the inputs of a forward; those of its parameters are added where they belong."""
+        if torch.is_grad_enabled():
+            raise GraphError(f"graphs: the backward of the {forward.name} cannot be differentiated again")
         if self._ended:
             raise GraphError(f"graphs: the backward of the {forward.name} comes after its step is over")
         if forward.key not in self._in_flight:
@@ -202,15 +207,20 @@ class GraphedStep:
                 own = self._first_backward(slot, captured, grads)
             else:
                 own = self._replay_backward(slot, captured, grads)
-        if slot.kind == BACKWARD_INPUT:
-            queue = current_queue()
-            if queue is None:
-                raise GraphError(
-                    f"graphs: the {slot.name} defers gradients of weights; run it inside "
-                    "fastmp.ops.wgrad.defer_wgrad(queue)"
-                )
-            queue.put(self._deferred, functools.partial(self._weight_graph, slot, captured))
+        self._defer_weights(slot, captured)
         return own
+
+    def _defer_weights(self, slot: Slot, captured: Captured) -> None:
+        """Put the gradients of the weights into the queue, where the backward is split."""
+        if slot.kind != BACKWARD_INPUT:
+            return
+        queue = current_queue()
+        if queue is None:
+            raise GraphError(
+                f"graphs: the {slot.name} defers gradients of weights; run it inside "
+                "fastmp.ops.wgrad.defer_wgrad(queue)"
+            )
+        queue.put(self._deferred, functools.partial(self._weight_graph, slot, captured))
 
     def _replay_backward(
         self, slot: Slot, captured: Captured, grads: list[Tensor | None]
@@ -295,10 +305,12 @@ class GraphedStep:
         captured.forget()
         return own
 
+    def _next_weights(self, forward: Slot) -> Slot:
+        step = forward.step
+        return self._position.expect(step.chunk, forward.run, (BACKWARD_WEIGHT,), step.microbatch)
+
     def _weight_graph(self, forward: Slot, captured: Captured) -> None:
-        slot = self._position.expect(
-            forward.step.chunk, forward.run, (BACKWARD_WEIGHT,), forward.step.microbatch
-        )
+        slot = self._next_weights(forward)
         with region(slot.region):
             if captured.weight is not None:
                 self._replay.weights(slot, captured)
@@ -337,8 +349,6 @@ class _Through(Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        if torch.is_grad_enabled():
-            raise GraphError(f"graphs: the backward of the {ctx.slot.name} cannot be differentiated again")
         own = ctx.step.backward_graph(ctx.slot, grads)
         copied = [i for i in ctx.copied if own[i] is not None]
         for i, copy in zip(copied, copies_of([own[i] for i in copied])):

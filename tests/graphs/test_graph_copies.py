@@ -6,7 +6,7 @@ import pytest
 import torch
 from graph_tools import DENSE, MOE, train
 
-from fastmp.graphs import graph_set, manager, step
+from fastmp.graphs import flat, graph_set, manager, step
 from fastmp.graphs.graph_set import copy_together
 from fastmp.graphs.step import GraphedStep
 from fastmp.nn.segment import run_links
@@ -17,7 +17,8 @@ HIDDEN = (8, 2, 32)
 
 @pytest.fixture
 def copies(monkeypatch):
-    """Observed of what was copied together, in order, and where it went."""
+    """What Python copies together, in order, and where it goes; C++ copies the same (test_graph_flat.py)."""
+    monkeypatch.setattr(flat, "REPLAY", None)
     seen = {"into graphs": [], "out of chains": [], "to what keeps gradients": []}
     others = []  # copies under way that are not into graphs
 

@@ -1,0 +1,319 @@
+// The module _replay: replays the graphs of a training step from a flat program, with a node of autograd for each
+// forward. No Python runs on the way but what launches a graph and what is hooked to it.
+//
+// It decides nothing: whatever differs from the program is left to fastmp/graphs/step.py, which goes on from there or
+// says what is wrong. So each function here answers None, or asks Python, where it does not know what to do.
+//
+// It uses torch's C++ interfaces of autograd and of Python, which have no stable ABI: it serves the torch, and the
+// Python, that it was compiled for.
+#include <ATen/record_function.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <memory>
+#include <utility>
+
+#include "autograd/node.h"
+#include "replay/program.h"
+
+namespace {
+
+using namespace fastmp;
+using torch::autograd::variable_list;
+
+[[noreturn]] void raise_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// For its effect.
+void call(const py::object& function) {
+  PyObject* result = PyObject_CallNoArgs(function.ptr());
+  if (result == nullptr) raise_python_error();
+  Py_DECREF(result);
+}
+
+template <typename... Arguments>
+void call(PyObject* self, PyObject* method, const Arguments&... arguments) {
+  PyObject* result = PyObject_CallMethodObjArgs(self, method, arguments.ptr()..., nullptr);
+  if (result == nullptr) raise_python_error();
+  Py_DECREF(result);
+}
+
+PyObject* name_of(const char* name) { return PyUnicode_InternFromString(name); }
+
+bool is_ordinary(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.key_set().has(c10::DispatchKey::Python) &&
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !tensor.is_sparse() &&
+         !tensor._fw_grad(/*level=*/0).defined();
+}
+
+bool fits(const at::Tensor& tensor, const Expected& expected) {
+  return tensor.scalar_type() == expected.dtype && tensor.requires_grad() == expected.needs &&
+         tensor.sizes() == expected.sizes && tensor.strides() == expected.strides;
+}
+
+bool lies_in(const at::Tensor& tensor, const at::Tensor& buffer) {
+  return tensor.const_data_ptr() == buffer.const_data_ptr() && tensor.strides() == buffer.strides();
+}
+
+// Copies what does not lie there yet into static buffers. A tensor that is not there is left out.
+void fill(const Tensors& fixed, const Tensors& tensors) {
+  Tensors into, from;
+  for (size_t i = 0; i < fixed.size(); i++) {
+    if (!tensors[i].defined() || lies_in(tensors[i], fixed[i])) continue;
+    into.push_back(fixed[i]);
+    from.push_back(tensors[i]);
+  }
+  if (!into.empty()) copy_together(into, from);
+}
+
+// One training step: where it stands in its program.
+class Step {
+ public:
+  // before, after: for each graph of a forward, of a backward, whether Python is called beside its replay.
+  // named: whether each replay goes through Python, which gives it a name for Nsight.
+  Step(std::shared_ptr<const Program> program, at::Tensor anchor, std::vector<bool> before, std::vector<bool> after,
+       bool named)
+      : program(std::move(program)),
+        anchor(std::move(anchor)),
+        before(std::move(before)),
+        after(std::move(after)),
+        named(named),
+        in_flight(this->program->slots.size()) {}
+
+  PyObject* forward(const std::shared_ptr<Step>& self, PyObject* owner, int64_t chunk, int64_t run, PyObject* tensors,
+                    PyObject* overwritten);
+
+  // The gradients of the inputs of a forward; false where Python has to see to it.
+  bool backward(size_t index, PyObject* owner, const variable_list& grads, variable_list& own) {
+    if (!program || at::GradMode::is_enabled() || !in_flight[index] || next >= program->slots.size()) return false;
+    const Forward& forward = program->forwards[program->slots[index].graph];
+    if (!forward.reached) {
+      bool any = false;
+      for (const at::Tensor& grad : grads) any |= grad.defined();
+      if (!any) return true;
+    }
+    const Slot& slot = program->slots[next];
+    if (slot.kind != Kind::BACKWARD || slot.forward != index) return false;
+    if (forward.trained && !torch::autograd::get_current_graph_task_exec_info()->empty()) return false;
+    const Backward& backward = program->backwards[slot.graph];
+    for (size_t i = 0; i < grads.size(); i++) {
+      const at::Tensor& grad = grads[i];
+      if (grad.defined() != backward.given[i] || (grad.defined() && !is_ordinary(grad))) return false;
+      if (slot.in_place[i] && !(grad.defined() && lies_in(grad, slot.fixed[i]) && !is_lazy(grad))) return false;
+    }
+    const size_t number = next++;
+    in_flight[index] = false;
+    replay(number, owner, grads, backward.launch);
+    if (after[slot.graph]) {
+      static PyObject* const name = name_of("after");
+      call(owner, name, py::int_(number), py::int_(index));
+    }
+    for (size_t i = 0; i < backward.gradients.size(); i++)
+      if (backward.gradients[i].defined()) own[i] = on_same_memory(backward.gradients[i]);
+    return true;
+  }
+
+  void pass_over() { next++; }
+
+  // Ends the step as far as this program goes; returns the forwards whose backward has not begun.
+  std::vector<size_t> leave() {
+    std::vector<size_t> left;
+    for (size_t i = 0; i < in_flight.size(); i++)
+      if (in_flight[i]) left.push_back(i);
+    program.reset();
+    return left;
+  }
+
+  size_t next = 0;
+  bool aliased = false;  // of the last forward
+
+  std::shared_ptr<const Program> program;
+
+ private:
+  void replay(size_t number, PyObject* owner, const variable_list& tensors, const py::object& launch) const {
+    const Slot& slot = program->slots[number];
+    RECORD_USER_SCOPE(slot.region);
+    fill(slot.fixed, tensors);
+    if (named) {
+      static PyObject* const name = name_of("launch");
+      call(owner, name, py::int_(number), launch);
+    } else {
+      call(launch);
+    }
+  }
+
+  const at::Tensor anchor;
+  const std::vector<bool> before, after;
+  const bool named;
+  std::vector<bool> in_flight;
+};
+
+// A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay.
+struct ReplayBackward : torch::autograd::Node {
+  ReplayBackward(std::shared_ptr<Step> step, size_t index, PyObject* owner, const std::vector<bool>& differentiable)
+      : step(std::move(step)), index(index), owner(Py_NewRef(owner)), differentiable(differentiable) {}
+
+  ~ReplayBackward() override {
+    if (!Py_IsInitialized()) {
+      owner.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    step.reset();
+    owner.reset();
+  }
+
+  std::string name() const override { return "ReplayBackward"; }
+
+  variable_list apply(variable_list&& grads) override {
+    const py::gil_scoped_acquire gil;
+    variable_list own(num_outputs() - 1);
+    if (!step->backward(index, owner.get(), grads, own)) ask_python(grads, own);
+    copy_kept(own);
+    own.insert(own.begin(), at::Tensor());  // of the anchor
+    return own;
+  }
+
+  std::vector<size_t> kept;  // inputs whose gradient is kept by what made them
+
+ private:
+  struct Release {
+    void operator()(PyObject* object) const { Py_DECREF(object); }
+  };
+
+  void ask_python(const variable_list& grads, variable_list& own) const {
+    py::list given;
+    size_t at = 0;
+    for (const bool has : differentiable) {
+      const at::Tensor grad = has ? grads[at++] : at::Tensor();
+      given.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(grad)));  // None where there is none
+    }
+    const py::object number = py::int_(index);
+    static PyObject* const name = name_of("gradients");
+    const py::object result = py::reinterpret_steal<py::object>(
+        PyObject_CallMethodObjArgs(owner.get(), name, number.ptr(), given.ptr(), nullptr));
+    if (!result) raise_python_error();
+    size_t i = 0;
+    for (const py::handle& each : result) {
+      if (!each.is_none()) own[i] = THPVariable_Unpack(each.ptr());
+      i++;
+    }
+  }
+
+  void copy_kept(variable_list& own) const {
+    Tensors shared;
+    for (const size_t i : kept)
+      if (own[i].defined()) shared.push_back(own[i]);
+    if (shared.empty()) return;
+    const Tensors copies = copies_of(shared);
+    size_t at = 0;
+    for (const size_t i : kept)
+      if (own[i].defined()) own[i] = copies[at++];
+  }
+
+  std::shared_ptr<Step> step;
+  const size_t index;
+  std::unique_ptr<PyObject, Release> owner;
+  const std::vector<bool> differentiable;
+};
+
+// The tensors that run `run` of a chunk hands on, and what it returns besides; None where Python has to see to it.
+// overwritten: gets the addresses of storages that later replays write to.
+PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int64_t chunk, int64_t run,
+                        PyObject* tensors, PyObject* overwritten) {
+  if (!program || next >= program->slots.size()) Py_RETURN_NONE;
+  const Slot& slot = program->slots[next];
+  if (slot.kind != Kind::FORWARD || slot.chunk != chunk || slot.run != run) Py_RETURN_NONE;
+  const Forward& forward = program->forwards[slot.graph];
+  const size_t num_inputs = forward.expected.size();
+  if (size_t(PyTuple_GET_SIZE(tensors)) != num_inputs) Py_RETURN_NONE;
+  Tensors inputs;
+  inputs.reserve(num_inputs);
+  for (size_t i = 0; i < num_inputs; i++) {
+    PyObject* each = PyTuple_GET_ITEM(tensors, i);
+    if (!THPVariable_Check(each)) Py_RETURN_NONE;
+    inputs.push_back(THPVariable_Unpack(each));
+    if (!is_ordinary(inputs[i]) || !fits(inputs[i], forward.expected[i]) ||
+        inputs[i].device() != slot.fixed[i].device())
+      Py_RETURN_NONE;
+  }
+  const size_t index = next++;
+  if (before[slot.graph]) {
+    static PyObject* const name = name_of("before");
+    call(owner, name, py::int_(index));
+  }
+  Tensors made;
+  {
+    const at::NoGradGuard no_grad;
+    replay(index, owner, inputs, forward.launch);
+    if (forward.leaves) {
+      made = copies_of(forward.made);
+    } else {
+      for (const at::Tensor& each : forward.made) made.push_back(on_same_memory(each));
+    }
+  }
+  in_flight[index] = true;
+  aliased = forward.aliased;
+  const Handle handle = make_node<ReplayBackward>(self, index, owner, forward.differentiable);
+  ReplayBackward& node = static_cast<ReplayBackward&>(*handle);
+  torch::autograd::edge_list edges;
+  edges.reserve(num_inputs + 1);
+  edges.push_back(torch::autograd::impl::gradient_edge(anchor));
+  for (size_t i = 0; i < num_inputs; i++) {
+    edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
+    // A leaf, or a parameter behind a view, would keep the gradient as its own.
+    if (forward.kept || inputs[i].is_leaf()) node.kept.push_back(i);
+  }
+  node.set_next_edges(std::move(edges));
+  for (size_t i = 0; i < made.size(); i++)
+    if (forward.differentiable[i]) torch::autograd::set_history(made[i], handle);
+  py::tuple handed_on(forward.num_tensors), others(forward.outputs.size() - forward.num_tensors);
+  size_t at = 0;
+  for (size_t i = 0; i < forward.outputs.size(); i++) {
+    const int64_t given = forward.outputs[i];
+    PyObject* each = given < 0 ? THPVariable_Wrap(std::move(made[at++])) : Py_NewRef(PyTuple_GET_ITEM(tensors, given));
+    if (i < forward.num_tensors) {
+      PyTuple_SET_ITEM(handed_on.ptr(), i, each);
+    } else {
+      PyTuple_SET_ITEM(others.ptr(), i - forward.num_tensors, each);
+    }
+  }
+  if (!forward.leaves) {
+    PyObject* same = PyNumber_InPlaceOr(overwritten, forward.places.ptr());
+    if (same == nullptr) raise_python_error();
+    Py_DECREF(same);
+  }
+  return PyTuple_Pack(2, handed_on.ptr(), others.ptr());
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_replay, m) {
+  m.doc() = "Replays of graphs by a flat program, with nodes of autograd in C++.";
+  m.attr("torch_version") = TORCH_VERSION;
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("forwards"), py::arg("backwards"),
+           py::arg("slots"));
+  py::class_<Step, std::shared_ptr<Step>>(m, "Step")
+      .def(py::init([](const std::shared_ptr<Program>& program, at::Tensor anchor, std::vector<bool> before,
+                       std::vector<bool> after, bool named) {
+             return std::make_shared<Step>(program, std::move(anchor), std::move(before), std::move(after), named);
+           }),
+           py::arg("program"), py::arg("anchor"), py::arg("before"), py::arg("after"), py::arg("named"))
+      .def("forward",
+           [](const std::shared_ptr<Step>& step, const py::object& owner, int64_t chunk, int64_t run,
+              const py::tuple& tensors, const py::set& overwritten) {
+             HANDLE_TH_ERRORS
+             return py::reinterpret_steal<py::object>(
+                 step->forward(step, owner.ptr(), chunk, run, tensors.ptr(), overwritten.ptr()));
+             END_HANDLE_TH_ERRORS_PYBIND
+           })
+      .def("pass_over", &Step::pass_over)
+      .def("leave", &Step::leave)
+      .def_readonly("next", &Step::next)
+      .def_readonly("aliased", &Step::aliased);
+}
