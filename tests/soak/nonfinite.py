@@ -94,9 +94,9 @@ class Injector:
         shared = group_size(groups.tp) if not own.tensor_model_parallel else 1
         return name, max(shared, group_size(groups.pp) if name == "word_embedding.weight" else 1)
 
-    def _run(self, fetch: Any, num_microbatches: int, scale: Any) -> Any:
+    def _run(self, *arguments: Any) -> Any:
         self.seen = {}
-        return self._train(fetch, num_microbatches, scale)
+        return self._train(*arguments)
 
     def _hook(self, name: str, grad: torch.Tensor | None) -> torch.Tensor | None:
         self.seen[name] = self.seen.get(name, 0) + 1
