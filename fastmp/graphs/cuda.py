@@ -15,7 +15,8 @@ masks of hidden states are a pure function, are tensors: the recomputation reads
 that graph has drawn them, and nothing precedes its replay. For a stream from which an eager run of a part has
 drawn anything else, as attention does, the part gets a generator of its own. It is set before the backward is
 replayed, to where the forward's replay started, advanced by what the forward draws before that part; a graph
-then begins with two small copies for each of them.
+then begins with two small copies for each of them. Where one graph holds forwards and their backwards, all
+are set before its replay, to where the step begins, advanced in the same way.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEP = GraphConfig(enabled=True, scope=("full_step",))
 BUCKETS = OptimizerConfig(bucket_size=200)
+SHARED_MEMORY = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
 
 
 def compare(groups=ParallelGroups.alone(), layout=ONE, steps=20, **options):
@@ -75,6 +76,7 @@ RANKS = {
             (DENSE, ONE, replace(BUCKETS, name="muon", shard=False)),
         ],
     ),
+    "experts": ({"ep": 2}, [(SHARED_MEMORY, ParallelConfig(ep=2), BUCKETS)]),
     "pipeline": (
         {"pp": 2},
         [
@@ -195,6 +197,7 @@ def evaluations_case(rank, world, grid, config, layout, shapes):
         (1, {}, EXPERTS, ONE, 1),
         (2, {}, DENSE, ONE, 1),
         (2, {"tp": 2}, DENSE, ParallelConfig(tp=2, sequence_parallel=True), 1),
+        (2, {"ep": 2}, SHARED_MEMORY, ParallelConfig(ep=2), 1),
         (2, {"pp": 2}, CONFIG, ParallelConfig(pp=2, vpp=2), 3),
     ],
 )

@@ -342,6 +342,22 @@ def test_the_recipe_with_experts_has_the_same_losses_with_graphs(tmp_path, capfd
     assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
 
 
+@pytest.mark.full
+def test_the_command_trains_and_evaluates_in_one_graph_a_step(tmp_path, capfd, train_recipe):
+    evaluated = ["--train.eval-interval", "2"]
+    assert train_recipe(0, 1, "eager", *evaluated, command=True) == 0
+    whole = ["--graphs", "--graphs.scope", "full_step", "--graphs.evaluation", *evaluated]
+    assert train_recipe(0, 1, "graphs", *whole, command=True) == 0
+    assert "step 3: 1 graph of the whole step, 0." in capfd.readouterr().out
+    assert len(losses(tmp_path / "eager")) == 5
+    assert losses(tmp_path / "graphs") == losses(tmp_path / "eager")
+    of_kind = [
+        [r["loss"] for r in read_metrics(tmp_path / name / "metrics.jsonl") if r["kind"] == "eval"]
+        for name in ("eager", "graphs")
+    ]
+    assert of_kind[0] == of_kind[1] and len(of_kind[0]) == 3
+
+
 def losses(run_dir):
     keys = "step", "loss", "grad_norm"
     records = read_metrics(run_dir / "metrics.jsonl")
