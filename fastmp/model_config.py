@@ -66,6 +66,12 @@ class MoEConfig(Checked):
         "of dispatcher symmetric: rows that a rank has room for, over what comes if all experts get equally "
         "many; none: for all tokens of all ranks",
     )
+    symmetric_overflow: str = option(
+        "drop",
+        "pairs beyond that room: they are dropped and counted, or a training step that has some is run again "
+        "by all-to-all, for which the host waits once a step",
+        ("drop", "rerun"),
+    )
     shared_expert_ffn_hidden_size: int = option(
         0, "hidden units of an expert that every token goes to; 0: there is none"
     )
@@ -87,6 +93,8 @@ class MoEConfig(Checked):
                     f'symmetric_capacity is for dispatcher "symmetric", got {self.symmetric_capacity} beside '
                     f"{self.dispatcher!r}"
                 )
+        if self.symmetric_overflow == "rerun" and self.symmetric_capacity is None:
+            yield 'symmetric_overflow "rerun" needs a symmetric_capacity; without one there is room for all'
         if self.shared_expert_gate and self.shared_expert_ffn_hidden_size == 0:
             yield "shared_expert_gate needs a shared expert, got shared_expert_ffn_hidden_size 0"
         sizes = ("num_experts", "top_k", "expert_ffn_hidden_size", "num_groups", "group_topk")
@@ -331,7 +339,7 @@ class GPTConfig(Checked):
 _OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
 _OF_TRAINING_EXPERTS = {
     *("bias_update_rate", "aux_loss", "sequence_aux_loss", "z_loss", "jitter", "capacity_factor"),
-    *("drop_policy", "dispatcher", "symmetric_capacity"),
+    *("drop_policy", "dispatcher", "symmetric_capacity", "symmetric_overflow"),
 }
 
 

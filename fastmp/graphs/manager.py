@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -227,6 +228,18 @@ class GraphManager:
             f"{self.static_bytes / 1e6:.2f} MB of static buffers, "
             f"{self.backend.nbytes / 1e6:.2f} MB in a pool"
         )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let the chains run by themselves inside, between two steps."""
+        self.end_step()
+        own = [(chain, vars(chain).pop("forward", None)) for chain in self.chains]
+        try:
+            yield
+        finally:
+            for chain, forward in own:
+                if forward is not None:
+                    chain.forward = forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Let the chains run by themselves again, and let go of the graphs.

@@ -115,12 +115,17 @@ class DeviceStep:
             dropped_pairs=dropped,
         )
 
-    def _of_all_ranks(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum the counts of experts over ranks and, in the same collectives, the pairs that were dropped."""
-        dropped = torch.stack([*self.dropped_pairs, counts.new_zeros(())]).sum()
+    def take_dropped(self) -> Tensor:
+        """The pairs that this rank has dropped since this was last asked, (); int64."""
+        numbers = [each.clone() for each in self.dropped_pairs]
         for each in self.dropped_pairs:
             each.zero_()
-        both = torch.cat((counts.flatten(), dropped.view(1)))
+        device = next(iter(self.grads.parameters.values())).device
+        return torch.stack([torch.zeros((), dtype=torch.int64, device=device), *numbers]).sum()
+
+    def _of_all_ranks(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the counts of experts over ranks and, in the same collectives, the pairs that were dropped."""
+        both = torch.cat((counts.flatten(), self.take_dropped().view(1)))
         _sum_over(both, self.groups.tp_cp_dp, self.groups.pp)
         return both[:-1].view_as(counts), both[-1]
 

@@ -52,6 +52,7 @@ from fastmp.train.microbatches import (
 )
 from fastmp.train.optimizer import make_grads, make_optimizer, make_scaler
 from fastmp.train.replicas import Replicas
+from fastmp.train.rerun import Rerun
 from fastmp.train.saving import Saving, paused
 from fastmp.train.stopping import SkippedSteps
 
@@ -181,6 +182,7 @@ class Trainer:
         self._lr = torch.zeros((), dtype=torch.float64, device=self.device)  # as a graph reads it
         graphs = GraphConfig() if graphs is None else graphs
         self.graphs = self._make_graphs(graphs, graph_manager)
+        self._rerun = Rerun(self._work, self.graphs, rng)
         self.evaluation_graphs = (
             evaluation_graphs(self.runner, rng=rng, device=self.device)
             if graphs.enabled and graphs.evaluation
@@ -231,6 +233,9 @@ class Trainer:
             result = self._train_step()
             if self.graphs is not None and log is not None and self._graph_state() != before:
                 log.note(f"step {self.step}: {self.graphs.describe()}")
+            if log is not None and self._rerun.note:
+                log.note(f"step {self.step}: {self._rerun.note}")
+            self._rerun.note = ""
             if log is not None:
                 log.progress(self.step)
             if log is not None and log.due(self.step):
@@ -315,6 +320,12 @@ class Trainer:
             return graph(batches, self._lr.fill_(lr))
 
     def _backward(self) -> Sums:
+        """Run forward and backward of this step's microbatches, again where their tokens did not fit."""
+        if self._rerun.wanted:
+            return self._rerun.checked(self._microbatches, self._fetch)
+        return self._microbatches()
+
+    def _microbatches(self) -> Sums:
         """Run forward and backward of this step's microbatches, layers or whole microbatches in graphs."""
         if not isinstance(self.graphs, GraphManager):
             return self._work.backward(self._fetch)

@@ -18,8 +18,9 @@ chosen of each token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -158,7 +159,7 @@ class MoELayer(SegmentedLayer):
         own = 1 + self.dispatcher.num_kept
         kept, (aux, counts_E, hidden_or_shared_SBH, *carried) = tensors[:own], tensors[own:]
         output_TH = self.dispatcher.combine(*kept)
-        if self.dropped_pairs is not None:
+        if self.dropped_pairs is not None and self.dispatcher.may_drop:
             output_TH = _Counted.apply(output_TH, self.dispatcher.dropped(*kept[1:]), self.dropped_pairs)
         output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
@@ -170,6 +171,19 @@ class MoELayer(SegmentedLayer):
                 shared_SBH.record_stream(current)
             output_SBH = output_SBH + shared_SBH
         return output_SBH, aux, counts_E, *carried
+
+    @contextmanager
+    def all_to_all(self) -> Iterator[None]:
+        """Send tokens by all-to-all inside, which drops none; on all ranks of the expert group together."""
+        own = self.dispatcher
+        ordinary = replace(
+            self.moe, dispatcher="alltoall", symmetric_capacity=None, symmetric_overflow="drop"
+        )
+        self.dispatcher = make_dispatcher(ordinary, self.groups)
+        try:
+            yield
+        finally:
+            self.dispatcher = own
 
     def _capacity(self, hidden_SBH: Tensor) -> int | None:
         """The number of tokens that an expert takes from one rank, the same on all TP ranks; None: no limit.
