@@ -106,6 +106,7 @@ EXPECTED = {
     "bias_dropout_add_into": Expected(0.92),
     "bias_gelu": Expected(0.93),
     "bias_gelu_backward": Expected(0.91),
+    "block_rows": Expected(0.5, least_us=4.0),
     "clamped_swiglu": Expected(0.93),
     "clamped_swiglu_backward": Expected(0.91),
     "cross_entropy_grad": Expected(0.9),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fastmp.ops.exchange  # noqa: F401  # ops for dispatchers, which call them by their module
 from fastmp.ops.activation import bias_gelu
 from fastmp.ops.adamw import adamw_
+from fastmp.ops.blocks import block_rows
 from fastmp.ops.capacity import apply_capacity
 from fastmp.ops.clamped_swiglu import clamped_swiglu
 from fastmp.ops.cross_entropy import cross_entropy, cross_entropy_from_stats
@@ -41,6 +42,7 @@ __all__ = [
     "backends",
     "bias_dropout_add",
     "bias_gelu",
+    "block_rows",
     "clamped_swiglu",
     "cross_entropy",
     "cross_entropy_from_stats",

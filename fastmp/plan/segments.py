@@ -203,10 +203,11 @@ class _Parts:
             row_of = Tensor((shapes.routed, moe.top_k), "int32")
             return tokens, probs, indices, row_of, Tensor((moe.num_experts + 1,), "int32"), *rest
         everyones = Tensor((self._sharing * shapes.routed, moe.top_k), "int32")
-        blocks = Tensor((2, shapes.grid.etp * (moe.num_experts + 1)), "int32")
+        blocks = Tensor((shapes.grid.etp * (moe.num_experts + 1),), "int32")
+        offsets = Tensor((moe.num_experts // shapes.grid.ep,), "int32")
         copy = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
         plan = {
-            "alltoall": (probs, everyones, blocks, copy),
+            "alltoall": (probs, everyones, blocks, blocks, offsets, copy),
             "allgather": (indices, probs, copy),
         }.get(shapes.dispatcher, (probs, everyones, Tensor((moe.num_experts,), "int32")))
         return tokens, *plan, *rest

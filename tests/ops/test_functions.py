@@ -31,8 +31,8 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, to
 pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 # Public, but with tests of their own: what has no tensors, no gradient or no kernel, or is part of another.
 TESTED_ELSEWHERE = {
-    "RouterOutput", "adamw_", "apply_capacity", "backends", "cross_entropy_from_stats", "first_not_finite",
-    "grouped_mm_choice", "permutation", "rope_cos_sin", "warm_up",
+    "RouterOutput", "adamw_", "apply_capacity", "backends", "block_rows", "cross_entropy_from_stats",
+    "first_not_finite", "grouped_mm_choice", "permutation", "rope_cos_sin", "warm_up",
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from fastmp.testing.ops import run, samples
 
 # ops that take nothing else, or a copy
 CONTIGUOUS = (
-    "adamw_", "cross_entropy_merge", "exchange_barrier", "exchange_counts", "exchange_take",
+    "adamw_", "block_rows", "cross_entropy_merge", "exchange_barrier", "exchange_counts", "exchange_take",
     "first_not_finite",
 )  # fmt: skip
 IN_TURN = ("rope", "rope_")  # the programs of keys follow those of queries

@@ -34,7 +34,7 @@ from torch.distributed import ProcessGroup
 from fastmp.config import MoEConfig
 from fastmp.nn.moe.host_copies import HostCopies
 from fastmp.nn.segment import Tensors
-from fastmp.ops import permutation, permute, unpermute
+from fastmp.ops import block_rows, permutation, permute, unpermute
 from fastmp.parallel.collectives import (
     all_gather,
     all_to_all,
@@ -236,7 +236,7 @@ class _Exchanging(LocalDispatcher):
 class AllToAllDispatcher(_Exchanging):
     """Sends each pair to its expert: an all-to-all over `ep` with sizes that vary, then the rows of `etp`."""
 
-    num_prepared = 4
+    num_prepared = 6
     num_kept = 4
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
@@ -244,19 +244,17 @@ class AllToAllDispatcher(_Exchanging):
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         matrix_RX = self._everyones(counts, indices.shape[0], room, refused)
         copy_RX = self.copies.start(matrix_RX)
-        return probs, row_of, self._blocks(matrix_RX), copy_RX
+        return probs, row_of, *self._blocks(matrix_RX), copy_RX
 
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        probs, row_of, blocks, copy_RX = prepared
+        probs, row_of, starts, places, offsets, copy_RX = prepared
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
         numbers = self._arrived(copy_RX)
         sent, received, by_etp = self._splits(numbers)
         rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
         if self.etp > 1:
             rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group)
-        experts, repeats = blocks.unbind()
-        experts = experts.repeat_interleave(repeats, output_size=self.etp * max(by_etp))
-        row_of_arrived, offsets = permutation(experts.unsqueeze(1), self.num_local)
+        row_of_arrived = block_rows(starts, places, self.etp * max(by_etp))
         rows = permute(rows, row_of_arrived, sum(by_etp))
         return rows, offsets, probs, row_of, row_of_arrived, numbers
 
@@ -281,17 +279,20 @@ class AllToAllDispatcher(_Exchanging):
         values, ep = self._values(numbers), self.ep
         return values[:ep], values[ep : 2 * ep], values[2 * ep : 2 * ep + self.etp]
 
-    def _blocks(self, matrix_RX: Tensor) -> Tensor:
-        """The blocks of rows of one expert in the order in which they arrive, as (2, blocks) int32.
+    def _blocks(self, matrix_RX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Where blocks of rows of one expert start as they arrive, where they go, and where experts end.
 
-        Of each block its expert here, from 0 to L, and its rows. A block with expert -1 is the padding behind
-        the rows of an etp rank.
+        Behind the rows of each etp rank comes a block of padding, which goes nowhere.
         """
         rows = self._local(matrix_RX).reshape(self.etp, -1)
-        totals = rows.sum(1, keepdim=True, dtype=torch.int32)
-        rows = torch.cat((rows, totals.max() - totals), 1).flatten()
-        local = torch.arange(self.num_local, dtype=torch.int32, device=rows.device).repeat(self.ep)
-        return torch.stack((F.pad(local, (0, 1), value=-1).repeat(self.etp), rows))
+        totals = rows.sum(1, keepdim=True)
+        sizes = torch.cat((rows, totals.max() - totals), 1).flatten()
+        starts = (sizes.cumsum(0) - sizes).to(torch.int32)
+        by_expert = rows.reshape(-1, self.num_local).t()
+        ends = by_expert.reshape(-1).cumsum(0).view_as(by_expert)
+        places = (ends - by_expert).t().reshape(self.etp, -1)
+        offsets = ends[:, -1].to(torch.int32)
+        return starts, F.pad(places, (0, 1), value=-1).flatten().to(torch.int32), offsets
 
 
 class AllGatherDispatcher(_Exchanging):

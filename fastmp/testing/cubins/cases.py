@@ -342,6 +342,13 @@ def _permutation(experts, *facts):
     return case, facts
 
 
+def _block_rows(*facts):
+    def case(t, wide):
+        return "block_rows", (t(1024, dtype=torch.int32), t(1024, dtype=torch.int32), 32768)
+
+    return case, facts
+
+
 def _permute(*facts):
     def case(t, wide):
         return "permute", (t(8192, 7168), t(8192, 8, dtype=torch.int32), 8192 * 8 + 100)
@@ -487,6 +494,7 @@ CASES = {
     "router backward deepseek-v2": _router_backward("deepseek-v2", Facts(1, 1, exps=1, barriers=1)),
     "router backward deepseek-v3": _router_backward("deepseek-v3", Facts(1, 1, exps=2, barriers=5)),
     "router backward many": _router_backward("many", Facts(1, 1, exps=2, stack=8, barriers=9)),
+    "block rows": _block_rows(SORT),
     "permutation 32": _permutation(32, SORT, SORT, SORT),
     "permutation 256": _permutation(256, SORT, SORT, SORT),
     "permutation 512": _permutation(512, SORT, SORT, SORT),
@@ -509,6 +517,6 @@ CASES = {
 WIDE = ("dropout wide", "dropout backward wide")
 # Those that take no other dtype, or mix bf16 with float32.
 ONE_DTYPE = (
-    "adamw small", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
+    "adamw small", "block rows", "permutation", "cross_entropy merge", "exchange barrier", "exchange counts",
     "exchange places", *WIDE,
 )  # fmt: skip
