@@ -73,12 +73,12 @@ void exchange_push_run(const PeerRun& run) {
       const T* x = static_cast<const T*>(run.tokens) + token * run.token_pitch;
       for (int64_t pair = token * run.num_slots; pair < (token + 1) * run.num_slots; ++pair) {
         scalar_of<T> dprob = 0;
-        if (!run.row<T>(pair, 0)) {
-        } else if (run.y) {
+        const bool there = run.row<T>(pair, 0) != nullptr;
+        if (there && run.y) {
           dprob = push_weighted<true>(run, pair, x, static_cast<const T*>(run.y) + pair * run.num_cols);
-        } else if (run.probs) {
+        } else if (there && run.probs) {
           push_weighted<false>(run, pair, x, x);
-        } else {
+        } else if (there) {
           for (int64_t copy = 0; copy < run.num_copies; ++copy) {
             copy_row(run.row<T>(pair, copy), x, run.num_cols, run.streamed);
           }
@@ -110,16 +110,17 @@ void exchange_pull_run(const PeerRun& run) {
           for (int64_t copy = 0; copy < run.num_copies; ++copy) copies.add(run.row<T>(pair, copy), S{1});
           copies.finish(kept);
         } else if (run.y) {
-          copy_row(kept, row, run.num_cols, false);
+          copy_row(kept, row, run.num_cols, run.streamed);
         }
-        total.add(kept ? kept : row, run.probs ? static_cast<const S*>(run.probs)[pair] : S{1});
+        total.add(summed ? kept : row, run.probs ? static_cast<const S*>(run.probs)[pair] : S{1});
       }
       total.finish(static_cast<T*>(run.tokens) + token * run.num_cols);
     }
+    fence();
   });
 }
 
-// Copies rows [begin, end) to rows without gaps from such that lie `pitch` elements apart.
+// Copies `count` rows that lie `pitch` elements apart to rows without gaps.
 void exchange_copy_run(void* to, const void* from, int64_t count, int64_t num_cols, int64_t pitch, ScalarType dtype,
                        bool streamed) {
   dispatch_float(dtype, "exchange_copy", [&](auto tag) {
@@ -371,7 +372,10 @@ Tensor exchange_push(const Tensor& x, const Tensor& given_where, std::optional<T
   const Tensor dprobs = y ? fastmp::empty(where.sizes(), wide, x)
                           : fastmp::empty({0}, probs ? wide : ScalarType::Float, x);
   if (where.numel() == 0) return dprobs;
-  if (run.num_cols == 0) return torch::stable::zero_(const_cast<Tensor&>(dprobs));
+  if (run.num_cols == 0) {
+    if (dprobs.numel()) std::memset(dprobs.mutable_data_ptr(), 0, dprobs.numel() * dprobs.element_size());
+    return dprobs;
+  }
   const Rows tokens(x);
   if (y) y = torch::stable::contiguous(*y);
   run.tokens = const_cast<void*>(tokens.tensor.const_data_ptr());
