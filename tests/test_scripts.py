@@ -82,7 +82,7 @@ def steps(job: Path) -> list[int]:
     return [r["step"] for r in read_metrics(metrics) if r["kind"] == "train"] if metrics.exists() else []
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_job_of_slurm_saves_before_its_time_is_up_and_goes_on_when_it_is_queued_again(job, monkeypatch):
     for name, value in {"SLURM_JOB_ID": "4711", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -189,8 +189,13 @@ def test_transformers_directories_and_tables(trained, files, tmp_path, capsys):
     assert "accuracy" in lambada and f"{three['accuracy']:.2%}" in lambada
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [("--tp", 2, "--sequence-parallel"), ("--pp", 2), ("--cp", 2), ()])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in [("--pp", 2), ("--cp", 2)]),
+        *(pytest.param(each, marks=pytest.mark.full) for each in [("--tp", 2, "--sequence-parallel"), ()]),
+    ],
+)
 def test_ranks_print_what_one_does(trained, files, tmp_path, layout):
     where = ("wikitext", files / "wiki.test.tokens", "--stride", 8, "--checkpoint", trained)
     expected = result_of(tmp_path / "1.json", *where)

@@ -104,7 +104,7 @@ def test_results_do_not_depend_on_the_order_of_threads(name, dtype, built):
                     assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), (op, seed)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 @FILES
 def test_every_line_is_run(name, tmp_path, monkeypatch):
     """In every instance of a template: of the file itself, and of what it uses of common.cuh."""
@@ -192,8 +192,10 @@ def is_wrong(compiled: Kernels, name: str, monkeypatch: pytest.MonkeyPatch) -> b
     return os.waitpid(child, 0)[1] != 0
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("file", NEEDS_BARRIERS)
+@pytest.mark.parametrize(
+    "file",
+    [*full(["cross_entropy.cu", "problems.cuh"]), pytest.param("norm.cu", marks=pytest.mark.exhaustive)],
+)
 def test_no_barrier_can_be_left_out(file, built, tmp_path, monkeypatch):
     name = NEEDS_BARRIERS[file]
     assert not is_wrong(built[name], name, monkeypatch)

@@ -99,7 +99,7 @@ def test_a_leak_is_seen(change, said):
     assert found.startswith(said) and bool(found) == bool(said)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_steps_and_jobs_leave_nothing_behind():
     outcome = memory.run(quick=True)
     assert not outcome.failures, "\n".join(outcome.failures)
@@ -111,7 +111,7 @@ def test_a_slope_is_that_of_the_floors():
     assert memory.slope(seen, 500) == pytest.approx(2000, rel=0.02)
 
 
-@pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_checkpoint_of_any_layout_loads_into_any_other():
     outcome = reshard.run(quick=True)
     assert not outcome.failures, "\n".join(outcome.failures)
