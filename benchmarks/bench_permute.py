@@ -147,6 +147,7 @@ GOALS = (
     CpuGoal("unpermute", "bfloat16", "both", OURS, 2.0, 1.5),
 )
 SHAPES = {
+    "block_rows": ((8, 32, 65536), (64, 4, 65536)),  # rows of so many ranks for each of so many experts
     "permutation": ((8192, 8, 256), (8192, 8, 512)),
     **dict.fromkeys(("permute", "unpermute", "unpermute_backward"), _CUDA),
 }
@@ -154,6 +155,13 @@ SHAPES = {
 
 def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: str, seed: int) -> tuple:
     """Random arguments of `torch.ops.fastmp.<op>`."""
+    if op == "block_rows":
+        ranks, experts, rows = shape
+        ends = torch.arange(1, ranks * experts + 1, device=device) * rows // (ranks * experts)
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+        by_expert = sizes.view(ranks, experts).t().flatten()
+        places = (by_expert.cumsum(0) - by_expert).view(experts, ranks).t().flatten()
+        return (ends - sizes).to(torch.int32), places.to(torch.int32), rows
     if op == "permutation":
         tokens, slots, experts = shape
         generator = torch.Generator(device).manual_seed(seed)

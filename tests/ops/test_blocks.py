@@ -21,6 +21,16 @@ def test_blocks_move():
     assert block_rows(starts[:1], places[:1], 0).shape == (0, 1)
 
 
+def test_blocks_move_that_threads_divide():
+    sizes = torch.arange(600)
+    starts, places = (sizes.cumsum(0) - sizes).int(), (sizes.flip(0).cumsum(0) - sizes.flip(0)).int().flip(0)
+    places[::7] = -1
+    arguments = starts, places, int(sizes.sum())
+    assert torch.equal(block_rows(*arguments), reference(*arguments))
+    apart = torch.stack((starts, places), 1)
+    assert torch.equal(block_rows(apart[:, 0], apart[:, 1], arguments[2]), reference(*arguments))
+
+
 @pytest.mark.interpret
 def test_the_kernel_is_the_reference():
     for arguments in samples("block_rows", device="cpu", dtype=torch.float32):
