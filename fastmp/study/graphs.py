@@ -33,6 +33,7 @@ _SEGMENTS = {
     "moe_preprocess": ("preprocess",),
     "moe": ("router", "preprocess", "dispatch", "experts", "combine"),
 }
+_DISPATCHERS = ("alltoall", "symmetric")
 _TOKENS = (256, 1024, 4096, 16384)
 Counts = dict[str, dict[str, tuple[int, int]]]
 
@@ -83,13 +84,13 @@ def measure() -> dict[str, Any]:
     return {**machine(), "host_us": found}
 
 
-def _recipe(tokens: int) -> Recipe:
+def _recipe(tokens: int, dispatcher: str = "alltoall") -> Recipe:
     """Return Qwen3-30B-A3B with its experts over 8 ranks, microbatches of `tokens` tokens on each rank."""
     model = GPTConfig(
         num_layers=48, hidden_size=2048, num_heads=32, num_kv_heads=4, head_size=128, vocab_size=151936,
         max_seq_len=16384, norm="rmsnorm", position="rope", activation="swiglu", linear_bias=False,
         tie_embeddings=False, qk_norm=True,
-        moe=MoEConfig(num_experts=128, top_k=8, expert_ffn_hidden_size=768),
+        moe=MoEConfig(num_experts=128, top_k=8, expert_ffn_hidden_size=768, dispatcher=dispatcher),
     )  # fmt: skip
     return Recipe(
         model=model,
@@ -118,7 +119,7 @@ def _in_layers(recipe: Recipe) -> float:
 
 def page(counts: Counts, measured: dict[str, Any]) -> str:
     """Return the study's page."""
-    facts = graph_facts(_recipe(4096), 8)
+    captured = [graph_facts(_recipe(4096, dispatcher), 8)["captured"] for dispatcher in _DISPATCHERS]
     host, gpu = measured["host_us"], gpu_us()
     eager, partly = host["moe"]["eager"], host["moe"][PARTIAL]
     bound = [tokens for tokens, took in gpu.items() if took < eager]
@@ -127,15 +128,17 @@ def page(counts: Counts, measured: dict[str, Any]) -> str:
 
 `fastmp study graphs` wrote this page; `--measure` takes its host times anew. A replay launches a run of a
 layer at once, where eager code makes op after op. What that saves is the host's time, which matters where the
-host is slower than the GPU. Experts over ranks cannot be captured, so part of a layer stays eager
-([cuda-graphs.md](../cuda-graphs.md)).
+host is slower than the GPU. Where tokens go to experts on other ranks by all-to-all, the host has to know how
+many, so part of a layer stays eager ([cuda-graphs.md](../cuda-graphs.md)); through memory that ranks share
+they travel inside the graph ([moe.md](../moe.md)).
 
 ## What a layer launches
 
-Ops that make a kernel, counted in a layer's forward and backward; some of fastmp's ops launch two. "Captured"
-is what `fastmp plan graphs` says of Qwen3-30B-A3B with experts over 8 ranks, without a scope.
+Ops that make a kernel, counted in a layer's forward and backward; some of fastmp's ops launch two. What is
+captured is what `fastmp plan graphs` says of Qwen3-30B-A3B with experts over 8 ranks, without a scope, by
+two dispatchers.
 
-{table(["segment", "forward", "backward", "captured"], [*_segment_rows(counts["moe"], facts["captured"])])}
+{table(["segment", "forward", "backward", *_DISPATCHERS], [*_segment_rows(counts["moe"], captured)])}
 A dense layer launches {_total(counts["dense"])}: {_described(counts["dense"])}.
 
 ## What capture saves
@@ -148,7 +151,7 @@ kernels of the eager parts are in the times, the CUDA driver's calls are not.
 
 {table(["layer", "in graphs", "launches", "left", "host us", "saved"], [*_scope_rows(counts, host)])}
 A launch that is removed saves {_per_launch(counts, host):.0f} us of this host. With all experts on one rank
-a layer is captured whole; over ranks, partial capture still takes
+a layer is captured whole, and so it is where ranks share memory; by all-to-all, partial capture still takes
 {(eager - partly) / eager:.0%} of the host's time away.
 
 ![host time of a layer, eager and in graphs, beside the GPU's time](graphs-host.png)
@@ -165,9 +168,14 @@ border. `gpu_check` measures both on a GPU.
 """
 
 
-def _segment_rows(counts: dict[str, tuple[int, int]], captured: list[str]) -> Iterator[list[str]]:
+def _segment_rows(counts: dict[str, tuple[int, int]], captured: list[list[str]]) -> Iterator[list[str]]:
     for name, (forward, backward) in counts.items():
-        yield [name, f"{forward}", f"{backward}", "in a graph" if name in captured else "eager"]
+        yield [
+            name,
+            f"{forward}",
+            f"{backward}",
+            *("in a graph" if name in own else "eager" for own in captured),
+        ]
 
 
 def _scope_rows(counts: Counts, host: dict[str, dict[str, float]]) -> Iterator[list[str]]:
