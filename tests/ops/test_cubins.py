@@ -19,9 +19,10 @@ import torch
 
 from fastmp.ops import OPS, adamw, cross_entropy_triton
 from fastmp.testing.cubins.accesses import unordered
-from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP, Facts
+from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
 from fastmp.testing.cubins.check import broken, check_case
 from fastmp.testing.cubins.compiled import REGISTERS, launches, meta
+from fastmp.testing.cubins.facts import Facts
 from fastmp.testing.ops import samples
 
 ARCHS = (80, 90, 100, 103)

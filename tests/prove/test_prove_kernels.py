@@ -11,8 +11,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from fastmp.prove import kernels
 from fastmp.prove.claims import Claim
 from fastmp.testing.cubins import cases
-from fastmp.testing.cubins.cases import CASES, Facts
+from fastmp.testing.cubins.cases import CASES
 from fastmp.testing.cubins.compiled import kernel_names
+from fastmp.testing.cubins.facts import Facts
 
 COMPILED = [
     kernels.Compiled("a case", name, arch, 64, 0, 0, 4096, 8, 4, ("TMA",), ())

@@ -15,8 +15,9 @@ import torch
 from fastmp.ops import _triton, grouped_mm_tiles
 from fastmp.ops.registry import compute_dtype
 from fastmp.testing.cubins.accesses import accesses, unordered
-from fastmp.testing.cubins.cases import CASES, WIDE, Facts
+from fastmp.testing.cubins.cases import CASES, WIDE
 from fastmp.testing.cubins.compiled import REGISTERS, SHARED_LIMIT, Launch, launches, meta
+from fastmp.testing.cubins.facts import Facts
 
 # Bytes of stack a thread: none with the release that tile sizes were chosen for; others park a few words.
 STACK = 0 if (_triton.VERSION or "").startswith("3.6.") else 32
