@@ -109,8 +109,9 @@ def test_every_box_has_its_place_and_colour(tmp_path, monkeypatch):
 
 def test_steps_that_take_no_time_are_drawn(tmp_path):
     free = ["--forward=0", "--backward-input=0", "--backward-weight=0", f"--plot={tmp_path / 'x.svg'}"]
-    assert plan.main(["schedule", "--pp=2", "--num-microbatches=2", *free]) == 0
-    assert (tmp_path / "x.svg").stat().st_size > 1000
+    for more in ([], ["--overlap", "--p2p=1"]):
+        assert plan.main(["schedule", "--pp=3", "--num-microbatches=8", *free, *more]) == 0
+        assert (tmp_path / "x.svg").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ def test_steps_that_take_no_time_are_drawn(tmp_path):
         ([*EXAMPLE[1:], "--group-size", "3"], "schedule: group_size 3 is less than pp 4"),
         (["--pp", "0", "--num-microbatches", "8"], "schedule: pp must be a positive integer, got 0"),
         ([*EXAMPLE[1:], "--p2p", "-1"], "schedule: cost p2p must be 0 or more, got -1.0"),
+        ([*EXAMPLE[1:], "--hidden", "0.5"], "schedule: hidden 0.5 is of two steps at once: add --overlap"),
         ([*EXAMPLE[1:], "--schedule", "gpipe"], "gpipe"),
         (["--num-microbatches", "8"], "--pp"),
         ([*EXAMPLE[1:], "--plot", "picture.xyz"], "xyz"),

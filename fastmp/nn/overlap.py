@@ -13,14 +13,14 @@ bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -44,7 +44,9 @@ class OverlappedLayers:
 
     Other calls of the chains, in evaluation for instance, are as ever.
 
-    ValueError for chains that are recomputed.
+    ValueError for chains that are recomputed; in `begin_step` for a layer with hooks, which nobody would call
+    (those before a forward with the mark `hook.replayed = True` are); and in a forward for keywords with a
+    graph of their own, and where a chain is called again before its backward.
     """
 
     def __init__(self, chains: Sequence[LayerChain]) -> None:
@@ -63,6 +65,12 @@ class OverlappedLayers:
         """Forget what a step that failed has left."""
         self._live.clear()
         self._queue.take()
+        for layer in (layer for chain in self._chains for layer in chain):
+            if (hook := _skipped_hook(layer)) is not None:
+                raise ValueError(
+                    f"overlap_experts: layers are run in parts, so nobody calls {type(layer).__name__} and "
+                    f"its hook {hook}; put it on a module inside the layer"
+                )
 
     @contextmanager
     def forward(self, key: Key, beside: Key | None = None) -> Iterator[None]:
@@ -82,6 +90,7 @@ class OverlappedLayers:
         if self._now is None or not torch.is_grad_enabled():
             return LayerChain.forward(self._chains[chunk], *tensors, **shared)
         key, beside = self._now
+        self._check(key, shared)
         other = None if beside is None else self._live.get(beside)
         own = self._live[key] = _Microbatch(self._runs[chunk], tensors, self._queue)
         for turn in self._order(chunk, None if beside is None or other is None else beside[1]):
@@ -92,6 +101,19 @@ class OverlappedLayers:
         if beside is not None:  # down to its input: the loss of this forward adds to gradients behind that
             self.backward(beside)
         return own.outputs()
+
+    def _check(self, key: Key, shared: Mapping[str, Any]) -> None:
+        if key in self._live:
+            raise ValueError(
+                f"overlap_experts: the layers of chunk {key[1]} were called again with microbatch {key[0]} "
+                "before its backward was over"
+            )
+        for name, value in shared.items():
+            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                raise ValueError(
+                    f"overlap_experts: keyword {name!r} of all layers has a graph of its own, through which "
+                    "each part of a backward would go again; hand it from layer to layer, or detach it"
+                )
 
     def _order(self, chunk: int, other: int | None) -> tuple[Turn, ...]:
         """The order of a forward, beside the backward of chunk `other`."""
@@ -129,11 +151,45 @@ def _backward_parts(runs: Sequence[_Run]) -> tuple[Part, ...]:
     return backward_parts([run.section for run in runs], defer=True)
 
 
+def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:
+    """A hook of `layer` itself that is called where somebody calls the layer, and not here."""
+    before = [hook for hook in layer._forward_pre_hooks.values() if hook not in _replayed_hooks(layer)]
+    others = (layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
+    return next(iter((*before, *(hook for hooks in others for hook in hooks.values()))), None)
+
+
+def _replayed_hooks(layer: nn.Module) -> list[Callable[..., Any]]:
+    """Hooks before the forward of `layer` that are called as hook(layer, ()) where nobody calls the layer."""
+    return [hook for hook in layer._forward_pre_hooks.values() if getattr(hook, "replayed", False)]
+
+
 class _Gradient:
     """The gradient of a tensor at a cut, as far as it has arrived."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
+
+    def add(self, grad: Tensor) -> None:
+        if self.value is not None and grad.is_cuda:  # it may come from the other stream
+            self.value.record_stream(torch.cuda.current_stream(grad.device))
+        self.value = grad if self.value is None else self.value + grad
+
+
+class _Held(NamedTuple):
+    """A tensor between two runs: without its graph, and with its gradient, where it needs one."""
+
+    tensor: Tensor
+    gradient: _Gradient | None
+
+    def given(self, exchange: bool) -> Tensor:
+        """The tensor as a run takes it.
+
+        Autograd runs a node on the stream on which it was made: each run makes its own, so that no part of a
+        backward has the other stream wait.
+        """
+        if self.gradient is None:
+            return self.tensor
+        return _Cut.apply(_anchor(self.tensor.device, exchange), self.tensor, self.gradient)
 
 
 Roots = list[tuple[GradientEdge, _Gradient]]
@@ -144,26 +200,31 @@ class _Microbatch:
 
     def __init__(self, runs: Sequence[_Run], tensors: Tensors, queue: WgradQueue) -> None:
         self._runs, self._queue = runs, queue
-        self._others: Tensors = ()
         self._roots: list[Roots] = []  # of each run, behind those of what came before the chain
-        self._tensors = self._cut(tensors, ())
+        self._held, self._others = self._hold(tensors, {}), list[_Held]()
         self._parts = _backward_parts(runs)
         self._left = list(range(len(self._parts)))
         self._deferred: dict[int, list[Any]] = {}
         self._lane = _Lane(tensors[0])
 
     def forward(self, part: int, shared: Mapping[str, Any]) -> None:
-        run, before = self._runs[part], self._tensors
-        with self._lane.on(run.section.exchange, before), defer_wgrad(self._queue):
-            tensors, others = run_links(run.links, before, shared=shared)
-            cut = self._cut((*tensors, *others), before)
-        self._tensors, self._others = cut[: len(tensors)], (*self._others, *cut[len(tensors) :])
+        links, section = self._runs[part]
+        queue = None if section.exchange else self._queue  # an exchange has no part for deferred gradients
+        with self._lane.on(section.exchange, [held.tensor for held in self._held]), defer_wgrad(queue):
+            for layer in (link.layer for link in links if link.first):
+                for hook in _replayed_hooks(layer):
+                    hook(layer, ())
+            given = tuple(held.given(section.exchange) for held in self._held)
+            tensors, others = run_links(links, given, shared=shared)
+            made = self._hold((*tensors, *others), {id(t): held for t, held in zip(given, self._held)})
+        self._held = made[: len(tensors)]
+        self._others += made[len(tensors) :]
 
     def outputs(self) -> Tensors:
         """The results of the chain, once all of it has run."""
-        made, self._tensors, self._others = (*self._tensors, *self._others), (), ()
-        self._lane.join(made)
-        return made
+        made, self._held, self._others = [*self._held, *self._others], [], []
+        self._lane.join([held.tensor for held in made])
+        return tuple(held.given(False) for held in made)
 
     def backward(self, part: int) -> None:
         """Run a part of the backward; weights of products have theirs in a part of its own."""
@@ -189,17 +250,21 @@ class _Microbatch:
             with self._lane.on(exchange, grads):
                 torch.autograd.backward(edges, grads)
 
-    def _cut(self, tensors: Tensors, before: Tensors) -> Tensors:
-        """The tensors of a run without their graph; those of `before` that it handed on are as they were."""
-        handed_on, roots, cut = {id(tensor) for tensor in before}, Roots(), []
+    def _hold(self, tensors: Tensors, given: Mapping[int, _Held]) -> list[_Held]:
+        """The results of a run; those that are what it was `given`, by their id, it has handed on."""
+        roots, held = Roots(), []
         for tensor in tensors:
-            if tensor.requires_grad and id(tensor) not in handed_on:
+            gradient = None
+            if id(tensor) in given:
+                held.append(given[id(tensor)])
+                continue
+            if tensor.requires_grad:
                 gradient = _Gradient()
                 roots.append((get_gradient_edge(tensor), gradient))
-                tensor = _Cut.apply(_anchor(tensor.device), tensor.detach(), gradient)
-            cut.append(tensor)
+                tensor = tensor.detach()
+            held.append(_Held(tensor, gradient))
         self._roots.append(roots)
-        return tuple(cut)
+        return held
 
 
 class _Cut(Function):
@@ -212,14 +277,13 @@ class _Cut(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        before = ctx.gradient.value
-        ctx.gradient.value = grad if before is None else before + grad
+        ctx.gradient.add(grad)
         return None, None, None
 
 
 @functools.cache
-def _anchor(device: torch.device) -> Tensor:
-    """What gives a cut tensor its backward."""
+def _anchor(device: torch.device, exchange: bool) -> Tensor:
+    """What gives a cut tensor its backward. A leaf's node has a stream, too: each stream has its own leaf."""
     return torch.zeros((), device=device, requires_grad=True)
 
 
@@ -248,11 +312,12 @@ class _Lane:
         self._event = stream.record_event()
 
     def join(self, tensors: Sequence[Tensor]) -> None:
-        """Let the current stream have `tensors`."""
+        """Let the current stream have `tensors`; what comes next waits for that stream."""
         if self._event is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(self._event)
             _record(tensors, stream)
+            self._event = None
 
 
 def _record(tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:

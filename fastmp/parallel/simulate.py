@@ -80,6 +80,7 @@ class Simulation:
     peak_activations: tuple[int, ...]  # for each rank: the most forwards whose backward is not complete
     starts: tuple[list[float], ...] = field(repr=False)
     ends: tuple[list[float], ...] = field(repr=False)
+    pairs: Sequence[Container[int]] = field(default=(), repr=False)  # as `simulate` got them
 
     @cached_property
     def makespan(self) -> float:
@@ -126,8 +127,8 @@ class Simulation:
             path.append(Event(rank, step, start, end))
             if start == 0.0:
                 break
-            near = range(max(i - 1, 0), min(i + 2, len(self.ends[rank])))
-            at_once = [j for j in near if start < end and self.starts[rank][j] == start] or [i]
+            pairs = self.pairs[rank] if self.pairs else ()
+            at_once = (i - 1, i) if i - 1 in pairs else (i, i + 1) if i in pairs else (i,)
             i = at_once[0]
             if i and self.ends[rank][i - 1] == start:
                 i -= 1
@@ -171,7 +172,7 @@ def simulate(
     costs = costs or Costs()
     starts, ends = _times(checked, costs, vpp, num_microbatches, pairs)
     peaks = tuple(1 if forward_only else _peak(steps) for steps in checked)
-    return Simulation(checked, costs, vpp, num_microbatches, peaks, starts, ends)
+    return Simulation(checked, costs, vpp, num_microbatches, peaks, starts, ends, pairs)
 
 
 def _times(

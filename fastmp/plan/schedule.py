@@ -57,6 +57,8 @@ def main(arguments: list[str]) -> int:
     times = (options.forward, options.backward_input, options.backward_weight, options.p2p, options.hidden)
     sizes = (options.pp, options.num_microbatches, options.vpp, options.group_size, options.schedule)
     try:
+        if options.hidden and not options.overlap:
+            raise ValueError(f"hidden {options.hidden:g} is of two steps at once: add --overlap")
         schedule = Schedule(*sizes, overlap=options.overlap)
         run = simulate(schedule.orders(), Costs(*times), pairs=schedule.all_pairs())
         if options.plot:

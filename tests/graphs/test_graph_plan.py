@@ -91,6 +91,20 @@ def test_nothing_is_lost_while_it_is_needed(pp, vpp, groups, schedule, runs):
             assert seen.setdefault(replay.graph, what) == what
 
 
+@given(pp=st.integers(1, 4), vpp=st.integers(1, 3), groups=st.integers(1, 3))
+def test_two_steps_at_once_share_no_buffer(pp, vpp, groups):
+    """An order has the forward of a pair first: it holds its buffers before the backward gives up its own."""
+    schedule = Schedule(pp, pp * groups, vpp, overlap=True)
+    for rank in range(pp):
+        order = schedule.order(rank)
+        own = plan_buffers(order, chunks(vpp, FRONT, BACK))
+        assert not list(problems(own))
+        held = {step: {b for r in own.replays if r.step == step for b in r.buffers} for step in order}
+        for forward, backward in (order[i : i + 2] for i in schedule.pairs(rank)):
+            first = Step(FORWARD, *backward[1:])  # whose inputs the backward reads, too
+            assert held[forward].isdisjoint(held[backward] | held[first])
+
+
 @given(data=st.data(), rank=st.integers(0, 2), schedule=st.sampled_from(("1f1b", "zero_bubble")))
 def test_a_lease_cut_short_is_found(data, rank, schedule):
     own = plan_buffers(Schedule(3, 6, 2, name=schedule).order(rank), chunks(2, FRONT, BACK))

@@ -10,15 +10,20 @@ from torch import nn
 
 from fastmp.nn import overlap
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
+from fastmp.ops.wgrad import linear
 from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule
 
 
 class Layer(SegmentedLayer):
-    """compute | exchange | compute | exchange, with a residual and integers that are handed on; a loss."""
+    """compute | exchange | compute | exchange, with a residual and integers that are handed on; a loss.
+
+    Compute and exchanges have weights whose gradients can be deferred.
+    """
 
     def __init__(self, exchanges=True):
         super().__init__()
         self.first, self.second, self.exchanges = nn.Linear(8, 8), nn.Linear(8, 8), exchanges
+        self.there = nn.Parameter(torch.randn(8, 8))
 
     def segments(self):
         return (
@@ -33,10 +38,10 @@ class Layer(SegmentedLayer):
         return y, torch.arange(len(x), device=x.device).flip(0), y.square().sum(), x
 
     def _there(self, y, order, aux, x):
-        return y[order], order, aux, x
+        return linear(y[order], self.there), order, aux, x
 
     def _second(self, rows, order, aux, x):
-        return self.second(rows), order, aux, x
+        return linear(rows, self.second.weight, self.second.bias), order, aux, x
 
     def _back(self, rows, order, aux, x):
         return x + rows[order], aux
@@ -83,6 +88,69 @@ def test_gradients_are_as_without(device, frozen):
     assert all(torch.equal(a, b) and a.any() for a, b in zip(grads, plain, strict=True))
 
 
+def test_autograd_leaves_each_stream_alone(monkeypatch):
+    """Autograd runs a node on the stream on which it was made, which waits for those behind the node.
+
+    So a part of a backward must end in nodes that were made on its own stream.
+    """
+    now, seen = ["loss"], []
+
+    @contextmanager
+    def on(lane, exchange, tensors):
+        now.append("exchange" if exchange else "compute")
+        yield
+        now.pop()
+
+    class Cut(overlap._Cut):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.made = now[-1]
+            return overlap_cut.forward(ctx, *inputs)
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append((ctx.made, now[-1]))
+            return overlap_cut.backward(ctx, grad)
+
+    overlap_cut = overlap._Cut
+    monkeypatch.setattr(overlap._Lane, "on", on)
+    monkeypatch.setattr(overlap, "_Cut", Cut)
+    train("cpu", True)
+    assert set(seen) == {(name, name) for name in ("loss", "exchange", "compute")}
+
+
+def test_hooks_of_layers():
+    chain = LayerChain([Layer(), Layer()])
+    layers, called = overlap.OverlappedLayers([chain]), []
+
+    def hook(module, inputs):
+        called.append(module)
+
+    chain[0].first.register_forward_pre_hook(hook)
+    chain[1].register_forward_pre_hook(hook)
+    with pytest.raises(ValueError, match=r"nobody calls Layer and its hook <function .*hook"):
+        layers.begin_step()
+    hook.replayed = True
+    layers.begin_step()
+    with layers.forward((0, 0)):
+        chain(torch.randn(5, 8, requires_grad=True))
+    assert called == [chain[0].first, chain[1]]
+    chain[0].register_forward_hook(lambda *given: None)
+    with pytest.raises(ValueError, match="nobody calls Layer and its hook"):
+        layers.begin_step()
+
+
+def test_what_would_lose_gradients_is_refused():
+    chain, x = LayerChain([Layer()]), torch.randn(5, 8, requires_grad=True)
+    layers = overlap.OverlappedLayers([chain])
+    with layers.forward((3, 0)), pytest.raises(ValueError, match="keyword 'scale' of all layers has a graph"):
+        chain(x, scale=x.sum())
+    with layers.forward((3, 0)):
+        chain(x, scale=torch.ones((), requires_grad=True))
+        with pytest.raises(ValueError, match="chunk 0 were called again with microbatch 3 before"):
+            chain(x)
+
+
 class Stream:
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -116,6 +184,8 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
         with lane.on(exchange, ()):
             pass
     lane.join(())
+    with lane.on(True, ()):  # a backward, behind whose loss it comes
+        pass
     assert log == [
         ("main", "waits for all of", "main"),
         ("main", "runs"),
@@ -126,4 +196,6 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
         ("exchanges", "waits for", "main 6"),
         ("exchanges", "runs"),
         ("main", "waits for", "exchanges 8"),
+        ("exchanges", "waits for all of", "main"),
+        ("exchanges", "runs"),
     ]
