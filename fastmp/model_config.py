@@ -58,8 +58,9 @@ class MoEConfig(Checked):
         "alltoall",
         "tokens travel to their experts (alltoall), or all tokens of the expert group to every rank of it "
         "(allgather): better for few experts a rank and many a token; symmetric: they travel through memory "
-        "that the ranks of one machine share, and no host waits",
-        ("alltoall", "allgather", "symmetric"),
+        "that the ranks of one machine share, and no host waits; deepep: by the kernels of DeepEP, a package "
+        "of its own",
+        ("alltoall", "allgather", "symmetric", "deepep"),
     )
     symmetric_capacity: float | None = option(
         None,

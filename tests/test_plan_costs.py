@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
+import deep_ep_stand_in
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -221,6 +222,7 @@ LAYOUTS = {
     "tp, sp, ep": (recipe(MODELS["qwen"], tp=2, ep=2, etp=1, sequence_parallel=True), 1),
     "ep": (recipe(MODELS["qwen"], ep=2, dp=2), 2),
     "ep, all-gather": (recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="allgather")), ep=2, dp=2), 2),
+    "ep, deepep": (recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="deepep")), ep=2, dp=2), 2),
     "ep, etp": (recipe(MODELS["qwen"], tp=2, ep=2, dp=2), 2),
     "ep, symmetric": (recipe(SYMMETRIC, ep=2, dp=2), 2),
     "ep, etp, symmetric": (recipe(replace(LLAMA, moe=IN_BALANCE), tp=2, ep=2, dp=2), 2),
@@ -265,6 +267,10 @@ RECOMPUTED = {
         recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="allgather")), ep=2, dp=2, recompute=True),
         2,
     ),
+    "ep, deepep": (
+        recipe(replace(LLAMA, moe=replace(BALANCED, dispatcher="deepep")), ep=2, dp=2, recompute=True),
+        2,
+    ),
     "cp": (recipe(LLAMA, cp=2, recompute=True), 1),
     "tp, some dense": (recipe(MODELS["some dense"], tp=2, recompute=True), 1),
     "bert": (recipe(MODELS["bert, post-norm"], tp=2, recompute=True), 1),
@@ -303,6 +309,7 @@ def bytes_sent(seen):
 
 def run_step(rank, size, made):
     """Bytes sent in a step, most bytes kept for backward at a time, and bytes that this rank holds."""
+    deep_ep_stand_in.install()
     groups = ParallelGroups.create(make_grid(made, size))
     stages, buffer = make_stages(made, groups)
     shapes = shapes_of(made, size)
@@ -387,6 +394,21 @@ def test_bytes_on_ranks(made, dp):
             whole = held[stage].recomputed - max(sum(each.values()) for each in parts)
             whole += 0 if layout.shard_recompute_input else activations.layer_input(shapes, False)
         assert kept == pytest.approx(whole + on_cpu(shapes), rel=CLOSE)
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "ep", "etp"), [(6, 2, 3, 1), (8, 3, 2, 2), (4, 3, 2, 1)])
+def test_deepep_sends_a_token_to_each_rank_of_its_experts_once(num_experts, top_k, ep, etp):
+    moe = MoEConfig(num_experts=num_experts, top_k=top_k, expert_ffn_hidden_size=8, dispatcher="deepep")
+    made = recipe(replace(LLAMA, moe=moe), tp=etp, ep=ep, dp=ep)
+    shapes, local = shapes_of(made, ep * etp), num_experts // ep
+    choices = list(combinations(range(num_experts), top_k))
+    reached = sum(len({expert // local for expert in chosen}) for chosen in choices) / len(choices)
+    assert shapes.reached == pytest.approx(reached * etp)
+    row, choice = shapes.model.hidden_size * shapes.itemsize, 8 + 4  # an int64, a float32
+    away = shapes.routed * reached * etp * (1 - 1 / (ep * etp))
+    found = traffic.layer(shapes)
+    assert found.forward["etp-ep"] == pytest.approx(away * (2 * row + top_k * etp * choice), abs=2)
+    assert found.backward["etp-ep"] == pytest.approx(away * (2 * row + top_k * etp * 4), abs=2)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])

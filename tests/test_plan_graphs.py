@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import deep_ep_stand_in
 import pytest
 import torch
 from marks import full
@@ -46,6 +47,7 @@ SHARED = replace(MOE, moe=MoEConfig(num_experts=4, expert_ffn_hidden_size=8, sha
 MIXED = replace(SHARED, dense_layers=(0, 2), qkv_bias=False)
 GATHERED = replace(MOE, moe=replace(MOE.moe, dispatcher="allgather", capacity_factor=1.0))
 SYMMETRIC = replace(SHARED, moe=replace(SHARED.moe, dispatcher="symmetric"))
+DEEPEP = replace(SHARED, moe=replace(SHARED.moe, dispatcher="deepep"))
 FRONT = ["attention", "router", "preprocess"]
 FULL = ["full"]
 
@@ -93,6 +95,7 @@ CASES = {
     "ep, shared": (recipe(SHARED, ep=2, dp=2), 2, None),
     "ep, router": (recipe(SHARED, ep=2, dp=2), 2, ["router"]),
     "ep, all-gather": (recipe(GATHERED, ep=2, dp=2), 2, None),
+    "ep, deepep": (recipe(DEEPEP, ep=2, dp=2), 2, None),
     "ep, symmetric": (recipe(SYMMETRIC, ep=2, dp=2), 2, None),
     "ep, symmetric, experts": (recipe(SYMMETRIC, ep=2, dp=2), 2, ["moe"]),
     "ep, symmetric, every other": (
@@ -138,6 +141,7 @@ CASES = {
 
 def seen_case(rank, world, made, scope):
     """What a manager has seen in a step: its runs, and the numbers of its plan."""
+    deep_ep_stand_in.install()
     groups = ParallelGroups.create(make_grid(made, world))
     layout, number = made.parallel, shapes_of(made, world).num_microbatches
     rng = RngTracker(1)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fastmp.parallel.deepep import DeepEPBuffer
 from fastmp.parallel.grid import DENSE_AXES, EXPERT_AXES, RankGrid
 from fastmp.parallel.peers import PeerExchange
 
@@ -57,7 +58,8 @@ class ParallelGroups:
     `dp_cp`.
 
     `exchange` is the memory through which ranks of `etp_ep` send each other rows where the dispatcher is
-    "symmetric"; None where one rank has all experts. Nothing is allocated before it is used.
+    "symmetric", `deepep` the buffer for dispatcher "deepep"; None where one rank has all experts. Nothing is
+    allocated before it is used.
 
     `mesh` has the dense axes by name and `expert_mesh` the expert axes, slowest first, axes of size one
     included; their groups are the ones above. Both are None where torch.distributed is not initialised (a
@@ -82,6 +84,7 @@ class ParallelGroups:
     etp_ep: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
     exchange: PeerExchange | None = None
+    deepep: DeepEPBuffer | None = None
     mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
@@ -150,7 +153,7 @@ class ParallelGroups:
             "etp_ep": join("etp", "ep"),
             "embedding": make("embedding"),
         }
-        exchange = None
+        exchange = deepep = None
         if (etp_ep := groups["etp_ep"]) is not None:
             exchange = PeerExchange(
                 etp_ep,
@@ -159,6 +162,7 @@ class ParallelGroups:
                 etp_varies_first=grid.etp_varies_first,
                 timeout=timeout.total_seconds(),
             )
+            deepep = DeepEPBuffer(etp_ep)
         same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
         groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
         singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
@@ -176,6 +180,7 @@ class ParallelGroups:
             rank=rank,
             **groups,
             exchange=exchange,
+            deepep=deepep,
             mesh=mesh(grid.dense_axes, DENSE_AXES),
             expert_mesh=mesh(grid.expert_axes, EXPERT_AXES),
         )

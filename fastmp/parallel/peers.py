@@ -193,7 +193,8 @@ def _agree_on_place(group: ProcessGroup, nbytes: int) -> None:
             raise ValueError(
                 f"PeerMemory: ranks 0 and {rank} of the group share no memory: they run on "
                 f"{places[0].host} and {place.host}; "
-                'across machines, and containers, experts need moe.dispatcher "alltoall" or "allgather"'
+                'across machines, and containers, experts need moe.dispatcher "alltoall", "allgather" or '
+                '"deepep"'
             )
 
 

@@ -90,8 +90,13 @@ def experts(shapes: Shapes) -> int:
         shapes.dispatcher == "symmetric"
     ):  # a token's rows come back unsorted, and are weighted where they arrive
         return kept + choices * (_INDEX + _STATISTIC + row)
-    gathered = {"local": 1, "sharing": grid.etp, "allgather": grid.etp * grid.ep}[shapes.dispatcher]
-    return kept + gathered * choices * (_INDEX + _STATISTIC) + arrived * row
+    gathered = {
+        "local": 1,
+        "sharing": grid.etp,
+        "allgather": grid.etp * grid.ep,
+        "deepep": shapes.reached * grid.etp,  # a received token has each of its choices `etp` times
+    }[shapes.dispatcher]
+    return kept + round(gathered * choices) * (_INDEX + _STATISTIC) + arrived * row
 
 
 def norm(shapes: Shapes) -> int:

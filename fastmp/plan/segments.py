@@ -209,6 +209,7 @@ class _Parts:
         plan = {
             "alltoall": (probs, everyones, blocks, blocks, offsets, copy),
             "allgather": (indices, probs, copy),
+            "deepep": (indices, probs),
         }.get(shapes.dispatcher, (probs, everyones, Tensor((moe.num_experts,), "int32")))
         return tokens, *plan, *rest
 

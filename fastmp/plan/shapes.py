@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from fastmp.config import ACTIVATIONS, GPTConfig, Recipe
@@ -90,6 +91,15 @@ class Shapes:
         """The rows of this rank's experts: those that come, or of a symmetric dispatcher the capacity."""
         exchange = self.exchange
         return self.pairs * self.grid.etp if exchange is None else exchange.capacity
+
+    @property
+    def reached(self) -> float:
+        """The ranks that have experts of a token, the mean over all choices of `top_k` experts."""
+        moe, grid = self.model.moe, self.grid
+        assert moe is not None
+        elsewhere = moe.num_experts - moe.num_experts // grid.ep
+        missed = math.comb(elsewhere, moe.top_k) / math.comb(moe.num_experts, moe.top_k)
+        return grid.etp * grid.ep * (1.0 - missed)
 
     @property
     def pairs(self) -> int:

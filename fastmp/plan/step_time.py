@@ -227,7 +227,7 @@ def _sections(shapes: Shapes, links: _Links, kernels: Kernels) -> tuple[Section,
     passes = 1 + shapes.blocks, 1 + 2 * shapes.blocks, 0
     experts = [time + number * ffn for time, number in zip(experts, passes, strict=True)]
     rest = [time - own - 2 * sent for time, own, sent in zip(whole, experts, (*half, 0.0), strict=True)]
-    waits = shapes.dispatcher in ("alltoall", "allgather")
+    waits = shapes.dispatcher in ("alltoall", "allgather", "deepep")
     return (
         _section("attention", rest),
         _section("dispatch", (*half, 0.0), exchange=True, waits=waits),

@@ -17,7 +17,7 @@ from fastmp.plan.parameters import rank_buffers, rank_parameters, stage_layers
 from fastmp.plan.shapes import Shapes
 
 _STATISTICS = 12  # bytes a token: maximum, sum of exponentials, the target's logit
-_PROBABILITY, _INDEX = 4, 4
+_PROBABILITY, _INDEX, _DEEPEP_INDEX = 4, 4, 8
 _UPDATE = 2  # bytes of a number that Muon orthogonalises, on a GPU
 
 
@@ -107,11 +107,13 @@ def _experts(found: Traffic, shapes: Shapes) -> None:
     elif dispatcher != "local":
         group = "etp" if dispatcher == "sharing" else "etp-ep"
         ranks = grid.etp * grid.ep
-        tokens = shapes.routed * ranks
+        tokens, choices, index = float(shapes.routed * ranks), moe.top_k, _INDEX
+        if dispatcher == "deepep":
+            tokens, choices, index = shapes.routed * shapes.reached, moe.top_k * grid.etp, _DEEPEP_INDEX
         found.gather(group, tokens * row, ranks)
-        found.gather(group, tokens * row, ranks, last=True)
-        found.gather(group, tokens * moe.top_k * _PROBABILITY, ranks)
-        indices = _ring(tokens * moe.top_k * _INDEX, ranks)
+        found.gather(group, tokens * row, ranks, last=dispatcher != "deepep")
+        found.gather(group, tokens * choices * _PROBABILITY, ranks)
+        indices = _ring(tokens * choices * index, ranks)
         found.forward[group] += indices
         found.repeated[group] += indices
 

@@ -310,7 +310,7 @@ BAD = {
     "top_k 3 is more than the 2 experts of group_topk 1 of 4 groups": {"num_groups": 4},
     "score must be one of softmax, sigmoid, got 'tanh'": {"score": "tanh"},
     "drop_policy must be one of probs, position, got 'last'": {"drop_policy": "last"},
-    "dispatcher must be one of alltoall, allgather, symmetric, got 'flex'": {"dispatcher": "flex"},
+    "dispatcher must be one of alltoall, allgather, symmetric, deepep, got 'flex'": {"dispatcher": "flex"},
     "jitter must be in .0, 1., got 1.0": {"jitter": 1.0},
     "capacity_factor must be positive or absent, got 0.0": {"capacity_factor": 0.0},
     "aux_loss must not be negative, got -1.0": {"aux_loss": -1.0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import deep_ep_stand_in
 import pytest
 import torch
 from marks import full
@@ -37,6 +38,7 @@ CASES = [
             (2, {"ep": 2}, {"dtype": torch.bfloat16, "tied": True}),
             (2, {"ep": 2}, {"dispatcher": "allgather", "documents": True}),
             (2, {"ep": 2}, {"dispatcher": "symmetric"}),
+            (2, {"ep": 2}, {"dispatcher": "deepep"}),
             (2, {"ep": 1, "etp": 2}, {"dispatcher": "allgather"}),
             (4, {"pp": 2, "ep": 2}, {"dispatcher": "symmetric"}),
             (4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, {}),
@@ -79,6 +81,7 @@ def test_every_bit_is_as_without(world, sizes, options):
     layout = ParallelConfig(**sizes)
 
     def rank_main(rank, world_size):
+        deep_ep_stand_in.install()
         grid = RankGrid(world_size=world_size, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
         groups = ParallelGroups.create(grid)
         (plain, params), (numbers, overlapped) = (

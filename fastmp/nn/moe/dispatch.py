@@ -74,6 +74,10 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
 
         assert groups.exchange is not None
         return SymmetricDispatcher(moe, groups.exchange)
+    if moe.dispatcher == "deepep":
+        from fastmp.nn.moe.deepep import DeepEPDispatcher
+
+        return DeepEPDispatcher(moe, groups)
     kind = AllGatherDispatcher if moe.dispatcher == "allgather" else AllToAllDispatcher
     return kind(
         moe.num_experts,
@@ -114,6 +118,9 @@ class LocalDispatcher:
 
     def __deepcopy__(self, memo: dict[int, object]) -> LocalDispatcher:
         return self  # has no state, and a copy of a layer works in the same groups
+
+    def check(self, rows: Tensor) -> None:
+        """Raise ValueError for rows (T, H) that it does not send, or not here, before anything is sent."""
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)

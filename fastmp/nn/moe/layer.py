@@ -69,8 +69,8 @@ class MoELayer(SegmentedLayer):
     limited capacity did not send, in all microbatches whose gradient was computed; None where all are sent.
 
     Raises ValueError where ranks do not divide the experts or their hidden units, where the ranks that share
-    experts have layers of another kind (the same error on all of them), and in forward for a capacity of
-    less than one token.
+    experts have layers of another kind (the same error on all of them) or a dispatcher that cannot send their
+    rows, and in forward for a capacity of less than one token.
     """
 
     dropped_pairs: Tensor | None
@@ -86,6 +86,7 @@ class MoELayer(SegmentedLayer):
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(config, on)
         self.dispatcher = make_dispatcher(self.moe, on.groups)
+        self.dispatcher.check(torch.empty(0, config.hidden_size, **on.tensor_options))
         may_drop, number = self.dispatcher.may_drop, torch.zeros((), dtype=torch.int64, device=on.device)
         self.register_buffer("dropped_pairs", number if may_drop else None, persistent=False)
 
