@@ -108,14 +108,16 @@ class ParallelConfig(Checked):
         None, "layers of each of the pp x vpp stages; none: equally many"
     )
     sequence_parallel: bool = option(False, "divide norms and dropout over the tp ranks, by the sequence")
-    tp_overlap: bool = option(
-        False, "fuse products of 8192 rows or more with their communication over tp, where GPUs can"
-    )
+    tp_overlap: bool = option(False, "fuse large products with their communication over tp, where GPUs can")
+    # In bfloat16 on H100s others have lost with 2048 rows (pytorch/pytorch#143160), and gained in training
+    # Llama 3 70B (pytorch/pytorch#149990), with many more.
+    tp_overlap_rows: int = option(8192, "tokens of a microbatch from which on tp_overlap fuses products")
     recompute: bool = option(False, "keep only the inputs of layers, and compute the rest again")
     shard_recompute_input: bool = option(False, "divide those inputs over the tp ranks")
 
     def _problems(self) -> Iterator[str]:
         yield from self._not_positive("tp", "cp", "pp", "ep", "etp", "vpp", "microbatch_group_size")
+        yield from self._not_positive("tp_overlap_rows")
         stages, layers = self.pp * self.vpp, self.stage_layers
         if layers is not None and stages > 0 and (len(layers) != stages or min(layers) < 0):
             yield (

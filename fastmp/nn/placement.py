@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from fastmp.config import ParallelConfig
-from fastmp.parallel.fused import OVERLAP_ROWS
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 
@@ -42,7 +41,7 @@ class Placement:
     @classmethod
     def of(cls, groups: ParallelGroups, layout: ParallelConfig, **options: Any) -> Placement:
         """As `layout` says. options: the other fields."""
-        rows = OVERLAP_ROWS if layout.tp_overlap else None
+        rows = layout.tp_overlap_rows if layout.tp_overlap else None
         return cls(groups, layout.sequence_parallel, overlap_rows=rows, **options)
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ while one part is multiplied, another travels over NVLink. Parts have a price, s
 slower that way, and `overlap_rows` says from how many on it is worth it.
 
 All such ops of a group share one workspace, so no two may be at work at once. On one stream they never are:
-each ends on the stream it began on. Beside the current stream layers work on the side stream only, and there
-these ops are not used.
+each ends on the stream it began on. Beside the current stream layers work on those of
+`fastmp.parallel.streams` only, and there these ops are not used.
 
 S sequence, P ranks of the group, I and O inputs and outputs of a product.
 """
@@ -25,11 +25,7 @@ from fastmp.parallel import streams
 from fastmp.parallel.collectives import group_size
 from fastmp.profiling import traced
 
-__all__ = ["OVERLAP_ROWS", "gather_matmul", "is_fused", "matmul_scatter"]
-
-# Rows of a whole product. With as many others have measured a gain in bfloat16 (pytorch/pytorch#149990), with
-# a quarter of them a loss (pytorch/pytorch#143160); nothing is measured here.
-OVERLAP_ROWS = 8192
+__all__ = ["gather_matmul", "is_fused", "matmul_scatter"]
 
 
 def is_fused(
@@ -41,7 +37,7 @@ def is_fused(
     rows: how many (S times the dimensions between) it needs; None: no product has enough.
 
     The first call for a group is a collective of hosts. False on a device whose kernels are not there, where
-    ranks are on several machines, under compilers and torch.func, and on the side stream.
+    ranks are on several machines, under compilers and torch.func, and on streams beside the current one.
     """
     size = group_size(group)
     if rows is None or group is None or size == 1 or x.is_meta or x.dim() < 2 or x.dtype != weight.dtype:
@@ -51,7 +47,7 @@ def is_fused(
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if x.is_cuda and torch.cuda.current_stream(x.device) == streams.side_stream(x.device):
+    if x.is_cuda and torch.cuda.current_stream(x.device) in streams.beside(x.device):
         return False
     return _can_fuse(group, x.device)
 

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-__all__ = ["exchange_stream", "side_stream"]
+__all__ = ["beside", "exchange_stream", "side_stream"]
 
 
 @functools.cache
@@ -19,3 +19,8 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 def exchange_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream of exchanges that run beside another microbatch's compute."""
     return torch.cuda.Stream(device)
+
+
+def beside(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """All of them."""
+    return side_stream(device), exchange_stream(device)

@@ -20,7 +20,7 @@ from fastmp.graphs.recording import Pool, RecordedGraph
 from fastmp.nn import GPT, Placement
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel import fused, streams
-from fastmp.parallel.fused import OVERLAP_ROWS, is_fused
+from fastmp.parallel.fused import is_fused
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -205,12 +205,12 @@ def test_two_streams_do_not_share_the_workspace(able, monkeypatch):
         is_cuda = True
 
     x, weight = torch.randn(S, B, I).as_subclass(OnDevice), torch.randn(O, I)
-    current, side = object(), object()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    side, exchanges = object(), object()
     monkeypatch.setattr(streams, "side_stream", lambda device: side)
-    assert is_fused(x, weight, able, 1, gathers=True)
-    current = side
-    assert not is_fused(x, weight, able, 1, gathers=True)
+    monkeypatch.setattr(streams, "exchange_stream", lambda device: exchanges)
+    for current, fused_there in ((object(), True), (side, False), (exchanges, False)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        assert is_fused(x, weight, able, 1, gathers=True) == fused_there
 
 
 def has_kernels_case(rank, world):
@@ -224,5 +224,5 @@ def test_a_device_without_kernels():
 def test_the_option():
     groups = ParallelGroups.alone()
     assert Placement.of(groups, ParallelConfig()).overlap_rows is None
-    layout = ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=True)
-    assert Placement.of(groups, layout).linear_options["overlap_rows"] == OVERLAP_ROWS
+    layout = ParallelConfig(tp=2, sequence_parallel=True, tp_overlap=True, tp_overlap_rows=4096)
+    assert Placement.of(groups, layout).linear_options["overlap_rows"] == 4096
