@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _table(options: Namespace) -> int:
     try:
         print(table(map(read_result, options.results)))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"fastmp eval: {error}", file=sys.stderr)
         return 2
     return 0

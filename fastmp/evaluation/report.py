@@ -60,12 +60,14 @@ class Progress:
 def read_result(path: str | Path) -> dict[str, Any]:
     """A result as `fastmp eval ... --out` writes it.
 
-    ValueError, which names the file, where it is none; OSError where it cannot be read.
+    ValueError, which names the file, where it is none or cannot be read.
     """
     try:
         result = json.loads(read_file(path, _LIMIT))
         known = all(isinstance(result[name], int | float) for name in COLUMNS[result["task"]])
         known = known and isinstance(result["model"], str)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, RecursionError):
         known = False
     if not known:

@@ -77,9 +77,15 @@ def wikitext_task(path: str | Path, tokenizer: Tokenizer, *, window: int = 1024,
     With the sum of -log P over the T tokens of the detokenized text in nats, it is exp(nats / T_o), where T_o
     counts the words and line ends of the file as it is (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
 
-    ValueError, which names the file, where it is not UTF-8 or has no word, or cannot be read.
+    ValueError, which names the file, where it is not UTF-8 or has no word, has the line ends of Windows, or
+    cannot be read.
     """
     text = _text(path)
+    if "\n" in text and text.count("\r\n") == text.count("\n"):
+        raise ValueError(
+            f"{path}: its lines end with a carriage return, which would count as a word of each; the "
+            "published file has none: take them out"
+        )
     if not (num_words := count_words(text)):
         raise ValueError(f"{path}: there is no word in it")
     content = detokenize(text).encode()

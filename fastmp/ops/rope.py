@@ -58,9 +58,8 @@ def reference(
 def reference_(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> None:
-    for x in (q, k):
-        if x is not None:
-            x[..., : 2 * cos.shape[-1]] = _turned(x, cos, sin, interleaved, inverse)
+    for x in _given(q, k):
+        x[..., : 2 * cos.shape[-1]] = _turned(x, cos, sin, interleaved, inverse)
 
 
 @jit
@@ -389,7 +388,7 @@ def _angles(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _in_place(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool) -> list[Tensor]:
-    given = [q] if k is None else [q, k]
+    given = _given(q, k)
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
         _rope_(q, k, cos, sin, interleaved, False)
         return given

@@ -252,7 +252,7 @@ def test_a_killed_command_goes_on(trained, files, tmp_path, capsys):
         (["lambada", "f", "--hf", "nowhere", "--stride", "8"], "there is no option --stride"),
         (["heldout", "f", "--hf", "nowhere", "--window", "0"], "--window: must be a whole number, 1 or more"),
         (["heldout", "f", "--hf", "n", "--tp", "2", "--cp", "2"], "fastmp launch -n 4 eval"),
-        (["table", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["table", "nowhere"], "nowhere: cannot be read (No such file or directory)"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
@@ -275,6 +275,7 @@ def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
         (["wikitext", "EMPTY"], "there is no word in it"),
         (["heldout", "EMPTY"], "there is no text in it"),
         (["wikitext", "BYTES"], "not UTF-8 at byte 1"),
+        (["wikitext", "WINDOWS"], "WINDOWS: its lines end with a carriage return"),
         (["heldout", "BYTES"], "not UTF-8 at byte 1"),
         (["heldout", "."], "index.json: not found, so . is not a token dataset"),
         (
@@ -294,8 +295,9 @@ def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
 def test_what_a_file_or_model_refuses_is_one_line(trained, files, tmp_path, changes, named, capsys):
     (tmp_path / "EMPTY").write_bytes(b"")
     (tmp_path / "BYTES").write_bytes(b"a\xff")
-    places = {"EMPTY": tmp_path / "EMPTY", "BYTES": tmp_path / "BYTES", "TEXT": files / "text.txt"}
-    places["TOKENS"] = files / "tokens"
+    (tmp_path / "WINDOWS").write_bytes(WIKITEXT.replace("\n", "\r\n").encode())
+    places = {name: tmp_path / name for name in ("EMPTY", "BYTES", "WINDOWS")}
+    places |= {"TEXT": files / "text.txt", "TOKENS": files / "tokens"}
     if "LARGE" in changes:
         places["LARGE"] = tokenizer_tools.llama_3(tmp_path / "LARGE")
     capsys.readouterr()
@@ -315,7 +317,9 @@ def test_encoders_are_refused(trained, files, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "content", ["", "[]", '{"task": "lambada"}', '{"task": "wikitext", "perplexity": 3}']
 )
-def test_other_files_are_no_results(tmp_path, content):
+def test_other_files_are_no_results(tmp_path, content, capsys):
     (tmp_path / "r.json").write_text(content)
     with pytest.raises(ValueError, match=r"r\.json: is no result of fastmp eval"):
         read_result(tmp_path / "r.json")
+    assert main(["eval", "table", str(tmp_path / "none.json")]) == 2
+    assert "none.json: cannot be read (No such file or directory)" in capsys.readouterr().err

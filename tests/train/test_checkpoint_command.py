@@ -110,7 +110,9 @@ def test_diff_names_what_differs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["inspect", "nowhere"], 1, "nowhere is no checkpoint, and no directory of a run that has one"),
+        (["inspect", "nowhere"], 2, "nowhere is no checkpoint, and no directory of a run that has one"),
+        (["verify", "nowhere"], 2, "nowhere is no checkpoint"),
+        (["diff", "nowhere", "."], 2, "nowhere is no checkpoint"),
         (["reshard", "nowhere", "out", "--files", "0"], 2, "must be a positive number, got '0'"),
         (["examine"], 2, "invalid choice: 'examine'"),
         ([], 2, "required: COMMAND"),

@@ -270,6 +270,8 @@ def test_other_kinds_of_data_missing_and_cut_files(tmp_path, prefix, capsys):
     with pytest.raises(ValueError, match=r"a.bin: cut short: \d+ bytes, and a.idx names"):
         open_files(tmp_path / "a")
     assert main(["check", str(tmp_path / "a")]) == 2 and "cut short" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"none.bin: is empty \(0 bytes\)"):
+        open_files(write_megatron(tmp_path / "none", []))
     assert main(["check", str(prefix)]) == 0
     out = capsys.readouterr().out
     assert "40 documents, 40 sequences" in out and "ids up to 256" in out

@@ -22,13 +22,16 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `fastmp checkpoint` with the arguments `argv`; returns the exit status."""
+    """Run `fastmp checkpoint` with the arguments `argv`; returns the exit status.
+
+    1 is an answer, that a checkpoint is damaged or that two differ; 2 says that none could be given.
+    """
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
     except (CheckpointError, OSError) as error:
         print(f"fastmp checkpoint: {error}", file=sys.stderr)
-        return 1
+        return 2
     return status
 
 

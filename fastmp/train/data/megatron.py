@@ -300,7 +300,9 @@ def _chunks(array: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
 def _map(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     try:
         size = path.stat().st_size
-        if size == 0 or size % dtype.itemsize:
+        if size == 0:
+            raise ValueError(f"{path}: is empty (0 bytes)")
+        if size % dtype.itemsize:
             raise ValueError(f"{path}: cut short: {size} bytes are no whole number of {dtype.name} values")
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
     except OSError as error:
