@@ -34,6 +34,7 @@ from fastmp.graphs import flat
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.recording import RecordingBackend
+from fastmp.graphs.snapshot import ModelSnapshot
 from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.nn import GPT, LayerChain, Placement, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
@@ -142,6 +143,10 @@ def _by(module: ModuleType | None) -> Iterator[None]:
         flat.REPLAY = kept
 
 
+def _modules() -> dict[str, ModuleType | None]:
+    return {"Python": None} if flat.REPLAY is None else {"C++": flat.REPLAY, "Python": None}
+
+
 def _silent(chain: LayerChain, **options: Any) -> GraphManager:
     manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=SilentBackend(), **options)
     GradBuffer(chain.named_parameters())
@@ -176,7 +181,7 @@ class _Copies(TorchDispatchMode):
 def host_times() -> Iterator[str]:
     yield "host time of a replay in us, graphs that do nothing: entry to launch, entry to return"
     yield f"{'inputs':>8}{'':>28}{'forward':>18}{'backward':>18}{'copies, a pair':>40}"
-    modules = {"Python": None} if flat.REPLAY is None else {"C++": flat.REPLAY, "Python": None}
+    modules = _modules()
     for width in (1, 8):
         for name, module in modules.items():
             with _by(module):
@@ -304,6 +309,37 @@ def test_graphs(compare, case, rival, direction):
     compare(case(), rival, direction)
 
 
+def checks_before_a_step(rounds: int = 2000) -> Iterator[str]:
+    """What it takes to see that a model is as it was when its graphs were captured."""
+    model = GPT(GPTConfig(num_layers=32, hidden_size=16, num_heads=2, vocab_size=32, max_seq_len=16))
+    GradBuffer(model.named_parameters())
+    chain = model.layers
+    for module in chain.modules():
+        module.register_forward_pre_hook(_replayed)
+    count = f"{len([*chain.modules()])} modules with a hook each, {len([*chain.parameters()])} parameters"
+    yield f"checks before a step in us, {count}: of all, of modes again at the first forward"
+    for name, module in _modules().items():
+        with _by(module):
+            snapshot = ModelSnapshot([chain])
+            times = [[], []]
+            for _ in range(rounds):
+                start = time.perf_counter_ns()
+                snapshot.changed()
+                middle = time.perf_counter_ns()
+                snapshot.modes_changed()
+                times[0].append(middle - start)
+                times[1].append(time.perf_counter_ns() - middle)
+        whole, modes = (min(each) / 1e3 for each in times)
+        yield f"{name:>20}{whole:>10.1f}{modes:>10.1f}"
+
+
+def _replayed(module: nn.Module, args: tuple) -> None:
+    """Stand in for the hook that waits for a module's parameters."""
+
+
+_replayed.replayed = True
+
+
 class _SameTokens:
     """Data of the smallest cost: one sample for ever."""
 
@@ -386,6 +422,8 @@ def main() -> int:
     torch.set_num_threads(1)
     for line in (
         *host_times(),
+        "",
+        *checks_before_a_step(),
         "",
         *host_times_of_steps(),
         "",

@@ -2,7 +2,8 @@
 // forward. No Python runs on the way but what launches a graph and what is hooked to it.
 //
 // It decides nothing: whatever differs from the program is left to fastmp/graphs/step.py, which goes on from there or
-// says what is wrong. So each function here answers None, or asks Python, where it does not know what to do.
+// says what is wrong. So each function here answers None, or asks Python, where it does not know what to do. Whether a
+// model is as it was is asked before each step, so that is here, too.
 //
 // It uses torch's C++ interfaces of autograd and of Python, which have no stable ABI: it serves the torch, and the
 // Python, that it was compiled for.
@@ -16,6 +17,7 @@
 
 #include "autograd/node.h"
 #include "replay/program.h"
+#include "replay/watch.h"
 
 namespace {
 
@@ -293,8 +295,13 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
 }  // namespace
 
 PYBIND11_MODULE(_replay, m) {
-  m.doc() = "Replays of graphs by a flat program, with nodes of autograd in C++.";
+  m.doc() = "Replays of graphs by a flat program, with nodes of autograd in C++; what is checked before a step.";
   m.attr("torch_version") = TORCH_VERSION;
+  py::class_<Watch>(m, "Watch")
+      .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("dicts"), py::arg("modes"),
+           py::arg("tensors"))
+      .def("same", &Watch::same)
+      .def("same_modes", &Watch::same_modes);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<const py::list&, const py::list&, const py::list&>(), py::arg("forwards"), py::arg("backwards"),
            py::arg("slots"));

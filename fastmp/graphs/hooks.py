@@ -36,6 +36,7 @@ __all__ = [
 
 GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
 _Hooks = Mapping[int, Callable]
+_of_gradient = attrgetter("_backward_hooks")
 
 
 class Skipped(NamedTuple):
@@ -116,7 +117,7 @@ class HookWatch:
         self._first = self._now()
 
     def _now(self) -> list[Callable]:
-        of_gradients = filter(None, map(attrgetter("_backward_hooks"), self._parameters))
+        of_gradients = filter(None, map(_of_gradient, self._parameters))
         return [
             *_not_replayed(filter(None, self._before)),
             *_all(filter(None, self._others)),
@@ -125,6 +126,11 @@ class HookWatch:
 
     def changed(self) -> bool:
         return self._now() != self._first
+
+    def dicts(self) -> list[_Hooks]:
+        """What holds the hooks."""
+        of_gradients = (hooks for hooks in map(_of_gradient, self._parameters) if hooks is not None)
+        return [*self._before, *self._others, *of_gradients]
 
 
 def _others(module: nn.Module) -> tuple[_Hooks, ...]:

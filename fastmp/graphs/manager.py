@@ -300,13 +300,13 @@ class GraphManager:
             self._cut()
 
     def _check_snapshot(self, snapshot: ModelSnapshot) -> None:
-        moved = snapshot.moved()
+        changed, moved = snapshot.changed()
         if moved and self._graph_sets:
             raise GraphError(
                 f"graphs: {moved} or its main gradient has moved since graphs were captured, which go by "
                 "address; change its values in place, or make the manager afterwards"
             )
-        if moved or snapshot.modes_changed() or snapshot.hooks.changed():
+        if changed:
             self._forget()
 
     def _make_graph_set(self, observed: dict[Place, Observed]) -> None:

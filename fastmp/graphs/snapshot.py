@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fastmp.graphs import flat
 from fastmp.graphs.hooks import HookWatch
 from fastmp.nn.segment import LayerChain
 
@@ -19,7 +20,7 @@ _training = attrgetter("training")
 class ModelSnapshot:
     """What graphs rely on in a model: where its tensors lie, what is trained, modes, hooks.
 
-    It is asked in every step, so its lists are flat.
+    It is asked in every step: its lists are flat, and a watch in C++ says first whether anything was touched.
     """
 
     def __init__(self, chains: Sequence[LayerChain]) -> None:
@@ -35,15 +36,43 @@ class ModelSnapshot:
         self._holders = [own for m in self._modules for own in (m._modules, m._parameters, m._buffers)]
         self._sizes = list(map(len, self._holders))
         self._training, self._trained = self._now()
+        self._watch_it()
+
+    def _watch_it(self) -> None:
+        """Have C++ watch the model as it is, if it can."""
+        self._watch = None
+        if flat.REPLAY is None or any("training" not in vars(module) for module in self._modules):
+            return
+        tensors = {id(t): t for own in self._holders for t in own.values() if isinstance(t, Tensor)}.values()
+        mains = [getattr(tensor, "main_grad", None) for tensor in tensors]
+        if any(main is not vars(tensor).get("main_grad") for tensor, main in zip(tensors, mains)):
+            return
+        self._watched = (  # which the watch refers to, and does not own
+            [(own, dict(own)) for own in (*self._holders, *self.hooks.dicts())],
+            [(vars(module), module.training) for module in self._modules],
+            [(tensor, vars(tensor), main) for tensor, main in zip(tensors, mains)],
+        )
+        self._watch = flat.REPLAY.Watch(*self._watched)
 
     def _now(self) -> tuple[list[bool], list[bool]]:
         return list(map(_training, self._modules)), [param.requires_grad for param in self._parameters]
 
     def modes_changed(self) -> bool:
         """Whether a module has another mode than at first, or another parameter is trained."""
-        return self._now() != (self._training, self._trained)
+        same = self._watch is not None and self._watch.same_modes()
+        return not same and self._now() != (self._training, self._trained)
 
-    def moved(self) -> str | None:
+    def changed(self) -> tuple[bool, str | None]:
+        """Whether graphs may be wrong now, and the name of a tensor or module that has moved, if one has."""
+        if self._watch is not None and self._watch.same():
+            return False, None
+        moved = self._moved()
+        changed = moved is not None or self.modes_changed() or self.hooks.changed()
+        if not changed:
+            self._watch_it()  # with what has come in place of its like
+        return changed, moved
+
+    def _moved(self) -> str | None:
         """The name of a tensor or module that was moved, replaced or added; None: there is none."""
         for holder, key, place, main in self._held:
             now = holder.get(key)

@@ -176,13 +176,13 @@ class WholeGraph:
                     f"{self.instead}"
                 )
             return
-        moved = snapshot.moved()
+        changed, moved = snapshot.changed()
         if moved and self._graphs:
             raise GraphError(
                 f"graphs: {moved} or its main gradient has moved since {self.what} was captured, which goes "
                 "by address; change its values in place"
             )
-        if moved or snapshot.modes_changed() or snapshot.hooks.changed():
+        if changed:
             self._reset()
             self._forget()
 

@@ -1,0 +1,113 @@
+// Notices that something of a model is no longer what it was, by identity; see fastmp/graphs/snapshot.py.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <vector>
+
+namespace fastmp {
+
+namespace py = pybind11;
+
+// It owns nothing, so that the garbage collector sees all references: whoever makes one keeps what it was given.
+class Watch {
+ public:
+  // dicts: each with a copy of what is in it. modes: the attributes of each module, and its mode. tensors: each with
+  // its attributes and its main gradient or None.
+  Watch(const py::list& dicts, const py::list& modes, const py::list& tensors) {
+    for (const py::handle& each : dicts) {
+      const auto [dict, copy] = pair_of(each);
+      this->dicts.push_back({dict, PyDict_GET_SIZE(copy)});
+      PyObject *key, *value;
+      for (Py_ssize_t at = 0; PyDict_Next(copy, &at, &key, &value);) entries.push_back({key, value});
+    }
+    for (const py::handle& each : modes) {
+      const auto [attributes, mode] = pair_of(each);
+      this->modes.push_back({attributes, mode});
+    }
+    for (const py::handle& each : tensors) {
+      const auto row = py::reinterpret_borrow<py::tuple>(each);
+      PyObject *tensor = PyTuple_GET_ITEM(row.ptr(), 0), *main = PyTuple_GET_ITEM(row.ptr(), 2);
+      if (main == Py_None) main = nullptr;
+      this->tensors.push_back({tensor, PyTuple_GET_ITEM(row.ptr(), 1), main, hooks_of(tensor), address_of(tensor),
+                               main ? address_of(main) : nullptr, THPVariable_Unpack(tensor).requires_grad()});
+    }
+  }
+
+  // Whether each module has its mode, and each tensor is trained or not, as at first.
+  bool same_modes() const {
+    for (const Held& each : tensors)
+      if (THPVariable_Unpack(each.tensor).requires_grad() != each.needs) return false;
+    return same_training();
+  }
+
+  // Whether modes are the same, all dicts hold the same objects, and all tensors and main gradients are in their places.
+  bool same() const {
+    size_t at = 0;
+    for (const Dict& each : dicts) {
+      if (PyDict_GET_SIZE(each.dict) != each.size) return false;
+      Py_ssize_t place = 0;
+      for (const size_t end = at + each.size; at < end; at++) {
+        PyObject *key, *value;
+        PyDict_Next(each.dict, &place, &key, &value);
+        if (key != entries[at].key || value != entries[at].value) return false;
+      }
+    }
+    static PyObject* const name = PyUnicode_InternFromString("main_grad");
+    for (const Held& each : tensors) {
+      if (address_of(each.tensor) != each.address || hooks_of(each.tensor) != each.hooks ||
+          THPVariable_Unpack(each.tensor).requires_grad() != each.needs)
+        return false;
+      PyObject* main = PyDict_GetItemWithError(each.attributes, name);
+      if (main == Py_None) main = nullptr;
+      if (main != each.main || (main && address_of(main) != each.main_address)) return false;
+    }
+    return same_training();
+  }
+
+ private:
+  struct Dict {
+    PyObject* dict;
+    Py_ssize_t size;
+  };
+  struct Entry {
+    PyObject *key, *value;
+  };
+  struct Mode {
+    PyObject *attributes, *mode;
+  };
+  struct Held {
+    PyObject *tensor, *attributes, *main, *hooks;
+    const void *address, *main_address;
+    bool needs;
+  };
+
+  bool same_training() const {
+    static PyObject* const name = PyUnicode_InternFromString("training");
+    for (const Mode& each : modes)
+      if (PyDict_GetItemWithError(each.attributes, name) != each.mode) return false;
+    return true;
+  }
+
+  static std::pair<PyObject*, PyObject*> pair_of(const py::handle& each) {
+    return {PyTuple_GET_ITEM(each.ptr(), 0), PyTuple_GET_ITEM(each.ptr(), 1)};
+  }
+
+  static PyObject* hooks_of(PyObject* tensor) { return reinterpret_cast<THPVariable*>(tensor)->backward_hooks; }
+
+  static const void* address_of(PyObject* object) {
+    const at::TensorImpl* tensor = THPVariable_Unpack(object).unsafeGetTensorImpl();
+    if (!tensor->has_storage()) return nullptr;
+    const char* base = static_cast<const char*>(tensor->unsafe_storage().data());
+    return base + tensor->storage_offset() * static_cast<int64_t>(tensor->itemsize());
+  }
+
+  std::vector<Dict> dicts;
+  std::vector<Entry> entries;  // of all dicts, one after the other
+  std::vector<Mode> modes;
+  std::vector<Held> tensors;
+};
+
+}  // namespace fastmp
