@@ -32,7 +32,7 @@ from fastmp.parallel.shards import (
     fill_order,
     plan_buffers,
 )
-from fastmp.parallel.streams import side_stream
+from fastmp.parallel.streams import beside
 
 __all__ = ["FlatBuffer", "GradBuffer", "is_vector", "main_dtype", "main_grad", "parameter_facts"]
 
@@ -208,9 +208,10 @@ class GradBuffer:
         self._arrivals.begin(self.overlap)
 
     def _begin_on(self, device: torch.device) -> None:
-        """Note the stream of the step; a capture that holds all of it has to know the side stream, too."""
+        """Note the stream of the step; a capture that holds all of it has to know those beside it, too."""
         self._compute[device] = torch.cuda.current_stream(device)
-        side_stream(device).wait_stream(self._compute[device])
+        for other in beside(device):
+            other.wait_stream(self._compute[device])
 
     def recount(self) -> None:
         """Count gradients anew in the next step: their number changes where a model is run in another way."""
@@ -243,14 +244,14 @@ class GradBuffer:
 
         Autograd makes the current stream wait for gradients that it is handed, but not for those that a
         product on another stream has added to `main_grad` by itself; and the current stream, of the last
-        gradient, may be the side stream. Compute itself does not wait here.
+        gradient, may be one beside compute. Compute itself does not wait here.
         """
         if device.type != "cuda":
             return nullcontext()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         stream, current = self._streams[device], torch.cuda.current_stream(device)
-        for other in (self._compute.get(device, current), current, side_stream(device)):
+        for other in (self._compute.get(device, current), current, *beside(device)):
             stream.wait_stream(other)
         return torch.cuda.stream(stream)
 

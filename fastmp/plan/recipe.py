@@ -127,7 +127,7 @@ def recipe_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
 def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
     """Simulate the schedule. A layer's forward takes one unit of time, its backward two.
 
-    With recomputation the backward takes three.
+    With recomputation the backward takes three. Two microbatches at once hide nothing of each other.
     """
     layout, layers = recipe.parallel, stage_layers(recipe)
     costs = Costs(
@@ -135,7 +135,8 @@ def _simulate(recipe: Recipe, shapes: Shapes) -> Simulation:
         backward_input=[number * (2 if layout.recompute else 1) for number in layers],
         backward_weight=layers,
     )
-    return simulate(make_schedule(layout, shapes.num_microbatches).orders(), costs)
+    schedule = make_schedule(layout, shapes.num_microbatches)
+    return simulate(schedule.orders(), costs, pairs=schedule.all_pairs())
 
 
 def _positive(sent: Mapping[str, int]) -> dict[str, int]:

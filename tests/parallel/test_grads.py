@@ -16,7 +16,7 @@ from fastmp.ops.wgrad import linear
 from fastmp.parallel import grads as grads_module
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from fastmp.parallel.streams import side_stream
+from fastmp.parallel.streams import exchange_stream, side_stream
 from fastmp.testing.ranks import run_ranks
 
 
@@ -321,10 +321,11 @@ class Pair:
 
 
 @pytest.mark.gpu
-def test_a_bucket_is_sent_behind_gradients_that_a_product_adds_on_the_side_stream(monkeypatch):
+@pytest.mark.parametrize("beside", [side_stream, exchange_stream])
+def test_a_bucket_is_sent_behind_gradients_that_a_product_adds_on_another_stream(monkeypatch, beside):
     weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
     grads = GradBuffer([("weight", weight)], dp_group=Pair(), overlap=True)
-    sent, side = [], side_stream(weight.device)
+    sent, side = [], beside(weight.device)
     monkeypatch.setattr(grads_module, "all_reduce_", lambda x, group, overlap: sent.append(x.clone()))
     x = torch.randn(8, 64, device="cuda", requires_grad=True)
     for _ in range(2):
