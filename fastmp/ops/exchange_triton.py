@@ -224,7 +224,7 @@ def copy_kernel(
     num_cols = num_vectors * VECTOR
     filled = tl.minimum(tl.maximum(tl.load(offsets + num_local - 1), 0), capacity).to(tl.int64) * num_cols
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    size = capacity.to(tl.int64) * num_cols
+    size = tl.cast(capacity, tl.int64) * num_cols
     number = tl.load(flags + num_ranks).to(tl.int64)
     if TAKE:
         value = tl.load(source + (number & 1) * size + places, mask=places < filled, other=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from importlib import import_module
 
 import pytest
 import torch
@@ -239,6 +240,83 @@ def refused_case(rank, world):
 
 def test_errors():
     assert run_ranks(refused_case, 3) == [0, 1, 2]
+
+
+def asked_case(rank, world):
+    """Gradients of some inputs, of outputs that lie in no order, of recomputed ones, and of gradients."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    moe = plain_moe(top_k=K).moe
+    ordinary, shared = (
+        make_dispatcher(replace(moe, dispatcher=d), groups) for d in ("alltoall", "symmetric")
+    )
+    groups.exchange.reserve(torch.empty(MOST, H), top_k=K, experts=E)
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randn(H, MOST - rank, generator=generator).t()
+    indices = routing("any", rank, generator)[: len(tokens)]
+    tokens = tokens[: len(indices)]
+    probs = torch.rand(K, len(indices), generator=generator).t()
+
+    def layer(dispatcher, tokens, probs):
+        rows, _, *kept = dispatcher.dispatch(tokens, *dispatcher.preprocess(indices, probs, MOST))
+        return dispatcher.combine(rows * 2.0, *kept)[: len(tokens)]
+
+    def recomputed(times, reentrant):
+        def run(dispatcher, tokens, probs, left=times):
+            inner = layer if left == 1 else lambda d, t, p: run(d, t, p, left - 1)
+            return checkpoint(inner, dispatcher, tokens, probs, use_reentrant=reentrant)
+
+        return run
+
+    def gradients(run, dispatcher, *, asked=(True, True), loss=lambda output: output.square().sum()):
+        inputs = [x.detach().requires_grad_(needed) for x, needed in zip((tokens, probs), asked, strict=True)]
+        output = run(dispatcher, *inputs)
+        loss(output).backward()
+        return [output.detach(), *(x.grad for x, needed in zip(inputs, asked, strict=True) if needed)]
+
+    def total(output):  # whose gradient is one number, expanded
+        return output.sum()
+
+    for run, options in (
+        (layer, {"asked": (True, False)}),
+        (layer, {"asked": (False, True)}),
+        (layer, {"loss": total}),
+        *((recomputed(times, reentrant), {}) for times in (1, 2) for reentrant in (False, True)),
+    ):
+        both = (gradients(run, dispatcher, **options) for dispatcher in (ordinary, shared))
+        for a, b in zip(*both, strict=True):
+            assert torch.equal(a, b), options
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        layer(shared, tokens.requires_grad_(), probs)
+    assert not any(x.shape == (*indices.shape, H) for x in saved)  # rows are for the gradient of probs
+    (first,) = torch.autograd.grad(layer(shared, tokens, probs).square().sum(), tokens, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+    return len(saved)
+
+
+@pytest.mark.full
+def test_gradients_that_are_asked_for():
+    run_ranks(asked_case, 2)
+
+
+def compiled_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    layer, results = make_moe(with_moe(dispatcher="symmetric"), groups), []
+    for run in (layer, torch.compile(layer, backend="aot_eager")):
+        hidden = hidden_states(4, 2, seed=rank).requires_grad_()
+        output, aux, _ = run(hidden)
+        (output.square().sum() + aux).backward()
+        results.append((output, hidden.grad))
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
+    return rank
+
+
+@pytest.mark.full
+def test_a_compiled_layer_leaves_memory_where_peers_look():
+    import_module("torch._dynamo")  # here, not in every rank
+    run_ranks(compiled_case, 2)
 
 
 def explained_case(rank, world):

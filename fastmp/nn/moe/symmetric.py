@@ -16,7 +16,9 @@ ranks of the etp-ep group.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,21 @@ from fastmp.ops.exchange import (
 from fastmp.parallel.peers import ExchangeViews, PeerExchange
 
 __all__ = ["SymmetricDispatcher"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _uncompiled(method: Callable[P, T]) -> Callable[P, T]:
+    """The method, which torch.compile leaves alone: a compiler may copy memory, where no peer looks."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(method, reason="peers know addresses")(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return call
 
 
 class SymmetricDispatcher(LocalDispatcher):
@@ -69,6 +86,7 @@ class SymmetricDispatcher(LocalDispatcher):
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         return probs, indices, row_of, F.pad(counts, (0, 1), value=indices.shape[0])
 
+    @_uncompiled
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
         probs, indices, row_of, counts = prepared
         views = self.exchange.reserve(
@@ -84,6 +102,7 @@ class SymmetricDispatcher(LocalDispatcher):
         # The experts do not hand their offsets on: combine has its own.
         return rows, offsets, probs, where, torch.cat((offsets, dropped.view(1)))
 
+    @_uncompiled
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
         probs, where, ends = kept
         views = self.exchange.views
@@ -127,7 +146,7 @@ class _Combine(Function):
     ) -> Tensor:
         exchange_give(outputs, offsets, views.flags, views.rows)
         _barrier(views)
-        keep = any(ctx.needs_input_grad)
+        keep = ctx.needs_input_grad[1]
         total, rows = exchange_pull(views.rows, views.flags, views.distances, where, probs, keep)
         ctx.save_for_backward(probs, where, offsets, rows)
         ctx.views = views
@@ -137,6 +156,9 @@ class _Combine(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         views, (probs, where, offsets, rows) = ctx.views, ctx.saved_tensors
-        dprobs = exchange_push(grad, where, probs, rows, views.flags, views.rows, views.distances)
+        asked = ctx.needs_input_grad[1]
+        y = rows if asked else None
+        dprobs = exchange_push(grad, where, probs, y, views.flags, views.rows, views.distances)
         _barrier(views)
-        return exchange_take(views.rows, views.flags, offsets), dprobs, None, None, None
+        dy = exchange_take(views.rows, views.flags, offsets)
+        return dy, dprobs if asked else None, None, None, None
