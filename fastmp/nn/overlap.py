@@ -7,7 +7,7 @@ part as well. A forward beside a backward runs its own parts and those of the ba
 embeddings and losses, is autograd as ever: its backward ends where a chain ends, and goes on where it begins.
 
 Sums keep the order that they have without this: losses, gradients and random numbers are the same bit for
-bit.
+bit. Only the gradients of a layer that is there twice are added up in another order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Key = tuple[int, int]  # microbatch, chunk
 
 
 class OverlappedLayers:
-    """Runs the layers of chunks in parts; `chains` has those of each chunk.
+    """What runs the layers of chunks in parts; `chains` has those of each chunk.
 
     A forward is `with forward(key, beside): chunk(...)`, with a key (microbatch, chunk). Its backward begins
     outside, with autograd's from the loss or the next stage, which ends at the last layer; `backward(key)`
@@ -74,7 +74,7 @@ class OverlappedLayers:
 
     @contextmanager
     def forward(self, key: Key, beside: Key | None = None) -> Iterator[None]:
-        """Inside, chunk `key[1]` is called in training; `beside`: whose backward has begun."""
+        """The context in which chunk `key[1]` is called in training; `beside`: whose backward has begun."""
         self._now = key, beside
         try:
             yield
@@ -174,6 +174,11 @@ class _Gradient:
             self.value.record_stream(torch.cuda.current_stream(grad.device))
         self.value = grad if self.value is None else self.value + grad
 
+    def take(self) -> Tensor | None:
+        """The sum, which nothing in the graph of a loss holds any longer."""
+        value, self.value = self.value, None
+        return value
+
 
 class _Held(NamedTuple):
     """A tensor between two runs: without its graph, and with its gradient, where it needs one."""
@@ -234,7 +239,8 @@ class _Microbatch:
             WgradQueue.run(self._deferred.pop(which.first))
         else:
             self._propagate(1 + which.first, which.exchange)
-            self._deferred[which.first] = self._queue.take()
+            if not which.exchange:
+                self._deferred[which.first] = self._queue.take()
 
     def finish(self) -> None:
         """Run the parts that are left, then the backward of what came before the chain."""
@@ -244,7 +250,8 @@ class _Microbatch:
 
     def _propagate(self, number: int, exchange: bool) -> None:
         roots, self._roots[number] = self._roots[number], []
-        given = [(edge, gradient.value) for edge, gradient in roots if gradient.value is not None]
+        taken = [(edge, gradient.take()) for edge, gradient in roots]
+        given = [(edge, grad) for edge, grad in taken if grad is not None]
         if given:
             edges, grads = zip(*given, strict=True)
             with self._lane.on(exchange, grads):
@@ -295,7 +302,7 @@ class _Lane:
         self._event: torch.cuda.Event | None = None
 
     def on(self, exchange: bool, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Inside, work that takes `tensors` goes to its stream. Nothing on a CPU."""
+        """The context in which work that takes `tensors` goes to its stream; on a CPU it does nothing."""
         return self._on(exchange, tensors) if self._device.type == "cuda" else nullcontext()
 
     @contextmanager

@@ -184,7 +184,7 @@ def _ready(chain: Chain, left: Sequence[int]) -> Iterator[int]:
 
 
 def _to_exchange(chain: Chain) -> list[float]:
-    """For each part the time from its start to the next exchange behind it."""
+    """The time from the start of each part to the next exchange behind it."""
     found, time = [], 0.0
     for part in reversed(chain):
         time = 0.0 if part.exchange else time + (0.0 if part.deferred else part.time)

@@ -1,4 +1,4 @@
-"""The streams of a GPU on which layers work beside the current one."""
+"""Streams of a GPU beside the current one: for shared experts, and for exchanges of tokens."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def exchange_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def beside(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
-    """All of them."""
+    """The streams of a GPU on which layers work beside the current one."""
     return side_stream(device), exchange_stream(device)
