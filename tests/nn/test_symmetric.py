@@ -302,21 +302,22 @@ def test_gradients_that_are_asked_for():
 
 def compiled_case(rank, world):
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
-    layer, results = make_moe(with_moe(dispatcher="symmetric"), groups), []
+    layer, results = make_moe(with_moe(dispatcher="symmetric", symmetric_capacity=0.5), groups), []
     for run in (layer, torch.compile(layer, backend="aot_eager")):
+        layer.dropped_pairs.zero_()
         hidden = hidden_states(4, 2, seed=rank).requires_grad_()
         output, aux, _ = run(hidden)
         (output.square().sum() + aux).backward()
-        results.append((output, hidden.grad))
+        results.append((output, hidden.grad, layer.dropped_pairs.clone()))
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=1e-12, atol=1e-12)
-    return rank
+    return int(layer.dropped_pairs)
 
 
 @pytest.mark.full
 def test_a_compiled_layer_leaves_memory_where_peers_look():
     import_module("torch._dynamo")  # here, not in every rank
-    run_ranks(compiled_case, 2)
+    assert sum(run_ranks(compiled_case, 2)) > 0
 
 
 def explained_case(rank, world):

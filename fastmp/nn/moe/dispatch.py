@@ -22,7 +22,9 @@ R ranks of the etp-ep group.
 
 from __future__ import annotations
 
-from typing import TypeVar
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -51,10 +53,13 @@ __all__ = [
     "LocalDispatcher",
     "SharingDispatcher",
     "make_dispatcher",
+    "uncompiled",
 ]
 
 _HOST = torch.device("cpu")
 _sum = np.add.reduce  # less than np.sum on the way to the same
+P = ParamSpec("P")
+T = TypeVar("T")
 Matrix = TypeVar("Matrix", Tensor, np.ndarray)  # on the device, on the host
 
 
@@ -86,6 +91,22 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
         etp_ep_group=groups.etp_ep,
         etp_varies_first=groups.grid.etp_varies_first,
     )
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, which torch.compile leaves alone.
+
+    A compiler may work on a copy of memory that a function writes to, where no peer looks, and it drops what
+    a backward does besides gradients.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function, reason="it writes to memory in place")(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 class LocalDispatcher:

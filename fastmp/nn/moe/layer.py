@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn.moe.dispatch import make_dispatcher
+from fastmp.nn.moe.dispatch import make_dispatcher, uncompiled
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.router import Router, moe_config
 from fastmp.nn.placement import Placement
@@ -161,7 +161,7 @@ class MoELayer(SegmentedLayer):
         kept, (aux, counts_E, hidden_or_shared_SBH, *carried) = tensors[:own], tensors[own:]
         output_TH = self.dispatcher.combine(*kept)
         if self.dropped_pairs is not None and self.dispatcher.may_drop:
-            output_TH = _Counted.apply(output_TH, self.dispatcher.dropped(*kept[1:]), self.dropped_pairs)
+            output_TH = _counted(output_TH, self.dispatcher.dropped(*kept[1:]), self.dropped_pairs)
         output_SBH = self._all_tokens(output_TH, hidden_or_shared_SBH)
         if self.shared_experts is not None:
             shared_SBH = hidden_or_shared_SBH
@@ -253,6 +253,9 @@ class _Counted(Function):
         (number,) = ctx.saved_tensors
         ctx.total.add_(number)
         return grad, None, None
+
+
+_counted = uncompiled(_Counted.apply)
 
 
 def side_stream(x: Tensor) -> torch.cuda.Stream | None:

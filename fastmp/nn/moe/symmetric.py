@@ -16,9 +16,7 @@ ranks of the etp-ep group.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import MoEConfig
-from fastmp.nn.moe.dispatch import LocalDispatcher
+from fastmp.nn.moe.dispatch import LocalDispatcher, uncompiled
 from fastmp.nn.segment import Tensors
 from fastmp.ops import permutation
 from fastmp.ops.exchange import (
@@ -41,21 +39,6 @@ from fastmp.ops.exchange import (
 from fastmp.parallel.peers import ExchangeViews, PeerExchange
 
 __all__ = ["SymmetricDispatcher"]
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _uncompiled(method: Callable[P, T]) -> Callable[P, T]:
-    """The method, which torch.compile leaves alone: a compiler may copy memory, where no peer looks."""
-
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(method, reason="peers know addresses")(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return call
 
 
 class SymmetricDispatcher(LocalDispatcher):
@@ -86,7 +69,7 @@ class SymmetricDispatcher(LocalDispatcher):
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         return probs, indices, row_of, F.pad(counts, (0, 1), value=indices.shape[0])
 
-    @_uncompiled
+    @uncompiled
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
         probs, indices, row_of, counts = prepared
         views = self.exchange.reserve(
@@ -102,7 +85,7 @@ class SymmetricDispatcher(LocalDispatcher):
         # The experts do not hand their offsets on: combine has its own.
         return rows, offsets, probs, where, torch.cat((offsets, dropped.view(1)))
 
-    @_uncompiled
+    @uncompiled
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
         probs, where, ends = kept
         views = self.exchange.views
