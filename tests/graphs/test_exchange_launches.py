@@ -79,7 +79,7 @@ def test_operations_between_the_replays_of_a_layer(shared):
         assert len(forward) == len(backward) == 3 + 1
         added = ["add"] if shared else []
         assert sorted(forward[2]) == sorted(
-            ["permute", "alltoall_base_", "block_rows", "permute"]
+            ["permute", "alltoall_base_", "permute"]
             + ["grouped_mlp_in", "grouped_mm", "unpermute", "alltoall_base_", "unpermute", *added]
             + ["bias_dropout_add_into"]
         )

@@ -264,7 +264,7 @@ class _Exchanging(LocalDispatcher):
 class AllToAllDispatcher(_Exchanging):
     """Sends each pair to its expert: an all-to-all over `ep` with sizes that vary, then the rows of `etp`."""
 
-    num_prepared = 6
+    num_prepared = 7
     num_kept = 4
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
@@ -272,17 +272,22 @@ class AllToAllDispatcher(_Exchanging):
         counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
         matrix_RX = self._everyones(counts, indices.shape[0], room, refused)
         copy_RX = self.copies.start(matrix_RX)
-        return probs, row_of, *self._blocks(matrix_RX), copy_RX
+        starts, places, offsets = self._blocks(matrix_RX)
+        # The places of all rows that can arrive, unless a rank has more than `room` tokens.
+        most = self.etp * self.ep * room * min(indices.shape[1], self.num_local)
+        return probs, row_of, block_rows(starts, places, most), starts, places, offsets, copy_RX
 
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        probs, row_of, starts, places, offsets, copy_RX = prepared
+        probs, row_of, row_of_arrived, starts, places, offsets, copy_RX = prepared
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
         numbers = self._arrived(copy_RX)
         sent, received, by_etp = self._splits(numbers)
         rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
         if self.etp > 1:
             rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group)
-        row_of_arrived = block_rows(starts, places, self.etp * max(by_etp))
+        if len(row_of_arrived) < len(rows):
+            row_of_arrived = block_rows(starts, places, len(rows))
+        row_of_arrived = _first(row_of_arrived, len(rows))
         rows = permute(rows, row_of_arrived, sum(by_etp))
         return rows, offsets, probs, row_of, row_of_arrived, numbers
 
