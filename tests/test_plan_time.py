@@ -132,7 +132,7 @@ EXPERTS = replace(LLAMA, moe=MoEConfig(num_experts=8, top_k=2, expert_ffn_hidden
 
 
 @pytest.mark.parametrize("layout", [{"ep": 8}, {"ep": 8, "pp": 2, "vpp": 2}, {"ep": 4, "tp": 2, "etp": 2}])
-@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather", "symmetric"])
 def test_with_overlap_the_parts_are_the_step_and_exchanges_are_less(layout, dispatcher):
     model = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher=dispatcher))
     own = recipe(model, batch=64, **layout)

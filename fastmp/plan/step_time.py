@@ -6,7 +6,8 @@ late; all experts get equally many tokens; collectives within layers stop the co
 backward that run beside a product (`Kernels.overlap`), and those of experts that run beside another
 microbatch where a recipe overlaps them, in the order of training and as if neither slowed the other; sums
 of gradients run beside the last backward and gathers of parameters beside the next forward, except for one
-bucket each; Muon's products are not counted. Checkpoints, data and logging take no time.
+bucket each; Muon's products and what `tp_overlap` hides are not counted. Checkpoints, data and logging take
+no time.
 """
 
 from __future__ import annotations
