@@ -38,6 +38,7 @@ CASES = [
             (2, {"ep": 2}, {"dtype": torch.bfloat16, "tied": True}),
             (2, {"ep": 2}, {"dispatcher": "allgather", "documents": True}),
             (2, {"ep": 2}, {"dispatcher": "symmetric"}),
+            (2, {"ep": 2}, {"dispatcher": "symmetric", "room": 1.0}),  # steps are run again
             (2, {"ep": 2}, {"dispatcher": "deepep"}),
             (2, {"ep": 1, "etp": 2}, {"dispatcher": "allgather"}),
             (4, {"pp": 2, "ep": 2}, {"dispatcher": "symmetric"}),
@@ -52,6 +53,8 @@ CASES = [
 def make_trainer(groups, layout, *, overlapped, dtype=torch.float32, documents=False, **options):
     moe = replace(MOE, dispatcher=options.get("dispatcher", "alltoall"))
     moe = replace(moe, capacity_factor=options.get("capacity"))
+    if "room" in options:
+        moe = replace(moe, symmetric_capacity=options["room"], symmetric_overflow="rerun")
     config = replace(
         CONFIG,
         moe=moe,
