@@ -19,14 +19,15 @@ import pytest
 import torch
 from marks import full
 from safetensors.torch import load_file, save_file
-from transformers_models import MODELS, save
+from transformers_models import ENCODERS, MODELS, save
 
-from fastmp.config import GPTConfig, MoEConfig, RopeScaling
+from fastmp.config import BertConfig, GPTConfig, MoEConfig, RopeScaling
 from fastmp.integrations.huggingface.command import main
-from fastmp.integrations.huggingface.families import from_transformers, to_transformers
+from fastmp.integrations.huggingface.families import family_of, from_transformers, to_transformers
+from fastmp.integrations.huggingface.tables import FAMILIES
 from fastmp.integrations.huggingface.weights import TransformersReader
 from fastmp.model_config import function_of
-from fastmp.nn import GPT, Placement, gpt_stages
+from fastmp.nn import GPT, Placement, bert_stages, gpt_stages
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -52,7 +53,7 @@ def files_of(path):
     return {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize("file", ["families", "accelerated"])
+@pytest.mark.parametrize("file", ["tables", "accelerated"])
 def test_a_family_is_a_table_of_at_most_thirty_lines(file):
     tree = ast.parse((ROOT / "fastmp" / "integrations" / "huggingface" / f"{file}.py").read_text())
     (tables,) = (
@@ -69,7 +70,7 @@ def test_a_family_is_a_table_of_at_most_thirty_lines(file):
 
 @needs_transformers
 @pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16])])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *ENCODERS])
 @pytest.mark.full
 def test_there_and_back(name, dtype, tmp_path, capsys):
     """Imported, both models compute the same; exported again, every bit and name is as before."""
@@ -102,6 +103,7 @@ CONFIGS["qwen3_moe"] = replace(
     CONFIGS["llama"],
     **{"qk_norm": True, "dense_layers": (0,), "moe": MoEConfig(num_experts=4, aux_loss=0.03)},
 )
+CONFIGS["bert"] = GPTConfig(activation="gelu", bert=BertConfig(post_norm=True))
 SMALL = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "num_kv_heads": None, "vocab_size": 131}
 
 
@@ -147,6 +149,74 @@ def test_experts_of_a_layer_may_be_in_one_tensor(tmp_path):
     readers = [TransformersReader(tmp_path / each) for each in ("model", "fused")]
     for name in readers[0].manifest.tensors:
         assert torch.equal(*(read_tensor(reader, name) for reader in readers)), name
+
+
+def test_early_files_of_bert_have_other_names_and_more_in_them(tmp_path):
+    """Norms have TensorFlow's names, and what is tied or a table of numbers is stored as well."""
+    written("bert", tmp_path / "early")
+    written("bert", tmp_path / "model")
+
+    def change(stored):
+        for name in list(stored):
+            for kind, first in (("weight", "gamma"), ("bias", "beta")):
+                if name.endswith(f"LayerNorm.{kind}"):
+                    stored[name.removesuffix(kind) + first] = stored.pop(name)
+        stored["cls.predictions.decoder.weight"] = stored["bert.embeddings.word_embeddings.weight"].clone()
+        stored["cls.predictions.decoder.bias"] = stored["cls.predictions.bias"].clone()
+        stored["bert.embeddings.position_ids"] = torch.arange(32)[None]
+
+    change_tensors(tmp_path / "early" / "model.safetensors", change)
+    edit(tmp_path / "early" / "config.json", architectures=["BertForMaskedLM"])
+    early, model = (TransformersReader(tmp_path / each) for each in ("early", "model"))
+    assert early.config == model.config and early.config.bert.sentence_order
+    assert early.manifest.tensors.keys() == model.manifest.tensors.keys()
+    for name in model.manifest.tensors:
+        assert torch.equal(read_tensor(early, name), read_tensor(model, name)), name
+    file = tmp_path / "early" / "model.safetensors"
+    for name in ("cls.predictions.decoder.bias", "cls.predictions.decoder.weight"):
+        stored = load_file(file)
+        change_tensors(file, lambda tensors, name=name: tensors[name].add_(1))
+        with pytest.raises(ValueError, match=f"{name} is not .*though config.json ties them"):
+            TransformersReader(tmp_path / "early")
+        save_file(stored, file)
+
+
+def test_encoders_that_transformers_has_not_are_refused(tmp_path):
+    config = replace(CONFIGS["bert"], **SMALL, max_seq_len=32)
+    assert family_of(config) == "bert"
+    others = [{"bert": BertConfig()}, {"bert": BertConfig(0, post_norm=True)}, {"activation": "gelu_tanh"}]
+    for wrong in others:
+        with pytest.raises(ValueError, match="no family of transformers computes this model"):
+            family_of(replace(config, **wrong))
+    written("bert", tmp_path / "model")
+    for changes, said in (
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new', fastmp computes gelu"),
+        ({"tie_word_embeddings": False}, "tie_embeddings must be on beside bert"),
+        ({"type_vocab_size": 0}, "type_vocab_size is 0"),
+        ({"type_vocab_size": 3}, "has shape .2, 16., config.json says .3, 16."),
+    ):
+        before = (tmp_path / "model" / "config.json").read_text()
+        edit(tmp_path / "model" / "config.json", **changes)
+        with pytest.raises(ValueError, match=said):
+            TransformersReader(tmp_path / "model")
+        (tmp_path / "model" / "config.json").write_text(before)
+
+
+@needs_transformers
+@pytest.mark.full
+@pytest.mark.parametrize("name", ENCODERS)
+def test_a_bert_in_float64_is_held_to_its_own_bound(name, tmp_path, capsys, monkeypatch):
+    save(name, tmp_path / "model", torch.float64)
+    edit(tmp_path / "model" / "config.json", layer_norm_eps=...)
+    arguments = ["import", str(tmp_path / "model"), "--out"]
+    assert main([*arguments, str(tmp_path / "ours")]) == 0
+    assert float(re.search(r"largest error of logits (\S+),", capsys.readouterr().out)[1]) < 1e-12
+    other = FAMILIES["bert"].fields["layer_norm_eps"]._replace(default=1e-7)
+    monkeypatch.setitem(FAMILIES["bert"].fields, "layer_norm_eps", other)
+    assert main([*arguments, str(tmp_path / "others")]) == 2
+    assert "fastmp does not compute this model" in capsys.readouterr().err
 
 
 def test_weights_are_the_start_of_a_run_and_another_model_is_refused(tmp_path):
@@ -389,6 +459,7 @@ LAYOUTS = [
     ("qwen3_moe", {"tp": 2, "ep": 2, "etp": 1}),
     ("qwen3_moe", {"pp": 2}),
     ("gpt2", {"tp": 2, "pp": 2}),
+    ("bert", {"tp": 2, "pp": 2}),
 ]
 
 
@@ -397,7 +468,7 @@ def layout_case(rank, world, name, sizes, path):
     groups = ParallelGroups.create(RankGrid(world_size=world, **sizes))
     reader = TransformersReader(path / "model")
     on = Placement(groups, rng=RngTracker(1, tp_rank=group_rank(groups.tp)))
-    stages = gpt_stages(reader.config, on)
+    stages = (gpt_stages if reader.config.bert is None else bert_stages)(reader.config, on)
     load_weights(reader, reader.config, stages, groups)
     state = {f"model/{name}": parameter_parts(param, groups) for name, param in named_parameters(stages)}
     Checkpointer(path / "ours", groups=groups, **described(reader.config)).save(3, state, {})

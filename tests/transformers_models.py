@@ -72,15 +72,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_BERT = {
+    **{"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 40},
+    **{"vocab_size": 131, "max_position_embeddings": 64},
+}
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("BertForPreTraining", _BERT),
+    "bert, masked alone": ("BertForMaskedLM", _BERT | {"type_vocab_size": 3}),
+}
 
 
 def save(name: str, path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Write the model to the directory `path`; returns it. options: of save_pretrained."""
     import transformers
 
-    family, values = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**values)
+    family, values = (MODELS | ENCODERS)[name]
     kind = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    if name in ENCODERS:
+        family, kind = "Bert", family
+    config = getattr(transformers, f"{family}Config")(**values)
     torch.manual_seed(5)
     model = getattr(transformers, kind)(config).to(dtype)
     with torch.no_grad():

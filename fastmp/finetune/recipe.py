@@ -34,7 +34,9 @@ class FinetuneConfig(Checked):
 
     path: str = option("", "directory with the task's files as they are published")
     init_from: str = option(
-        "", "begin with the weights of a checkpoint of a BERT, or of the latest one of a run; none: at random"
+        "",
+        "begin with the weights of a BERT: a checkpoint, the latest one of a run, or a transformers model; "
+        "none: at random",
     )
     tokenizer: str | None = option(
         None,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import DataConfig, GPTConfig
-from fastmp.integrations.huggingface.weights import TransformersReader, read_json
+from fastmp.integrations.huggingface.weights import TransformersReader, is_transformers, read_json
 from fastmp.layout import is_megatron
 from fastmp.nn.language_model import Part
 from fastmp.nn.models import GPT
@@ -43,11 +43,13 @@ def open_weights(
 ) -> tuple[CheckpointReader, GPTConfig]:
     """What reads the weights, and the model that they are of; each rank of `world` checks a share of files.
 
-    checkpoint: one of fastmp's, or a run, whose latest one is meant. hf: a directory of transformers, of
-        whose configuration the keys in `ignored` are not looked at.
+    checkpoint: one of fastmp's, or a run, whose latest one is meant, or a directory of transformers. hf: such
+        a directory, of whose configuration the keys in `ignored` are not looked at.
 
     CheckpointError, on all ranks, where there is no such model, or it is damaged.
     """
+    if checkpoint is not None and is_transformers(Path(checkpoint)):
+        hf = checkpoint
     if hf is not None:
         reader = agree(world, partial(TransformersReader, hf, ignored=ignored))
         return reader, reader.config
@@ -121,16 +123,18 @@ def model_tokenizer(options: Namespace, reader: CheckpointReader) -> Tokenizer:
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
     try:
-        return load_tokenizer(options.hf) if options.hf else tokenizer_beside(reader.directory.absolute())
+        return tokenizer_beside(reader.directory.absolute())
     except ValueError as error:
         raise ValueError(f"{error}; name the model's tokenizer by --tokenizer FILE") from None
 
 
 def tokenizer_beside(checkpoint: Path) -> Tokenizer:
-    """The tokenizer of the run that a checkpoint is of, or of the model that it was imported from.
+    """The tokenizer of the run that a checkpoint is of, or of the model that it is, or was imported from.
 
     ValueError where no recipe lies where a run has it, or what it names is gone.
     """
+    if is_transformers(checkpoint):
+        return load_tokenizer(checkpoint)
     for run in (checkpoint.parent.parent, checkpoint.parent):
         if (run / "recipe.json").is_file():  # as `fastmp train` writes it
             recipe = load_recipe(None, read_json(run / "recipe.json", _MOST_JSON))

@@ -13,13 +13,16 @@ import torch
 from finetune_models import PRE
 from finetune_tokenizer import tokenizer_json
 from marks import full
+from safetensors.torch import save_file
 
 from fastmp.cli import main
-from fastmp.config import OptimizerConfig, TrainConfig
+from fastmp.config import BertConfig, OptimizerConfig, TrainConfig
 from fastmp.finetune import runs as runs_module
 from fastmp.finetune.main import finetune
 from fastmp.finetune.recipe import load_finetune
 from fastmp.finetune.tasks import TASKS
+from fastmp.integrations.huggingface.families import to_transformers
+from fastmp.integrations.huggingface.weights import links, own_tensors
 from fastmp.nn import Bert
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
@@ -275,6 +278,25 @@ def test_a_run_of_fastmp_train_is_fine_tuned_with_its_own_tokenizer(tmp_path, ca
     assert "| batch 32, lr 2e-05 | 1 |" in capsys.readouterr().out
     content = json.loads((tmp_path / "runs" / "race" / "finetune.json").read_text())
     assert content["model"]["vocab_size"] == 257 + 4  # bytes, end-of-text, and special tokens behind them
+
+
+@pytest.mark.full
+def test_a_model_of_transformers_is_fine_tuned_with_the_tokenizer_beside_it(folder, capsys):
+    config, tensors = replace(PRE, vocab_size=40, max_seq_len=20, bert=BertConfig(post_norm=True)), {}
+    for ours, shape in own_tensors(config).items():
+        for link in links("bert", config, ours, shape):
+            tensors.setdefault(link.name, torch.randn(link.shape) / 10)
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    save_file(tensors, theirs / "model.safetensors")
+    (theirs / "config.json").write_text(json.dumps(to_transformers("bert", config, "float32")))
+    (theirs / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    WRITE["mnli"](folder / "mnli", train=8, dev=4)
+    line = ["finetune", "mnli", "--data", str(folder / "mnli"), "--init-from", str(theirs), "--seeds", "1"]
+    line += ["--finetune.run-dir", str(folder), "--finetune.name", "of_theirs", "--finetune.seq-len", "20"]
+    assert main([*line, "--finetune.batch-size", "8", "--finetune.epochs", "1"]) == 0
+    assert "| batch 8, lr 1e-05 | 1 |" in capsys.readouterr().out
+    assert json.loads((folder / "of_theirs" / "finetune.json").read_text())["model"]["bert"]["post_norm"]
 
 
 DIVERGES = {"finetune__epochs": 60, "optimizer__lr": 1e30, "optimizer__clip_grad_norm": 0.0}

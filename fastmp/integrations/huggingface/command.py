@@ -166,11 +166,13 @@ def _pieces(reader: CheckpointReader) -> Iterator[tuple[str, Box]]:
 def recipe_text(config: GPTConfig, source: Path, checkpoint: Path) -> str:
     """A recipe that trains the model on, from the weights in `checkpoint`."""
     tables: dict[str, Mapping[str, Any]] = {"model": _given(config)}
-    for name in ("moe", "rope_scaling"):
+    for name in ("moe", "rope_scaling", "bert"):
         if getattr(config, name) is not None:
             tables[f"model.{name}"] = _given(getattr(config, name))
     if (source / "tokenizer.json").is_file():
         tables["data"] = {"tokenizer": str((source / "tokenizer.json").absolute())}
+    if config.bert is not None:
+        tables["data.masked_lm"] = {}
     tables["checkpoint"] = {"init_from": str(checkpoint.absolute())}
     lines = [f"# {source.absolute().name}, as fastmp hf import has read it"]
     for table, values in tables.items():

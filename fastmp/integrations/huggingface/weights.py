@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -25,14 +26,9 @@ from torch import Tensor
 
 from fastmp.config import GPTConfig
 from fastmp.files import open_regular, read_file, sync_directory, write_synced
-from fastmp.integrations.huggingface.families import (
-    FAMILIES,
-    FUSED,
-    family_of,
-    from_transformers,
-    to_transformers,
-)
-from fastmp.nn import GPT, Placement
+from fastmp.integrations.huggingface.families import family_of, from_transformers, to_transformers
+from fastmp.integrations.huggingface.tables import FAMILIES, FUSED
+from fastmp.nn import GPT, Bert, Placement
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.train.checkpoint.boxes import Box, whole_box
 from fastmp.train.checkpoint.checkpointer import described
@@ -48,7 +44,8 @@ CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.saf
 _MOST_CONFIG, _MOST_INDEX, _MOST_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
 _PIECE = 1 << 24  # bytes that are compared at a time
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")  # tables that old files hold
+# tables that old files hold
+_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
 Shape = tuple[int, ...]
 
 
@@ -82,7 +79,8 @@ class Link(NamedTuple):
 def own_tensors(config: GPTConfig) -> dict[str, Shape]:
     """{name: shape} of what a checkpoint holds of a model, without the padding of its vocabulary."""
     found = {}
-    for name, tensor in GPT(config, Placement(device="meta")).state_dict(keep_vars=True).items():
+    made = (GPT if config.bert is None else Bert)(config, Placement(device="meta"))
+    for name, tensor in made.state_dict(keep_vars=True).items():
         rows = parallel_attributes(tensor).rows
         found[name] = (rows, *tensor.shape[1:]) if rows else tuple(tensor.shape)
     return found
@@ -194,6 +192,9 @@ class TransformersReader(CheckpointReader):
         except (TypeError, ArithmeticError) as error:
             raise ValueError(f"{path / CONFIG}: a value that makes no sense: {error}") from None
         self._stored = _stored(path)
+        if (bert := self.config.bert) is not None:  # config.json may name a model of fewer heads
+            order = FAMILIES[self.kind].ends["sentence_head.order.weight"] in self._stored
+            self.config = replace(self.config, bert=replace(bert, sentence_order=order))
         self._links: dict[tuple[str, Shape], Link] = {}
         try:
             own = own_tensors(self.config)
@@ -230,22 +231,30 @@ class TransformersReader(CheckpointReader):
         return SavedTensor(dtypes.pop(), shape, tuple(parts))
 
     def _find(self, name: str) -> _Stored | None:
-        """A tensor; early files of GPT-2 leave out the first part of its name."""
-        return self._stored.get(name) or self._stored.get(name.removeprefix("transformer."))
+        """A tensor; early files leave out a part of GPT-2's names, and have TensorFlow's norms in BERT's."""
+        early = name.removeprefix("transformer.")
+        for kind, first in (("weight", "gamma"), ("bias", "beta")):
+            early = early.replace(f"LayerNorm.{kind}", f"LayerNorm.{first}")
+        return self._stored.get(name) or self._stored.get(early)
 
     def _check_all_used(self, path: Path) -> None:
         used = {id(self._find(link.name)) for link in self._links.values()}
-        tied = {"lm_head.weight"} if self.config.tie_embeddings else set()
         for name, stored in self._stored.items():
-            if id(stored) not in used and name not in tied and not _NOT_WEIGHTS.search(name):
+            if id(stored) not in used and name not in self._tied() and not _NOT_WEIGHTS.search(name):
                 raise ValueError(f"{path}: unexpected {short(name)}, which {self.kind} has not")
 
+    def _tied(self) -> dict[str, str]:
+        """What the files may hold a second time, and its first name."""
+        family = FAMILIES[self.kind]
+        head, table = (family.ends[f"{each}.weight"] for each in ("output_layer", "word_embedding"))
+        return {**family.tied, **({head: table} if self.config.tie_embeddings else {})}
+
     def _check_tied(self, path: Path) -> None:
-        """A head that is tied may be stored, too; another one would be lost, where transformers unties it."""
-        names = [FAMILIES[self.kind].ends[f"{each}.weight"] for each in ("output_layer", "word_embedding")]
-        head, table = map(self._find, names)
-        if self.config.tie_embeddings and head and table and not _same_bytes(path, head, table):
-            raise ValueError(f"{path}: {' is not '.join(names)}, though {CONFIG} ties them")
+        """What is tied may be stored, too; another one would be lost, where transformers unties it."""
+        for name, first in self._tied().items():
+            again, stored = self._find(name), self._find(first)
+            if again and stored and not _same_bytes(path, again, stored):
+                raise ValueError(f"{path}: {name} is not {first}, though {CONFIG} ties them")
 
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
@@ -334,7 +343,7 @@ def _header(path: Path, name: str) -> dict[str, _Stored]:
         raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
     found, at = {}, 0
     for each, dtype, shape, (start, end) in entries:
-        if dtype not in DTYPES or (not DTYPES[dtype].is_floating_point and "bias" not in each):
+        if dtype not in DTYPES or not (DTYPES[dtype].is_floating_point or _NOT_WEIGHTS.search(each)):
             raise ValueError(
                 f"{path / name}: {short(each)} is {short(dtype)}, not numbers that can be trained"
             )
@@ -373,7 +382,9 @@ def export_weights(
         if len(set(names.values())) > 1:
             index = {"metadata": {"total_size": sum(form.bytes for form in forms)}, "weight_map": names}
             write_synced(staging / INDEX, json_bytes(index))
-        dtype = str(DTYPES[reader.manifest.tensors["model/final_norm.weight"].dtype]).removeprefix("torch.")
+        dtype = str(DTYPES[reader.manifest.tensors["model/word_embedding.weight"].dtype]).removeprefix(
+            "torch."
+        )
         write_synced(staging / CONFIG, json_bytes(to_transformers(kind, config, dtype)))
         if check is not None:
             check(staging)
