@@ -28,6 +28,7 @@ from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
 from fastmp.parallel.messages import Message, Program, forward_orders, program
 from fastmp.parallel.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step, together
+from fastmp.parallel.specs import HEADER, Spec, decode, encode, in_words
 from fastmp.profiling import region
 from fastmp.pulse import pulse
 
@@ -37,11 +38,6 @@ Tensors = tuple[Tensor, ...]
 Outputs = Tensor | Sequence[Tensor]
 
 _MOST_SENDING = 2  # messages that may wait for their receiver before this rank waits with them
-_HEADER = 64  # numbers that describe the tensors of a message
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
 
 
 class PipelineError(RuntimeError):
@@ -88,12 +84,6 @@ class PipelineResult(NamedTuple):
     stats: dict[tuple[int, int], Any]
     trace: tuple[Step, ...]
     peak: int
-
-
-class _Spec(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
 
 
 class _Live(NamedTuple):
@@ -181,7 +171,7 @@ class Pipeline:
         self.device = torch.device(device or (parameters[0].device if parameters else "cpu"))
         self._evaluations: dict[int, Program] = {}
         # {training: {stage: what it hands on}}
-        self._specs: dict[bool, dict[int, tuple[_Spec, ...]]] = {True: {}, False: {}}
+        self._specs: dict[bool, dict[int, tuple[Spec, ...]]] = {True: {}, False: {}}
         # The first that NCCL gets to do in a group has to come from all of its ranks, as no message does.
         for each in dict.fromkeys((self.group, self.backward_group)):
             if each is not None:
@@ -242,7 +232,7 @@ class Pipeline:
         self._arriving: dict[tuple[str, int, int], _Message] = {}
         self._sending: deque[_Message] = deque()
         self._deferred: dict[tuple[int, int], list[Any]] = {}  # gradients of weights
-        self._new_specs: dict[int, tuple[_Spec, ...]] = {}  # which the next stage does not know yet
+        self._new_specs: dict[int, tuple[Spec, ...]] = {}  # which the next stage does not know yet
         self._losses: dict[str, Tensor] = {}
         self._stats: dict[tuple[int, int], Any] = {}
 
@@ -384,11 +374,11 @@ class Pipeline:
 
     def _checked(self, stage: int, tensors: Tensors) -> Tensors:
         """The tensors that a stage hands on, detached. ValueError for shapes that were not agreed on."""
-        specs = tuple(_Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        specs = tuple(Spec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         known = self._known.get(stage, self._new_specs.get(stage))
         if known is not None and known != specs:
             raise ValueError(
-                f"stage {stage} hands on {_words(specs)}, but {_words(known)} before; "
+                f"stage {stage} hands on {in_words(specs)}, but {in_words(known)} before; "
                 "forget_shapes() on all ranks lets shapes change between steps"
             )
         if known is None:
@@ -445,13 +435,13 @@ class Pipeline:
         key, tag = ("specs", *message[4:]), 2 * self._tags[message] + 1
         if message.source == self.rank:
             specs = self._new_specs.pop(message.stage)
-            header = torch.tensor(_encode(specs), dtype=torch.int64, device=self.device)
+            header = torch.tensor(encode(specs), dtype=torch.int64, device=self.device)
             self._start(key, True, message.target, tag, (header,))
         else:
-            header = torch.empty(_HEADER, dtype=torch.int64, device=self.device)
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
             self._start(key, False, message.source, tag, (header,))
             self._arriving.pop(key).wait()
-            specs = _decode(header.tolist())
+            specs = decode(header.tolist())
         self._known[message.stage] = specs
 
 
@@ -479,29 +469,3 @@ def _tuple(tensors: Outputs) -> Tensors:
         parts = f" of {[type(t).__name__ for t in tensors]}" if isinstance(tensors, Sequence) else ""
         raise ValueError(f"a stage takes and returns tensors, got {type(tensors).__name__}{parts}")
     return tuple(tensors)
-
-
-def _encode(specs: tuple[_Spec, ...]) -> list[int]:
-    numbers = [len(specs)]
-    for shape, dtype, requires_grad in specs:
-        if dtype not in _DTYPES:
-            raise ValueError(f"tensors of {dtype} cannot be sent")
-        numbers += [_DTYPES.index(dtype), int(requires_grad), len(shape), *shape]
-    if len(numbers) > _HEADER:
-        raise ValueError(f"{len(specs)} tensors of so many dimensions do not fit a header: {_words(specs)}")
-    return numbers + [0] * (_HEADER - len(numbers))
-
-
-def _decode(numbers: list[int]) -> tuple[_Spec, ...]:
-    rest, specs = iter(numbers), []
-    for _ in range(next(rest)):
-        dtype, requires_grad, dims = next(rest), next(rest), next(rest)
-        specs.append(_Spec(tuple(next(rest) for _ in range(dims)), _DTYPES[dtype], bool(requires_grad)))
-    return tuple(specs)
-
-
-def _words(specs: tuple[_Spec, ...]) -> str:
-    return " and ".join(
-        f"{list(shape)} {str(dtype).removeprefix('torch.')}{'' if grad else ' without gradient'}"
-        for shape, dtype, grad in specs
-    ) or "no tensor"  # fmt: skip
