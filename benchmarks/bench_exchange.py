@@ -44,14 +44,13 @@ def arguments(op: str, shape: tuple, dtype: torch.dtype, device: str, seed: int)
         return _flags(ranks, device), distances(ranks), 0, 60.0
     if op == "exchange_counts":
         ranks, experts = shape
-        counts = integers(99, 2, ranks, experts + 1)
-        return integers(99, experts + 1), _flags(ranks, device), counts, distances(ranks), 0, 60.0
+        counts = integers(99, 2, ranks, experts)
+        return integers(99, experts), _flags(ranks, device), counts, distances(ranks), 0, 60.0
     if op == "exchange_places":
         tokens, slots, experts = shape
         chosen = torch.rand(tokens, experts, generator=generator, device=device).topk(slots, 1).indices
         row_of, offsets = torch.ops.fastmp.permutation(chosen.to(torch.int32), experts)
-        matrix = torch.diff(offsets, prepend=offsets.new_zeros(1)).expand(_PEERS, -1)
-        matrix = torch.nn.functional.pad(matrix, (0, 1)).contiguous()
+        matrix = offsets.expand(_PEERS, -1).contiguous()
         return row_of, chosen.to(torch.int32), matrix, 1, _PEERS, 2 * tokens * slots
     tokens, hidden, slots = shape
     capacity = tokens * slots

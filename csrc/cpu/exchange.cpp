@@ -246,7 +246,7 @@ Tensor exchange_counts(const Tensor& own, Tensor& flags, Tensor& counts, const T
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, kOp, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   FASTMP_CHECK(own.scalar_type() == ScalarType::Int && counts.scalar_type() == ScalarType::Int && counts.dim() == 3 &&
                    counts.size(0) == 2 && counts.size(1) == num_ranks && counts.size(2) == width,
-               kOp, ": counts must be int32 (2, R, E + 1), got ", described(counts), " for own ", described(own), " and ",
+               kOp, ": counts must be int32 (2, R, E), got ", described(counts), " for own ", described(own), " and ",
                num_ranks, " ranks");
   check_whole(kOp, "counts", counts);
   const Tensor row = torch::stable::contiguous(own);
@@ -267,9 +267,9 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
   FASTMP_CHECK(given_rows.dim() == 2 && given_rows.scalar_type() == ScalarType::Int, kOp,
                ": row_of must be int32 (T, k), got ", described(given_rows));
   check_like(kOp, "indices", given_indices, "row_of", given_rows);
-  FASTMP_CHECK(given_matrix.dim() == 2 && given_matrix.scalar_type() == ScalarType::Int && given_matrix.size(1) > 1, kOp,
-               ": matrix must be int32 (R, E + 1), got ", described(given_matrix));
-  const int64_t num_ranks = given_matrix.size(0), num_experts = given_matrix.size(1) - 1;
+  FASTMP_CHECK(given_matrix.dim() == 2 && given_matrix.scalar_type() == ScalarType::Int && given_matrix.size(1) > 0, kOp,
+               ": matrix must be int32 (R, E), got ", described(given_matrix));
+  const int64_t num_ranks = given_matrix.size(0), num_experts = given_matrix.size(1);
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, kOp, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   FASTMP_CHECK(num_peers > 0 && num_experts % num_peers == 0 && num_ranks % num_peers == 0, kOp, ": ", num_peers,
                " peers do not divide ", num_experts, " experts and ", num_ranks, " ranks");
@@ -281,22 +281,27 @@ std::tuple<Tensor, Tensor, Tensor> exchange_places(const Tensor& given_rows, con
   const Tensor where = fastmp::empty(row_of.sizes(), ScalarType::Int, row_of);
   const Tensor offsets = fastmp::empty({num_local}, ScalarType::Int, row_of);
   const Tensor dropped = fastmp::empty({}, ScalarType::Int, row_of);
-  const auto* counts = static_cast<const int32_t*>(matrix.const_data_ptr());
+  const auto* row_ends = static_cast<const int32_t*>(matrix.const_data_ptr());
+  const auto begin_at = [&](int64_t source, int64_t expert) -> int64_t {
+    return expert ? row_ends[source * num_experts + expert - 1] : 0;
+  };
+  const auto count = [&](int64_t source, int64_t expert) {
+    return row_ends[source * num_experts + expert] - begin_at(source, expert);
+  };
   auto* ends = static_cast<int32_t*>(offsets.mutable_data_ptr());
 
   std::vector<int64_t> moved(num_experts);  // from a pair's row among this rank's pairs to its row at the receiver
-  int64_t beyond = 0, own_rows = 0, end = 0;
+  int64_t beyond = 0, end = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     if (expert % num_local == 0) end = 0;
     int64_t before = 0, total = 0;
     for (int64_t source = 0; source < num_ranks; ++source) {
       if (source == rank) before = total;
-      total += counts[source * (num_experts + 1) + expert];
+      total += count(source, expert);
     }
-    const int64_t own = counts[rank * (num_experts + 1) + expert], begin = end + before;
-    moved[expert] = begin - own_rows;
+    const int64_t own = count(rank, expert), begin = end + before;
+    moved[expert] = begin - begin_at(rank, expert);
     beyond += std::min(std::max<int64_t>(begin + own - capacity, 0), own);
-    own_rows += own;
     end += total;
     if (expert / num_local == rank % num_peers) {
       ends[expert % num_local] = static_cast<int32_t>(std::clamp<int64_t>(end, 0, capacity));

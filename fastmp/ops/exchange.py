@@ -5,7 +5,7 @@ op gets views of its own rank's piece, and a table of distances: how many bytes 
 lies. So one table serves whatever the memory holds.
 
     flags   (R + 1,) int32        the exchange that each rank has come to; last, this rank's latest one
-    counts  (2, R, E + 1) int32
+    counts  (2, R, E) int32
     rows    (2, C, H)
 
 All of it begins as zeros. An exchange uses the half that its number's lowest bit names, which kernels read
@@ -128,13 +128,14 @@ def reference_places(
     row_of: Tensor, indices: Tensor, matrix: Tensor, rank: int, peers: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Move each pair from its row among this rank's pairs to its row at the expert's ranks."""
-    counts = matrix[:, :-1].long()
+    ends_RE = matrix.long()
+    counts = torch.diff(ends_RE, dim=1, prepend=ends_RE.new_zeros(len(ends_RE), 1))
     num_experts, own = counts.shape[1], counts[rank]
     local = num_experts // peers
     totals = counts.sum(0).view(peers, local)
     ends = totals.cumsum(1)
     begins = (ends - totals).flatten() + counts[:rank].sum(0)  # of this rank's rows of each expert
-    moved = begins - (own.cumsum(0) - own)
+    moved = begins - (ends_RE[rank] - own)
     valid = (row_of >= 0) & (indices >= 0) & (indices < num_experts)
     experts = indices.long().where(valid, 0)
     rows = row_of + moved[experts]
@@ -247,7 +248,7 @@ _places = register(
     triton=launch_places,
     fake=lambda row_of, indices, matrix, rank, peers, capacity: (
         row_of.new_empty(row_of.shape),
-        row_of.new_empty((matrix.shape[1] - 1) // peers),
+        row_of.new_empty(matrix.shape[1] // peers),
         row_of.new_empty(()),
     ),
 )
@@ -374,15 +375,15 @@ def exchange_counts(
     """Give every rank this rank's row of counts: a whole exchange, whose result is the matrix of all rows.
 
     Args:
-        own: (E + 1,) int32: this rank's pairs for each expert, and one more number for ranks to tell each
-            other.
+        own: (E,) int32: how many pairs this rank has for the experts up to each one, which is where their
+            rows end (`permutation`).
         flags, counts: this rank's memory (see the module), contiguous; both are written to.
         distances: (D, P) int64: bytes from this rank's memory to each rank's, multiples of 16, 0 for its own.
         rank: this rank's number, in the order of `distances`.
         timeout: seconds that a CPU waits for the others. A GPU waits for as long as it takes.
 
     Returns:
-        (R, E + 1) int32.
+        (R, E) int32.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -390,8 +391,8 @@ def exchange_counts(
     """
     op = "exchange_counts"
     _check_ranks(op, flags, distances, rank)
-    _like(op, "own", own, torch.int32, tuple(counts.shape[-1:]), "(E + 1,), as counts has it,")
-    _like(op, "counts", counts, torch.int32, (2, distances.numel(), own.numel()), "(2, R, E + 1)")
+    _like(op, "own", own, torch.int32, tuple(counts.shape[-1:]), "(E,), as counts has it,")
+    _like(op, "counts", counts, torch.int32, (2, distances.numel(), own.numel()), "(2, R, E)")
     checks.same_device(op, flags=flags, own=own, counts=counts)
     _whole(op, flags=flags, counts=counts, distances=distances)
     return _counts(own, flags, counts, distances, rank, float(timeout))
@@ -406,7 +407,7 @@ def exchange_places(
     Args:
         row_of: (T, k) int32, the pair's row among this rank's pairs, as `permutation` numbers them.
         indices: (T, k) int32, the pair's expert; pairs that have none, or no row, go nowhere.
-        matrix: (R, E + 1) int32, from `exchange_counts`; the last column is not read.
+        matrix: (R, E) int32, from `exchange_counts`.
         rank: this rank's number.
         peers: P, expert-parallel ranks, which divide the experts evenly.
         capacity: C, of which all ranks have the same.
@@ -424,10 +425,10 @@ def exchange_places(
         if pairs.dtype != torch.int32 or pairs.dim() != 2:
             raise ValueError(f"{op}: {name} must be int32 (T, k), got {pairs.dtype} {tuple(pairs.shape)}")
     checks.fits(op, row_of.shape, to=("row_of", row_of), indices=indices)
-    if matrix.dtype != torch.int32 or matrix.dim() != 2 or matrix.shape[1] < 2:
-        raise ValueError(f"{op}: matrix must be int32 (R, E + 1), got {matrix.dtype} {tuple(matrix.shape)}")
+    if matrix.dtype != torch.int32 or matrix.dim() != 2 or not matrix.shape[1]:
+        raise ValueError(f"{op}: matrix must be int32 (R, E), got {matrix.dtype} {tuple(matrix.shape)}")
     checks.same_device(op, row_of=row_of, indices=indices, matrix=matrix)
-    ranks, num_experts = matrix.shape[0], matrix.shape[1] - 1
+    ranks, num_experts = matrix.shape
     checks.require(0 <= rank < ranks, op + ": rank must be one of the {} ranks, got {}", ranks, rank)
     divides = peers > 0 and num_experts % peers == 0 and ranks % peers == 0
     checks.require(

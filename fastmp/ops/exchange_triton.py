@@ -78,6 +78,13 @@ def counts_kernel(
 
 
 @jit
+def _block_of(ends, experts, mask):
+    """Return where the rows of experts begin, and how many they are, from where those of each one end."""
+    begins = tl.load(ends + experts - 1, mask=mask & (experts > 0), other=0)
+    return begins, tl.load(ends + experts, mask=mask, other=0) - begins
+
+
+@jit
 def places_kernel(
     row_of, indices, matrix, where, offsets, dropped, pair_vectors, rank, num_ranks, num_peers, num_local,
     capacity,
@@ -88,10 +95,10 @@ def places_kernel(
     bins = tl.arange(0, BINS)
     here = bins < num_experts
     # The rows of each expert: of all ranks, of those before this one, and its own.
-    own = tl.load(matrix + rank * (num_experts + 1) + bins, mask=here, other=0)
+    own_begins, own = _block_of(matrix + rank * num_experts, bins, here)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
     for source in range(0, num_ranks):
-        counts = tl.load(matrix + source * (num_experts + 1) + bins, mask=here, other=0)
+        _, counts = _block_of(matrix + source * num_experts, bins, here)
         total += counts
         before += tl.where(source < rank, counts, 0)
     # Where they begin at the expert's ranks, whose first expert has row 0, and where this rank's begin there.
@@ -104,7 +111,7 @@ def places_kernel(
         tl.store(offsets + bins % num_local, ends, mask=mine)
         beyond = tl.minimum(tl.maximum(first + own - capacity, 0), own)
         tl.store(dropped, tl.sum(tl.where(here, beyond, 0), 0))
-    moved = first - (tl.cumsum(own, 0) - own)
+    moved = first - own_begins
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
     rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
@@ -258,7 +265,7 @@ def launch_counts(
 def launch_places(
     row_of: Tensor, indices: Tensor, matrix: Tensor, rank: int, peers: int, capacity: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_ranks, num_experts = matrix.shape[0], matrix.shape[1] - 1
+    num_ranks, num_experts = matrix.shape
     num_local, vector = num_experts // peers, pair_vector(row_of.shape[1])
     where, offsets, dropped = empty_like(row_of), row_of.new_empty(num_local), row_of.new_empty(())
     launcher.launch(

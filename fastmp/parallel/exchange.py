@@ -19,8 +19,8 @@ _INT32 = 4
 class ExchangeLayout:
     """The parts of one rank's memory, for exchanges among `ranks` of rows (hidden,) of `itemsize` bytes.
 
-    First int32 flags (ranks + 1,), at `counts_at` int32 counts (2, ranks, experts + 1), and at `rows_at` rows
-    (2, capacity, hidden). There are two of each because an exchange may begin while a peer still reads what
+    First int32 flags (ranks + 1,), at `counts_at` int32 counts (2, ranks, experts), and at `rows_at` rows (2,
+    capacity, hidden). There are two of each because an exchange may begin while a peer still reads what
     the last one brought; see `fastmp.ops.exchange`.
     """
 
@@ -36,7 +36,7 @@ class ExchangeLayout:
 
     @property
     def rows_at(self) -> int:
-        return self.counts_at + _aligned(_INT32 * 2 * self.ranks * (self.experts + 1))
+        return self.counts_at + _aligned(_INT32 * 2 * self.ranks * self.experts)
 
     @property
     def nbytes(self) -> int:

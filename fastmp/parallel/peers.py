@@ -161,7 +161,7 @@ class PeerExchange:
             distances.copy_(torch.tensor(further).view_as(distances))
         views = ExchangeViews(
             flags=view(0, ranks + 1),
-            counts=view(layout.counts_at, 2, ranks, experts + 1),
+            counts=view(layout.counts_at, 2, ranks, experts),
             rows=view(layout.rows_at, 2, capacity, hidden, dtype=tokens.dtype),
             distances=distances,
             rank=self.rank,

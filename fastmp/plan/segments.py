@@ -199,20 +199,19 @@ class _Parts:
         if moe.capacity_factor is not None:
             choices = (shapes.routed, moe.top_k)
             indices, probs = Tensor(choices, "int32"), Tensor(choices, "float32", grad=True)
-        if shapes.dispatcher == "symmetric":
-            row_of = Tensor((shapes.routed, moe.top_k), "int32")
-            return tokens, probs, indices, row_of, Tensor((moe.num_experts + 1,), "int32"), *rest
         everyones = Tensor((self._sharing * shapes.routed, moe.top_k), "int32")
         blocks = Tensor((shapes.grid.etp * (moe.num_experts + 1),), "int32")
         arriving = shapes.grid.etp * shapes.grid.ep * shapes.routed
         arrived = Tensor((arriving * min(moe.top_k, moe.num_experts // shapes.grid.ep), 1), "int32")
         offsets = Tensor((moe.num_experts // shapes.grid.ep,), "int32")
         copy = Tensor((shapes.grid.ep * shapes.grid.etp, moe.num_experts + 1), "int32")
+        ends = Tensor((moe.num_experts,), "int32")
         plan = {
             "alltoall": (probs, everyones, arrived, blocks, blocks, offsets, copy),
             "allgather": (indices, probs, copy),
             "deepep": (indices, probs),
-        }.get(shapes.dispatcher, (probs, everyones, Tensor((moe.num_experts,), "int32")))
+            "symmetric": (probs, indices, everyones, ends),
+        }.get(shapes.dispatcher, (probs, everyones, ends))
         return tokens, *plan, *rest
 
     def shared(self, *tensors: Tensor) -> Tensors:

@@ -51,7 +51,7 @@ def virtual_ranks(
     ranks = etp * ep
     parts = (
         ((ranks + 1,), torch.int32),
-        ((2, ranks, num_experts + 1), torch.int32),
+        ((2, ranks, num_experts), torch.int32),
         ((2, capacity, hidden), dtype),
     )
     places, size = [], 0

@@ -119,13 +119,12 @@ def steps(
     rank, flags, rows, distances = here.rank, here.flags, here.rows, here.distances
     indices, probs = given.indices[rank], given.probs[rank]
     row_of, ends = run("permutation", indices, given.num_experts)
-    own = torch.nn.functional.pad(torch.diff(ends, prepend=ends.new_zeros(1)), (0, 1), value=len(indices))
     yield None
     if alone:
-        run("exchange_counts", own, flags, here.counts, distances, rank, timeout)
+        run("exchange_counts", ends, flags, here.counts, distances, rank, timeout)
         flags[-1] -= 1
         yield None
-    matrix = run("exchange_counts", own, flags, here.counts, distances, rank, timeout)
+    matrix = run("exchange_counts", ends, flags, here.counts, distances, rank, timeout)
     where, offsets, dropped = run("exchange_places", row_of, indices, matrix, rank, given.ep, given.capacity)
 
     def push(x: Tensor, weights: Tensor | None, y: Tensor | None) -> Iterator[None]:
@@ -172,9 +171,7 @@ def expected(run: Run, given: Routing) -> list[Results]:
         torch.bincount(i[(i >= 0) & (i < given.num_experts)], minlength=given.num_experts)
         for i in given.indices
     ]
-    matrix = torch.stack(
-        [torch.nn.functional.pad(c, (0, 1), value=n) for c, n in zip(counts, sizes, strict=True)]
-    )
+    matrix = torch.stack(counts).cumsum(1)
     ends = torch.cat((ends.new_zeros(1), ends))[::local].tolist()  # where the rows of each peer begin and end
     total = ends[-1]
     experts = torch.cat(given.indices)

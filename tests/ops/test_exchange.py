@@ -146,7 +146,7 @@ def test_a_rank_that_does_not_come_is_named(backend, op):
     here, timeout = ranks[0], 0.05
     arguments = (here.flags, here.distances, 0, timeout)
     if op == "exchange_counts":
-        arguments = (torch.zeros(4, dtype=torch.int32), here.flags, here.counts, *arguments[1:])
+        arguments = (torch.zeros(3, dtype=torch.int32), here.flags, here.counts, *arguments[1:])
     with pytest.raises(RuntimeError, match=r"rank 2 has not come to exchange 1 within 0.05 s: .* 0"):
         implementation(op, backend)(*arguments)
     assert here.flags.tolist() == [1, 1, 0, 0] and [int(r.flags[0]) for r in ranks] == [1, 1, 1]

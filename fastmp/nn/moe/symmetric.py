@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
@@ -65,21 +64,19 @@ class SymmetricDispatcher(LocalDispatcher):
         self.may_drop = moe.symmetric_capacity is not None
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
-        row_of, offsets = permutation(indices, self.num_experts)
-        counts = torch.diff(offsets, prepend=offsets.new_zeros(1))
-        return probs, indices, row_of, F.pad(counts, (0, 1), value=indices.shape[0])
+        return probs, indices, *permutation(indices, self.num_experts)
 
     @uncompiled
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
-        probs, indices, row_of, counts = prepared
+        probs, indices, row_of, ends = prepared
         views = self.exchange.reserve(
             tokens, top_k=self.moe.top_k, experts=self.num_experts, factor=self.moe.symmetric_capacity
         )
-        matrix_RX = exchange_counts(
-            counts, views.flags, views.counts, views.distances, views.rank, views.timeout
+        matrix_RE = exchange_counts(
+            ends, views.flags, views.counts, views.distances, views.rank, views.timeout
         )
         where, offsets, dropped = exchange_places(
-            row_of, indices, matrix_RX, views.rank, self.exchange.ep, views.capacity
+            row_of, indices, matrix_RE, views.rank, self.exchange.ep, views.capacity
         )
         rows = _Dispatch.apply(tokens, where, offsets, views)
         # The experts do not hand their offsets on: combine has its own.

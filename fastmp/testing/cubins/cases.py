@@ -355,10 +355,10 @@ def _exchange(op, *facts, etp=1, ep=8):
         name, _, form = op.partition(" ")
         probs = t(8192, 8, dtype=wide) if form else None
         y = t(8192, 8, 7168) if form == "backward" else None
-        counts, local = t(2, etp * ep, 257, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
+        counts, local = t(2, etp * ep, 256, dtype=torch.int32), t(256 // ep, dtype=torch.int32)
         arguments = {
             "barrier": (flags, distances, 1, 60.0),
-            "counts": (t(257, dtype=torch.int32), flags, counts, distances, 1, 60.0),
+            "counts": (t(256, dtype=torch.int32), flags, counts, distances, 1, 60.0),
             "places": (where, where, counts[0], 1, ep, 65536),
             "push": (t(8192, 7168), where, probs, y, flags, rows, distances),
             "take": (rows, flags, local),

@@ -57,7 +57,7 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         elif op == "exchange_counts":
             own, counts = (
                 torch.randint(99, shape, generator=generator, dtype=torch.int32)
-                for shape in ((experts + 1,), (2, ranks, experts + 1))
+                for shape in ((experts,), (2, ranks, experts))
             )
             yield own, flags, counts, distances, rank, _TIMEOUT
         elif op == "exchange_places":
@@ -65,8 +65,8 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             indices = indices.contiguous()
             indices.view(-1)[::7] = experts
             row_of, offsets = OPS["permutation"].implementations["reference"](indices, experts)
-            matrix = torch.randint(9, (ranks, experts + 1), generator=generator, dtype=torch.int32)
-            matrix[rank, :-1] = torch.diff(offsets, prepend=offsets.new_zeros(1))
+            matrix = torch.randint(9, (ranks, experts), generator=generator).cumsum(1).to(torch.int32)
+            matrix[rank] = offsets
             yield row_of, indices, matrix, rank, ep, capacity
         elif op == "exchange_push":
             x, y = random(tokens), random(tokens, slots)
