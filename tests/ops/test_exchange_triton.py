@@ -7,9 +7,11 @@ import torch
 from exchange_tools import Routing, all_steps, expected, far_away, one_after_the_other, routing, routings
 from marks import full
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from fastmp.ops import OPS, exchange_triton, launcher
 from fastmp.ops._triton import jit, tl
+from fastmp.testing.ops import samples
 from fastmp.testing.peers import PeerViews, shared_memory, virtual_ranks
 from fastmp.testing.ranks import run_ranks
 
@@ -62,6 +64,17 @@ def same_as_one_permutation(dtype: torch.dtype, first: int, count: int, most_ran
         wanted = expected(reference, given)
         for rank, results in enumerate(one_after_the_other(triton, given, memories(given, dtype))):
             assert_close(results, wanted[rank], f"routing {first + number}, rank {rank}")
+
+
+@pytest.mark.parametrize("op", full(sorted(name for name in OPS if name.startswith("exchange_"))))
+def test_samples(op):
+    """Numbers that wrap, room for one row, odd widths, gaps between rows: all is as plain torch has it."""
+    for arguments in samples(op, device="cpu", dtype=torch.float32):
+        found, wanted = (
+            tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, arguments) for _ in range(2)
+        )
+        results = triton(op, *found), reference(op, *wanted)
+        torch.testing.assert_close((results[0], found), (results[1], wanted), rtol=1e-5, atol=1e-5)
 
 
 def test_elements_that_32_bits_cannot_number():
