@@ -86,9 +86,7 @@ def experts(shapes: Shapes) -> int:
     kept += arrived * row + _ffn(shapes, moe.expert_ffn_hidden_size // grid.etp, arrived)
     if shapes.dispatcher == "alltoall":  # both sides sort rows; those that sent them weight the results
         return kept + arrived * _INDEX + choices * (_INDEX + _STATISTIC) + shapes.pairs * row
-    if (
-        shapes.dispatcher == "symmetric"
-    ):  # a token's rows come back unsorted, and are weighted where they arrive
+    if shapes.dispatcher == "symmetric":  # rows come back unsorted, and are weighted where they arrive
         return kept + choices * (_INDEX + _STATISTIC + row)
     gathered = {
         "local": 1,

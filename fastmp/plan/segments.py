@@ -127,7 +127,7 @@ def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> li
 
 
 def step_inputs(shapes: Shapes) -> list[TensorSpec]:
-    """Under scope "full_step" the static inputs of every rank: all batches of a step, and the learning rate.
+    """The static inputs of every rank under scope "full_step": all batches of a step, and the learning rate.
 
     ValueError as `captured_segments`.
     """

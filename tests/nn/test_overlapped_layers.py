@@ -119,6 +119,37 @@ def test_autograd_leaves_each_stream_alone(monkeypatch):
     assert set(seen) == {(name, name) for name in ("loss", "exchange", "compute")}
 
 
+class Sleeps(torch.autograd.Function):
+    """The identity, whose backward keeps a stream of a GPU busy for about half a second."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda._sleep(1_000_000_000)
+        return grad.clone()
+
+
+@pytest.mark.gpu
+def test_compute_goes_on_beside_the_exchange_of_a_backward(monkeypatch):
+    back = Layer._back
+    monkeypatch.setattr(Layer, "_back", lambda self, rows, *rest: back(self, Sleeps.apply(rows), *rest))
+    chain = LayerChain([Layer()]).cuda()
+    layers = overlap.OverlappedLayers([chain])
+    with layers.forward((0, 0)):
+        out, aux = chain(torch.randn(5, 8, device="cuda", requires_grad=True))
+    (out.sum() + aux).backward()
+    torch.cuda.synchronize()
+    layers._live[0, 0].backward(0)
+    torch.cuda.current_stream().synchronize()
+    assert not overlap.exchange_stream(out.device).query()  # it is still asleep
+    layers.backward((0, 0))
+    torch.cuda.synchronize()
+    assert all(param.grad.any() for param in chain.parameters())
+
+
 def test_hooks_of_layers():
     chain = LayerChain([Layer(), Layer()])
     layers, called = overlap.OverlappedLayers([chain]), []
