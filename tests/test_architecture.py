@@ -119,7 +119,18 @@ ALLOWED = {
         *("train", "_lazy"),
     },
     "fastmp.evaluation": {
-        *("evaluation", "commands", "config", "files", "graphs", "nn", "parallel", "train", "_lazy"),
+        *(
+            "evaluation",
+            "commands",
+            "config",
+            "files",
+            "graphs",
+            "layout",
+            "nn",
+            "parallel",
+            "train",
+            "_lazy",
+        ),
         *("generation.command", "generation.load", "generation.on_ranks"),
     },
     **{

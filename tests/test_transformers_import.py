@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_models import Float64
-from transformers_models import MODELS, SIZES, save
+from transformers_models import ENCODERS, MODELS, SIZES, save
 
 from fastmp.config import DataConfig
 from fastmp.integrations.huggingface.command import main
@@ -140,6 +140,14 @@ def test_what_is_absent_has_the_value_that_transformers_gives_it(name):
     kind = getattr(transformers, f"{family}Config")
     heads = {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 6}
     values = SIZES | heads | MODELS[name][1] | heads | {"hidden_size": 64} | ABSENT[name]
+    leave_out_each(kind, values)
+
+
+def test_what_is_absent_of_a_bert_has_the_value_that_transformers_gives_it():
+    leave_out_each(transformers.BertConfig, ENCODERS["bert"][1] | {"num_attention_heads": 16})
+
+
+def leave_out_each(kind, values):
     for written in (kind(**values).to_dict(), {"model_type": kind.model_type, **values}):
         for key in (*written, "nothing"):
             content = {each: value for each, value in written.items() if each != key}

@@ -21,6 +21,7 @@ from fastmp.evaluation.scoring import Row, Score
 from fastmp.evaluation.wikitext import count_words, detokenize
 from fastmp.evaluation.windows import Windows
 from fastmp.files import read_file
+from fastmp.layout import is_megatron
 from fastmp.train.data.tokenfile import open_split, open_tokenizer, read_index
 from fastmp.train.data.tokenize import TokenIds, Tokenizer
 
@@ -115,11 +116,14 @@ def heldout_task(
     stride: None: that of `window`, as when the trainer evaluates.
 
     ValueError for a directory without validation split, of another tokenizer or damaged, and for a text that
-    is not UTF-8 (unless tokens are bytes), is empty or cannot be read.
+    is not UTF-8 (unless tokens are bytes), is empty or cannot be read; and for files of tokens.
     """
     stride = window if stride is None else stride
-    if Path(path).is_dir():
-        return _of_split(Path(path), tokenizer, window, stride)
+    place = Path(path)
+    if place.is_dir():
+        return _of_split(place, tokenizer, window, stride)
+    if is_megatron(place) or (place.suffix == ".bin" and (place.parent / "index.json").is_file()):
+        raise ValueError(f"{path}: holds tokens, not text: give a directory of token files, or a text")
     raw = _read(path)
     if not raw:
         raise ValueError(f"{path}: there is no text in it")

@@ -277,6 +277,7 @@ def test_a_mistake_is_one_line_and_status_2(changes, named, capsys):
         (["wikitext", "BYTES"], "not UTF-8 at byte 1"),
         (["wikitext", "WINDOWS"], "WINDOWS: its lines end with a carriage return"),
         (["heldout", "BYTES"], "not UTF-8 at byte 1"),
+        (["heldout", "SPLIT"], "validation.bin: holds tokens, not text: give a directory of token files"),
         (["heldout", "."], "index.json: not found, so . is not a token dataset"),
         (
             ["heldout", "TEXT", "--window", "33"],
@@ -298,6 +299,7 @@ def test_what_a_file_or_model_refuses_is_one_line(trained, files, tmp_path, chan
     (tmp_path / "WINDOWS").write_bytes(WIKITEXT.replace("\n", "\r\n").encode())
     places = {name: tmp_path / name for name in ("EMPTY", "BYTES", "WINDOWS")}
     places |= {"TEXT": files / "text.txt", "TOKENS": files / "tokens"}
+    places["SPLIT"] = files / "tokens" / "validation.bin"
     if "LARGE" in changes:
         places["LARGE"] = tokenizer_tools.llama_3(tmp_path / "LARGE")
     capsys.readouterr()
