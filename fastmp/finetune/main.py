@@ -18,7 +18,7 @@ from fastmp.finetune.recipe import FinetuneRecipe, run_recipe
 from fastmp.finetune.results import Result, check_same, write_results
 from fastmp.finetune.runs import Runs, on_first
 from fastmp.finetune.tasks import TASKS
-from fastmp.generation.load import open_weights, tokenizer_beside
+from fastmp.generation.load import open_either, tokenizer_beside
 from fastmp.layout import check_layout, make_grid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.runtime import Runtime, init, main_guard
@@ -99,7 +99,7 @@ def _model(recipe: FinetuneRecipe, runtime: Runtime) -> tuple[CheckpointReader |
     """What reads the weights to begin with, if any, and the model."""
     path, reader, model = recipe.finetune.init_from, None, recipe.model
     if path:
-        reader, saved = open_weights(path, None, dist.group.WORLD if runtime.world_size > 1 else None)
+        reader, saved = open_either(path, dist.group.WORLD if runtime.world_size > 1 else None)
         model = saved if model is None else replace(model, vocab_size=model.vocab_size or saved.vocab_size)
     assert model is not None, "load_finetune asks for one of the two"
     if model.bert is None:

@@ -32,7 +32,10 @@ from fastmp.train.data.tokenfile import open_tokenizer, read_index
 from fastmp.train.data.tokenize import Tokenizer, load_tokenizer
 from fastmp.train.recipe import load_recipe, model_from
 
-__all__ = ["ends_of", "load_model", "make_groups", "model_tokenizer", "open_weights", "tokenizer_beside"]
+__all__ = [
+    *("ends_of", "load_model", "make_groups", "model_tokenizer", "open_either", "open_weights"),
+    "tokenizer_beside",
+]
 
 _MOST_JSON = 1 << 20  # bytes
 _SAY_ENDS = ("generation_config.json", "config.json")  # of transformers
@@ -43,18 +46,21 @@ def open_weights(
 ) -> tuple[CheckpointReader, GPTConfig]:
     """What reads the weights, and the model that they are of; each rank of `world` checks a share of files.
 
-    checkpoint: one of fastmp's, or a run, whose latest one is meant, or a directory of transformers. hf: such
-        a directory, of whose configuration the keys in `ignored` are not looked at.
+    checkpoint: one of fastmp's, or a run, whose latest one is meant. hf: a directory of transformers, of
+        whose configuration the keys in `ignored` are not looked at.
 
     CheckpointError, on all ranks, where there is no such model, or it is damaged.
     """
-    if checkpoint is not None and is_transformers(Path(checkpoint)):
-        hf = checkpoint
     if hf is not None:
         reader = agree(world, partial(TransformersReader, hf, ignored=ignored))
         return reader, reader.config
     assert checkpoint is not None, "one of the two is given"
     return agree(world, partial(_checkpoint, checkpoint, world))
+
+
+def open_either(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
+    """`open_weights` of a path that is either of its two."""
+    return open_weights(None, path, world) if is_transformers(Path(path)) else open_weights(path, None, world)
 
 
 def _checkpoint(path: str, world: dist.ProcessGroup | None) -> tuple[CheckpointReader, GPTConfig]:
