@@ -76,6 +76,20 @@ class ExchangeViews(NamedTuple):
         return self.rows.shape[1]
 
 
+class _Kind(NamedTuple):
+    """What the rows of all layers and ranks that share memory have in common."""
+
+    hidden: int
+    dtype: torch.dtype
+    device: str
+    top_k: int
+    experts: int
+    capacity: float | None
+
+    def __str__(self) -> str:
+        return str(self._asdict())
+
+
 class PeerExchange:
     """The memory through which the ranks of an etp-ep group send each other rows, once it is reserved.
 
@@ -97,7 +111,7 @@ class PeerExchange:
         self._order = [d * steps[0] + p * steps[1] for d in range(etp) for p in range(ep)]
         self.rank = self._order.index(group.rank())
         self.memory: PeerMemory | None = None
-        self._reserved: tuple[Any, ...] = ()
+        self._kind: _Kind | None = None
         self._views: ExchangeViews | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> PeerExchange:
@@ -117,17 +131,17 @@ class PeerExchange:
         It has room for the most tokens that a rank of that call has, of their width and dtype, see
         `fastmp.parallel.exchange.row_capacity`. What is reserved stays where it is, for graphs.
 
-        Raises ValueError for more tokens than that or others, and as `PeerMemory`; RuntimeError where the
-        first call is captured.
+        Raises ValueError for more tokens than that or others, on all ranks where they differ in what they
+        reserve, and as `PeerMemory`; RuntimeError where the first call is captured.
         """
-        wanted = (tokens.shape[1], tokens.dtype, tokens.device, experts, top_k, factor)
+        kind = _Kind(tokens.shape[1], tokens.dtype, tokens.device.type, top_k, experts, factor)
         if self._views is None or self._views.rows.is_meta:
-            self._views, self._room = self._reserve(tokens, top_k, experts, factor)
-            self._reserved = wanted
-        if wanted != self._reserved:
+            self._views, self._room = self._reserve(tokens, kind)
+            self._kind = kind
+        if kind != self._kind:
             raise ValueError(
-                "PeerExchange: layers that share memory exchange rows of one kind; (hidden, dtype, device, "
-                f"experts, top_k, capacity) are {wanted}, but it was reserved for {self._reserved}"
+                "PeerExchange: layers that share memory exchange rows of one kind, "
+                f"but these are {kind}, and it was reserved for {self._kind}"
             )
         if len(tokens) > self._room:
             raise ValueError(
@@ -136,18 +150,25 @@ class PeerExchange:
             )
         return self._views
 
-    def _reserve(
-        self, tokens: Tensor, top_k: int, experts: int, factor: float | None
-    ) -> tuple[ExchangeViews, int]:
+    def _reserve(self, tokens: Tensor, kind: _Kind) -> tuple[ExchangeViews, int]:
         device, ranks, hidden = tokens.device, self.etp * self.ep, tokens.shape[1]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "PeerExchange: the memory of peers is reserved by hosts; run one batch eagerly first"
             )
-        room = len(tokens) if device.type == "meta" else max(_gather(len(tokens), self.group))
-        sizes = {"top_k": top_k, "experts": experts, "ep": self.ep, "etp": self.etp}
-        capacity = row_capacity(room, **sizes, factor=factor)
-        layout = ExchangeLayout(ranks, experts, hidden, tokens.element_size(), capacity)
+        own = len(tokens), kind
+        everyones = [own] if device.type == "meta" else _gather(own, self.group)
+        room = max(number for number, _ in everyones)
+        for rank, (_, other) in enumerate(everyones):
+            if other != everyones[0][1]:
+                raise ValueError(
+                    "PeerExchange: ranks of one group exchange rows of one kind, but reserve memory for "
+                    f"{everyones[0][1]} on rank 0 and {other} on rank {rank}"
+                )
+        capacity = row_capacity(
+            room, top_k=kind.top_k, experts=kind.experts, ep=self.ep, etp=self.etp, factor=kind.capacity
+        )
+        layout = ExchangeLayout(ranks, kind.experts, hidden, tokens.element_size(), capacity)
         self.memory = memory = PeerMemory(self.group, layout.nbytes, device)
 
         def view(start: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -156,12 +177,12 @@ class PeerExchange:
 
         distances = torch.empty(self.etp, self.ep, dtype=torch.int64, device=device)
         if device.type != "meta":
-            own = memory.addresses[self.group.rank()]
-            further = [memory.addresses[number] - own for number in self._order]
+            here = memory.addresses[self.group.rank()]
+            further = [memory.addresses[number] - here for number in self._order]
             distances.copy_(torch.tensor(further).view_as(distances))
         views = ExchangeViews(
             flags=view(0, ranks + 1),
-            counts=view(layout.counts_at, 2, ranks, experts),
+            counts=view(layout.counts_at, 2, ranks, kind.experts),
             rows=view(layout.rows_at, 2, capacity, hidden, dtype=tokens.dtype),
             distances=distances,
             rank=self.rank,

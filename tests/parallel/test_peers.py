@@ -130,6 +130,12 @@ def test_refusals_are_the_same_on_all_ranks():
 
 def reserve_case(rank, world, layout):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
+    differing = {"top_k": (2, 3), "factor": (None, 0.5), "dtype": (torch.bfloat16, torch.float16)}
+    for name, values in differing.items():
+        own = {"top_k": 2, "experts": 4, name: values[groups.exchange.group.rank() == 3]}
+        tokens = torch.zeros(3, 8, dtype=own.pop("dtype", torch.float32))
+        with pytest.raises(ValueError, match=rf"{values[0]}.* on rank 0 and .*{values[1]}.* on rank 3"):
+            groups.exchange.reserve(tokens, **own)
     exchange, (etp, ep) = groups.exchange, (groups.grid.etp, groups.grid.ep)
     sizes = {"top_k": 2, "experts": 4}
     views = exchange.reserve(torch.zeros(3 + rank, 8), **sizes)
@@ -154,7 +160,7 @@ def reserve_case(rank, world, layout):
         ValueError, match=rf"{world + 3} tokens of a rank, but .* reserved memory for {world + 2}"
     ):
         exchange.reserve(torch.zeros(world + 3, 8), **sizes)
-    with pytest.raises(ValueError, match=r"are \(16, .* reserved for \(8, "):
+    with pytest.raises(ValueError, match=r"these are {'hidden': 16, .* reserved for {'hidden': 8, "):
         exchange.reserve(torch.zeros(3, 16), **sizes)
     return rank
 
