@@ -61,6 +61,11 @@ class OverlappedLayers:
         for chunk, chain in enumerate(chains):
             chain.forward = partial(self._forward, chunk)  # type: ignore[method-assign]
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether any of the layers exchanges rows with other ranks; a stage of a pipeline may have none."""
+        return any(run.section.exchange for runs in self._runs for run in runs)
+
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
         self._live.clear()

@@ -425,6 +425,10 @@ class Trainer:
                 f"Trainer: a pipeline of {pp_size} ranks needs chunks and a PipelineLoss, got "
                 f"{type(self.model).__name__} and {type(loss_fn).__name__}"
             )
+        if overlap is not None and not overlap.exchanges:
+            raise ValueError(
+                "Trainer: overlap_experts has no exchange to overlap: no layer sends rows to other ranks"
+            )
         return WholeModel(self.model, loss_fn, overlap)
 
     @torch.no_grad()
