@@ -107,6 +107,21 @@ def test_diff_names_what_differs(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize("command", ["checkpoint inspect", "data stats", "hf import"])
+def test_a_reader_that_has_seen_enough_is_no_mistake(command, monkeypatch, capfd):
+    """As `head` is; what is printed before may be more than a pipe holds."""
+
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    for name in ("train.checkpoint.command.checkpoint_at", "train.data.command._report"):
+        monkeypatch.setattr(f"fastmp.{name}", closed)
+    monkeypatch.setattr("fastmp.integrations.huggingface.command.TransformersReader", closed)
+    monkeypatch.setattr("os.dup2", lambda *_: None)
+    assert main([*command.split(), "somewhere"]) == 1
+    assert not capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [

@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         options.run(options)
+    except BrokenPipeError:  # who reads has seen enough, which `fastmp.cli` knows
+        raise
     except (ValueError, OSError) as error:
         print(f"fastmp hf: {error}", file=sys.stderr)
         return 2

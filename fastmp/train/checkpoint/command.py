@@ -29,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         status: int = options.run(options)
+    except BrokenPipeError:  # who reads has seen enough, which `fastmp.cli` knows
+        raise
     except (CheckpointError, OSError) as error:
         print(f"fastmp checkpoint: {error}", file=sys.stderr)
         return 2

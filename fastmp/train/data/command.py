@@ -96,6 +96,8 @@ def main(argv: list[str] | None = None) -> int:
             print(_overlap_report(options))
         else:
             print(_report(Path(options.dir), check=options.command == "check"))
+    except BrokenPipeError:  # who reads has seen enough, which `fastmp.cli` knows
+        raise
     except (ValueError, OSError) as error:
         print(f"fastmp data: {error}", file=sys.stderr)
         return 2
