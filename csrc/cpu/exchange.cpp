@@ -219,6 +219,8 @@ void meet(const char* op, Tensor& flags, const int64_t* distances, int64_t rank,
   FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   auto* own = static_cast<int32_t*>(flags.mutable_data_ptr());
   const int32_t number = number_to_come(flags);
+  FASTMP_CHECK(own[rank] != number, op, ": exchange ", number,
+               " has failed on this rank before, and nobody knows what others took it for; make new process groups");
   for (int64_t other = 0; other < num_ranks; ++other) {
     std::atomic_ref<int32_t>(*further(own + rank, distances[other])).store(number, std::memory_order_release);
   }

@@ -99,6 +99,11 @@ def reference_barrier(
     Plain torch orders nothing between processes: it relies on a processor that keeps the order of stores.
     """
     number = _number(int(flags[-1]) + 1)
+    if int(flags[rank]) == number:
+        raise RuntimeError(
+            f"{op}: exchange {number} has failed on this rank before, and nobody knows what others took it "
+            "for; make new process groups"
+        )
     for distance in distances.flatten().tolist():
         _elsewhere(flags, distance)[rank] = number
     deadline = time.monotonic() + timeout
@@ -387,7 +392,7 @@ def exchange_counts(
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: on a CPU, a rank has not come in time, which the message names.
+        RuntimeError: on a CPU, a rank has not come in time, which the message names; and from then on.
     """
     op = "exchange_counts"
     _check_ranks(op, flags, distances, rank)

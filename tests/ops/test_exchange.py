@@ -150,6 +150,10 @@ def test_a_rank_that_does_not_come_is_named(backend, op):
     with pytest.raises(RuntimeError, match=r"rank 2 has not come to exchange 1 within 0.05 s: .* 0"):
         implementation(op, backend)(*arguments)
     assert here.flags.tolist() == [1, 1, 0, 0] and [int(r.flags[0]) for r in ranks] == [1, 1, 1]
+    for each in ranks:
+        each.flags[2] = 1  # too late: it may have gone on, with what rank 0 had not finished
+    with pytest.raises(RuntimeError, match=rf"{op}: exchange 1 has failed on this rank before, .* groups"):
+        implementation(op, backend)(*arguments)
 
 
 @BACKEND
