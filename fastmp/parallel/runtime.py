@@ -392,7 +392,8 @@ def _summary(error: BaseException, env: Environment) -> str:
     parts = str(error).split("\n  ") if isinstance(error, ValueError) else [str(error)]
     message = "\n  ".join(" ".join(part.split()) for part in parts)
     notes = [" ".join(note.split()) for note in getattr(error, "__notes__", ())]
-    kind = [] if type(error) is ValueError and message else [type(error).__name__]
+    own = type(error) is ValueError or type(error).__module__.startswith("fastmp.")
+    kind = [] if own and isinstance(error, ValueError) and message else [type(error).__name__]
     text = ": ".join([*notes, *kind, *([message] if message else [])])
     if env.world_size > 1 and lost_peer(error):
         return f"another rank is gone ({text.split('. ')[0]})"

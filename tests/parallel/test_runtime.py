@@ -20,6 +20,7 @@ import fastmp
 from fastmp.parallel import Runtime, main_guard
 from fastmp.parallel.runtime import fresh_store
 from fastmp.testing import run_ranks
+from fastmp.train.checkpoint.format import CheckpointError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FASTMP_DEBUG")
 
@@ -329,6 +330,8 @@ def guarded(error: BaseException | None):
             "FileNotFoundError: [Errno 2] no such file: 'text.bin'",
         ),
         (KeyError("x"), 1, "KeyError: 'x' (FASTMP_DEBUG=1 shows the traceback)"),
+        (CheckpointError("gone is no checkpoint"), 2, "gone is no checkpoint"),
+        (UnicodeError("x"), 2, "UnicodeError: x"),
         (AssertionError(), 1, "AssertionError (FASTMP_DEBUG=1 shows the traceback)"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
