@@ -147,6 +147,8 @@ EXPECTED = {
     "topk_router": Expected(0.5, least_us=10.0),
     "topk_router_backward": Expected(0.6, least_us=7.0),
     "unpermute": Expected(0.84),
+    "unpermute_add": Expected(0.84),
+    "unpermute_add_into": Expected(0.84),
     "unpermute_backward": Expected(0.84),
 }
 _NO_KERNEL = (

@@ -19,9 +19,11 @@ namespace fastmp {
 
 // Tokens [begin, end) with `num_slots` rows each. The rows of x or grad, one a token, lie `token_pitch` elements apart,
 // those of y `row_pitch`; outputs have no gaps. `probs` may be null. `streamed`: rows of the output are written past
-// the caches, which are too small to keep them and need not read what is overwritten.
+// the caches, which are too small to keep them and need not read what is overwritten. `residual`, without gaps or null,
+// is added to what unpermute makes.
 struct PairRun {
   const void* tokens;
+  const void* residual;
   const void* rows;
   const int32_t* row_of;
   const void* probs;
@@ -50,6 +52,14 @@ void permute_run(const PairRun& run) {
   });
 }
 
+template <typename T>
+FASTMP_INLINE void add_row(T* out, const T* row, int64_t num_cols) {
+  using V = lanes_of<T>;
+  for_vectors<num_lanes<V>>(num_cols, [&](int64_t col, auto count) FASTMP_LAMBDA {
+    store(out + col, load(out + col, count, 0) + load(row + col, count, 0), count);
+  });
+}
+
 void unpermute_run(const PairRun& run) {
   dispatch_float(run.dtype, "unpermute", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -62,7 +72,9 @@ void unpermute_run(const PairRun& run) {
         const S weight = run.probs ? static_cast<const S*>(run.probs)[pair] : S{1};
         sum.add(static_cast<const T*>(run.rows) + row * run.row_pitch, weight);
       }
-      sum.finish(static_cast<T*>(run.out) + token * run.num_cols);
+      T* out = static_cast<T*>(run.out) + token * run.num_cols;
+      sum.finish(out);
+      if (run.residual) add_row(out, static_cast<const T*>(run.residual) + token * run.num_cols, run.num_cols);
     }
   });
 }
@@ -216,19 +228,54 @@ Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
   return out;
 }
 
-Tensor unpermute(const Tensor& y, const Tensor& given, std::optional<Tensor> probs) {
-  check_pairs("unpermute", y, given, probs ? &*probs : nullptr, y.scalar_type());
-  Tensor out = fastmp::empty({given.size(0), y.size(1)}, y.scalar_type(), y);
-  if (out.numel() == 0) return out;
-  if (y.numel() == 0 || given.numel() == 0) return torch::stable::zero_(out);
+// Sums into `out`, which has no gaps, onto `residual` (or null).
+void unpermute_into(const Tensor& y, const Tensor& given, std::optional<Tensor> probs, const Tensor* residual,
+                    Tensor& out) {
+  if (out.numel() == 0) return;
+  if (y.numel() == 0 || given.numel() == 0) {
+    residual ? torch::stable::copy_(out, *residual) : torch::stable::zero_(out);
+    return;
+  }
   const Tensor row_of = torch::stable::contiguous(given);
   if (probs) probs = torch::stable::contiguous(*probs);
   const Rows rows(y);
   PairRun run = run_of(rows.tensor, rows.pitch, row_of);
   if (probs) run.probs = probs->const_data_ptr();
+  const Tensor added = residual ? torch::stable::contiguous(*residual) : out;
+  if (residual) run.residual = added.const_data_ptr();
   run.out = out.mutable_data_ptr();
   over_tokens([](const PairRun& part) { FASTMP_BEST(unpermute_run)(part); }, run, out.size(0), y.element_size());
+}
+
+Tensor unpermute(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs) {
+  check_pairs("unpermute", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
+  Tensor out = fastmp::empty({row_of.size(0), y.size(1)}, y.scalar_type(), y);
+  unpermute_into(y, row_of, probs, nullptr, out);
   return out;
+}
+
+void check_residual(const char* op, const Tensor& y, const Tensor& row_of, const std::optional<Tensor>& probs,
+                    const Tensor& residual) {
+  check_pairs(op, y, row_of, probs ? &*probs : nullptr, y.scalar_type());
+  FASTMP_CHECK(residual.scalar_type() == y.scalar_type() && residual.dim() == 2 &&
+                   residual.size(0) == row_of.size(0) && residual.size(1) == y.size(1),
+               op, ": residual ", described(residual), " fits neither y ", described(y), " nor row_of ",
+               described(row_of));
+}
+
+Tensor unpermute_add(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, const Tensor& residual) {
+  check_residual("unpermute_add", y, row_of, probs, residual);
+  Tensor out = fastmp::empty(residual.sizes(), y.scalar_type(), y);
+  unpermute_into(y, row_of, probs, &residual, out);
+  return out;
+}
+
+void unpermute_add_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, const Tensor& residual,
+                        Tensor& out) {
+  check_residual("unpermute_add_into", y, row_of, probs, residual);
+  check_like("unpermute_add_into", "out", out, "residual", residual);
+  if (out.is_contiguous()) return unpermute_into(y, row_of, probs, &residual, out);
+  torch::stable::copy_(out, unpermute_add(y, row_of, probs, residual));
 }
 
 std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& y, const Tensor& given,
@@ -267,6 +314,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "permutation", fastmp::permutation);
   FASTMP_IMPL(m, "permute", fastmp::permute);
   FASTMP_IMPL(m, "unpermute", fastmp::unpermute);
+  FASTMP_IMPL(m, "unpermute_add", fastmp::unpermute_add);
+  FASTMP_IMPL(m, "unpermute_add_into", fastmp::unpermute_add_into);
   FASTMP_IMPL(m, "unpermute_backward", fastmp::unpermute_backward);
 }
 

@@ -77,7 +77,7 @@ class TransformerLayer(SegmentedLayer):
             *others,
             replace(
                 last,
-                run=lambda *tensors, out=None: self._add_experts(out, *last.run(*tensors)),
+                run=lambda *tensors, out=None: self._add_experts(last, out, *tensors),
                 accepts_out=True,
             ),
         )
@@ -100,7 +100,10 @@ class TransformerLayer(SegmentedLayer):
         total_SBH = self.dropout.add(output_SBH, bias_H, hidden_SBH)
         return (self.mlp_norm(total_SBH) if self.post_norm else total_SBH,)
 
-    def _add_experts(
-        self, out: Tensor | None, output_SBH: Tensor, aux: Tensor, counts_E: Tensor, hidden_SBH: Tensor
-    ) -> Tensors:
+    def _add_experts(self, combine: Segment, out: Tensor | None, *tensors: Tensor) -> Tensors:
+        assert self.moe is not None
+        added = None if self.dropout.drops else self.moe.combine_onto(out, *tensors)
+        if added is not None:
+            return added
+        output_SBH, aux, counts_E, hidden_SBH = combine.run(*tensors)
         return self.dropout.add(output_SBH, None, hidden_SBH, out), aux, counts_E

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fastmp.ops import checks
 from fastmp.ops.permute_triton import (
     launch,
     launch_permutation,
     launch_unpermute,
+    launch_unpermute_add,
+    launch_unpermute_add_into,
     launch_unpermute_backward,
 )
 from fastmp.ops.registry import compute_dtype, register
@@ -68,6 +71,17 @@ def reference_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tens
     return total.to(y.dtype)
 
 
+def reference_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor) -> Tensor:
+    """Add the residual to the sums, which are rounded before."""
+    return (reference_unpermute(y, row_of, probs) + residual).contiguous()
+
+
+def reference_unpermute_add_into(
+    y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor, out: Tensor
+) -> None:
+    out.copy_(reference_unpermute_add(y, row_of, probs, residual))
+
+
 def reference_unpermute_backward(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -118,6 +132,48 @@ _unpermute = register(
         "": "permute(grad, row_of, size(y, 0)) -> y",
     },
 )
+_unpermute_add = register(
+    "unpermute_add(Tensor y, Tensor row_of, Tensor? probs, Tensor residual) -> Tensor",
+    reference=reference_unpermute_add,
+    fake=lambda y, row_of, probs, residual: y.new_empty(residual.shape),
+    triton=launch_unpermute_add,
+    flops=lambda y, row_of, probs, residual: (
+        (row_of.numel() * (1 if probs is None else 2) + row_of.shape[0]) * y.shape[1]
+    ),
+    derivative={
+        "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs; grad -> residual",
+        "": "permute(grad, row_of, size(y, 0)) -> y; grad -> residual",
+    },
+)
+_unpermute_add_into = register(
+    "unpermute_add_into(Tensor y, Tensor row_of, Tensor? probs, Tensor residual, Tensor(a!) out) -> ()",
+    reference=reference_unpermute_add_into,
+    fake=lambda *arguments: None,
+    triton=launch_unpermute_add_into,
+    flops=lambda y, row_of, probs, residual, out: (
+        (row_of.numel() * (1 if probs is None else 2) + row_of.shape[0]) * y.shape[1]
+    ),
+)
+
+
+class _Into(torch.autograd.Function):
+    """unpermute_add into the tensor in the list `place`, which is no input of its gradient."""
+
+    @staticmethod
+    def forward(ctx, y, row_of, probs, residual, place):
+        _unpermute_add_into(y, row_of, probs, residual, place[0])
+        ctx.save_for_backward(y if probs is not None else None, row_of, probs)
+        ctx.num_rows = len(y)
+        return place[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        y, row_of, probs = ctx.saved_tensors
+        if probs is None:
+            return torch.ops.fastmp.permute(grad, row_of, ctx.num_rows), None, None, grad, None
+        dy, dprobs = torch.ops.fastmp.unpermute_backward(grad, y, row_of, probs)
+        return dy, None, dprobs, grad, None
 
 
 def _check_pairs(op: str, name: str, pairs: Tensor) -> None:
@@ -185,19 +241,30 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
 
 
 @traced("fastmp.unpermute")
-def unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None = None) -> Tensor:
-    """Add up each token's rows, weighted: the experts' outputs by token. Differentiable in y and probs.
+def unpermute(
+    y: Tensor,
+    row_of: Tensor,
+    probs: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Add up each token's rows, weighted: the experts' outputs by token, perhaps onto a residual.
+
+    Differentiable in y, probs and residual.
 
     Args:
         y: (M, H), float64, float32, bfloat16 or float16, any strides (last stride 1 avoids a copy).
         row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside [0, M)
             adds nothing. Two pairs with one row race for it in the gradient of y, as in `permute`.
         probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
-            differentiated again.
+            differentiated again, unless there is an `out`.
+        residual: (T, H) of y's dtype, which is added to the rounded sum, or None.
+        out: where to write the result, a tensor (T, H) of y's dtype without a gradient; needs a residual.
 
     Returns:
-        (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32 (float64 for float64 y),
-        in order, rounded once. In the gradient of y, rows without a pair are zeros.
+        `out`, or a new tensor (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32
+        (float64 for float64 y), in order, rounded once. In the gradient of y, rows without a pair are zeros.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit.
@@ -208,4 +275,13 @@ def unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None = None) -> Tensor:
         wanted, message = compute_dtype(y.dtype), "unpermute: probs must be {} for y of {}, got {}"
         checks.require(probs.dtype == wanted, message, wanted, y.dtype, probs.dtype)
         checks.same_device("unpermute", y=y, probs=probs)
-    return _unpermute(y, row_of, probs)
+    if residual is None:
+        checks.require(out is None, "unpermute: out {} needs a residual", None if out is None else out.shape)
+        return _unpermute(y, row_of, probs)
+    shape = (row_of.shape[0], y.shape[1])
+    checks.fits("unpermute", shape, to=("y by row_of", y), residual=residual, out=out)
+    checks.like("unpermute", y=y, residual=residual, out=out)
+    if out is None:
+        return _unpermute_add(y, row_of, probs, residual)
+    checks.require(not out.requires_grad, "unpermute: out {} requires a gradient", out.shape)
+    return _Into.apply(y, row_of, probs, residual, [out])

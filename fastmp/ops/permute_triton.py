@@ -207,9 +207,9 @@ def scatter_kernel(
 
 @jit
 def gather_kernel(
-    y, row_of, probs, out, num_tokens, num_slots, num_rows, num_vectors, y_pitch,
-    WEIGHTED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    y, row_of, probs, residual, out, num_tokens, num_slots, num_rows, num_vectors, y_pitch,
+    WEIGHTED: tl.constexpr, ADDED: tl.constexpr, COMPUTE: tl.constexpr, VECTOR: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of out: sums over the slots, SLOTS of which are loaded at once."""
     num_cols = num_vectors * VECTOR
@@ -232,7 +232,11 @@ def gather_kernel(
                 value *= tl.load(probs + pairs, mask=inside, other=0.0)[:, None]
             total += value
     mask = (tokens < num_tokens)[:, None] & (cols < num_cols)[None, :]
-    tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
+    places = tokens[:, None] * num_cols + cols[None, :]
+    if ADDED:  # to the sum as it would be stored
+        total = total.to(out.dtype.element_ty).to(COMPUTE)
+        total += tl.load(residual + places, mask=mask, other=0.0).to(COMPUTE)
+    tl.store(out + places, total, mask=mask)
 
 
 @cache
@@ -304,13 +308,14 @@ def launch(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _plan_gather(
-    num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, weighted: bool
+    num_cols: int, dtype: torch.dtype, pitch: int, num_slots: int, weighted: bool, added: bool
 ) -> tuple[int, tuple[int, ...], dict[str, Any]]:
     """Return blocks of columns, the numbers behind num_rows and the constants of `gather_kernel`."""
     block_m, block_n = block_shape(num_cols, dtype.itemsize, 2)
     vector = vector_width(dtype.itemsize, num_cols, pitch)
     constants = {
         "WEIGHTED": weighted,
+        "ADDED": added,
         "COMPUTE": arithmetic(dtype),
         "VECTOR": vector,
         "SLOTS": min(num_slots, SLOTS),
@@ -321,22 +326,43 @@ def _plan_gather(
     return cdiv(num_cols, block_n), (num_cols // vector, pitch // vector), constants
 
 
-def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+def _gather(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+    """Launch the kernel that writes out, which is contiguous."""
     (num_tokens, num_slots), (num_rows, num_cols) = row_of.shape, y.shape
-    out = y.new_empty(num_tokens, num_cols)
     if out.numel() == 0 or num_slots == 0 or num_rows == 0:
-        return out.zero_()
+        out.zero_() if residual is None else out.copy_(residual)
+        return
     y, pitch = as_rows(y)
-    column_blocks, numbers, constants = _plan_gather(num_cols, y.dtype, pitch, num_slots, probs is not None)
+    given = row_of.contiguous(), *(None if t is None else t.contiguous() for t in (probs, residual))
+    column_blocks, numbers, constants = _plan_gather(
+        num_cols, y.dtype, pitch, num_slots, probs is not None, residual is not None
+    )
     launcher.launch(
         gather_kernel, cdiv(num_tokens, constants["BLOCK_M"]) * column_blocks,
-        (
-            y, row_of.contiguous(), None if probs is None else probs.contiguous(), out, num_tokens, num_slots,
-            num_rows, *numbers,
-        ),
+        (y, *given, out, num_tokens, num_slots, num_rows, *numbers),
         constants,
     )  # fmt: skip
+
+
+def launch_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+    out = y.new_empty(row_of.shape[0], y.shape[1])
+    _gather(y, row_of, probs, None, out)
     return out
+
+
+def launch_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor) -> Tensor:
+    out = y.new_empty(residual.shape)
+    _gather(y, row_of, probs, residual, out)
+    return out
+
+
+def launch_unpermute_add_into(
+    y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor, out: Tensor
+) -> None:
+    if out.is_contiguous():
+        _gather(y, row_of, probs, residual, out)
+    else:
+        out.copy_(launch_unpermute_add(y, row_of, probs, residual))
 
 
 def launch_unpermute_backward(

@@ -203,6 +203,25 @@ def test_gradients_and_second_derivatives(create_graph):
         dy.sum().backward()
 
 
+@pytest.mark.parametrize("weighted", (True, False))
+def test_onto_a_residual_in_a_place_of_its_own(weighted):
+    generator = torch.Generator().manual_seed(3)
+    row_of, _ = permutation(torch.randint(0, 4, (9, 2), generator=generator, dtype=torch.int32), 4)
+    y, residual = (torch.randn(n, 40, generator=generator).bfloat16().requires_grad_() for n in (18, 9))
+    probs = torch.rand(9, 2, generator=generator).requires_grad_() if weighted else None
+    leaves = [y, residual, probs][: 2 + weighted]
+    grad, expected = (
+        torch.randn(9, 40, generator=generator).bfloat16(),
+        unpermute(y, row_of, probs) + residual,
+    )
+    wanted = torch.autograd.grad(expected, leaves, grad)
+    whole = torch.full((9, 80), torch.nan, dtype=torch.bfloat16)
+    for out in (None, torch.full_like(residual, torch.nan, requires_grad=False), whole[:, ::2]):
+        made = unpermute(y, row_of, probs, residual=residual, out=out)
+        assert torch.equal(made, expected) and (out is None or made.data_ptr() == out.data_ptr())
+        assert all(map(torch.equal, torch.autograd.grad(made, leaves, grad), wanted))
+
+
 @pytest.mark.parametrize("frozen", ("y", "probs"))
 def test_frozen_arguments(frozen):
     row_of = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32)
@@ -303,6 +322,12 @@ MATRIX = torch.zeros(2, 3)
         (
             lambda: unpermute(MATRIX, INDICES, MATRIX[:, :2].to("meta")),
             r"unpermute: y is on cpu but probs is on meta",
+        ),
+        (lambda: unpermute(MATRIX, INDICES, out=MATRIX), r"unpermute: out \(2, 3\) needs a residual"),
+        (lambda: unpermute(MATRIX, INDICES, residual=MATRIX[:1]), r"residual of shape \(1, 3\) does not fit"),
+        (
+            lambda: unpermute(MATRIX, INDICES, residual=MATRIX, out=MATRIX.clone().requires_grad_()),
+            r"unpermute: out \(2, 3\) requires a gradient",
         ),
     ],
 )

@@ -119,6 +119,8 @@ class LocalDispatcher:
     preprocess(indices (T, k), probs (T, k), room, refused) -> `num_prepared` tensors
     dispatch(tokens (T, H), *prepared) -> rows (M, H), offsets (L,), and `num_kept` more tensors
     combine(outputs (M, H), *those) -> (T, H), or (room, H) where that is more
+    combine_onto(residual (T, H), out, outputs, *those) -> the sum of both by one kernel, in `out` where it
+    is not None; or None, where there is no such kernel
 
     `sizes(*those)`: the rows of each expert, where the host knows them. `dropped(*those)` (), where it
     `may_drop` some: how many of this rank's pairs were not sent. Pairs with index -1 go nowhere and count as
@@ -160,6 +162,11 @@ class LocalDispatcher:
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
         probs, row_of = kept
         return unpermute(outputs, row_of, probs)
+
+    def combine_onto(
+        self, residual: Tensor, out: Tensor | None, outputs: Tensor, *kept: Tensor
+    ) -> Tensor | None:
+        return None
 
 
 class SharingDispatcher(LocalDispatcher):
@@ -292,13 +299,21 @@ class AllToAllDispatcher(_Exchanging):
         return rows, offsets, probs, row_of, row_of_arrived, numbers
 
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
+        return unpermute(*self._returned(outputs, *kept))
+
+    def combine_onto(
+        self, residual: Tensor, out: Tensor | None, outputs: Tensor, *kept: Tensor
+    ) -> Tensor | None:
+        return unpermute(*self._returned(outputs, *kept), residual=residual, out=out)
+
+    def _returned(self, outputs: Tensor, *kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows that come back to their tokens, where each pair's is, and the pairs' weights."""
         probs, row_of, row_of_arrived, numbers = kept
         sent, received, by_etp = self._splits(numbers)
         rows = unpermute(outputs, row_of_arrived, None)
         if self.etp > 1:
             rows = _first(reduce_scatter_sequence(rows, self.etp_group), by_etp[self.etp_rank])
-        rows = all_to_all(rows, received, sent, self.ep_group, check=False)
-        return unpermute(rows, row_of, probs)
+        return all_to_all(rows, received, sent, self.ep_group, check=False), row_of, probs
 
     def _numbers(self, matrix_RX: np.ndarray) -> np.ndarray:
         sent = _sum(matrix_RX[self.rank, :-1].reshape(self.ep, -1), 1)

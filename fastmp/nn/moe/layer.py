@@ -173,6 +173,22 @@ class MoELayer(SegmentedLayer):
             output_SBH = output_SBH + shared_SBH
         return output_SBH, aux, counts_E, *carried
 
+    def combine_onto(self, out: Tensor | None, *tensors: Tensor) -> Tensors | None:
+        """The segment `combine`, with the only tensor that is carried added to the output by the same kernel.
+
+        out: where to write the sum, if it fits. None where the dispatcher or the layer has more to do.
+        """
+        own = 1 + self.dispatcher.num_kept
+        kept, (aux, counts_E, _, residual_SBH) = tensors[:own], tensors[own:]
+        whole = group_size(self.groups.tp) == 1 or self.sequence_parallel
+        if not whole or self.shared_experts is not None or residual_SBH.dtype != kept[0].dtype:
+            return None
+        if out is not None and (out.shape, out.dtype) != (residual_SBH.shape, residual_SBH.dtype):
+            out = None
+        flat_TH = None if out is None else out.view(-1, out.shape[-1])
+        total_TH = self.dispatcher.combine_onto(residual_SBH.flatten(0, 1), flat_TH, *kept)
+        return None if total_TH is None else (total_TH.view(residual_SBH.shape), aux, counts_E)
+
     @contextmanager
     def all_to_all(self) -> Iterator[None]:
         """Send tokens by all-to-all inside, which drops none; on all ranks of the expert group together."""

@@ -338,6 +338,14 @@ def _unpermute(weighted, facts):
     return case, (facts,)
 
 
+def _unpermute_add(*facts):
+    def case(t, wide):
+        row_of, probs = t(8192, 8, dtype=torch.int32), t(8192, 8, dtype=wide)
+        return "unpermute_add", (t(8192 * 8, 7168), row_of, probs, t(8192, 7168))
+
+    return case, facts
+
+
 def _unpermute_backward(*facts):
     def case(t, wide):
         y, row_of = t(8192 * 8 + 100, 7168), t(8192, 8, dtype=torch.int32)
@@ -475,6 +483,7 @@ CASES = {
     "permute": _permute(SORT, Facts(1, 2, threads=1024, lacks=(HALF,))),
     "unpermute": _unpermute(False, Facts(8, 1, threads=512, lacks=(HALF,))),
     "unpermute weighted": _unpermute(True, Facts(8, 1, threads=512, lacks=(HALF,))),
+    "unpermute weighted added": _unpermute_add(Facts(9, 1, threads=512, lacks=(HALF,))),
     "unpermute backward": _unpermute_backward(SORT, Facts(2, 2, threads=512, lacks=(HALF,))),
     "exchange barrier": _exchange("barrier", MEETING),
     "exchange counts": _exchange("counts", MEETING),

@@ -51,6 +51,9 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
             yield wide, row_of, num_rows
         elif op == "unpermute":
             yield from ((tall, row_of, weights) for weights in (probs, None))
+        elif op in ("unpermute_add", "unpermute_add_into"):
+            out = () if op == "unpermute_add" else (wide.new_full(wide.shape, torch.nan),)
+            yield from ((tall, row_of, weights, wide, *out) for weights in (probs, None))
         else:
             yield wide, tall, row_of, probs
 
@@ -62,13 +65,16 @@ def _eager_permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     return out.index_copy(0, rows.flatten(), x.repeat_interleave(row_of.shape[1], 0))[:num_rows]
 
 
-def _eager_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tensor:
+def _eager_unpermute(
+    y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor | None = None
+) -> Tensor:
     """A last row of zeros gives what comes from nowhere."""
     rows = row_of.long().where((row_of >= 0) & (row_of < len(y)), len(y))
     parts = torch.cat((y, y.new_zeros(1, y.shape[1])))[rows]
     if probs is not None:
         parts = parts * probs.masked_fill(rows == len(y), 0)[..., None]
-    return parts.sum(1).to(y.dtype)
+    sums = parts.sum(1).to(y.dtype)
+    return sums if residual is None else sums + residual
 
 
 def _draw_rows(draw: Draw) -> tuple[int, Tensor, int]:
@@ -97,10 +103,11 @@ def _draw_permute(draw: Draw) -> tuple[tuple, dict]:
 def _draw_unpermute(draw: Draw) -> tuple[tuple, dict]:
     columns, row_of, num_rows = _draw_rows(draw)
     y = draw.tensor(num_rows, columns)
+    added = {"residual": draw.tensor(len(row_of), columns)} if draw.flag() else {}
     if not draw.flag():
-        return (y, row_of, None), {}
+        return (y, row_of, None), added
     probs = draw.tensor(*row_of.shape, grad=False).to(compute_dtype(draw.dtype))
-    return (y, row_of, probs.requires_grad_()), {}
+    return (y, row_of, probs.requires_grad_()), added
 
 
 FUNCTIONS = (
