@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastmp.config import GPTConfig
+from fastmp.config import BertConfig, GPTConfig
 from fastmp.nn import GPT, Bert, Placement
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint.storage import CheckpointReader
@@ -26,8 +26,9 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
     """Compare the logits of transformers' model in the directory `path` with fastmp's, loaded by `reader`.
 
     Both compute in float32, of float64 weights in float64, on the CPU. Of a BERT, which sees two types of
-    tokens and padding, the logits are those of tokens and of the order of sentences. Returns a line with the
-    largest error.
+    tokens and padding, the logits are those of tokens and of the order of sentences. One model is in memory
+    at a time. Returns a line with the largest error.
+
     ValueError where it is too large, keys are missing or left over, or transformers is not installed.
     """
     if find_spec("transformers") is None:
@@ -56,14 +57,12 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
             raise ValueError(
                 f"{path}: transformers says {kind.replace('_', ' ')}: {sorted(map(str, found))[:5]}"
             )
-    ours = (GPT if encoder is None else Bert)(config, Placement(dtype=dtype)).eval()
-    load_weights(reader, config, [ours], ParallelGroups.alone())
     with torch.no_grad():
-        if isinstance(ours, Bert):
-            expected, found = _of_bert(theirs.eval(), ours, tokens_BS)
-        else:
-            expected = theirs.eval()(tokens_BS).logits
-            found = ours(tokens_BS)[..., : config.vocab_size].transpose(0, 1)
+        expected = _theirs(theirs.eval(), encoder, tokens_BS)
+        del theirs
+        ours = (GPT if encoder is None else Bert)(config, Placement(dtype=dtype)).eval()
+        load_weights(reader, config, [ours], ParallelGroups.alone())
+        found = _ours(ours, tokens_BS)
     worst = (found - expected).abs().max().item()
     largest = expected.abs().max().item()
     relative = BERT_BOUND if wide and encoder is not None else BOUNDS[dtype]
@@ -75,17 +74,32 @@ def verify(path: Path, reader: CheckpointReader, config: GPTConfig) -> str:
     return f"verified: {line}"
 
 
-def _of_bert(theirs: Any, ours: Bert, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """All logits of transformers' BERT and of ours: of tokens that are no padding, and of the order."""
+def _theirs(model: Any, encoder: BertConfig | None, tokens_BS: Tensor) -> Tensor:
+    """All logits of transformers' model; of a BERT those of tokens that are no padding, and of the order."""
+    if encoder is None:
+        return model(tokens_BS).logits.flatten()
+    types_BS, padding_BS = _types_and_padding(encoder, tokens_BS)
+    made = model(tokens_BS, attention_mask=(~padding_BS).long(), token_type_ids=types_BS)
+    if not encoder.sentence_order:
+        return made.logits[~padding_BS].flatten()
+    return torch.cat([made.prediction_logits[~padding_BS].flatten(), made.seq_relationship_logits.flatten()])
+
+
+def _ours(model: GPT | Bert, tokens_BS: Tensor) -> Tensor:
+    """The same logits of our model."""
+    if isinstance(model, GPT):
+        return model(tokens_BS)[..., : model.config.vocab_size].transpose(0, 1).flatten()
+    types_BS, padding_BS = _types_and_padding(model.encoder, tokens_BS)
+    logits_SBV = model(tokens_BS, types_BS, padding_BS)[..., : model.config.vocab_size]
+    logits = logits_SBV.transpose(0, 1)[~padding_BS].flatten()
+    if not model.encoder.sentence_order:
+        return logits
+    gathered_SBH = model.gathered(model.hidden(tokens_BS, types_BS, padding_BS))
+    return torch.cat([logits, model.sentence_logits(gathered_SBH).flatten()])
+
+
+def _types_and_padding(encoder: BertConfig, tokens_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Types of tokens, all that there are, and padding: the last quarter of the second row."""
     B, S = tokens_BS.shape
-    types_BS = torch.arange(S).expand(B, S) % ours.encoder.num_token_types
-    padding_BS = torch.arange(S) >= S - S // 4 * torch.arange(B).view(B, 1)  # the last quarter of row 1
-    made = theirs(tokens_BS, attention_mask=(~padding_BS).long(), token_type_ids=types_BS)
-    hidden_SBH = ours.gathered(ours.hidden(tokens_BS, types_BS, padding_BS))
-    logits_BSV = ours(tokens_BS, types_BS, padding_BS)[..., : ours.config.vocab_size].transpose(0, 1)
-    expected = [getattr(made, "prediction_logits" if ours.encoder.sentence_order else "logits")[~padding_BS]]
-    found = [logits_BSV[~padding_BS]]
-    if ours.encoder.sentence_order:
-        expected.append(made.seq_relationship_logits)
-        found.append(ours.sentence_logits(hidden_SBH))
-    return torch.cat([each.flatten() for each in expected]), torch.cat([each.flatten() for each in found])
+    types_BS = torch.arange(S).expand(B, S) % encoder.num_token_types
+    return types_BS, torch.arange(S) >= S - S // 4 * torch.arange(B).view(B, 1)

@@ -239,8 +239,9 @@ class TransformersReader(CheckpointReader):
 
     def _check_all_used(self, path: Path) -> None:
         used = {id(self._find(link.name)) for link in self._links.values()}
+        tied = self._tied()
         for name, stored in self._stored.items():
-            if id(stored) not in used and name not in self._tied() and not _NOT_WEIGHTS.search(name):
+            if id(stored) not in used and name not in tied and not _NOT_WEIGHTS.search(name):
                 raise ValueError(f"{path}: unexpected {short(name)}, which {self.kind} has not")
 
     def _tied(self) -> dict[str, str]:
@@ -382,9 +383,8 @@ def export_weights(
         if len(set(names.values())) > 1:
             index = {"metadata": {"total_size": sum(form.bytes for form in forms)}, "weight_map": names}
             write_synced(staging / INDEX, json_bytes(index))
-        dtype = str(DTYPES[reader.manifest.tensors["model/word_embedding.weight"].dtype]).removeprefix(
-            "torch."
-        )
+        table = reader.manifest.tensors["model/word_embedding.weight"]
+        dtype = str(DTYPES[table.dtype]).removeprefix("torch.")
         write_synced(staging / CONFIG, json_bytes(to_transformers(kind, config, dtype)))
         if check is not None:
             check(staging)
