@@ -132,14 +132,18 @@ _unpermute = register(
         "": "permute(grad, row_of, size(y, 0)) -> y",
     },
 )
+
+
+def _flops_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, *_: Tensor) -> int:
+    return (row_of.numel() * (1 if probs is None else 2) + row_of.shape[0]) * y.shape[1]
+
+
 _unpermute_add = register(
     "unpermute_add(Tensor y, Tensor row_of, Tensor? probs, Tensor residual) -> Tensor",
     reference=reference_unpermute_add,
     fake=lambda y, row_of, probs, residual: y.new_empty(residual.shape),
     triton=launch_unpermute_add,
-    flops=lambda y, row_of, probs, residual: (
-        (row_of.numel() * (1 if probs is None else 2) + row_of.shape[0]) * y.shape[1]
-    ),
+    flops=_flops_unpermute_add,
     derivative={
         "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs; grad -> residual",
         "": "permute(grad, row_of, size(y, 0)) -> y; grad -> residual",
@@ -150,9 +154,7 @@ _unpermute_add_into = register(
     reference=reference_unpermute_add_into,
     fake=lambda *arguments: None,
     triton=launch_unpermute_add_into,
-    flops=lambda y, row_of, probs, residual, out: (
-        (row_of.numel() * (1 if probs is None else 2) + row_of.shape[0]) * y.shape[1]
-    ),
+    flops=_flops_unpermute_add,
 )
 
 
