@@ -2,7 +2,7 @@
 
 Its rivals have the same weights: a loop over the experts as in transformers, torch's grouped product,
 products on several streams whose sizes the host waits for (as Transformer Engine does by default), and the
-layers of Liger and Transformer Engine.
+layers of Liger and Transformer Engine. Layers over several ranks are in `bench_dispatchers`.
 """
 
 from __future__ import annotations

@@ -268,6 +268,7 @@ H200_GOALS = (
     GpuGoal("bias-dropout-add backward", 0.95, _kernel("bias_dropout_add_backward"), "of floor"),
     GpuGoal("AdamW", 0.95, _kernel("adamw_"), "of floor"),
     GpuGoal("rows to and from peers, one device", 0.8, _kernel("exchange_push", "exchange_pull"), "of floor"),
+    GpuGoal("rows into and out of own memory", 0.8, _kernel("exchange_give", "exchange_take"), "of floor"),
     GpuGoal("router forward", 0.005, _kernel("topk_router", attribute="ms", best=min), "ms", most=True),
     GpuGoal(
         "router backward", 0.007, _kernel("topk_router_backward", attribute="ms", best=min), "ms", most=True
