@@ -19,7 +19,7 @@ enum class Kind : int64_t { FORWARD = 0, BACKWARD = 1, WEIGHT = 2 };
 struct Expected {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
-  bool needs;
+  bool needs, plain;
 };
 
 struct Forward {
@@ -38,7 +38,7 @@ struct Forward {
     for (const py::handle& each : from.attr("expected")) {
       const py::tuple row = py::reinterpret_borrow<py::tuple>(each);
       expected.push_back({row[0].cast<std::vector<int64_t>>(), row[2].cast<std::vector<int64_t>>(),
-                          row[1].cast<at::ScalarType>(), row[3].cast<bool>()});
+                          row[1].cast<at::ScalarType>(), row[3].cast<bool>(), row[4].attr("strides").is_none()});
     }
   }
 

@@ -46,15 +46,18 @@ void call(PyObject* self, PyObject* method, const Arguments&... arguments) {
 
 PyObject* name_of(const char* name) { return PyUnicode_InternFromString(name); }
 
+// Whether its values lie in memory as its strides say, and autograd does nothing else with it.
 bool is_ordinary(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.key_set().has(c10::DispatchKey::Python) &&
-         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !tensor.is_sparse() &&
-         !tensor._fw_grad(/*level=*/0).defined();
+         !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && tensor.layout() == at::kStrided &&
+         tensor.has_storage() && !tensor._is_zerotensor() && !tensor._fw_grad(/*level=*/0).defined();
 }
 
 bool fits(const at::Tensor& tensor, const Expected& expected) {
   return tensor.scalar_type() == expected.dtype && tensor.requires_grad() == expected.needs &&
-         tensor.sizes() == expected.sizes && tensor.strides() == expected.strides;
+         tensor.sizes() == expected.sizes &&
+         (tensor.strides() == expected.strides ||
+          (expected.plain && (tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense())));
 }
 
 bool lies_in(const at::Tensor& tensor, const at::Tensor& buffer) {
@@ -91,6 +94,7 @@ class Step {
 
   // The gradients of the inputs of a forward; false where Python has to see to it.
   bool backward(size_t index, PyObject* owner, const variable_list& grads, variable_list& own) {
+    const std::shared_ptr<const Program> program = this->program;  // a hook may end the step
     if (!program || at::GradMode::is_enabled() || !in_flight[index] || next >= program->slots.size()) return false;
     const Forward& forward = program->forwards[program->slots[index].graph];
     if (!forward.reached) {
@@ -109,7 +113,7 @@ class Step {
     }
     const size_t number = next++;
     in_flight[index] = false;
-    replay(number, owner, grads, backward.launch);
+    replay(slot, number, owner, grads, backward.launch);
     if (after[slot.graph]) {
       static PyObject* const name = name_of("after");
       call(owner, name, py::int_(number), py::int_(index));
@@ -136,8 +140,8 @@ class Step {
   std::shared_ptr<const Program> program;
 
  private:
-  void replay(size_t number, PyObject* owner, const variable_list& tensors, const py::object& launch) const {
-    const Slot& slot = program->slots[number];
+  void replay(const Slot& slot, size_t number, PyObject* owner, const variable_list& tensors,
+              const py::object& launch) const {
     RECORD_USER_SCOPE(slot.region);
     fill(slot.fixed, tensors);
     if (named) {
@@ -160,8 +164,9 @@ struct ReplayBackward : torch::autograd::Node {
       : step(std::move(step)), index(index), owner(Py_NewRef(owner)), differentiable(differentiable) {}
 
   ~ReplayBackward() override {
-    if (!Py_IsInitialized()) {
+    if (!Py_IsInitialized()) {  // what Python made, it cannot take back any more
       owner.release();
+      new std::shared_ptr<Step>(std::move(step));
       return;
     }
     const py::gil_scoped_acquire gil;
@@ -227,6 +232,7 @@ struct ReplayBackward : torch::autograd::Node {
 // overwritten: gets the addresses of storages that later replays write to.
 PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int64_t chunk, int64_t run,
                         PyObject* tensors, PyObject* overwritten) {
+  const std::shared_ptr<const Program> program = this->program;  // a hook may end the step
   if (!program || next >= program->slots.size()) Py_RETURN_NONE;
   const Slot& slot = program->slots[next];
   if (slot.kind != Kind::FORWARD || slot.chunk != chunk || slot.run != run) Py_RETURN_NONE;
@@ -251,7 +257,7 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
   Tensors made;
   {
     const at::NoGradGuard no_grad;
-    replay(index, owner, inputs, forward.launch);
+    replay(slot, index, owner, inputs, forward.launch);
     if (forward.leaves) {
       made = copies_of(forward.made);
     } else {

@@ -40,7 +40,8 @@ _KINDS = {FORWARD: 0, BACKWARD_WEIGHT: 2}  # any other is a backward: 1
 class FlatForward(NamedTuple):
     """The graph of a forward.
 
-    launch: replays it. expected: shape, dtype, strides of each input, and whether it requires a gradient.
+    launch: replays it. expected: of each input shape, dtype, strides, whether it requires a gradient, and its
+        `TensorSpec`, without strides where any input that is not dense will do.
     made: what the graph makes, where it leaves it. outputs: of the run, in order: the number of an input
         that is handed on, or -1 for the next one of `made`. The first `num_tensors` are for the next segment.
     differentiable: for each of `made`, whether it has a gradient. places: the addresses of their storages.
@@ -194,7 +195,7 @@ class FlatStep(GraphedStep):
         self, chunk: int, number: int, run: Run, tensors: Tensors, overwritten: set[int]
     ) -> tuple[Tensors, Tensors]:
         if self._flat is not None:
-            made = self._flat.forward(self, chunk, number, tensors, overwritten)
+            made = self._flat.forward(self, chunk, number, tuple(tensors), overwritten)
             if made is not None:
                 return made
             self._leave()

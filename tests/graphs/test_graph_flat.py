@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import re
+import warnings
 import weakref
 from collections import Counter
 
@@ -13,7 +14,7 @@ import torch
 from graph_tools import DENSE, MOE
 from graph_tools import assert_same as assert_same_training
 from graph_tools import train as train_gpt
-from small_tools import SHAPE, Parts, eager, linear, managed, total, train
+from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, total, train
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -168,6 +169,27 @@ def odd_steps():
         for each in (x, torch.empty(SHAPE[::-1], dtype=x.dtype).t().copy_(x)):
             total(chain(each)).backward()
 
+    def a_view_that_is_not_dense(chain, manager, x):
+        for _ in range(2):
+            total(chain(torch.cat((x, x), 1)[:, ::2])).backward()
+
+    def zeros_without_memory(chain, manager, x):
+        total(chain(torch._efficientzerotensor(SHAPE, dtype=x.dtype))).backward()
+        chain(x)[0].backward(torch._efficientzerotensor(SHAPE, dtype=x.dtype))
+
+    def a_sparse_input(chain, manager, x):
+        total(chain(x)).backward()
+        with warnings.catch_warnings(action="ignore"):
+            chain(x.to_sparse_csr())
+
+    def a_hook_that_ends_the_step(chain, manager, x):
+        def hook(module, inputs):
+            manager.end_step()
+
+        hook.replayed = True
+        with next(chain.children()).register_forward_pre_hook(hook):
+            total(chain(x)).backward()
+
     def a_gradient_that_is_not_used(chain, manager, x):
         total(chain(x)).backward()
         chain(x)
@@ -211,6 +233,20 @@ def test_what_the_program_does_not_say(odd, both):
     for mine, other in zip(ours, theirs, strict=True):
         alike = torch.equal(mine, other) if isinstance(mine, torch.Tensor) else mine == other
         assert alike, f"{mine}\n{other}"
+
+
+def test_inputs_that_are_not_dense(in_python):
+    """Views that leave elements out, as in the step that was observed, and lists are in the program."""
+
+    def narrow(layer, x):
+        return [torch.cat((x, x), 1)[:, ::2]]
+
+    def run(graphs):
+        chain = LayerChain([linear(), Parts(("narrow", False, narrow)), linear()])
+        return train(chain, graphs)
+
+    assert_same(run)
+    assert in_python["Python"] == 4 and in_python["C++"] == 0
 
 
 class _Copies(TorchDispatchMode):
