@@ -51,8 +51,8 @@ class WholeGraph:
 
     ValueError, when it is made, where a segment of a layer must run eagerly. GraphError where a parameter,
     buffer or main gradient has moved since a capture, or a module or parameter has a hook that a replay would
-    skip. CaptureError where the function cannot be captured: where a capture computes (a CPU), part of the
-    work has been done then.
+    skip; one that is called behind an accumulation is seen before the first call only. CaptureError where the
+    function cannot be captured: where a capture computes (a CPU), part of the work has been done then.
     """
 
     failure: str | None = None  # as of a `GraphManager`, which may go on without graphs
@@ -121,16 +121,17 @@ class WholeGraph:
         leaves, form = tree_flatten(arguments)
         signature = (form, *map(_spec, leaves), *_autocast(leaves))
         if signature not in self._graphs:
-            if signature not in self._watched or self._calls <= self.warmup:
-                return self._watch(signature, arguments)
             if len(self._graphs) == _MOST_GRAPHS:
                 return self.function(*arguments)
+            if signature not in self._watched or self._calls <= self.warmup:
+                return self._watch(signature, arguments)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         found = self._graphs.get(signature)
         if found is None:
             found = self._graphs[signature] = self._capture(signature, tensors, leaves, form)
         else:
-            torch._foreach_copy_(found.static, tensors)
+            if tensors:
+                torch._foreach_copy_(found.static, tensors)
             found.graph.replay()
         made, form = tree_flatten(found.made)
         return tree_unflatten([each.clone() if isinstance(each, Tensor) else each for each in made], form)
@@ -165,26 +166,25 @@ class WholeGraph:
 
     def _check(self) -> None:
         """Look for what has changed since the first call."""
-        snapshot = self._snapshot
-        if snapshot is None:
-            skipped = skipped_by_step(self._modules, trains=self.trains)
-            if skipped is not None:
-                name = getattr(skipped.hook, "__qualname__", type(skipped.hook).__name__)
+        if self._snapshot is not None:
+            changed, moved = self._snapshot.changed()
+            if moved and self._graphs:
                 raise GraphError(
-                    f"graphs: {skipped.owner} has a hook, {name}, that a replay of {self.what} would skip; "
-                    f"remove it, or mark it with in_step = True if only what it does with tensors matters; "
-                    f"{self.instead}"
+                    f"graphs: {moved} or its main gradient has moved since {self.what} was captured, which "
+                    "goes by address; change its values in place"
                 )
-            return
-        changed, moved = snapshot.changed()
-        if moved and self._graphs:
-            raise GraphError(
-                f"graphs: {moved} or its main gradient has moved since {self.what} was captured, which goes "
-                "by address; change its values in place"
-            )
-        if changed:
+            if not changed:
+                return
             self._reset()
             self._forget()
+        skipped = skipped_by_step(self._modules, trains=self.trains)
+        if skipped is not None:
+            name = getattr(skipped.hook, "__qualname__", type(skipped.hook).__name__)
+            raise GraphError(
+                f"graphs: {skipped.owner} has a hook, {name}, that a replay of {self.what} would skip; "
+                f"remove it, or mark it with in_step = True if only what it does with tensors matters; "
+                f"{self.instead}"
+            )
 
 
 def _eager_segments(modules: Iterable[nn.Module]) -> list[str]:

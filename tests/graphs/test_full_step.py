@@ -140,25 +140,30 @@ def test_graphs_go_by_address():
     assert function.num_graphs == 0
 
 
-@pytest.mark.parametrize(
-    ("hook", "owner"),
-    [
-        (lambda model: model.first.register_forward_hook(print), "Linear"),
-        (lambda model: model.first.register_forward_pre_hook(print), "Linear"),
-        (lambda model: model.first.register_full_backward_hook(print), "Linear"),
-        (lambda model: model.first.weight.register_hook(print), "parameter 'first.weight'"),
-        (
-            lambda model: model.second.weight.register_post_accumulate_grad_hook(print),
-            "parameter 'second.weight'",
-        ),
-    ],
+HOOKS = [
+    (lambda model: model.first.register_forward_hook(print), "Linear"),
+    (lambda model: model.first.register_forward_pre_hook(print), "Linear"),
+    (lambda model: model.first.register_full_backward_hook(print), "Linear"),
+    (lambda model: model.first.weight.register_hook(print), "parameter 'first.weight'"),
+]
+ACCUMULATION = (
+    lambda model: model.second.weight.register_post_accumulate_grad_hook(print),
+    "parameter 'second.weight'",
 )
-def test_a_hook_that_a_replay_would_skip_is_refused(hook, owner):
+
+
+@pytest.mark.parametrize(
+    ("steps", "hook", "owner"),
+    [(0, *ACCUMULATION), *((steps, *each) for steps in (0, 4) for each in HOOKS)],
+)
+def test_a_hook_that_a_replay_would_skip_is_refused(steps, hook, owner):
     function, model = make(True)
+    for step in range(steps):
+        function(*batches(step))
     hook(model)
     message = f"graphs: {owner} has a hook, print, that a replay of the step would skip; .*; do without"
     with pytest.raises(GraphError, match=message):
-        function(*batches(0))
+        function(*batches(steps))
 
 
 def test_what_no_graph_can_hold_is_named():
