@@ -40,7 +40,7 @@ class Placement:
 
     @classmethod
     def of(cls, groups: ParallelGroups, layout: ParallelConfig, **options: Any) -> Placement:
-        """As `layout` says. options: the other fields."""
+        """The placement that `layout` describes. options: the other fields."""
         rows = layout.tp_overlap_rows if layout.tp_overlap else None
         return cls(groups, layout.sequence_parallel, overlap_rows=rows, **options)
 

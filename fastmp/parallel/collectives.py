@@ -291,6 +291,14 @@ def all_reduce_(x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False
     return None
 
 
+def sum_over_(x: torch.Tensor, *groups: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum over one group after the other into `x`, which is contiguous, with the same bits on all ranks."""
+    for group in groups:
+        if group is not None:
+            all_reduce_(x, group)
+    return x
+
+
 @traced("fastmp.collective.all_gather")
 def all_gather(
     x: torch.Tensor, group: dist.ProcessGroup, overlap: bool = False

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from fastmp.parallel.collectives import all_reduce_
+from fastmp.parallel.collectives import sum_over_
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
@@ -47,8 +46,8 @@ class DeviceStep:
     """A step of `runner` and `optimizer`, in two halves; `whole` is both.
 
     routers: modules with `update_expert_bias`, see `Trainer`. dropped_pairs: what layers have counted, see
-    `fastmp.nn.moe.MoELayer`. clip_grad_norm: the norm to which gradients are
-    clipped; 0: they are not. num_microbatches: of a step.
+    `fastmp.nn.moe.MoELayer`. clip_grad_norm: the norm to which gradients are clipped; 0: they are not.
+    num_microbatches: of a step.
     """
 
     runner: WholeModel | Chunks
@@ -85,7 +84,7 @@ class DeviceStep:
         with phase("reduce"):
             self.grads.reduce()
             self.runner.sum_shared_gradients(self.grads)
-            _sum_over(totals, self.groups.dp_cp, self.groups.pp)
+            sum_over_(totals, self.groups.dp_cp, self.groups.pp)
             if counts is not None:
                 counts, dropped = self._of_all_ranks(counts)
         with phase("clip"):
@@ -126,7 +125,7 @@ class DeviceStep:
     def _of_all_ranks(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the counts of experts over ranks and, in the same collectives, the pairs that were dropped."""
         both = torch.cat((counts.flatten(), self.take_dropped().view(1)))
-        _sum_over(both, self.groups.tp_cp_dp, self.groups.pp)
+        sum_over_(both, self.groups.tp_cp_dp, self.groups.pp)
         return both[:-1].view_as(counts), both[-1]
 
     def _balance(self, counts: Tensor) -> None:
@@ -139,9 +138,3 @@ class DeviceStep:
             )
         for router, own in zip(self.routers, rows):
             router.update_expert_bias(own)
-
-
-def _sum_over(tensor: Tensor, *groups: dist.ProcessGroup | None) -> None:
-    for group in groups:
-        if group is not None:
-            all_reduce_(tensor, group)

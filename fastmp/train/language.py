@@ -28,7 +28,7 @@ from fastmp.nn.language_model import LanguageModel
 from fastmp.nn.models import GPT, ExpertLosses, pad_vocab
 from fastmp.nn.placement import Placement
 from fastmp.nn.stages import GPTStage, gpt_stages, sum_tied_gradients
-from fastmp.parallel.collectives import all_reduce_, group_size
+from fastmp.parallel.collectives import group_size, sum_over_
 from fastmp.parallel.context import cut_sequence, own_positions
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import Pipeline
@@ -207,7 +207,7 @@ def next_logits(model: GPT) -> Callable[[Tensor, int], Tensor]:
     def run(tokens_BS: Tensor, position: int) -> Tensor:
         logits_SBV = model(cut_sequence(tokens_BS.to(device), model.cp_group))
         logits_V = _logits_of(position, tokens_BS.shape[1], logits_SBV, model.cp_group)
-        return _sum_over(logits_V, model.cp_group)
+        return sum_over_(logits_V, model.cp_group)
 
     return run
 
@@ -241,7 +241,7 @@ def pipeline_next_logits(
             pipeline.forget_shapes()
             shape = tokens_BS.shape
         result = pipeline.evaluate([(tokens_BS.to(pipeline.device), position)])
-        return _sum_over(result.stats.get((0, vpp), zeros_V).clone(), cp_group, group)
+        return sum_over_(result.stats.get((0, vpp), zeros_V).clone(), cp_group, group)
 
     return run
 
@@ -250,11 +250,3 @@ def _logits_of(position: int, length: int, logits_SBV: Tensor, cp_group: dist.Pr
     """The row (V,) of a position of the whole sequence, in float64; zeros where another rank has it."""
     own = own_positions(length, cp_group, logits_SBV.device) == position
     return logits_SBV[own, 0].double().sum(0)
-
-
-def _sum_over(logits_V: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
-    """Sum logits that one rank has, and the others as zeros: the same bits on all ranks."""
-    for group in groups:
-        if group is not None:
-            all_reduce_(logits_V, group)
-    return logits_V

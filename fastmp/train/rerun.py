@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.restore import random_states, restore_random_states
 from fastmp.nn.moe.layer import MoELayer
-from fastmp.parallel.collectives import all_reduce_, group_size
+from fastmp.parallel.collectives import group_size, sum_over_
 from fastmp.train.device_step import DeviceStep
 from fastmp.train.microbatches import Batch, Sums
 
@@ -61,10 +61,8 @@ class Rerun:
             self.work.grads.recount()
             self._counted_eagerly = False
         states = random_states(self.rng)
-        sums, dropped = run(), self.work.take_dropped()
-        for group in (self.work.groups.tp_cp_dp, self.work.groups.pp):
-            if group is not None:
-                all_reduce_(dropped, group)
+        sums, groups = run(), self.work.groups
+        dropped = sum_over_(self.work.take_dropped(), groups.tp_cp_dp, groups.pp)
         if not (number := int(dropped)):
             return sums
         self.note = f"{number} pairs of a token and an expert did not fit: run again by all-to-all"

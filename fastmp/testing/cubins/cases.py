@@ -355,7 +355,7 @@ def _unpermute_backward(*facts):
 
 
 def _exchange(op, *facts, etp=1, ep=8):
-    """Of a rank with 8 of 256 experts for each of its tokens; `op` may end with what a push is given."""
+    """An op of a rank with 8 of 256 experts for each token; `op` may end with what a push is given."""
 
     def case(t, wide):
         flags, distances = t(etp * ep + 1, dtype=torch.int32), t(etp, ep, dtype=torch.int64)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastmp.parallel.collectives import all_reduce_, group_rank, group_size
+from fastmp.parallel.collectives import group_rank, group_size, sum_over_
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.data.blend import BlendedDataset
 from fastmp.train.data.masked import MaskedDataset
@@ -76,10 +76,7 @@ def evaluate(
         )
     if totals is None:
         raise ValueError("evaluate: the data has no held-out batches")
-    for group in (groups.dp_cp, groups.pp):
-        if group is not None:
-            all_reduce_(totals, group)
-    total, num_tokens = totals.tolist()
+    total, num_tokens = sum_over_(totals, groups.dp_cp, groups.pp).tolist()
     if num_tokens == 0:
         raise ValueError("evaluate: the held-out batches hold no tokens")
     # A loss of masked tokens is none of all bytes.
