@@ -327,16 +327,19 @@ class Chunks:
 
 
 @contextmanager
-def evaluation_mode(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode inside, afterwards in the mode that each was in."""
-    modes = [(chunk, chunk.training) for chunk in chunks]
-    for chunk, _ in modes:
+def evaluation_mode(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode inside, afterwards each in the mode that it was in."""
+    before = [(chunk, chunk.training) for chunk in chunks]
+    inside = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for chunk in chunks:
         chunk.eval()
     try:
         yield
     finally:
-        for chunk, mode in modes:
-            chunk.train(mode)
+        for chunk, mode in before:
+            chunk.train(mode)  # which may do more than note it
+        for module, mode in inside:
+            module.training = mode
 
 
 def named_parameters(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, Parameter]]:

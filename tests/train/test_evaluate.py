@@ -50,6 +50,13 @@ def test_mean_over_tokens_and_bytes():
     assert not model.training
 
 
+def test_each_module_is_in_its_own_mode_again():
+    model = Model().train()
+    model.frozen = nn.Dropout().eval()
+    evaluate(WholeModel(model, loss_fn), Losses())
+    assert model.training and not model.frozen.training
+
+
 def test_ranks_share_the_batches_and_get_the_same_numbers():
     def rank_main(rank, world_size):
         groups = ParallelGroups.create(RankGrid(world_size=world_size))
