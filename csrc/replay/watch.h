@@ -31,8 +31,9 @@ class Watch {
       const auto row = py::reinterpret_borrow<py::tuple>(each);
       PyObject *tensor = PyTuple_GET_ITEM(row.ptr(), 0), *main = PyTuple_GET_ITEM(row.ptr(), 2);
       if (main == Py_None) main = nullptr;
-      this->tensors.push_back({tensor, PyTuple_GET_ITEM(row.ptr(), 1), main, hooks_of(tensor), address_of(tensor),
-                               main ? address_of(main) : nullptr, THPVariable_Unpack(tensor).requires_grad()});
+      this->tensors.push_back({tensor, PyTuple_GET_ITEM(row.ptr(), 1), main, hooks_of(tensor), later_hooks_of(tensor),
+                               address_of(tensor), main ? address_of(main) : nullptr,
+                               THPVariable_Unpack(tensor).requires_grad()});
     }
   }
 
@@ -58,7 +59,7 @@ class Watch {
     static PyObject* const name = PyUnicode_InternFromString("main_grad");
     for (const Held& each : tensors) {
       if (address_of(each.tensor) != each.address || hooks_of(each.tensor) != each.hooks ||
-          THPVariable_Unpack(each.tensor).requires_grad() != each.needs)
+          later_hooks_of(each.tensor) != each.later_hooks || THPVariable_Unpack(each.tensor).requires_grad() != each.needs)
         return false;
       PyObject* main = PyDict_GetItemWithError(each.attributes, name);
       if (main == Py_None) main = nullptr;
@@ -79,7 +80,7 @@ class Watch {
     PyObject *attributes, *mode;
   };
   struct Held {
-    PyObject *tensor, *attributes, *main, *hooks;
+    PyObject *tensor, *attributes, *main, *hooks, *later_hooks;
     const void *address, *main_address;
     bool needs;
   };
@@ -96,6 +97,11 @@ class Watch {
   }
 
   static PyObject* hooks_of(PyObject* tensor) { return reinterpret_cast<THPVariable*>(tensor)->backward_hooks; }
+
+  // Those behind an accumulation.
+  static PyObject* later_hooks_of(PyObject* tensor) {
+    return reinterpret_cast<THPVariable*>(tensor)->post_accumulate_grad_hooks;
+  }
 
   static const void* address_of(PyObject* object) {
     const at::TensorImpl* tensor = THPVariable_Unpack(object).unsafeGetTensorImpl();

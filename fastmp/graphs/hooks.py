@@ -37,6 +37,7 @@ __all__ = [
 GradHook = tuple[Callable[[nn.Parameter], None], nn.Parameter]
 _Hooks = Mapping[int, Callable]
 _of_gradient = attrgetter("_backward_hooks")
+_behind_gradient = attrgetter("_post_accumulate_grad_hooks")
 
 
 class Skipped(NamedTuple):
@@ -104,33 +105,38 @@ def _not_in_step(several: Iterable[_Hooks]) -> Iterator[Callable]:
 
 
 class HookWatch:
-    """Notices that hooks which are not replayed have been added or removed since it was made.
+    """Notices that hooks have been added or removed since it was made.
 
-    It is asked before every step, so its lists are flat.
+    every: all of them; else those that are not replayed. It is asked before every step, so its lists are
+    flat.
     """
 
-    def __init__(self, chains: Iterable[LayerChain]) -> None:
+    def __init__(self, chains: Iterable[LayerChain], every: bool = False) -> None:
         modules = [module for chain in chains for layer in chain for module in layer.modules()]
         self._before = [module._forward_pre_hooks for module in modules]
         self._others = [*(hooks for module in modules for hooks in _others(module)), *_GLOBAL]
         self._parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._every = every
         self._first = self._now()
 
     def _now(self) -> list[Callable]:
-        of_gradients = filter(None, map(_of_gradient, self._parameters))
+        before = filter(None, self._before)
         return [
-            *_not_replayed(filter(None, self._before)),
+            *(_all(before) if self._every else _not_replayed(before)),
             *_all(filter(None, self._others)),
-            *_all(of_gradients),
+            *_all(self._of_gradients()),
         ]
+
+    def _of_gradients(self) -> Iterator[_Hooks]:
+        for attribute in (_of_gradient, _behind_gradient) if self._every else (_of_gradient,):
+            yield from (hooks for hooks in map(attribute, self._parameters) if hooks is not None)
 
     def changed(self) -> bool:
         return self._now() != self._first
 
     def dicts(self) -> list[_Hooks]:
         """What holds the hooks."""
-        of_gradients = (hooks for hooks in map(_of_gradient, self._parameters) if hooks is not None)
-        return [*self._before, *self._others, *of_gradients]
+        return [*self._before, *self._others, *self._of_gradients()]
 
 
 def _others(module: nn.Module) -> tuple[_Hooks, ...]:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fastmp.graphs.backend import RandomStreams
@@ -38,7 +39,8 @@ class _Block:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
+        with torch.inference_mode(False):  # outside of which its tensors could not be written to
+            self.memory = torch.empty(nbytes, dtype=torch.uint8)
         self.address = self.memory.data_ptr()
 
     def lend(self, give_back: Callable[[], None]) -> torch.UntypedStorage:
@@ -161,7 +163,7 @@ class RecordedGraph:
     ) -> None:
         self.pool, self.rng, self.forward, self.whole = pool, rng, forward, whole
         self.starts: dict[bytes, Tensor] = {}  # {where a random op started at capture: at the last replay}
-        self.ends: dict[str, bytes] = {}  # where each stream was behind its last op that repeats nothing
+        self.ends: dict[str, bytes] = {}  # where each stream is behind its last op that repeats nothing
         self._ops: list[_Op] = []
         self._ready: list[tuple[_Op, Any, Any]] = []
 
@@ -173,7 +175,9 @@ class RecordedGraph:
     def capture(self) -> Iterator[None]:
         if self._ops:
             raise CaptureError("graph: it is captured already; make another graph")
-        with _Recorder(self):
+        streams = {"default": torch.get_rng_state()} if self.rng is None else self.rng.states()
+        self.ends = {name: _place(name, state) for name, state in streams.items()}
+        with _Reads(), _Recorder(self):
             yield
 
     @torch.no_grad()
@@ -253,14 +257,17 @@ class _Recorder(OpWatch):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         graph, pool = self.graph, self.graph.pool
+        if func.namespace == "profiler":  # a name for what runs, which a replay leaves out
+            return func(*args, **kwargs)
         draw = self._draw() if torch.Tag.nondeterministic_seeded in func.tags else None
         flat, spec = tree_flatten((args, kwargs))
         arguments = [pool.place(a) if isinstance(a, Tensor) else a for a in flat]
         there = {a.untyped_storage().data_ptr() for a in flat if isinstance(a, Tensor)}
-        outputs, form = tree_flatten(func(*args, **kwargs))
+        with torch._C.DisableTorchFunction():  # what an op in Python reads is its own business
+            outputs, form = tree_flatten(func(*args, **kwargs))
         outputs = _finished(outputs)
         if draw is not None and draw.repeats is None:
-            graph.ends[draw.stream] = self._place(draw.stream)
+            graph.ends[draw.stream] = _place(draw.stream, torch.get_rng_state())
         made: list[tuple[int, Tensor]] = []
         moved: dict[int, torch.UntypedStorage] = {}
         for i, output in enumerate(outputs):
@@ -281,18 +288,38 @@ class _Recorder(OpWatch):
     def _draw(self) -> _Draw:
         graph = self.graph
         stream = "default" if graph.rng is None else graph.rng.current
-        own = self._place(stream)
+        here = torch.get_rng_state()
+        own = _place(stream, here)
         before = {} if graph.forward is None else graph.forward.starts
-        if graph.whole and graph.ends.get(stream) != own:
+        if graph.whole and graph.ends[stream] != own:
             before = graph.starts
         if own in before:
             return _Draw(stream, own, before)
-        graph.starts[own] = torch.default_generator.get_state()
+        if graph.ends[stream] != own:
+            raise CaptureError(
+                f"graph: random stream {stream!r} has got a seed or a state, which replay would not set; "
+                f"called in {where()}"
+            )
+        graph.starts[own] = here
         return _Draw(stream, own, None)
 
-    def _place(self, stream: str) -> bytes:
-        """Where `stream`, the current one, stands."""
-        return stream.encode() + torch.default_generator.get_state().numpy().tobytes()
+
+class _Reads(TorchFunctionMode):
+    """Refuses what reads values and is no op on a CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "__array__"):
+            raise CaptureError(
+                f"graph: {name.strip('_')}() reads values on the host: replay would not see them change; "
+                f"called in {where()}"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _place(stream: str, state: Tensor) -> bytes:
+    """Where a random stream stands."""
+    return stream.encode() + ctypes.string_at(state.data_ptr(), state.nbytes)
 
 
 def _arguments(op: _Op) -> tuple[Any, Any]:

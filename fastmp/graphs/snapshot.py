@@ -20,11 +20,12 @@ _training = attrgetter("training")
 class ModelSnapshot:
     """What graphs rely on in a model: where its tensors lie, what is trained, modes, hooks.
 
-    It is asked in every step: its lists are flat, and a watch in C++ says first whether anything was touched.
+    every_hook: also hooks that are replayed. It is asked in every step: its lists are flat, and a watch in
+    C++ says first whether anything was touched.
     """
 
-    def __init__(self, chains: Sequence[LayerChain]) -> None:
-        self._chains, self.hooks = chains, HookWatch(chains)
+    def __init__(self, chains: Sequence[LayerChain], every_hook: bool = False) -> None:
+        self._chains, self.hooks = chains, HookWatch(chains, every_hook)
         self._modules = [module for chain in chains for module in chain.modules()]
         self._parameters = [param for chain in chains for param in chain.parameters()]
         # (what holds it, its key there, itself or its address, address of its main gradient)

@@ -7,12 +7,12 @@ ranks and the optimizer. Then a step costs the host a copy of its inputs and one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fastmp.graphs.backend import Backend, Graph
 from fastmp.graphs.capture import renew_accumulators
@@ -25,34 +25,48 @@ from fastmp.nn.segment import LayerChain, SingleSegment
 __all__ = ["WholeGraph"]
 
 _MOST_GRAPHS = 4  # signatures that have one; each has static buffers of its own
+_MOST_WATCHED = 64  # signatures; those that never come again would fill memory
+_CONSTANTS = bool | int | float | complex | str | None
+
+
+class _Gradient(NamedTuple):
+    """The `grad` of a parameter around a capture; dropped: it was replaced, whatever it was."""
+
+    param: nn.Parameter
+    dropped: bool
+    before: Tensor | None
+    after: Tensor | None
 
 
 class _Replayed(NamedTuple):
-    """A graph, the buffers that it reads, and its results where it leaves them."""
+    """A graph, the buffers that it reads, its results where it leaves them, and gradients that it makes."""
 
     graph: Graph
     static: list[Tensor]
     made: Any
+    grads: list[_Gradient]
 
 
 class WholeGraph:
     """`function`, whose calls replay one graph for each signature of their arguments.
 
-    function: takes and returns pytrees of tensors, and does all of its work on the device. What else it reads
-        must stay where it is.
+    function: takes and returns pytrees of tensors, which require no gradient, and does all of its work on the
+        device. What else it reads must stay where it is. Numbers, texts and None among its arguments are
+        part of the signature.
     modules: those with the parameters and buffers that it uses.
     what: its name in errors and logs. instead: what an error advises where it cannot be captured.
     trains: whether it runs backwards. All random numbers of a recomputation are then those of its forward.
-    warmup: calls that run eagerly first. The first one with a new signature (shapes, dtypes, autocast, form)
-        always does, and so does every one beyond four signatures. The next one is captured.
+    warmup: calls that run eagerly first. The first one with a new signature (shapes, dtypes, form, autocast,
+        whether there are gradients) always does, and so does every one beyond four signatures. The next one
+        is captured.
 
     Where the mode of a module, a hook or what is trained has changed since a capture, graphs are made anew.
     Results are the caller's. Call `remove` before process groups are destroyed.
 
-    ValueError, when it is made, where a segment of a layer must run eagerly. GraphError where a parameter,
-    buffer or main gradient has moved since a capture, or a module or parameter has a hook that a replay would
-    skip; one that is called behind an accumulation is seen before the first call only. CaptureError where the
-    function cannot be captured: where a capture computes (a CPU), part of the work has been done then.
+    ValueError, when it is made, where a segment of a layer must run eagerly; when it is called, for another
+    argument, and for a result that requires a gradient. GraphError where a parameter, buffer or gradient has
+    moved since a capture, or a module or parameter has a hook that a replay would skip. CaptureError where
+    the function cannot be captured: where a capture computes (a CPU), part of the work has been done then.
     """
 
     failure: str | None = None  # as of a `GraphManager`, which may go on without graphs
@@ -119,7 +133,7 @@ class WholeGraph:
             return self.function(*arguments)
         self._check()
         leaves, form = tree_flatten(arguments)
-        signature = (form, *map(_spec, leaves), *_autocast(leaves))
+        signature = (form, *map(self._spec, leaves), *_modes())
         if signature not in self._graphs:
             if len(self._graphs) == _MOST_GRAPHS:
                 return self.function(*arguments)
@@ -130,39 +144,86 @@ class WholeGraph:
         if found is None:
             found = self._graphs[signature] = self._capture(signature, tensors, leaves, form)
         else:
-            if tensors:
-                torch._foreach_copy_(found.static, tensors)
-            found.graph.replay()
+            self._replay(found, tensors)
         made, form = tree_flatten(found.made)
         return tree_unflatten([each.clone() if isinstance(each, Tensor) else each for each in made], form)
 
     def _watch(self, signature: Any, arguments: tuple[Any, ...]) -> Any:
         if self._snapshot is None:
-            self._snapshot = ModelSnapshot(self._chains)
+            self._snapshot = ModelSnapshot(self._chains, every_hook=True)
         with self.backend.watch() as watched:
             made = self.function(*arguments)
+        if any(isinstance(each, Tensor) and each.requires_grad for each in tree_leaves(made)):
+            raise ValueError(
+                f"graphs: {self.what} returns a tensor that requires a gradient, which no replay does; "
+                "return it detached, and run backwards inside"
+            )
+        if len(self._watched) == _MOST_WATCHED:
+            del self._watched[next(iter(self._watched))]
         self._watched[signature] = watched
         return made
 
     def _capture(self, signature: Any, tensors: list[Tensor], leaves: list[Any], form: Any) -> _Replayed:
         """Capture a call, and do its work."""
-        static = [tensor.detach().clone() for tensor in tensors]
-        rest = iter(static)
+        with torch.inference_mode(False):  # whose tensors have no versions
+            static = [tensor.detach().clone() for tensor in tensors]
+        rest, versions = iter(static), [each._version for each in static]
         given = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.backend.prepare()
-        if self.trains:
-            renew_accumulators(
-                [p for module in self._modules for p in module.parameters() if p.requires_grad]
-            )
+        trained = self._trained()
+        renew_accumulators(trained)
+        before = [param.grad for param in trained]
+        torch.clear_autocast_cache()  # a graph casts weights itself
         try:
             graph = self.backend.graph(watched=self._watched[signature], whole=self.trains)
             with graph.capture():
                 made = self.function(*tree_unflatten(given, form))
+            if versions != [each._version for each in static]:
+                raise CaptureError("it writes to an argument, of which a replay has a copy; write to a copy")
         except Exception as error:
             raise CaptureError(f"graphs: capture of {self.what}: {error}; {self.instead}") from error
+        finally:
+            torch.clear_autocast_cache()  # what it has cast is its own
         if not self.backend.runs_at_capture:
             graph.replay()
-        return _Replayed(graph, static, made)
+        del self._watched[signature]
+        return _Replayed(graph, static, made, list(_gradients(trained, before)))
+
+    def _replay(self, found: _Replayed, tensors: list[Tensor]) -> None:
+        for param, dropped, before, _ in found.grads:
+            if not dropped and param.grad is not before:
+                names = (name for m in self._modules for name, each in m.named_parameters() if each is param)
+                raise GraphError(
+                    f"graphs: the gradient of parameter {next(names)!r} is {_kept(param.grad)} now, and was "
+                    f"{_kept(before)} when {self.what} was captured, which goes by address; treat gradients "
+                    "alike before each call"
+                )
+        if tensors:
+            torch._foreach_copy_(found.static, tensors)
+        found.graph.replay()
+        for param, *_, after in found.grads:
+            param.grad = after
+
+    def _trained(self) -> list[nn.Parameter]:
+        if not self.trains:
+            return []
+        return [param for module in self._modules for param in module.parameters() if param.requires_grad]
+
+    def _spec(self, leaf: Any) -> Any:
+        """What the signature holds of an argument."""
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise ValueError(
+                f"graphs: an argument of {self.what} requires a gradient, which a replay has no place for; "
+                "detach it"
+            )
+        if isinstance(leaf, Tensor):
+            return spec_of(leaf)
+        if isinstance(leaf, _CONSTANTS):
+            return type(leaf), repr(leaf)  # 1 is True, and -0.0 is 0.0
+        raise ValueError(
+            f"graphs: an argument of {self.what} is of type {type(leaf).__name__}; it takes tensors, also in "
+            "tuples, lists and dicts"
+        )
 
     def _check(self) -> None:
         """Look for what has changed since the first call."""
@@ -193,11 +254,21 @@ def _eager_segments(modules: Iterable[nn.Module]) -> list[str]:
     return list(dict.fromkeys(link.segment.name for link in links if not link.segment.capturable))
 
 
-def _spec(leaf: Any) -> Any:
-    return (spec_of(leaf), leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) -> Iterator[_Gradient]:
+    """What has become of gradients, where there were any or are now."""
+    for param, old in zip(params, before):
+        new = param.grad
+        if old is not None or new is not None:
+            dropped = old is not None and new is not None and new is not old
+            yield _Gradient(param, dropped, None if dropped else old, new)
 
 
-def _autocast(leaves: Iterable[Any]) -> list[torch.dtype]:
-    """The dtypes that autocast casts to on the devices of tensors among `leaves`."""
-    devices = dict.fromkeys(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
-    return [torch.get_autocast_dtype(each) for each in devices if torch.is_autocast_enabled(each)]
+def _modes() -> Iterator[Any]:
+    """What torch does beside the ops that are called."""
+    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    for device in ("cpu", "cuda"):
+        yield torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+
+
+def _kept(grad: Tensor | None) -> str:
+    return "None" if grad is None else f"a tensor at {grad.data_ptr():#x}"

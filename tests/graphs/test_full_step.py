@@ -145,23 +145,29 @@ HOOKS = [
     (lambda model: model.first.register_forward_pre_hook(print), "Linear"),
     (lambda model: model.first.register_full_backward_hook(print), "Linear"),
     (lambda model: model.first.weight.register_hook(print), "parameter 'first.weight'"),
+    (
+        lambda model: model.second.weight.register_post_accumulate_grad_hook(print),
+        "parameter 'second.weight'",
+    ),
+    (lambda model: model.second.register_forward_pre_hook(replayed), "Linear"),
 ]
-ACCUMULATION = (
-    lambda model: model.second.weight.register_post_accumulate_grad_hook(print),
-    "parameter 'second.weight'",
-)
 
 
-@pytest.mark.parametrize(
-    ("steps", "hook", "owner"),
-    [(0, *ACCUMULATION), *((steps, *each) for steps in (0, 4) for each in HOOKS)],
-)
+def replayed(module, inputs):
+    """A hook that a manager calls beside a replay."""
+
+
+replayed.replayed = True
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize(("hook", "owner"), HOOKS)
 def test_a_hook_that_a_replay_would_skip_is_refused(steps, hook, owner):
     function, model = make(True)
     for step in range(steps):
         function(*batches(step))
     hook(model)
-    message = f"graphs: {owner} has a hook, print, that a replay of the step would skip; .*; do without"
+    message = f"{owner} has a hook, (print|replayed), that a replay of the step would skip; .*; do without"
     with pytest.raises(GraphError, match=message):
         function(*batches(steps))
 
@@ -201,3 +207,113 @@ def test_autocast_is_part_of_the_signature():
         with torch.autocast("cpu"):
             assert function(x).dtype == torch.bfloat16
     assert function.num_graphs == 2
+
+
+def test_the_modes_of_torch_are_part_of_the_signature():
+    """Those of gradients too; where autocast has cast a weight before a capture, the graph casts it anew."""
+    model, x = nn.Linear(3, 3), torch.eye(3)
+
+    def work():
+        return (model(x) * (2 if torch.is_grad_enabled() else 1)).detach()
+
+    function = WholeGraph(work, [model], backend=RecordingBackend(), what="a test", instead="")
+    modes = torch.no_grad, torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")
+    for _ in range(3):
+        for mode in modes:
+            for _ in range(2):
+                with mode():
+                    assert torch.equal(function(), work())
+        with torch.no_grad():
+            model.weight += 1
+    assert function.num_graphs == len(modes)
+
+
+def test_numbers_are_part_of_the_signature():
+    function = WholeGraph(torch.mul, [], backend=RecordingBackend(), what="a test", instead="")
+    for number in (1, True, 1.0, 0.0, -0.0):
+        for _ in range(3):
+            made, expected = function(torch.tensor(2), number), torch.mul(torch.tensor(2), number)
+            assert made.dtype == expected.dtype and str(made) == str(expected)
+    assert function.num_graphs == 4
+
+
+class Loop:
+    """Steps of torch's own optimizer around or in a function of gradients."""
+
+    def __init__(self, inside, in_graph, set_to_none=True):
+        torch.manual_seed(2)
+        self.model, self.inside, self.set_to_none = nn.Linear(4, 4), inside, set_to_none
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.function = self.gradients
+        if in_graph:
+            options = {"backend": RecordingBackend(), "trains": True, "what": "a test", "instead": ""}
+            self.function = WholeGraph(self.gradients, [self.model], **options)
+
+    def gradients(self, x):
+        if self.inside:
+            self.optimizer.zero_grad(self.set_to_none)
+        loss = self.model(x).square().sum()
+        loss.backward()
+        if self.inside:
+            self.optimizer.step()
+        return loss.detach()
+
+    def step(self, x):
+        if not self.inside:
+            self.optimizer.zero_grad(self.set_to_none)
+        loss = self.function(x)
+        if not self.inside:
+            self.optimizer.step()
+        return [loss, *(each.detach().clone() for p in self.model.parameters() for each in (p, p.grad))]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_are_those_of_the_last_call(inside, set_to_none):
+    """Where steps have two shapes, and gradients are dropped or zeroed first, by the graph or the host."""
+    eager, graphed = (Loop(inside, in_graph, set_to_none) for in_graph in (False, True))
+    for number in range(9):
+        x = torch.randn(2 + number % 3 // 2, 4, generator=torch.Generator().manual_seed(number))
+        same(graphed.step(x), eager.step(x))
+    assert graphed.function.num_graphs == 2
+
+
+def test_gradients_that_replays_would_miss_are_refused():
+    loop = Loop(False, True, set_to_none=False)
+    for _ in range(3):
+        loop.step(torch.ones(2, 4))
+    loop.optimizer.zero_grad()
+    with pytest.raises(GraphError, match=r"gradient of parameter 'weight' is None now, .* treat gradients"):
+        loop.function(torch.ones(2, 4))
+
+
+def seeded(x):
+    torch.manual_seed(1)
+    return x + torch.rand(2)
+
+
+REFUSED = [
+    (CaptureError, lambda x: x.mul_(2), torch.ones(2), "it writes to an argument"),
+    (CaptureError, lambda x: x * x.tolist()[0], torch.ones(2), r"tolist\(\) reads values on the host"),
+    (CaptureError, lambda x: x * float(x.numpy()[0]), torch.ones(2), "numpy"),
+    (CaptureError, seeded, torch.ones(2), r"stream 'default' has got a seed or a state.*torch\.rand\(2\)"),
+    (ValueError, torch.square, torch.ones(2, requires_grad=True), "argument of a test requires a gradient"),
+    (ValueError, torch.as_tensor, torch.ones(2).numpy(), "is of type ndarray; it takes tensors"),
+    (ValueError, lambda x: WEIGHT * x, torch.ones(2), "returns a tensor that requires a gradient"),
+]
+WEIGHT = nn.Parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(("kind", "work", "x", "message"), REFUSED)
+def test_what_no_replay_would_do_is_refused(kind, work, x, message):
+    function = WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    with pytest.raises(kind, match=message):
+        for _ in range(2):
+            function(x)
+
+
+def test_shapes_that_never_come_again_leave_little():
+    function = WholeGraph(torch.square, [], backend=RecordingBackend(), what="a test", instead="")
+    for rows in range(1000):
+        function(torch.ones(rows))
+    assert len(function._watched) < 100
