@@ -12,16 +12,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["VERDICT", "Mail"]
+__all__ = ["ALARM", "VERDICT", "Mail"]
 
-VERDICT = "verdict"  # the key under which a rank announces it
+ALARM = "alarm"  # the key by which a rank calls on all to look for a verdict
+VERDICT = "verdict"  # that under which a rank announces it, before it gives the alarm
 
 
 class Mail:
     """A rank's connection to the store, in a thread of its own, which may block as long as it likes.
 
     interval: seconds between two rounds, of which there have been `rounds`. `wanted` are the keys whose last
-    letters come into `received` at the next one, `verdict` is what a rank has announced.
+    letters come into `received` at the next one, `alarm` and `verdict` are what a rank has announced.
     """
 
     _made = count()  # every watch of a process has keys of its own
@@ -30,6 +31,7 @@ class Mail:
         self.interval = interval
         self.wanted: Sequence[str] = ()
         self.received: dict[str, str] = {}
+        self.alarm = False
         self.verdict: str | None = None
         self.rounds = 0
         self._out: dict[str, str] = {}
@@ -82,7 +84,8 @@ class Mail:
                 for key in list(self.wanted):
                     if self._store.check([key]):
                         self.received[key] = self._store.get(key).decode()
-                if self._store.check([VERDICT]):  # in every round: it tells whether the store answers
+                self.alarm = self._store.check([ALARM])  # in every round: it tells whether the store answers
+                if self.alarm and self._store.check([VERDICT]):
                     self.verdict = self._store.get(VERDICT).decode()
                 self._round, self.rounds = time.monotonic(), self.rounds + 1
                 if not self._out:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastmp.parallel.doing import Doing, crash, flight_records, process_state, this_machine
-from fastmp.parallel.mail import VERDICT, Mail
+from fastmp.parallel.mail import ALARM, VERDICT, Mail
 from fastmp.parallel.runtime import lost_peer
 from fastmp.parallel.verdict import Call, RankRecord, judge, latecomers
 from fastmp.pulse import pulse
@@ -91,6 +91,9 @@ class Watch:
         self._first_step = pulse.step
         self._judged, self._wake, self._stop = threading.Event(), threading.Event(), False
         self._lost_at: float | None = None
+        self._alarmed_at: float | None = None  # since when a rank is known to have gone without a word
+        self._neighbours: dict[int, _Seen] = {}  # the ranks next to this one, if of this machine
+        self._beside = {(rank - 1) % world_size, (rank + 1) % world_size} - {rank}  # those to hear from
         self._error: BaseException | None = None
         self._looking, self._fresh = False, 0  # from which round of letters on there is enough to judge by
         self._first: _Seen | None = None  # what was first seen of rank 0
@@ -170,7 +173,8 @@ class Watch:
             self._signature, self._moved = signature, now
         self._ticked = now
         still, limit = now - self._moved, self._limit()
-        looks = self._lost_at is not None or still > limit / 2
+        self._look_beside(now, still)
+        looks = self._lost_at is not None or self._alarmed_at is not None or still > limit / 2
         sends_calls = time.time() >= self._next_calls
         if looks and not self._looking:  # what was read long ago says nothing about who lives now
             self._seen.clear()
@@ -191,11 +195,13 @@ class Watch:
         faulthandler.dump_traceback_later(limit, file=self._stacks)
         if looks:
             self._look(now, still, limit)
-        elif self.rank == 0:
-            if self._compare_at is not None and now > self._compare_at:
+        elif self._compare_at is not None and self.rank == 0:
+            if now > self._compare_at:
                 self._compare(now)
-        elif self._first is None:
+        elif self._first is None and self.rank > 0:
             self._read([0])
+        elif self._beside:
+            self._hear(now)
         else:
             self._mail.wanted = ()
         if sends_calls:
@@ -269,6 +275,37 @@ class Watch:
 
     # What is found out.
 
+    def _look_beside(self, now: float, still: float) -> None:
+        """Notice that a rank next to this one is gone while this one waits for something, maybe for it.
+
+        Collectives of gloo fail where a peer is gone. Exchanges through shared memory, and NCCL, do not.
+        """
+        if self._alarmed_at is None and self._mail.alarm:
+            self._alarmed_at = now
+        if still > 2 * self.interval:
+            for rank, seen in self._neighbours.items():
+                if rank not in self._beside and process_state(seen.record.pid, seen.machine[1]) == "gone":
+                    self._beside.add(rank)  # its last letter says whether it had finished
+                    self._mail.received.pop(f"rank-{rank}", None)
+
+    def _hear(self, now: float) -> None:
+        """Learn which processes the ranks next to this one are, and of one that is gone how it ended."""
+        if self._mail.answers(self._silence):
+            known = [rank for rank in self._beside if f"rank-{rank}" in self._mail.received]
+        else:  # only of a rank of this attempt is there a file of this attempt
+            known = [rank for rank in self._beside if rank in self._neighbours]
+        for rank, seen in self._read(known).items():
+            self._beside.discard(rank)
+            self._neighbours.pop(rank, None)
+            if seen.machine[0] != self._machine[0]:
+                continue
+            if process_state(seen.record.pid, seen.machine[1]) != "gone":
+                self._neighbours[rank] = seen
+            elif seen.record.state != "finished":
+                self._alarmed_at = now
+                self._mail.send(ALARM, "")
+        self._mail.wanted = [f"rank-{rank}" for rank in self._beside]
+
     def _look(self, now: float, still: float, limit: float) -> None:
         """Take the verdict if this is the first rank that lives; otherwise wait for it."""
         if self._mail.verdict is None and not self._mail.answers(self._silence):
@@ -285,12 +322,13 @@ class Watch:
         records = self._everyone(now)
         if self._mail.answers(self._silence) and self._mail.rounds < self._fresh:
             return None
-        if self._lost_at is not None:
+        since = self._alarmed_at if self._lost_at is None else self._lost_at
+        known = any(record.state in ("gone", "failed") for record in records)
+        if since is not None and (known or self._lost_at is not None):
             # Whose connections closed may still be about to say why.
-            known = any(record.state in ("gone", "failed") for record in records)
             all_left = len(records) == self.world_size and not any(r.state == "running" for r in records)
             patience = 2 * self.interval if known else self._silence + self.interval
-            if now - self._lost_at > patience or (known and all_left):
+            if now - since > patience or (known and all_left):
                 self._take_verdict(records)
         elif still > limit and all(
             record.still > 0.8 * limit for record in records if record.state in ("running", "finished")
@@ -365,6 +403,7 @@ class Watch:
             pass
         print(f"fastmp: {verdict.text}\nfastmp: stacks are in {self.directory}", file=sys.stderr, flush=True)
         self._mail.send(VERDICT, verdict.text)
+        self._mail.send(ALARM, "")
         unable = verdict.ranks if verdict.kind in ("stopped", "silent") else ()
         alone = all(r.rank == self.rank or r.state not in ("running", "lost") for r in records)
         self._end(verdict.text, seconds=0.0 if alone else self.interval + 0.5, unable=unable)

@@ -25,21 +25,24 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import set_default_variables
+from fastmp.ops.exchange import exchange_barrier
 from fastmp.parallel.collectives import all_gather, all_reduce_
+from fastmp.parallel.peers import PeerExchange
 from fastmp.parallel.runtime import main_guard
 from fastmp.parallel.watch import Watch
 from fastmp.pulse import pulse
 
 LIMIT = 2.0  # seconds without progress
 BAD_STEP, STEPS = 6, 12
+EXCHANGE = "killed while others wait in an exchange"  # through memory, in which nobody hears that it is gone
 
 
 @dataclass(frozen=True)
 class Scenario:
     """What one rank does in its sixth step, and the verdict on it.
 
-    kinds, ranks: of the verdict. op: of the call that it names. store: whose process serves the store, a
-    "launcher" or "rank 0".
+    kinds, ranks: of the verdict. op: of the call that it names; "" for any. store: whose process serves the
+    store, a "launcher" or "rank 0". limit: seconds without progress after which the job is ended.
     """
 
     fault: str
@@ -49,6 +52,7 @@ class Scenario:
     op: str
     ranks: tuple[int, ...] | None = None
     store: str = "launcher"
+    limit: float = LIMIT
 
     @property
     def name(self) -> str:
@@ -65,6 +69,9 @@ SCENARIOS = [
     Scenario("killed", 2, 1, ("gone",), "all_reduce"),
     Scenario("killed", 4, 3, ("gone",), "all_reduce"),
     Scenario("killed", 2, 0, ("gone",), "all_reduce", store="rank 0"),
+    Scenario(EXCHANGE, 2, 1, ("gone",), "", limit=60.0),
+    Scenario(EXCHANGE, 4, 2, ("gone",), "", limit=60.0),
+    Scenario(EXCHANGE, 4, 0, ("gone",), "", store="rank 0", limit=60.0),
     Scenario("stopped", 2, 1, ("stopped",), "all_reduce"),
     Scenario("stopped", 4, 2, ("stopped",), "all_reduce"),
     Scenario("stopped", 4, 0, ("stopped",), "all_reduce", store="rank 0"),
@@ -114,7 +121,8 @@ class Outcome:
         verdict, call = self.verdict, self.verdict["call"] or {"op": ""}
         if verdict["kind"] not in scenario.kinds or tuple(verdict["ranks"]) != scenario.expected:
             found.append(f"{verdict['kind']} by ranks {verdict['ranks']}: {verdict['text']}")
-        if call["op"] != scenario.op and not (scenario.ranks and scenario.op in verdict["text"]):
+        named = scenario.op in ("", call["op"]) or (scenario.ranks and scenario.op in verdict["text"])
+        if not named:
             found.append(f"the call is {call['op']!r}: {verdict['text']}")
         if sum("stacks are in" in said for said in self.said) != 1:
             found.append("the verdict was not printed once")
@@ -190,8 +198,11 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     halves = [list(range(first, first + 2)) for first in range(0, world_size, 2)]
     tp = [dist.new_group(ranks, group_desc="tp") for ranks in halves][rank // 2]
     pulse.step, pulse.phase = 1, "start"
-    slow = scenario.fault == "slow"
-    with Watch(directory / "hang", rank, world_size, LIMIT, interval=0.2):
+    slow, views = scenario.fault == "slow", None
+    if scenario.fault == EXCHANGE:
+        exchange = PeerExchange(dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0)
+        views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
+    with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2):
         for step in range(1, (30 if slow else STEPS) + 1):
             bad = rank == scenario.rank and step == BAD_STEP
             if bad:
@@ -204,6 +215,8 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
             if bad and not slow:
                 _fault(scenario, rank, tp, directory / "hang")
             else:
+                if views is not None:
+                    exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
                 _collectives(tp)
             pulse.phase = "optimizer"
     dist.destroy_process_group()
@@ -218,7 +231,7 @@ def _collectives(tp: dist.ProcessGroup) -> None:
 def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> None:
     """Go wrong, in place of this step's collectives."""
     fault, world, other = scenario.fault, dist.group.WORLD, rank ^ 1
-    if fault == "killed":
+    if fault in ("killed", EXCHANGE):
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
