@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["captured_segments", "layer_groups"]
+__all__ = ["captured_segments", "layer_groups", "must_run_eagerly"]
 
 # What a scope can name besides a single segment, which is a part by its own name.
 _PARTS = {
@@ -41,7 +41,7 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
         eager = [part for part in own if not segments[part]]
         if eager:
             raise ValueError(
-                f"graphs: scope {name!r} cannot be captured, because {', '.join(eager)} must run eagerly; "
+                f"graphs: scope {name!r} cannot be captured, because {must_run_eagerly(eager)}; "
                 "without a scope everything else is captured"
             )
     chosen = {part for own in found.values() for part in own}
@@ -51,6 +51,13 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     if "shared_experts" in chosen and "preprocess" not in chosen and not segments["dispatch"]:
         raise ValueError("graphs: a scope with shared_experts needs 'preprocess' as well")
     return chosen
+
+
+def must_run_eagerly(segments: Sequence[str]) -> str:
+    """Say in an error that these `segments` do, and what lets graphs hold them where there is something."""
+    said = f"{', '.join(segments)} must run eagerly"
+    exchanges = "dispatch" in segments and "preprocess" not in segments
+    return f'{said} (not with moe.dispatcher "symmetric", for ranks of one machine)' if exchanges else said
 
 
 def layer_groups(sizes: Sequence[int], run_size: int | None) -> list[int]:

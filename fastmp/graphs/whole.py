@@ -19,6 +19,7 @@ from fastmp.graphs.capture import renew_accumulators
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.hooks import skipped_by_step
 from fastmp.graphs.runs import spec_of
+from fastmp.graphs.scope import must_run_eagerly
 from fastmp.graphs.snapshot import ModelSnapshot
 from fastmp.nn.segment import LayerChain, SingleSegment
 
@@ -88,7 +89,7 @@ class WholeGraph:
         eager = _eager_segments(self._modules)
         if eager:
             raise ValueError(
-                f"graphs: {what} cannot be one graph, because {', '.join(eager)} must run eagerly; {instead}"
+                f"graphs: {what} cannot be one graph, because {must_run_eagerly(eager)}; {instead}"
             )
         self._chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
         self._calls = 0

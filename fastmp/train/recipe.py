@@ -72,6 +72,11 @@ SHORT = {
     "graphs.enabled": "--graphs",
     "graphs.scope": "--scope",
 }
+# Options, by the switch without which a run does not look at them; in a file they may wait for it.
+SWITCHED = {
+    "graphs.enabled": ("impl", "scope", "warmup", "verify_every", "evaluation"),
+    "parallel.tp_overlap": ("tp_overlap_rows",),
+}
 
 
 def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
@@ -92,10 +97,20 @@ def parse_arguments(argv: Sequence[str], *, quiet: bool = False) -> Recipe:
             stack.enter_context(redirect_stdout(io.StringIO()))
             stack.enter_context(redirect_stderr(io.StringIO()))
         options = parser.parse_args(argv)
+        given = given_options(options)
         try:
-            return load_recipe(options.recipe, given_options(options))
+            recipe = load_recipe(options.recipe, given)
         except ValueError as error:
             parser.error(str(error))
+        for switch, names in SWITCHED.items():
+            table, _, name = switch.partition(".")
+            own = given.get(table, {})
+            idle = [_option(f"{table}.{each}") for each in names if own.get(each) is not None]
+            if idle and not getattr(getattr(recipe, table), name):
+                parser.error(
+                    f"{', '.join(idle)} would do nothing without {SHORT.get(switch, _option(switch))}"
+                )
+        return recipe
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type = Recipe) -> None:
@@ -140,7 +155,7 @@ def _tables(cls: type, table: str) -> Iterator[tuple[str, type]]:
 def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hint: Any) -> None:
     """The option of the field at `path`, absent from what is parsed where it is not given."""
     table, _, name = path.replace("_", "-").rpartition(".")
-    names = [f"--{table}.{name}", *([SHORT[path]] if path in SHORT else [])]
+    names = [_option(path), *([SHORT[path]] if path in SHORT else [])]
     text = field.metadata["help"].replace("%", "%%")
     settings: dict[str, Any] = {"dest": path, "default": argparse.SUPPRESS}
     kind = _without_none(hint)
@@ -166,6 +181,10 @@ def _add_option(group: argparse._ArgumentGroup, path: str, field: Field[Any], hi
     else:
         metavar = {int: "N", float: "X"}.get(kind, "NAME")
         group.add_argument(*names, type=_or_none(kind) if optional else kind, metavar=metavar, **settings)
+
+
+def _option(path: str) -> str:
+    return f"--{path}".replace("_", "-")
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:

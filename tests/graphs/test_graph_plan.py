@@ -173,8 +173,12 @@ def test_scopes():
     assert captured_segments(["experts", "shared_experts"], alone) == {"experts", "shared_experts"}
     for scope in ("moe", "full"):
         message = f"scope '{scope}' cannot be captured, because dispatch, experts, combine must run eagerly"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message + r' \(not with moe.dispatcher "symmetric"'):
             captured_segments(["attn", scope], divided)
+    with pytest.raises(
+        ValueError, match="because preprocess, dispatch, experts, combine must run eagerly; wi"
+    ):
+        captured_segments(["moe"], told)
     with pytest.raises(ValueError, match="a scope with experts, combine needs 'shared_experts' as well"):
         captured_segments(["experts", "combine"], alone)
     with pytest.raises(ValueError, match="a scope with shared_experts needs 'preprocess' as well"):

@@ -184,6 +184,10 @@ def test_the_command_line_goes_over_the_file(tmp_path):
         assert recipe.optimizer.lr == 1e-2 and recipe.optimizer.eps == 1e-6
         assert recipe.parallel.tp == 2
         assert (recipe.train.steps, recipe.train.name, recipe.checkpoint.resume) == (60, "mine", "auto")
+    path = write(tmp_path, '[graphs]\nscope = ["full"]\n')  # which waits for --graphs
+    assert not parse_arguments(["--recipe", str(path)]).graphs.enabled
+    assert parse_arguments(["--recipe", str(path), "--graphs"]).graphs.scope == ("full",)
+    assert parse_arguments(["--graphs", "--scope", "full_step"]).graphs.scope == ("full_step",)
     assert parse_arguments([]) == Recipe()
     assert parse_arguments(["--parallel.sequence-parallel"]).parallel.sequence_parallel
     assert parse_arguments(["--optimizer.betas", "0.1", "0.2"]).optimizer.betas == (0.1, 0.2)
@@ -230,6 +234,12 @@ def test_experts_are_a_table_of_their_own(tmp_path):
         ("gpt-small", "gpt-small"),
         ("--recipe", "--recipe: expected one argument"),
         ("--recipe nothing.toml", "recipe nothing.toml: cannot be read"),
+        (
+            "--scope full --graphs.verify-every 2",
+            "--graphs.scope, --graphs.verify-every would do nothing w",
+        ),
+        ("--graphs.evaluation", "--graphs.evaluation would do nothing without --graphs"),
+        ("--parallel.tp-overlap-rows 9", "tp-overlap-rows would do nothing without --parallel.tp-overlap"),
         (f"--steps {'9' * 5000}", "--steps needs a number, or two as in 10:13, got '999"),
         ("--steps 3:x", "--steps needs a number, or two as in 10:13, got '3:x'"),
     ],
@@ -280,7 +290,7 @@ def test_an_option_goes_over_a_mistake_in_the_file(tmp_path):
     recipe = parse_arguments(["--recipe", str(path), *options])
     assert recipe.model.moe == MoEConfig(top_k=3) and not recipe.model.linear_bias
     assert recipe.graphs.scope is None and recipe.train.steps == 5
-    assert parse_arguments(["--scope", "attn", "mlp"]).graphs.scope == ("attn", "mlp")
+    assert parse_arguments(["--graphs", "--scope", "attn", "mlp"]).graphs.scope == ("attn", "mlp")
 
 
 def test_the_page_for_users_of_megatron_names_fields_that_there_are(capsys):
