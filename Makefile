@@ -72,8 +72,8 @@ test-newest-triton:
 	$(VENV) -m pip install --quiet --upgrade --no-deps --target .venv/newest-triton triton
 	CUDA_VISIBLE_DEVICES= PYTHONPATH=.venv/newest-triton $(VENV) -m pytest tests/ops/test_cubins.py --exhaustive
 
-# The C++ kernels of every instruction set, those of CUDA on a CPU, and the host module, under the address and
-# undefined-behaviour sanitizers.
+# The C++ kernels of every instruction set, those of CUDA on a CPU, replays of graphs and the host module, under the
+# address and undefined-behaviour sanitizers; exchanges between threads, under the thread sanitizer.
 sanitize:
 	@$(SETUP) test
 	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest --exhaustive tests/test_sanitize.py $(PYTEST)

@@ -1,8 +1,8 @@
-"""`make sanitize`: the C++ kernels, those of CUDA on a CPU, and the host module, under the address and
-undefined-behaviour sanitizers.
+"""`make sanitize`: the C++ kernels, those of CUDA on a CPU, replays of graphs and the host module, under the
+address and undefined-behaviour sanitizers; exchanges between threads, under the thread sanitizer.
 
-They are built into build/sanitize beside a copy of the package, and loaded into a Python that has the
-sanitizers' library before all others. The first report ends that process. A machine serves its widest
+The libraries are built into build/sanitize beside a copy of the package, and loaded into a Python that has
+the sanitizers' library before all others. The first report ends that process. A machine serves its widest
 instruction set only, unless ATEN_CPU_CAPABILITY names a narrower one; each has its turn. Instructions that
 multiply bfloat16 serve only without that variable.
 """
@@ -113,8 +113,59 @@ def test_cuda_kernels_on_a_cpu(preloaded, built):
 
 
 def test_replays(preloaded, built):
-    paths = [ROOT / "tests" / "graphs" / f"test_graph_{name}.py" for name in ("flat", "autograd", "aliasing")]
+    """Of steps, also where a hook ends one, and what is noticed of a model before each."""
+    names = ("flat", "autograd", "aliasing", "copies", "hooks", "lifetime", "faults")
+    files = [*(f"test_graph_{name}.py" for name in names), "test_snapshot.py"]
+    paths = [ROOT / "tests" / "graphs" / file for file in files]
     succeed(preloaded, isas()[-1], *PYTEST, "--full", "-k", "not training and not thousand", *paths)
+
+
+@pytest.mark.parametrize("isa", isas())
+def test_exchanges(isa, preloaded, built):
+    """Of ranks on threads, and of forked ones."""
+    path = ROOT / "tests" / "ops" / "test_exchange.py"
+    succeed(preloaded, isa, *PYTEST, "--full", "-k", "not reference", path)
+
+
+# What is written in place of what in exchange.cpp.
+MISTAKES = {
+    "none": ("", ""),
+    "no release": ("memory_order_release", "memory_order_relaxed"),
+    "no acquire": ("memory_order_acquire", "memory_order_relaxed"),
+    "one half": ("(number & 1) * bytes", "0 * bytes"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_threads_that_exchange(mistake, tmp_path):
+    """The thread sanitizer sees an order that is not promised, though the processor at hand may keep it."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    sources = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    changed, (old, new) = sources / "cpu" / "exchange.cpp", MISTAKES[mistake]
+    code = changed.read_text()
+    assert old in code
+    changed.write_text(code.replace(old, new) if old else code)
+    program, source = tmp_path / "exchange_threads", ROOT / "tests" / "ops" / "exchange_threads.cpp"
+    package = Path(torch.__file__).parent
+    libraries = package / "lib"
+    done = subprocess.run(
+        [
+            compiler, "-std=c++20", "-O1", "-g1", "-w", "-fvisibility=hidden", "-fsanitize=thread",
+            "-DFASTMP_ISA=base", "-DFASTMP_ISA_BASE", "-DFASTMP_WITH_BASE",
+            f"-I{sources}", f"-isystem{package / 'include'}", source, "-o", program,
+            libraries / "libtorch_cpu.so", libraries / "libc10.so", f"-Wl,-rpath,{libraries}",
+        ],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    variables = {"OMP_NUM_THREADS": "1", "TSAN_OPTIONS": "halt_on_error=1"}
+    done = subprocess.run(
+        [program], env={**os.environ, **variables}, capture_output=True, text=True, check=False
+    )
+    found = [said for said in ("data race", "wrong numbers") if said in done.stderr]
+    assert bool(found) == (done.returncode != 0) == (mistake != "none"), done.stderr[:8000]
 
 
 def test_host_module(preloaded, built):
