@@ -5,6 +5,7 @@ To set one costs less than a tenth of a microsecond and waits for nothing. Stand
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["Pulse", "pulse"]
@@ -14,15 +15,17 @@ class Pulse:
     """The `step` that is being done, from 1, and the `phase` of it: anything that str() turns into words.
 
     `message` is what the process waits for in a pipeline, (op, group, rank in the group, works,
-    tensors), else None.
+    tensors), else None. `exchange` refers weakly to the memory on a CPU through which it exchanges rows with
+    others, a `fastmp.parallel.peers.PeerExchange`.
     """
 
-    __slots__ = ("message", "phase", "step")
+    __slots__ = ("exchange", "message", "phase", "step")
 
     def __init__(self) -> None:
         self.step: int = 0
         self.phase: Any = "start"
         self.message: tuple[Any, ...] | None = None
+        self.exchange: Callable[[], Any] = lambda: None
 
 
 pulse = Pulse()

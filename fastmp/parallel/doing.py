@@ -1,7 +1,8 @@
 """What this process is doing, as another thread of it can see: its line of Python and its collectives.
 
 Collectives come from torch's flight recorder, which counts them for every process group; messages, which the
-recorder of gloo leaves out, from the frames of the main thread or from `fastmp.pulse`.
+recorder of gloo leaves out, from the frames of the main thread or from `fastmp.pulse`; exchanges through
+shared memory from that memory.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ class Doing:
         self._inside: Call | None = None
 
     def counts(self) -> list[str]:
-        """Change whenever a collective is begun or done."""
-        return flight_records(entries=False)
+        """Change whenever a collective or an exchange is begun or done."""
+        exchange = pulse.exchange()
+        return [*flight_records(entries=False), str(exchange and exchange.numbers())]
 
     def update(self, error: BaseException | None = None) -> None:
         """See which collectives were begun, and what the main thread is doing, or was at an `error`."""
@@ -128,8 +130,10 @@ class Doing:
             if not path.startswith(_TORCH) and not path.startswith("<"):
                 self._where = place(path, line, frame.f_code.co_name)
                 break
-        message = pulse.message
-        if message is not None:
+        message, exchange = pulse.message, self._exchange()
+        if exchange is not None:
+            self._inside = exchange
+        elif message is not None:
             op, group, peer, _, tensors = message
             sizes, dtypes = tuple(tuple(x.shape) for x in tensors), tuple(str(x.dtype) for x in tensors)
             peer = dist.get_global_rank(group, peer)
@@ -140,6 +144,17 @@ class Doing:
             self._inside = same[-1] if same else self._inside
         elif self._inside is None and waits and self._calls:
             self._inside = self._calls[-1]
+
+    def _exchange(self) -> Call | None:
+        """See how far this process has come in exchanges through shared memory, and which one it waits in."""
+        memory = pulse.exchange()
+        if memory is None:
+            return None
+        begun, done = memory.numbers()
+        name = f"exchange:{_key(memory.group)}"
+        self._begun[name] = begun
+        self._groups[name] = tuple(sorted(dist.get_process_group_ranks(memory.group)))
+        return Call("exchange", name, begun) if begun != done else None
 
     def record(self, **said: Any) -> RankRecord:
         """The record of this process, with what it says of itself."""

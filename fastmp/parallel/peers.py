@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastmp.parallel.exchange import ExchangeLayout, row_capacity
+from fastmp.pulse import pulse
 
 __all__ = ["ExchangeViews", "PeerExchange", "PeerMemory"]
 
@@ -123,6 +125,10 @@ class PeerExchange:
         assert self._views is not None, "PeerExchange: nothing is reserved"
         return self._views
 
+    def numbers(self) -> tuple[int, int]:
+        """The exchange that this rank has come to, and the last one that is over; where hosts read them."""
+        return int(self.views.flags[self.rank]), int(self.views.flags[-1])
+
     def reserve(
         self, tokens: Tensor, *, top_k: int, experts: int, factor: float | None = None
     ) -> ExchangeViews:
@@ -138,6 +144,8 @@ class PeerExchange:
         if self._views is None or self._views.rows.is_meta:
             self._views, self._room = self._reserve(tokens, kind)
             self._kind = kind
+            if tokens.device.type == "cpu":
+                pulse.exchange = weakref.ref(self)
         if kind != self._kind:
             raise ValueError(
                 "PeerExchange: layers that share memory exchange rows of one kind, "

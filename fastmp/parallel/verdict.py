@@ -383,7 +383,7 @@ def _verdict(
     if kind in ("mismatch", "order"):
         parts.append(f"This was in step {step}.")
     elif call is not None and kind != "message":
-        parts.append(f"It did not join {call} ({call.shape}).")
+        parts.append(f"It did not join {call}{f' ({call.shape})' if call.sizes else ''}.")
     parts += [f"{_words(at).capitalize()} waited in {where}." for where, at in waiting.items()]
     return Verdict(kind, ranks, " ".join(parts), step, call, tuple(sorted(r.rank for r in others)))
 
