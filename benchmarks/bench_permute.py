@@ -149,9 +149,8 @@ GOALS = (
 SHAPES = {
     "block_rows": ((8, 32, 65536), (64, 4, 65536)),  # rows of so many ranks for each of so many experts
     "permutation": ((8192, 8, 256), (8192, 8, 512)),
-    **dict.fromkeys(
-        ("permute", "unpermute", "unpermute_add", "unpermute_add_into", "unpermute_backward"), _CUDA
-    ),
+    **dict.fromkeys(("permute", "unpermute", "unpermute_into", "unpermute_add", "unpermute_add_into"), _CUDA),
+    **dict.fromkeys(("unpermute_backward", "unpermute_backward_into"), _CUDA),
 }
 
 
@@ -172,9 +171,11 @@ def arguments(op: str, shape: tuple[int, int, int], dtype: torch.dtype, device: 
     return {
         "permute": (x.detach(), row_of, len(y)),
         "unpermute": (y.detach(), row_of, probs),
+        "unpermute_into": (y.detach(), row_of, probs, torch.empty_like(grad)),
         "unpermute_add": (y.detach(), row_of, probs, grad),
         "unpermute_add_into": (y.detach(), row_of, probs, grad, torch.empty_like(grad)),
         "unpermute_backward": (grad, y.detach(), row_of, probs),
+        "unpermute_backward_into": (grad, y.detach(), row_of, probs, torch.empty_like(probs)),
     }[op]
 
 

@@ -150,6 +150,8 @@ EXPECTED = {
     "unpermute_add": Expected(0.84),
     "unpermute_add_into": Expected(0.84),
     "unpermute_backward": Expected(0.84),
+    "unpermute_backward_into": Expected(0.84),
+    "unpermute_into": Expected(0.84),
 }
 _NO_KERNEL = (
     "aten::empty", "aten::new_empty", "aten::detach", "aten::_reshape_alias", "aten::_unsafe_view",

@@ -58,10 +58,12 @@ enum Source : int64_t {
 };
 
 // The gradient of input `input` is the source with that index, or its row `row` unless that is negative.
+// placed: the call may write it where it is wanted.
 struct Target {
   int64_t input;
   Source source;
   int64_t index, row;
+  bool placed;
 };
 
 // What is done where input `condition` is neither None nor False; -1: always.
@@ -72,6 +74,15 @@ struct Formula {
   std::vector<Target> targets;
   std::vector<int64_t> inputs;  // which may get a gradient: the edges of the node
 };
+
+using Operator = std::optional<OperatorHandle>;
+
+Operator find(const std::string& op) {
+  if (op.empty()) return std::nullopt;
+  const Operator found = c10::Dispatcher::singleton().findSchema({op, ""});
+  TORCH_CHECK(found, op, " is not registered");
+  return found;
+}
 
 struct Derivative {
   std::string op;
@@ -117,11 +128,7 @@ struct Written {
 
 struct Backward : Node {
   Backward(std::shared_ptr<const Derivative> derivative, const Formula& formula)
-      : derivative(std::move(derivative)),
-        formula(formula),
-        op(formula.op.empty() ? std::nullopt : c10::Dispatcher::singleton().findSchema({formula.op, ""})) {
-    TORCH_CHECK(op || formula.op.empty(), formula.op, " is not registered");
-  }
+      : derivative(std::move(derivative)), formula(formula), op(find(formula.op)) {}
 
   std::string name() const override { return derivative->name; }
 
@@ -208,10 +215,26 @@ struct Backward : Node {
     bool is_tensor = false;
   };
 
-  void call(Stack& stack) const {
+  void call(Stack& stack) {
+    for (const Target& target : formula.targets) {
+      if (!target.placed || !is_wanted(target.input)) continue;
+      const at::Tensor place = place_of(edge_of(target.input));
+      if (!place.defined()) continue;
+      stack.emplace_back(place);
+      find(formula.op + "_into")->callBoxed(&stack);
+      stack.insert(stack.begin() + target.index, place);
+      return;
+    }
     // nothing would lead from what is written in place to a second derivative
     TORCH_CHECK(!op->schema().is_mutable() || !at::GradMode::is_enabled(), derivative->refusal);
     op->callBoxed(&stack);
+  }
+
+  // Where the next node along an edge wants the gradient; undefined: anywhere.
+  at::Tensor place_of(size_t edge) const {
+    const torch::autograd::Edge& next = next_edge(edge);
+    auto* reader = dynamic_cast<fastmp::Reader*>(next.function.get());
+    return reader && !at::GradMode::is_enabled() ? reader->place_of(next.input_nr) : at::Tensor();
   }
 
   size_t edge_of(int64_t input) const {
@@ -249,7 +272,7 @@ struct Backward : Node {
 
   const std::shared_ptr<const Derivative> derivative;
   const Formula& formula;
-  const std::optional<OperatorHandle> op;  // none where gradients are only handed on
+  const Operator op;  // none where gradients are only handed on
   std::vector<Kept> kept;
 };
 
@@ -274,15 +297,20 @@ class Recorder final : public c10::OperatorKernel {
         break;
       }
     }
+    const bool in_place = op.schema().returns().empty();  // the result is the argument that is written
     Handle handle = make_node<Backward>(derivative, *formula);
     Backward& node = static_cast<Backward&>(*handle);
     torch::autograd::edge_list edges;
     for (int64_t input : formula->inputs) edges.push_back(edge(inputs[input]));
     node.set_next_edges(std::move(edges));
     const Written written(op, inputs);
+    for (const auto& [input, tensor] : written.tensors)
+      TORCH_CHECK(!in_place || !tensor.requires_grad(), derivative->op, ": ", op.schema().arguments()[input].name(), " ",
+                  tensor.sizes(), " requires a gradient");
     node.keep_inputs(inputs, written);
     run(op, keys, stack);
     written.bump_versions();
+    if (in_place) return torch::autograd::set_history(written.tensors.at(0).second, handle);
     const size_t num_outputs = op.schema().returns().size();
     const c10::ArrayRef<IValue> outputs(stack->data() + stack->size() - num_outputs, num_outputs);
     for (int64_t output : derivative->differentiable)
@@ -356,7 +384,8 @@ Formula read_formula(const std::string& op, const c10::List<int64_t>& code, size
     const int64_t input = next();
     const Source source = Source(next());
     const int64_t index = next(), row = next();
-    formula.targets.push_back({input, source, index, row});
+    const bool placed = next();
+    formula.targets.push_back({input, source, index, row, placed});
     formula.inputs.push_back(input);
   }
   return formula;

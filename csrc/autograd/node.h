@@ -21,6 +21,14 @@ Handle make_node(Arguments&&... arguments) {
 #endif
 }
 
+// A node that reads gradients at a place of its own, in memory that it has had all along.
+struct Reader {
+  virtual ~Reader() = default;
+  // Where gradient `input` of this node is to be written, asked just before that is done, once in a backward.
+  // Undefined where it may lie anywhere.
+  virtual at::Tensor place_of(uint32_t input) = 0;
+};
+
 inline void refuse_forward_mode(const at::Tensor& tensor) {
   TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(), "fastmp ops have no forward-mode derivatives");
 }

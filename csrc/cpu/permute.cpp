@@ -229,8 +229,7 @@ Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
 }
 
 // Sums into `out`, which has no gaps, onto `residual` (or null).
-void unpermute_into(const Tensor& y, const Tensor& given, std::optional<Tensor> probs, const Tensor* residual,
-                    Tensor& out) {
+void sum_into(const Tensor& y, const Tensor& given, std::optional<Tensor> probs, const Tensor* residual, Tensor& out) {
   if (out.numel() == 0) return;
   if (y.numel() == 0 || given.numel() == 0) {
     residual ? torch::stable::copy_(out, *residual) : torch::stable::zero_(out);
@@ -250,8 +249,18 @@ void unpermute_into(const Tensor& y, const Tensor& given, std::optional<Tensor> 
 Tensor unpermute(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs) {
   check_pairs("unpermute", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
   Tensor out = fastmp::empty({row_of.size(0), y.size(1)}, y.scalar_type(), y);
-  unpermute_into(y, row_of, probs, nullptr, out);
+  sum_into(y, row_of, probs, nullptr, out);
   return out;
+}
+
+void unpermute_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, Tensor& out) {
+  check_pairs("unpermute_into", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
+  FASTMP_CHECK(out.scalar_type() == y.scalar_type() && out.dim() == 2 && out.size(0) == row_of.size(0) &&
+                   out.size(1) == y.size(1),
+               "unpermute_into: out ", described(out), " fits neither y ", described(y), " nor row_of ",
+               described(row_of));
+  if (out.is_contiguous()) return sum_into(y, row_of, probs, nullptr, out);
+  torch::stable::copy_(out, unpermute(y, row_of, probs));
 }
 
 void check_residual(const char* op, const Tensor& y, const Tensor& row_of, const std::optional<Tensor>& probs,
@@ -266,7 +275,7 @@ void check_residual(const char* op, const Tensor& y, const Tensor& row_of, const
 Tensor unpermute_add(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, const Tensor& residual) {
   check_residual("unpermute_add", y, row_of, probs, residual);
   Tensor out = fastmp::empty(residual.sizes(), y.scalar_type(), y);
-  unpermute_into(y, row_of, probs, &residual, out);
+  sum_into(y, row_of, probs, &residual, out);
   return out;
 }
 
@@ -274,24 +283,23 @@ void unpermute_add_into(const Tensor& y, const Tensor& row_of, std::optional<Ten
                         Tensor& out) {
   check_residual("unpermute_add_into", y, row_of, probs, residual);
   check_like("unpermute_add_into", "out", out, "residual", residual);
-  if (out.is_contiguous()) return unpermute_into(y, row_of, probs, &residual, out);
+  if (out.is_contiguous()) return sum_into(y, row_of, probs, &residual, out);
   torch::stable::copy_(out, unpermute_add(y, row_of, probs, residual));
 }
 
-std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& y, const Tensor& given,
-                                              const Tensor& given_probs) {
-  constexpr const char* kOp = "unpermute_backward";
-  check_pairs(kOp, grad, given, &given_probs, y.scalar_type());
+// The gradient of y; that of probs goes to `dprobs`, which has no gaps.
+Tensor gradients_of(const char* op, const Tensor& grad, const Tensor& y, const Tensor& given, const Tensor& given_probs,
+                    Tensor& dprobs) {
+  check_pairs(op, grad, given, &given_probs, y.scalar_type());
   FASTMP_CHECK(y.dim() == 2 && grad.scalar_type() == y.scalar_type() && grad.size(1) == y.size(1) &&
                    grad.size(0) == given.size(0),
-               kOp, ": grad of ", grad.size(0), " rows and ", grad.numel(), " elements fits neither y of ", y.numel(),
+               op, ": grad of ", grad.size(0), " rows and ", grad.numel(), " elements fits neither y of ", y.numel(),
                " elements nor row_of of ", given.size(0), " tokens, or is of another dtype");
   Tensor dy = fastmp::empty(y.sizes(), y.scalar_type(), y);
-  Tensor dprobs = fastmp::empty(given_probs.sizes(), given_probs.scalar_type(), y);
   if (y.numel() == 0 || given.numel() == 0) {
     torch::stable::zero_(dy);
     torch::stable::zero_(dprobs);
-    return {dy, dprobs};
+    return dy;
   }
   const Tensor row_of = torch::stable::contiguous(given), probs = torch::stable::contiguous(given_probs);
   const Rows rows(y), tokens(grad);
@@ -304,7 +312,24 @@ std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& 
   run.dprobs = dprobs.mutable_data_ptr();
   over_tokens([](const PairRun& part) { FASTMP_BEST(unpermute_backward_run)(part); }, run, grad.size(0),
               y.element_size());
+  return dy;
+}
+
+std::tuple<Tensor, Tensor> unpermute_backward(const Tensor& grad, const Tensor& y, const Tensor& row_of,
+                                              const Tensor& probs) {
+  Tensor dprobs = fastmp::empty(probs.sizes(), probs.scalar_type(), y);
+  const Tensor dy = gradients_of("unpermute_backward", grad, y, row_of, probs, dprobs);
   return {dy, dprobs};
+}
+
+Tensor unpermute_backward_into(const Tensor& grad, const Tensor& y, const Tensor& row_of, const Tensor& probs,
+                               Tensor& out) {
+  constexpr const char* kOp = "unpermute_backward_into";
+  check_like(kOp, "out", out, "probs", probs);
+  if (out.is_contiguous()) return gradients_of(kOp, grad, y, row_of, probs, out);
+  const auto [dy, dprobs] = unpermute_backward(grad, y, row_of, probs);
+  torch::stable::copy_(out, dprobs);
+  return dy;
 }
 
 }  // namespace
@@ -314,9 +339,11 @@ STABLE_TORCH_LIBRARY_IMPL(fastmp, CPU, m) {
   FASTMP_IMPL(m, "permutation", fastmp::permutation);
   FASTMP_IMPL(m, "permute", fastmp::permute);
   FASTMP_IMPL(m, "unpermute", fastmp::unpermute);
+  FASTMP_IMPL(m, "unpermute_into", fastmp::unpermute_into);
   FASTMP_IMPL(m, "unpermute_add", fastmp::unpermute_add);
   FASTMP_IMPL(m, "unpermute_add_into", fastmp::unpermute_add_into);
   FASTMP_IMPL(m, "unpermute_backward", fastmp::unpermute_backward);
+  FASTMP_IMPL(m, "unpermute_backward_into", fastmp::unpermute_backward_into);
 }
 
 #endif  // FASTMP_ISA_BASE

@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <memory>
+#include <unordered_map>
 #include <utility>
 
 #include "autograd/node.h"
@@ -64,17 +65,6 @@ bool lies_in(const at::Tensor& tensor, const at::Tensor& buffer) {
   return tensor.const_data_ptr() == buffer.const_data_ptr() && tensor.strides() == buffer.strides();
 }
 
-// Copies what does not lie there yet into static buffers. A tensor that is not there is left out.
-void fill(const Tensors& fixed, const Tensors& tensors) {
-  Tensors into, from;
-  for (size_t i = 0; i < fixed.size(); i++) {
-    if (!tensors[i].defined() || lies_in(tensors[i], fixed[i])) continue;
-    into.push_back(fixed[i]);
-    from.push_back(tensors[i]);
-  }
-  if (!into.empty()) copy_together(into, from);
-}
-
 // One training step: where it stands in its program.
 class Step {
  public:
@@ -123,6 +113,15 @@ class Step {
     return true;
   }
 
+  // Where gradient `input` of the forward `index` is read by the next replay, if that is its backward: until then
+  // nobody else uses the place.
+  at::Tensor place_of(size_t index, size_t input) const {
+    if (!program || !in_flight[index] || next >= program->slots.size()) return {};
+    const Slot& slot = program->slots[next];
+    if (slot.kind != Kind::BACKWARD || slot.forward != index || slot.in_place[input]) return {};
+    return program->backwards[slot.graph].given[input] ? on_same_memory(slot.fixed[input]) : at::Tensor();
+  }
+
   void pass_over() { next++; }
 
   // Ends the step as far as this program goes; returns the forwards whose backward has not begun.
@@ -140,8 +139,45 @@ class Step {
   std::shared_ptr<const Program> program;
 
  private:
+  // A number that a backward has copied: whence, and how often both places had been written to by then.
+  struct Copied {
+    int task;
+    at::Tensor from;
+    int64_t into_version, from_version;
+  };
+
+  // Copies what does not lie there yet into static buffers. A tensor that is not there is left out.
+  void fill(const Tensors& fixed, const Tensors& tensors) {
+    Tensors into, from;
+    for (size_t i = 0; i < fixed.size(); i++) {
+      if (!tensors[i].defined() || lies_in(tensors[i], fixed[i]) || was_copied(fixed[i], tensors[i])) continue;
+      into.push_back(fixed[i]);
+      from.push_back(tensors[i]);
+    }
+    if (into.empty()) return;
+    copy_together(into, from);
+    const int task = torch::autograd::get_current_graph_task_id();
+    for (size_t i = 0; i < into.size() && task >= 0; i++)
+      if (is_number(into[i], from[i]))
+        copied.insert_or_assign(into[i].const_data_ptr(), Copied{task, from[i], into[i]._version(), from[i]._version()});
+  }
+
+  static bool is_number(const at::Tensor& into, const at::Tensor& from) {
+    return into.dim() == 0 && !is_lazy(from) && !from.is_inference();
+  }
+
+  // Whether this backward has copied the same number there: layers share the gradient of their auxiliary losses.
+  bool was_copied(const at::Tensor& into, const at::Tensor& from) const {
+    if (!is_number(into, from)) return false;
+    const auto found = copied.find(into.const_data_ptr());
+    if (found == copied.end()) return false;
+    const Copied& last = found->second;
+    return last.task == torch::autograd::get_current_graph_task_id() && last.into_version == into._version() &&
+           last.from.const_data_ptr() == from.const_data_ptr() && last.from_version == from._version();
+  }
+
   void replay(const Slot& slot, size_t number, PyObject* owner, const variable_list& tensors,
-              const py::object& launch) const {
+              const py::object& launch) {
     RECORD_USER_SCOPE(slot.region);
     fill(slot.fixed, tensors);
     if (named) {
@@ -156,10 +192,11 @@ class Step {
   const std::vector<bool> before, after;
   const bool named;
   std::vector<bool> in_flight;
+  std::unordered_map<const void*, Copied> copied;  // by the address of the static buffer
 };
 
 // A run between the tensors of a step. Parameters are no inputs: they would cost more than the replay.
-struct ReplayBackward : torch::autograd::Node {
+struct ReplayBackward : torch::autograd::Node, Reader {
   ReplayBackward(std::shared_ptr<Step> step, size_t index, PyObject* owner, const std::vector<bool>& differentiable)
       : step(std::move(step)), index(index), owner(Py_NewRef(owner)), differentiable(differentiable) {}
 
@@ -183,6 +220,15 @@ struct ReplayBackward : torch::autograd::Node {
     copy_kept(own);
     own.insert(own.begin(), at::Tensor());  // of the anchor
     return own;
+  }
+
+  // Only the first that asks is told: what comes later is added to its gradient, elsewhere.
+  at::Tensor place_of(uint32_t input) override {
+    const py::gil_scoped_acquire gil;
+    asked.resize(num_inputs());
+    if (asked[input]) return {};
+    asked[input] = true;
+    return step->place_of(index, input);
   }
 
   std::vector<size_t> kept;  // inputs whose gradient is kept by what made them
@@ -224,6 +270,7 @@ struct ReplayBackward : torch::autograd::Node {
 
   std::shared_ptr<Step> step;
   const size_t index;
+  std::vector<bool> asked;  // for each gradient, whether its place has been asked for
   std::unique_ptr<PyObject, Release> owner;
   const std::vector<bool> differentiable;
 };

@@ -17,11 +17,15 @@ the input, and adds up dimensions in which that was broadcast. So may an argumen
 written a gradient: "cross_entropy_grad_(logits, ...) -> ; logits -> logits". The derivative may depend on the
 inputs: {"residual": "...", "": "..."} takes the first whose input is neither None nor False.
 
+"x!" behind the arrow: where the node that takes the gradient of x has a place for it, the op with "_into"
+behind its name writes it there. That takes the same arguments and one more, in place of that result.
+
 An op that writes into an argument has that for a further output: a gradient which comes back through it is an
-error, for the values that it belongs to are gone. Autograd keeps what has been written there.
+error, for the values that it belongs to are gone. Autograd keeps what has been written there. But an op that
+writes its result into its one argument "out", which has no gradient before, has "grad_out".
 
 Outputs whose gradient no formula names are not differentiable. csrc/autograd/derivatives.cpp does the same as
-`Derivative.setup` and `Derivative.backward` without Python.
+`Derivative.setup` and `Derivative.backward` without Python, and it alone knows of places.
 """
 
 from __future__ import annotations
@@ -57,13 +61,14 @@ class Target:
     """Where a gradient goes, to input `input`, and whence: one of `SOURCES`, the one with that index.
 
     A source is a result of the call, or its row `row` unless that is -1; the gradient of an output; or an
-    argument of the call.
+    argument of the call. placed: whether the call may write it where it is wanted.
     """
 
     input: int
     source: str
     index: int
     row: int = -1
+    placed: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class _Names:
         self.inputs = [argument.name for argument in schema.arguments]
         self.outputs = [each.name or "out" for each in schema.returns]
         grads = [f"grad_{name}" for name in self.outputs]
-        self.grads = ["grad"] if grads == ["grad_out"] else grads
+        self.grads = ["grad"] if grads == ["grad_out"] else grads or ["grad_out"]
 
     def input(self, name: str) -> int:
         if name not in self.inputs:
@@ -136,16 +141,21 @@ class _Names:
             rows = each.strip().startswith("[")
             for place, name in enumerate(each.strip(" []").split()):
                 if name != "_":
-                    yield Target(self.input(name), "result", result, place if rows else -1)
+                    row, placed = place if rows else -1, name.endswith("!")
+                    yield Target(self.input(name.removesuffix("!")), "result", result, row, placed)
 
 
 class Derivative:
-    """The derivative of one op: the formulas, in order, and which outputs are differentiable."""
+    """The derivative of one op: the formulas, in order, and which outputs are differentiable.
+
+    in_place: the op returns nothing; its result is its argument "out".
+    """
 
     def __init__(self, schema: Any, text: str | Mapping[str, str]) -> None:
         names = _Names(schema)
         given = {"": text} if isinstance(text, str) else text
-        self.op, self.num_inputs, self.num_outputs = names.op, len(names.inputs), len(names.outputs)
+        self.op, self.num_inputs, self.num_outputs = names.op, len(names.inputs), len(names.grads)
+        self.in_place = not names.outputs
         self.written = {i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write}
         self.formulas = [names.formula(condition, each) for condition, each in given.items()]
         wanted = {value.index for f in self.formulas for value in f.arguments if value.kind == "grad"}
@@ -156,10 +166,13 @@ class Derivative:
         """The op `run`, which also returns what it has overwritten where autograd can make that an output."""
         if not self.written:
             return run
-        return lambda *inputs: (run(*inputs), *self._overwritten(inputs))
+        first = slice(1 if self.in_place else 0, None)
+        return lambda *inputs: (run(*inputs), *self._overwritten(inputs))[first]
 
     def _overwritten(self, inputs: Sequence[Any]) -> list[Tensor]:
         written = [inputs[i] for i in self.written]
+        if self.in_place:
+            return written
         return [t for t in written if t.requires_grad and not (t.is_leaf or t._is_view())]
 
     def setup(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -251,6 +264,6 @@ def encode(derivative: Derivative) -> tuple[list[str], list[int], list[int]]:
             numbers += [KINDS.index(value.kind), int(value.index), int(value.further)]
         numbers.append(len(formula.targets))
         for target in formula.targets:
-            numbers += [target.input, SOURCES.index(target.source), target.index, target.row]
+            numbers += [target.input, SOURCES.index(target.source), target.index, target.row, target.placed]
     ops = [formula.op and f"fastmp::{formula.op}" for formula in derivative.formulas]
     return ops, derivative.differentiable, numbers

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastmp.ops import checks, rows
 from fastmp.ops._triton import cdiv, jit, tl
@@ -223,7 +222,7 @@ def _flops(x: Tensor, bias: Tensor | None, residual: Tensor, p: float, seed: Ten
     return math.prod(x.shape) * (1 + (bias is not None) + (seed is not None))
 
 
-_bias_dropout_add_backward = register(
+register(
     "bias_dropout_add_backward(Tensor grad, float p, Tensor seed, ScalarType dtype, bool with_bias)"
     " -> (Tensor, Tensor)",
     reference=reference_backward,
@@ -248,27 +247,12 @@ _bias_dropout_add_into = register(
     reference=reference_into,
     triton=launch_into,
     flops=lambda *arguments: _flops(*arguments[:-1]),
+    derivative={
+        "seed": "bias_dropout_add_backward(grad_out, p, seed, dtype(x), has(bias)) -> x, bias; "
+        "grad_out -> residual",
+        "": "grad_out -> residual x bias",
+    },
 )
-
-
-class _Into(torch.autograd.Function):
-    """bias_dropout_add into the tensor in the list `place`, which is no input of its gradient."""
-
-    @staticmethod
-    def forward(ctx, x, bias, residual, p, seed, place):
-        _bias_dropout_add_into(x, bias, residual, p, seed, place[0])
-        ctx.form = p, x.dtype, bias is not None
-        ctx.save_for_backward(seed)
-        return place[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (seed,), (p, dtype, with_bias) = ctx.saved_tensors, ctx.form
-        dx = dbias = grad  # two additions; autograd brings it to their dtype and shape
-        if seed is not None and any(ctx.needs_input_grad[:2]):
-            dx, dbias = _bias_dropout_add_backward(grad, p, seed, dtype, with_bias)
-        return dx, (dbias if with_bias else None), grad, None, None, None
 
 
 @checks.remembered
@@ -341,4 +325,5 @@ def bias_dropout_add(
     if out is None:
         return _bias_dropout_add(x, bias, residual, float(p), seed)
     _check_out(out, residual)
-    return _Into.apply(x, bias, residual, float(p), seed, [out])
+    _bias_dropout_add_into(x, bias, residual, float(p), seed, out)
+    return out

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fastmp.ops import checks
 from fastmp.ops.permute_triton import (
@@ -20,6 +19,8 @@ from fastmp.ops.permute_triton import (
     launch_unpermute_add,
     launch_unpermute_add_into,
     launch_unpermute_backward,
+    launch_unpermute_backward_into,
+    launch_unpermute_into,
 )
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import sum_rows
@@ -71,6 +72,10 @@ def reference_unpermute(y: Tensor, row_of: Tensor, probs: Tensor | None) -> Tens
     return total.to(y.dtype)
 
 
+def reference_unpermute_into(y: Tensor, row_of: Tensor, probs: Tensor | None, out: Tensor) -> None:
+    out.copy_(reference_unpermute(y, row_of, probs))
+
+
 def reference_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor) -> Tensor:
     """Add the residual to the sums, which are rounded before."""
     return (reference_unpermute(y, row_of, probs) + residual).contiguous()
@@ -99,6 +104,15 @@ def reference_unpermute_backward(
     return dy[:num_rows], dprobs
 
 
+def reference_unpermute_backward_into(
+    grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor, out: Tensor
+) -> Tensor:
+    """Compute the gradient of y; that of probs goes to `out`."""
+    dy, dprobs = reference_unpermute_backward(grad, y, row_of, probs)
+    out.copy_(dprobs)
+    return dy
+
+
 register(
     "permutation(Tensor indices, int num_experts) -> (Tensor, Tensor)",
     reference=reference_permutation,
@@ -112,6 +126,13 @@ register(
     triton=launch_unpermute_backward,
     flops=lambda grad, y, row_of, probs: row_of.numel() * y.shape[1] * 3,
 )
+register(
+    "unpermute_backward_into(Tensor grad, Tensor y, Tensor row_of, Tensor probs, Tensor(a!) out) -> Tensor",
+    reference=reference_unpermute_backward_into,
+    fake=lambda grad, y, row_of, probs, out: y.new_empty(y.shape),
+    triton=launch_unpermute_backward_into,
+    flops=lambda grad, y, row_of, probs, out: row_of.numel() * y.shape[1] * 3,
+)
 
 
 _permute = register(
@@ -119,7 +140,7 @@ _permute = register(
     reference=reference,
     fake=lambda x, row_of, num_rows: x.new_empty(num_rows, x.shape[1]),
     triton=launch,
-    derivative="unpermute(grad, row_of, None) -> x",
+    derivative="unpermute(grad, row_of, None) -> x!",
 )
 _unpermute = register(
     "unpermute(Tensor y, Tensor row_of, Tensor? probs) -> Tensor",
@@ -128,9 +149,16 @@ _unpermute = register(
     triton=launch_unpermute,
     flops=lambda y, row_of, probs: row_of.numel() * y.shape[1] * (1 if probs is None else 2),
     derivative={
-        "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs",
+        "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs!",
         "": "permute(grad, row_of, size(y, 0)) -> y",
     },
+)
+register(
+    "unpermute_into(Tensor y, Tensor row_of, Tensor? probs, Tensor(a!) out) -> ()",
+    reference=reference_unpermute_into,
+    fake=lambda *arguments: None,
+    triton=launch_unpermute_into,
+    flops=lambda y, row_of, probs, out: row_of.numel() * y.shape[1] * (1 if probs is None else 2),
 )
 
 
@@ -145,7 +173,7 @@ _unpermute_add = register(
     triton=launch_unpermute_add,
     flops=_flops_unpermute_add,
     derivative={
-        "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs; grad -> residual",
+        "probs": "unpermute_backward(grad, y, row_of, probs) -> y, probs!; grad -> residual",
         "": "permute(grad, row_of, size(y, 0)) -> y; grad -> residual",
     },
 )
@@ -155,27 +183,11 @@ _unpermute_add_into = register(
     fake=lambda *arguments: None,
     triton=launch_unpermute_add_into,
     flops=_flops_unpermute_add,
+    derivative={
+        "probs": "unpermute_backward(grad_out, y, row_of, probs) -> y, probs!; grad_out -> residual",
+        "": "permute(grad_out, row_of, size(y, 0)) -> y; grad_out -> residual",
+    },
 )
-
-
-class _Into(torch.autograd.Function):
-    """unpermute_add into the tensor in the list `place`, which is no input of its gradient."""
-
-    @staticmethod
-    def forward(ctx, y, row_of, probs, residual, place):
-        _unpermute_add_into(y, row_of, probs, residual, place[0])
-        ctx.save_for_backward(y if probs is not None else None, row_of, probs)
-        ctx.num_rows = len(y)
-        return place[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        y, row_of, probs = ctx.saved_tensors
-        if probs is None:
-            return torch.ops.fastmp.permute(grad, row_of, ctx.num_rows), None, None, grad, None
-        dy, dprobs = torch.ops.fastmp.unpermute_backward(grad, y, row_of, probs)
-        return dy, None, dprobs, grad, None
 
 
 def _check_pairs(op: str, name: str, pairs: Tensor) -> None:
@@ -286,4 +298,5 @@ def unpermute(
     if out is None:
         return _unpermute_add(y, row_of, probs, residual)
     checks.require(not out.requires_grad, "unpermute: out {} requires a gradient", out.shape)
-    return _Into.apply(y, row_of, probs, residual, [out])
+    _unpermute_add_into(y, row_of, probs, residual, out)
+    return out

@@ -356,6 +356,13 @@ def launch_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residu
     return out
 
 
+def launch_unpermute_into(y: Tensor, row_of: Tensor, probs: Tensor | None, out: Tensor) -> None:
+    if out.is_contiguous():
+        _gather(y, row_of, probs, None, out)
+    else:
+        out.copy_(launch_unpermute(y, row_of, probs))
+
+
 def launch_unpermute_add_into(
     y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor, out: Tensor
 ) -> None:
@@ -368,8 +375,18 @@ def launch_unpermute_add_into(
 def launch_unpermute_backward(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    dy, dprobs = empty_like(y), empty_like(probs)
+    dprobs = empty_like(probs)
+    return launch_unpermute_backward_into(grad, y, row_of, probs, dprobs), dprobs
+
+
+def launch_unpermute_backward_into(
+    grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor, out: Tensor
+) -> Tensor:
+    dy, dprobs = empty_like(y), out if out.is_contiguous() else empty_like(probs)
     if dy.numel() == 0 or probs.numel() == 0:
-        return dy.zero_(), dprobs.zero_()
+        out.zero_()
+        return dy.zero_()
     _scatter(grad, row_of, dy, y, probs, dprobs)
-    return dy, dprobs
+    if dprobs is not out:
+        out.copy_(dprobs)
+    return dy

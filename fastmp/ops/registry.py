@@ -331,6 +331,8 @@ def _differentiable(overload: torch._ops.OpOverload, derivative: Derivative | No
     def record(how: Callable, arguments: tuple) -> Any:
         # the dispatcher leaves out what is the default
         outputs = how(*arguments, *defaults[len(arguments) :])
+        if derivative is not None and derivative.in_place:
+            return None
         return outputs[0] if writes else outputs
 
     def kernel(keyset: Any, *arguments: Any) -> Any:

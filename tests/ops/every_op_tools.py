@@ -55,9 +55,9 @@ def apart(tensor: Tensor) -> Tensor:
 # Ops whose rows lie where an index says: zeros in place of the index would send all rows to one. Their own
 # tests stretch them.
 INDEXED = (
-    "block_rows", "permutation", "permute", "unpermute", "unpermute_add", "unpermute_add_into",
-    "unpermute_backward", "exchange_barrier", "exchange_counts", "exchange_give", "exchange_places",
-    "exchange_pull", "exchange_push", "exchange_take",
+    "block_rows", "permutation", "permute", "unpermute", "unpermute_into", "unpermute_add",
+    "unpermute_add_into", "unpermute_backward", "unpermute_backward_into", "exchange_barrier",
+    "exchange_counts", "exchange_give", "exchange_places", "exchange_pull", "exchange_push", "exchange_take",
 )  # fmt: skip
 
 

@@ -41,6 +41,10 @@ def test_a_formula_names_inputs_outputs_gradients_and_numbers():
         Formula(-1, "", (), (Target(0, "grad", 0),)),
     ]
     assert derivative.differentiable == [0, 1]
+    (target,) = Derivative(op, "back(x) -> x!").formulas[0].targets
+    assert target == Target(0, "result", 0, placed=True)
+    into = Derivative(schema("scale_into(Tensor x, Tensor(a!) out) -> ()"), "back(grad_out) -> x")
+    assert into.in_place and into.formulas[0].arguments == (Value("grad", 0),)
     written = Derivative(op, "back_(x, grad_y, size(x, 1), dtype(x), None, True) -> ; x -> x bias")
     assert written.formulas[0].targets == (Target(0, "argument", 0), Target(1, "argument", 0))
     assert written.formulas[0].arguments[2:4] == (Value("size", 0, 1), Value("dtype", 0))
@@ -74,11 +78,15 @@ def leaves(arguments: tuple) -> tuple[list, list[Tensor]]:
 def gradients(call, op: Op, arguments: tuple) -> list[Tensor | None]:
     """Gradients of all floats, for random ones of the outputs, or for those that an argument promises."""
     copies, wanted = leaves(arguments)
-    if op.overload._schema.is_mutable:
+    if op.derivative.in_place:
+        copies[-1].requires_grad_(False)
+        del wanted[-1]
+    elif op.overload._schema.is_mutable:
         copies[0] = copies[0] * 1  # no leaf: what is overwritten becomes an output
     results = call(*copies)
+    results = copies[-1] if op.derivative.in_place else results
     results = results if isinstance(results, tuple) else (results,)
-    results = results[: len(op.overload._schema.returns)]
+    results = results[: op.derivative.num_outputs]
     outputs = op.derivative.differentiable
     assert [i for i, result in enumerate(results) if result.requires_grad] == outputs
     generator = torch.Generator().manual_seed(1)

@@ -49,13 +49,15 @@ def samples(op: str, dtype: torch.dtype, generator: torch.Generator) -> Iterator
         probs = torch.rand(tokens, slots, generator=generator, dtype=compute_dtype(dtype))
         if op == "permute":
             yield wide, row_of, num_rows
-        elif op == "unpermute":
-            yield from ((tall, row_of, weights) for weights in (probs, None))
+        elif op in ("unpermute", "unpermute_into"):
+            out = () if op == "unpermute" else (wide.new_full(wide.shape, torch.nan),)
+            yield from ((tall, row_of, weights, *out) for weights in (probs, None))
         elif op in ("unpermute_add", "unpermute_add_into"):
             out = () if op == "unpermute_add" else (wide.new_full(wide.shape, torch.nan),)
             yield from ((tall, row_of, weights, wide, *out) for weights in (probs, None))
         else:
-            yield wide, tall, row_of, probs
+            out = () if op == "unpermute_backward" else (torch.full_like(probs, torch.nan),)
+            yield wide, tall, row_of, probs, *out
 
 
 def _eager_permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
