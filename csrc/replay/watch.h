@@ -59,7 +59,8 @@ class Watch {
     static PyObject* const name = PyUnicode_InternFromString("main_grad");
     for (const Held& each : tensors) {
       if (address_of(each.tensor) != each.address || hooks_of(each.tensor) != each.hooks ||
-          later_hooks_of(each.tensor) != each.later_hooks || THPVariable_Unpack(each.tensor).requires_grad() != each.needs)
+          later_hooks_of(each.tensor) != each.later_hooks ||
+          THPVariable_Unpack(each.tensor).requires_grad() != each.needs)
         return false;
       PyObject* main = PyDict_GetItemWithError(each.attributes, name);
       if (main == Py_None) main = nullptr;

@@ -32,6 +32,7 @@ from fastmp.graphs.watching import OpWatch, where
 __all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend"]
 
 _ALIGNMENT = 64
+_SEEDED = "random stream {!r} has got a seed or a state, which replay would not set"
 
 
 class _Block:
@@ -139,6 +140,7 @@ class _Op(NamedTuple):
     spec: Any
     made: list[tuple[int, Tensor]]  # of the flat outputs, those that are new, and the memory of each
     draw: _Draw | None
+    grad: bool  # some ops make more where gradients are wanted
 
 
 class RecordedGraph:
@@ -175,17 +177,21 @@ class RecordedGraph:
     def capture(self) -> Iterator[None]:
         if self._ops:
             raise CaptureError("graph: it is captured already; make another graph")
-        streams = {"default": torch.get_rng_state()} if self.rng is None else self.rng.states()
-        self.ends = {name: _place(name, state) for name, state in streams.items()}
+        self.ends = self._places()
         with _Reads(), _Recorder(self):
             yield
+        for stream, place in self._places().items():
+            if place != self.ends[stream]:
+                raise CaptureError(f"graph: {_SEEDED.format(stream)}")
 
-    @torch.no_grad()
+    @torch.no_grad()  # or as at capture; afterwards as it is now
     def replay(self) -> None:
         if len(self._ready) != len(self._ops):
             self._ready = [(op, *_arguments(op)) for op in self._ops]
-        with torch._C._DisableAutocast():  # what it has cast is among the ops
+        # What autograd did and autocast has cast is among the ops.
+        with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
             for op, args, kwargs in self._ready:
+                torch._C._set_grad_enabled(op.grad)
                 drawn = op.draw is not None
                 outputs = self._drawn(op, args, kwargs) if drawn else op.func(*args, **kwargs)
                 flat = tree_flatten(outputs)[0]
@@ -209,6 +215,11 @@ class RecordedGraph:
             outputs = op.func(*args, **kwargs)
             generator.set_state(here)
             return outputs
+
+    def _places(self) -> dict[str, bytes]:
+        """Where each stream stands."""
+        states = {"default": torch.get_rng_state()} if self.rng is None else self.rng.states()
+        return {name: _place(name, state) for name, state in states.items()}
 
     def _stream(self, name: str) -> AbstractContextManager[None]:
         return nullcontext() if self.rng is None or name == self.rng.current else self.rng.fork(name)
@@ -282,7 +293,7 @@ class _Recorder(OpWatch):
             outputs[i] = kept = pool.keep(output)
             moved[address] = kept.untyped_storage()
             made.append((i, pool.memory_of(kept)))
-        graph._ops.append(_Op(func, arguments, spec, made, draw))
+        graph._ops.append(_Op(func, arguments, spec, made, draw, torch.is_grad_enabled()))
         return tree_unflatten(outputs, form)
 
     def _draw(self) -> _Draw:
@@ -296,10 +307,7 @@ class _Recorder(OpWatch):
         if own in before:
             return _Draw(stream, own, before)
         if graph.ends[stream] != own:
-            raise CaptureError(
-                f"graph: random stream {stream!r} has got a seed or a state, which replay would not set; "
-                f"called in {where()}"
-            )
+            raise CaptureError(f"graph: {_SEEDED.format(stream)}; called in {where()}")
         graph.starts[own] = here
         return _Draw(stream, own, None)
 

@@ -292,11 +292,18 @@ def seeded(x):
     return x + torch.rand(2)
 
 
+def seeded_behind(x):
+    x = x + torch.rand(2)
+    torch.manual_seed(1)
+    return x
+
+
 REFUSED = [
     (CaptureError, lambda x: x.mul_(2), torch.ones(2), "it writes to an argument"),
     (CaptureError, lambda x: x * x.tolist()[0], torch.ones(2), r"tolist\(\) reads values on the host"),
     (CaptureError, lambda x: x * float(x.numpy()[0]), torch.ones(2), "numpy"),
     (CaptureError, seeded, torch.ones(2), r"stream 'default' has got a seed or a state.*torch\.rand\(2\)"),
+    (CaptureError, seeded_behind, torch.ones(2), "stream 'default' has got a seed or a state"),
     (ValueError, torch.square, torch.ones(2, requires_grad=True), "argument of a test requires a gradient"),
     (ValueError, torch.as_tensor, torch.ones(2).numpy(), "is of type ndarray; it takes tensors"),
     (ValueError, lambda x: WEIGHT * x, torch.ones(2), "returns a tensor that requires a gradient"),

@@ -210,3 +210,25 @@ def test_what_is_conjugate_or_negative_when_it_is_read():
     for output, expected in zip(outputs, work(z, weight), strict=True):
         assert torch.equal(output, expected)
         assert (output.is_conj(), output.is_neg()) == (expected.is_conj(), expected.is_neg())
+
+
+@pytest.mark.parametrize("trained", (True, False))
+def test_what_ops_make_where_gradients_are_wanted(trained):
+    """Of an LSTM, a workspace that its backward reads."""
+    layer, x, graph = nn.LSTM(6, 6), torch.randn(5, 2, 6), RecordedGraph(Pool(), whole=True)
+
+    def work():
+        layer.zero_grad(set_to_none=False)
+        with torch.set_grad_enabled(trained):
+            output = layer(x)[0]
+            if trained:
+                output.square().sum().backward()
+        return output.detach(), *(param.grad for param in layer.parameters() if trained)
+
+    work()
+    with graph.capture():
+        outputs = work()
+    x.copy_(torch.randn(5, 2, 6))
+    graph.replay()
+    got = [output.clone() for output in outputs]
+    assert all(map(torch.equal, got, work()))
