@@ -310,6 +310,18 @@ def test_the_page_shows_what_is_printed(capsys, tmp_path, monkeypatch):
     drawn = (tmp_path / "a.svg").read_text()
     for words in ("graph: forward of run 1", "graph: backward of run 0", "eager", "combine"):
         assert f"<!-- {words} -->" in drawn
+    by_ranks = [
+        "graphs",
+        str(root / "configs" / "qwen3-30b-a3b.toml"),
+        "--dispatcher",
+        "symmetric",
+        "--ep",
+        "8",
+    ]
+    for size, words in (("64", "forward of run 1"), ("32", "backward of run 0")):  # each layer fills a bucket
+        assert command.main([*by_ranks, "--world-size", size, "--plot", "b.svg"]) == 0
+        drawn = (tmp_path / "b.svg").read_text()
+        assert f"<!-- graph: {words} -->" in drawn and "<!-- eager -->" not in drawn
     assert command.main([*arguments, "--plot", "a.xyz"]) == 2
     assert "xyz" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -56,7 +56,8 @@ def _plot(facts: dict[str, Any], out: str) -> None:
     from fastmp.plan.graphs_plot import draw
 
     of_layer = {name: name in facts["captured"] for name in facts["layer"]}
-    draw(of_layer, range(2), out, title=f"{facts['name']}: two layers of a microbatch")
+    ends = {run.rpartition(" to ")[2] for chunk in facts["ranks"][0]["runs"] for run in chunk}
+    draw(of_layer, range(2), out, ends=ends, title=f"{facts['name']}: two layers of a microbatch")
 
 
 def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:

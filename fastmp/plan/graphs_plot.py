@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import groupby
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 
 _INK, _PAPER, _GRAPH, _EAGER = "#1f2937", "#ffffff", "#3b6fb6", "#c4572e"
 
 
-def draw(segments: Mapping[str, bool], layers: Sequence[int], out: str | Path, *, title: str = "") -> None:
+def draw(
+    segments: Mapping[str, bool],
+    layers: Sequence[int],
+    out: str | Path,
+    *,
+    ends: Collection[str] = (),
+    title: str = "",
+) -> None:
     """Draw forward and backward of `layers`, with the segments {name: captured or not}, to `out` (png, svg or
     pdf, by its ending).
+
+    ends: the last segments of runs, as "0.combine", behind which another one begins.
 
     ImportError without matplotlib, ValueError for an ending that it does not know, OSError where the file
     cannot be written.
@@ -20,19 +29,25 @@ def draw(segments: Mapping[str, bool], layers: Sequence[int], out: str | Path, *
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
 
-    links = [(f"{layer}.{name}", captured) for layer in layers for name, captured in segments.items()]
+    names = [f"{layer}.{name}" for layer in layers for name in segments]
+    ended = [0, *accumulate(name in ends for name in names)]  # runs before each segment
+    links = [
+        (name, (captured, before if captured else 0))
+        for name, captured, before in zip(names, [*segments.values()] * len(layers), ended)
+    ]
+    num_runs = sum(captured for (captured, _), _ in groupby(links, lambda link: link[1]))
     figure = Figure(figsize=(max(1.15 * len(links), 5.0), 2.9), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for row, (what, order) in enumerate((("forward", links), ("backward", links[::-1]))):
         place = graph = 0
-        for captured, own in groupby(order, lambda link: link[1]):
+        for (captured, _), own in groupby(order, lambda link: link[1]):
             names = [name for name, _ in own]
             if captured:
                 frame = FancyBboxPatch((place - 0.46, row - 0.40), len(names) - 0.08, 0.66, "round,pad=0")
                 frame.set(facecolor="#dbe6f5", edgecolor=_GRAPH, linewidth=1.5)
                 axes.add_patch(frame)
-                label = f"graph: {what} of run {graph if row == 0 else _count(links) - 1 - graph}"
+                label = f"graph: {what} of run {graph if row == 0 else num_runs - 1 - graph}"
                 graph += 1
             else:
                 label = "eager"
@@ -63,8 +78,3 @@ def draw(segments: Mapping[str, bool], layers: Sequence[int], out: str | Path, *
     axes.set_title(title, loc="left", fontsize=10, color=_INK)
     svg = Path(out).suffix == ".svg"
     figure.savefig(out, metadata={"Date": None} if svg else None)
-
-
-def _count(links: Sequence[tuple[str, bool]]) -> int:
-    """How many runs the captured segments make."""
-    return sum(captured for captured, _ in groupby(captured for _, captured in links))

@@ -307,6 +307,17 @@ def test_experts_over_ranks_cannot_be_captured_whole():
     run_ranks(experts_on_ranks_case, 2)
 
 
+def shared_memory_case(rank, world):
+    groups = ParallelGroups.create(RankGrid(world_size=2, ep=2))
+    config = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
+    return compare(groups, ParallelConfig(ep=2), FULL, config=config).num_graphs
+
+
+@pytest.mark.full
+def test_but_they_can_where_ranks_share_memory():
+    assert run_ranks(shared_memory_case, 2) == [2, 2]
+
+
 @pytest.fixture
 def train_recipe(tmp_path, monkeypatch):
     """Five steps of the recipe with experts, as a rank of them, or by the command's own `run`."""
