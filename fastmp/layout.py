@@ -155,6 +155,11 @@ def _microbatch_problems(recipe: Recipe, dp: int) -> Iterator[Problem]:
             f"global_batch_size {batch} is {number} microbatches of a rank, more than {MOST_MICROBATCHES}",
         )
         return
+    if number == 1 and layout.overlap_experts:
+        yield Problem(
+            ("parallel.overlap_experts", "train.global_batch_size", "data.micro_batch_size"),
+            "overlap_experts runs two microbatches at once, but a step has 1 of a rank",
+        )
     message = _refused(layout, number)
     if message and not _refused(layout):
         fields = ("train.global_batch_size", "parallel.microbatch_group_size", "parallel.vpp")

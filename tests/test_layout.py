@@ -127,6 +127,12 @@ PROBLEMS = [
         "overlap_experts has no exchange to overlap: the model has ep 1 x etp 1",
     ),
     (
+        recipe(EXPERTS, ep=2, overlap_experts=True, global_batch_size=4),
+        2,
+        "parallel.overlap_experts",
+        "overlap_experts runs two microbatches at once, but a step has 1 of a rank",
+    ),
+    (
         recipe(EXPERTS, ep=2, overlap_experts=True, recompute=True),
         2,
         "parallel.overlap_experts",

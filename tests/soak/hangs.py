@@ -35,7 +35,9 @@ from fastmp.pulse import pulse
 LIMIT = 2.0  # seconds without progress
 BAD_STEP, STEPS = 6, 12
 # Through memory, in which nobody hears of the others.
-EXCHANGE, SLEEPS = "killed while others wait in an exchange", "sleeps while others wait in an exchange"
+EXCHANGE, RAISES, SLEEPS = (
+    f"{fault} while others wait in an exchange" for fault in ("killed", "raises", "sleeps")
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ SCENARIOS = [
     Scenario(EXCHANGE, 2, 1, ("gone",), "exchange", limit=60.0),
     Scenario(EXCHANGE, 4, 2, ("gone",), "exchange", limit=60.0),
     Scenario(EXCHANGE, 4, 0, ("gone",), "exchange", store="rank 0", limit=60.0),
+    Scenario(RAISES, 2, 1, ("failed",), "exchange", limit=60.0),
     Scenario(SLEEPS, 2, 1, ("hung",), "exchange"),
     Scenario(SLEEPS, 4, 2, ("hung",), "exchange"),
     Scenario("stopped", 2, 1, ("stopped",), "all_reduce"),
@@ -201,7 +204,7 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     tp = [dist.new_group(ranks, group_desc="tp") for ranks in halves][rank // 2]
     pulse.step, pulse.phase = 1, "start"
     slow, views = scenario.fault == "slow", None
-    if scenario.fault in (EXCHANGE, SLEEPS):
+    if scenario.fault in (EXCHANGE, RAISES, SLEEPS):
         exchange = PeerExchange(dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0)
         views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
     with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2):
@@ -249,7 +252,7 @@ def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> 
         time.sleep(60)
     elif fault == "holds the interpreter":
         ctypes.PyDLL(None).sleep(60)
-    elif fault == "raises":
+    elif fault in ("raises", RAISES):
         raise KeyError("the reader has no shard 7")
     elif fault == "sends what nobody receives":
         dist.send(torch.ones(4_000_000), other)
