@@ -167,9 +167,9 @@ class WholeGraph:
     def _capture(self, signature: Any, tensors: list[Tensor], leaves: list[Any], form: Any) -> _Replayed:
         """Capture a call, and do its work."""
         with torch.inference_mode(False):  # whose tensors have no versions
-            static = [tensor.detach().clone() for tensor in tensors]
+            static = [_copy(_unexpanded(tensor)) for tensor in tensors]
         rest, versions = iter(static), [each._version for each in static]
-        given = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        given = [next(rest).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.backend.prepare()
         trained = self._trained()
         renew_accumulators(trained)
@@ -200,7 +200,7 @@ class WholeGraph:
                     "alike before each call"
                 )
         if tensors:
-            torch._foreach_copy_(found.static, tensors)
+            torch._foreach_copy_(found.static, list(map(_unexpanded, tensors)))
         found.graph.replay()
         for param, *_, after in found.grads:
             param.grad = after
@@ -218,7 +218,8 @@ class WholeGraph:
                 "detach it"
             )
         if isinstance(leaf, Tensor):
-            return spec_of(leaf)
+            spec = spec_of(leaf)
+            return spec if spec.strides or leaf.is_contiguous() else (spec, leaf.stride())
         if isinstance(leaf, _CONSTANTS):
             return type(leaf), repr(leaf)  # 1 is True, and -0.0 is 0.0
         raise ValueError(
@@ -253,6 +254,20 @@ def _eager_segments(modules: Iterable[nn.Module]) -> list[str]:
     chains = [each for root in modules for each in root.modules() if isinstance(each, LayerChain)]
     links = [link for chain in chains for link in chain.links()]
     return list(dict.fromkeys(link.segment.name for link in links if not link.segment.capturable))
+
+
+def _unexpanded(tensor: Tensor) -> Tensor:
+    """What lies in memory of an expanded tensor."""
+    strides = tensor.stride()
+    if 0 not in strides:
+        return tensor
+    return tensor.as_strided([size if stride else 1 for size, stride in zip(tensor.shape, strides)], strides)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides: sums along them have the same bits."""
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **options).copy_(tensor.detach())
 
 
 def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) -> Iterator[_Gradient]:

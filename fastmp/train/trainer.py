@@ -68,8 +68,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class TrainData(Protocol):
-    """Data for the trainer. Batches are dicts of CPU tensors that depend on the arguments alone; "documents"
-    may be a `fastmp.nn.Documents`."""
+    """Data for the trainer. Batches are dicts of CPU tensors that depend on the arguments alone, and stay as
+    they are while others of their step are made; "documents" may be a `fastmp.nn.Documents`."""
 
     micro_batch_size: int
 

@@ -228,6 +228,29 @@ def test_the_modes_of_torch_are_part_of_the_signature():
     assert function.num_graphs == len(modes)
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        torch.t,
+        lambda x: x[:, ::2],
+        *full([lambda x: x[0].expand(3, 257, -1)[:, 1:], lambda x: x[0].flatten().unfold(0, 9, 4)]),
+    ],
+)
+def test_arguments_keep_their_strides(view):
+    """Sums along them have the same bits. With other strides, there is another graph."""
+
+    def work(x):
+        return x.sum(), x.flatten().cumsum(0), x.is_contiguous()
+
+    function = WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    for number in range(8):
+        x = view(torch.randn(257, 513))
+        x = x.contiguous() if number > 3 else x
+        (*got, like), (*expected, layout) = function(x), work(x)
+        assert like == layout and all(map(torch.equal, got, expected))
+    assert function.num_graphs == 2
+
+
 def test_numbers_are_part_of_the_signature():
     function = WholeGraph(torch.mul, [], backend=RecordingBackend(), what="a test", instead="")
     for number in (1, True, 1.0, 0.0, -0.0):
