@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pytest
 
-# Set before torch is imported: two threads, or one in each of several workers, no compile workers (tests
-# fork), and a look at the GPUs through NVML, which leaves CUDA uninitialised.
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# Set before torch is imported: two threads (one in each of several workers, see pytest_configure), no compile
+# workers (tests fork), and a look at the GPUs through NVML, which leaves CUDA uninitialised.
+THREADS_GIVEN = "OMP_NUM_THREADS" in os.environ
+os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 if "ATEN_CPU_CAPABILITY" in os.environ:  # inductor keeps code for other vectors under the same name
     cache = f"torchinductor-{os.getuid()}-{os.environ['ATEN_CPU_CAPABILITY']}"
@@ -52,6 +53,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
     parser.addoption("--exhaustive", action="store_true", help="run all tests")
     parser.addoption("--record", metavar="FILE", help="add counts, versions and fuzz draws to this JSON file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give each worker one thread: of two on a core, one spins at every barrier until the other has run.
+
+    Workers inherit the environment of the process that starts them, so it is set there.
+    """
+    if config.getoption("numprocesses", None) and not THREADS_GIVEN:
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -107,8 +107,14 @@ def test_one_prompt_is_the_text_alone_and_ends_before_a_stop_string(trained, cap
     assert capsys.readouterr().out == PROMPTS[0] + new[: new.index(stop)] + "\n"
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [("--tp", 2), ("--pp", 2), ()], ids=["tp", "pp", "dp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(("--tp", 2), id="tp", marks=pytest.mark.full),
+        pytest.param(("--pp", 2), id="pp", marks=pytest.mark.exhaustive),
+        pytest.param((), id="dp", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ranks_print_what_one_does(trained, layout):
     command = ["launch", "-n", "2", "generate", "--checkpoint", trained, *ASKED, *layout]
     done = subprocess.run(

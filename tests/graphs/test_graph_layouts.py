@@ -1,6 +1,7 @@
 """Training through graphs on any layout is eager training, bit for bit, with the graphs that formulas say.
 
-Losses, gradients, evaluations and parameters of twenty steps, and the order of the collectives of a step.
+Losses, gradients, evaluations and parameters of eight or twenty steps, and the order of the collectives of
+a step.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from layout_tools import DENSE_4, MOE_4, SOME, Layout, assert_same, train
+from layout_tools import DENSE_4, MOE_4, SOME, STEPS, Layout, assert_same, train
 from marks import full
 
 from fastmp.graphs.scope import layer_groups
@@ -47,13 +48,13 @@ def check_counts(layout, scope, groups, manager):
     assert manager.static_bytes == plan.nbytes
 
 
-def ranks_case(rank, world, grid, cases):
+def ranks_case(rank, world, grid, cases, steps):
     groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
     collectives = []
     for layout, scopes in cases:
-        eager = train(layout, groups, graphs=False)
+        eager = train(layout, groups, graphs=False, steps=steps)
         for scope in scopes:
-            graphed = train(layout, groups, graphs=True, scope=scope)
+            graphed = train(layout, groups, graphs=True, scope=scope, steps=steps)
             in_turn = "recompute" in layout.options and not whole(scope, groups)  # part by part of a layer
             assert_same(graphed, eager, in_order=not in_turn)
             check_counts(layout, scope, groups, graphed.manager)
@@ -61,8 +62,8 @@ def ranks_case(rank, world, grid, cases):
     return group_rank(groups.pp), collectives
 
 
-def compare(world, grid, *cases):
-    seen = run_ranks(ranks_case, world, grid, cases, timeout=300)
+def compare(steps, world, grid, *cases):
+    seen = run_ranks(ranks_case, world, grid, cases, steps, timeout=300)
     for stage, collectives in seen:
         assert collectives == next(own for other, own in seen if other == stage)
 
@@ -114,16 +115,16 @@ MORE = {
 }
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("steps", [*full([8]), pytest.param(STEPS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_steps_through_graphs_are_eager_ones(case):
-    compare(*case)
+def test_steps_through_graphs_are_eager_ones(case, steps):
+    compare(steps, *case)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE.values(), ids=MORE)
 def test_steps_on_more_layouts(case):
-    compare(*case)
+    compare(STEPS, *case)
 
 
 def memory_case(rank, world):

@@ -421,15 +421,23 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("raises", r"fastmp: rank 1: .*step 2, pipeline rank 1, forward of microbatch 1 .*out of luck"),
-        ("shape", r"fastmp: rank 0: .*step 2, pipeline rank 0, forward of microbatch 1 .*stage 0 hands on"),
-        ("killed", r"rank +: 1 .*\n +exitcode +: -9 "),
+        pytest.param(
+            "raises",
+            r"fastmp: rank 1: .*step 2, pipeline rank 1, forward of microbatch 1 .*out of luck",
+            id="raises",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            "shape",
+            r"fastmp: rank 0: .*step 2, pipeline rank 0, forward of microbatch 1 .*stage 0 hands on",
+            id="sends a wrong shape",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("killed", r"rank +: 1 .*\n +exitcode +: -9 ", id="is killed", marks=pytest.mark.full),
     ],
-    ids=["raises", "sends a wrong shape", "is killed"],
 )
 def test_a_fault_in_a_stage_ends_the_job_in_seconds(tmp_path, tokens, kind, message):
     (tmp_path / "faulty.py").write_text(FAULTY)

@@ -171,12 +171,22 @@ def test_every_layout_is_one_rank(one_rank, world):
         assert seen == {*params, *biases}, layout
 
 
-OF_EXPERTS = [case(EXPERTS, ep=2), case(EXPERTS, tp=2, ep=2, sequence_parallel=True)]
-SHARED = OF_EXPERTS + CASES[2] + CASES[4]
+EACH_GROUP = [  # once: schedules and recomputation leave the optimizer as it is
+    case(EXPERTS, ep=2),
+    case(EXPERTS, tp=2, ep=2, sequence_parallel=True),
+    case(cp=2),
+    case(pp=2),
+    case(EXPERTS, pp=2, vpp=2),
+    case(cp=2, tp=2, sequence_parallel=True),
+    case(EXPERTS, pp=2, vpp=2, tp=2, ep=2, etp=1),
+]
+OTHERS = [each for each in CASES[2] + CASES[4] if each not in EACH_GROUP]
 
 
 @pytest.mark.parametrize("bucket_size", [*full([500]), pytest.param(20_000, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("case", SHARED)
+@pytest.mark.parametrize(
+    "case", [*EACH_GROUP, *(pytest.param(each, marks=pytest.mark.exhaustive) for each in OTHERS)]
+)
 def test_sharded_is_replicated(case, bucket_size):
     """Where ranks share the optimizer's state, parameters are what they are where each has all of it."""
     config, layout = case
