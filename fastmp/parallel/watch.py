@@ -301,7 +301,8 @@ class Watch:
                 continue
             if process_state(seen.record.pid, seen.machine[1]) != "gone":
                 self._neighbours[rank] = seen
-            elif seen.record.state != "finished":
+            elif seen.record.state != "finished" and (self.directory / f"{_name(rank)}.json").exists():
+                # One that ends well takes its file away, even where its last letter does not arrive.
                 self._alarmed_at = now
                 self._mail.send(ALARM, "")
         self._mail.wanted = [f"rank-{rank}" for rank in self._beside]

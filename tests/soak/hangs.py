@@ -38,6 +38,7 @@ BAD_STEP, STEPS = 6, 12
 EXCHANGE, RAISES, SLEEPS = (
     f"{fault} while others wait in an exchange" for fault in ("killed", "raises", "sleeps")
 )
+UNHEARD = "finishes, and its last letter is lost"
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ SCENARIOS = [
     Scenario("receives what nobody sends", 4, 2, ("message",), "recv", ranks=(2, 3)),
     Scenario("slow", 4, 2, ("slow",), "all_reduce"),
     Scenario("all are suspended and resumed", 2, 0, ("no verdict",), ""),
+    Scenario(UNHEARD, 2, 1, ("no verdict",), "", limit=60.0),
 ]
 
 
@@ -207,9 +209,9 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     if scenario.fault in (EXCHANGE, RAISES, SLEEPS):
         exchange = PeerExchange(dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0)
         views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
-    with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2):
+    with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watch:
         for step in range(1, (30 if slow else STEPS) + 1):
-            bad = rank == scenario.rank and step == BAD_STEP
+            bad = rank == scenario.rank and step == BAD_STEP and scenario.fault != UNHEARD
             if bad:
                 (directory / "fault").write_text(str(time.time()))
             if bad and scenario.fault == "fewer steps":
@@ -224,6 +226,10 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
                     exchange_barrier(views.flags, views.distances, views.rank, views.timeout)
                 _collectives(tp)
             pulse.phase = "optimizer"
+        if scenario.fault == UNHEARD and rank == scenario.rank:
+            watch._publish = lambda: None
+        elif scenario.fault == UNHEARD:
+            time.sleep(3)
     dist.destroy_process_group()
 
 
