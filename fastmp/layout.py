@@ -298,13 +298,17 @@ def _overlap_problems(recipe: Recipe) -> Iterator[Problem]:
             ("parallel.overlap_experts", "parallel.ep"),
             f"overlap_experts has no exchange to overlap: the model {experts}",
         )
-    for field, given in (("parallel.recompute", layout.recompute), ("graphs.enabled", recipe.graphs.enabled)):
-        if given:
-            what = "recomputed as a whole" if field == "parallel.recompute" else "captured in graphs"
-            yield Problem(
-                ("parallel.overlap_experts", field),
-                f"overlap_experts runs layers in parts, but {field} is set: they would be {what}",
-            )
+    if layout.recompute:
+        yield Problem(
+            ("parallel.overlap_experts", "parallel.recompute"),
+            "overlap_experts runs layers in parts, but parallel.recompute is set: it would run them whole",
+        )
+    if recipe.graphs.enabled and recipe.graphs.scope != ("full_step",):
+        yield Problem(
+            ("parallel.overlap_experts", "graphs.enabled"),
+            "overlap_experts runs layers in parts, of which graphs hold whole steps only: set graphs.scope "
+            "'full_step' and model.moe.dispatcher 'symmetric'",
+        )
 
 
 def _dtype_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -142,7 +142,7 @@ PROBLEMS = [
         replace(recipe(EXPERTS, ep=2, overlap_experts=True), graphs=GraphConfig(enabled=True)),
         2,
         "parallel.overlap_experts",
-        "overlap_experts runs layers in parts, but graphs.enabled is set",
+        "overlap_experts runs layers in parts, of which graphs hold whole steps only",
     ),
     (
         recipe(EXPERTS, ep=2, pp=2, overlap_experts=True, schedule="zero_bubble"),

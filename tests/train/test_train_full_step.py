@@ -57,7 +57,7 @@ def test_a_gpu_alone(config, layout, steps):
 def ranks_case(rank, world, grid, cases):
     groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
     for config, layout, optimizer in cases:
-        compare(groups, layout, config=config, optimizer=optimizer)
+        compare(groups, layout, config=config, optimizer=optimizer, overlap_experts=layout.overlap_experts)
 
 
 RANKS = {
@@ -76,7 +76,13 @@ RANKS = {
             (DENSE, ONE, replace(BUCKETS, name="muon", shard=False)),
         ],
     ),
-    "experts": ({"ep": 2}, [(SHARED_MEMORY, ParallelConfig(ep=2), BUCKETS)]),
+    "experts": (
+        {"ep": 2},
+        [
+            (SHARED_MEMORY, ParallelConfig(ep=2), BUCKETS),
+            (SHARED_MEMORY, ParallelConfig(ep=2, overlap_experts=True), BUCKETS),
+        ],
+    ),
     "pipeline": (
         {"pp": 2},
         [
@@ -98,6 +104,14 @@ def test_two_ranks(name):
 def test_a_pipeline_of_tensor_and_data_parallel_ranks():
     cases = [(DENSE, ParallelConfig(tp=2, pp=2, sequence_parallel=True), BUCKETS)]
     run_ranks(ranks_case, 8, {"tp": 2, "pp": 2}, cases, timeout=300)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("vpp", [1, 2])
+def test_a_pipeline_of_ranks_that_run_two_microbatches_at_once(vpp):
+    config = replace(SHARED_MEMORY, num_layers=2 * vpp)
+    layout = ParallelConfig(ep=2, pp=2, vpp=vpp, overlap_experts=True)
+    run_ranks(ranks_case, 4, {"ep": 2, "pp": 2}, [(config, layout, BUCKETS)], timeout=180)
 
 
 @pytest.mark.full

@@ -159,7 +159,7 @@ def test_evaluation_is_as_ever_and_what_does_not_go_with_it_is_refused():
     with pytest.raises(ValueError, match="layers are run in parts, which recompute=True does not know"):
         overlap.OverlappedLayers([GPT(CONFIG, recompute=True).layers])
     model, train = GPT(CONFIG), TrainConfig(steps=1, global_batch_size=4, eval_interval=0)
-    with pytest.raises(ValueError, match="overlap_experts runs layers in parts, which graphs do not hold"):
+    with pytest.raises(ValueError, match="overlap_experts runs layers in parts, which graphs of scope 'full"):
         Trainer(
             *(model, Samples(4), token_loss, train), graphs=GraphConfig(enabled=True), overlap_experts=True
         )
