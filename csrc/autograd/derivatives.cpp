@@ -304,9 +304,7 @@ class Recorder final : public c10::OperatorKernel {
     for (int64_t input : formula->inputs) edges.push_back(edge(inputs[input]));
     node.set_next_edges(std::move(edges));
     const Written written(op, inputs);
-    for (const auto& [input, tensor] : written.tensors)
-      TORCH_CHECK(!in_place || !tensor.requires_grad(), derivative->op, ": ", op.schema().arguments()[input].name(), " ",
-                  tensor.sizes(), " requires a gradient");
+    if (in_place) check_own(written.tensors.at(0).second);
     node.keep_inputs(inputs, written);
     run(op, keys, stack);
     written.bump_versions();
@@ -335,6 +333,14 @@ class Recorder final : public c10::OperatorKernel {
   static torch::autograd::Edge edge(const IValue& input) {
     if (!input.isTensor()) return {};
     return torch::autograd::impl::gradient_edge(input.toTensor());
+  }
+
+  // A write to another view of the same tensor would silently take the history of a view from it.
+  void check_own(const at::Tensor& out) const {
+    const auto* view = torch::autograd::impl::get_view_autograd_meta(out);
+    TORCH_CHECK_VALUE(!out.requires_grad(), derivative->op, ": out ", out.sizes(), " requires a gradient");
+    TORCH_CHECK_VALUE(!view || !view->has_bw_view(), derivative->op, ": out ", out.sizes(),
+                      " is a view; pass out.detach()");
   }
 
   // Makes a tensor that the op has overwritten, or all that this is a view of, one more output of the node: whoever

@@ -283,7 +283,8 @@ void unpermute_add_into(const Tensor& y, const Tensor& row_of, std::optional<Ten
                         Tensor& out) {
   check_residual("unpermute_add_into", y, row_of, probs, residual);
   check_like("unpermute_add_into", "out", out, "residual", residual);
-  if (out.is_contiguous()) return sum_into(y, row_of, probs, &residual, out);
+  const bool apart = out.const_data_ptr() != residual.const_data_ptr();
+  if (apart && out.is_contiguous()) return sum_into(y, row_of, probs, &residual, out);
   torch::stable::copy_(out, unpermute_add(y, row_of, probs, residual));
 }
 

@@ -62,7 +62,13 @@ bool fits(const at::Tensor& tensor, const Expected& expected) {
 }
 
 bool lies_in(const at::Tensor& tensor, const at::Tensor& buffer) {
-  return tensor.const_data_ptr() == buffer.const_data_ptr() && tensor.strides() == buffer.strides();
+  return tensor.const_data_ptr() == buffer.const_data_ptr() && tensor.strides() == buffer.strides() && !is_lazy(tensor);
+}
+
+// Whether a backward is under way that is for all tensors alike: some may be asked for alone.
+bool is_for_all() {
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  return asked && asked->empty();
 }
 
 // One training step: where it stands in its program.
@@ -94,12 +100,12 @@ class Step {
     }
     const Slot& slot = program->slots[next];
     if (slot.kind != Kind::BACKWARD || slot.forward != index) return false;
-    if (forward.trained && !torch::autograd::get_current_graph_task_exec_info()->empty()) return false;
+    if (forward.trained && !is_for_all()) return false;
     const Backward& backward = program->backwards[slot.graph];
     for (size_t i = 0; i < grads.size(); i++) {
       const at::Tensor& grad = grads[i];
       if (grad.defined() != backward.given[i] || (grad.defined() && !is_ordinary(grad))) return false;
-      if (slot.in_place[i] && !(grad.defined() && lies_in(grad, slot.fixed[i]) && !is_lazy(grad))) return false;
+      if (slot.in_place[i] && !(grad.defined() && lies_in(grad, slot.fixed[i]))) return false;
     }
     const size_t number = next++;
     in_flight[index] = false;
@@ -114,11 +120,12 @@ class Step {
   }
 
   // Where gradient `input` of the forward `index` is read by the next replay, if that is its backward: until then
-  // nobody else uses the place.
+  // nobody else uses the place. Whoever asks for the gradient itself, or gets it outside of the chain, may keep it.
   at::Tensor place_of(size_t index, size_t input) const {
     if (!program || !in_flight[index] || next >= program->slots.size()) return {};
     const Slot& slot = program->slots[next];
     if (slot.kind != Kind::BACKWARD || slot.forward != index || slot.in_place[input]) return {};
+    if (program->forwards[program->slots[index].graph].leaves || !is_for_all()) return {};
     return program->backwards[slot.graph].given[input] ? on_same_memory(slot.fixed[input]) : at::Tensor();
   }
 
@@ -152,7 +159,8 @@ class Step {
     for (size_t i = 0; i < fixed.size(); i++) {
       if (!tensors[i].defined() || lies_in(tensors[i], fixed[i]) || was_copied(fixed[i], tensors[i])) continue;
       into.push_back(fixed[i]);
-      from.push_back(tensors[i]);
+      const bool moved = tensors[i].is_alias_of(fixed[i]);  // a hook returns another view of what was written there
+      from.push_back(moved ? tensors[i].clone() : tensors[i]);
     }
     if (into.empty()) return;
     copy_together(into, from);
@@ -173,7 +181,8 @@ class Step {
     if (found == copied.end()) return false;
     const Copied& last = found->second;
     return last.task == torch::autograd::get_current_graph_task_id() && last.into_version == into._version() &&
-           last.from.const_data_ptr() == from.const_data_ptr() && last.from_version == from._version();
+           last.from.is_alias_of(from) && last.from.const_data_ptr() == from.const_data_ptr() &&
+           last.from_version == from._version();
   }
 
   void replay(const Slot& slot, size_t number, PyObject* owner, const variable_list& tensors,

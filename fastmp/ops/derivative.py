@@ -175,12 +175,21 @@ class Derivative:
             return written
         return [t for t in written if t.requires_grad and not (t.is_leaf or t._is_view())]
 
+    def _check_own(self, out: Tensor) -> None:
+        # A write to another view of the same tensor would silently take the history of a view from it.
+        if out.requires_grad or out._is_view():
+            what = "requires a gradient" if out.requires_grad else "is a view; pass out.detach()"
+            raise ValueError(f"{self.op}: out {list(out.shape)} {what}")
+
     def setup(self, ctx: Any, inputs: Sequence[Any], output: Any) -> None:
         """Keep what the formula takes, as `torch.autograd.Function` has it."""
         outputs = output if isinstance(output, tuple) else (output,)
         formula = next(f for f in self.formulas if f.condition < 0 or _is_there(inputs[f.condition]))
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*self._overwritten(inputs))
+        overwritten = self._overwritten(inputs)
+        if self.in_place:
+            self._check_own(*overwritten)
+        ctx.mark_dirty(*overwritten)
         outputs = outputs[: self.num_outputs]
         inputs = [each.detach() if i in self.written else each for i, each in enumerate(inputs)]
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in self.differentiable))

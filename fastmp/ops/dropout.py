@@ -304,7 +304,8 @@ def bias_dropout_add(
         seed: one int64 number on x's device, of which the mask is a pure function; None draws it from torch's
             default generator of that device, so that torch.manual_seed, `RngTracker.fork` and recomputation
             repeat the mask. Not read, nor drawn, where p is 0. DTensors need one, equal on all ranks.
-        out: where to write the result, a tensor of x's shape and the residual's dtype without a gradient.
+        out: where to write the result, a tensor of x's shape and the residual's dtype without a gradient; no
+            view where autograd records: pass out.detach().
 
     Returns:
         `out`, or a new contiguous tensor of x's shape and the residual's dtype.

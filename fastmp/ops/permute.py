@@ -272,9 +272,10 @@ def unpermute(
         row_of: (T, k) int32, the rows of each token, see `permutation`. A pair with a number outside [0, M)
             adds nothing. Two pairs with one row race for it in the gradient of y, as in `permute`.
         probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
-            differentiated again, unless there is an `out`.
+            differentiated again.
         residual: (T, H) of y's dtype, which is added to the rounded sum, or None.
-        out: where to write the result, a tensor (T, H) of y's dtype without a gradient; needs a residual.
+        out: where to write the result, a tensor (T, H) of y's dtype without a gradient; needs a residual. No
+            view where autograd records: pass out.detach().
 
     Returns:
         `out`, or a new tensor (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from small_tools import SHAPE, Parts, assert_same, linear, managed, total, train
@@ -76,6 +77,38 @@ def test_the_bits_are_eager_ones(mix):
     assert_same(lambda graphs: train(LayerChain([linear(), layer_of(mix), layer_of(mix)]), graphs))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("turn", (torch.Tensor.t, torch._neg_view))
+def test_a_hook_may_return_another_view_of_a_place(turn):
+    row_of = torch.arange(8, dtype=torch.int32).view(4, 2)
+
+    def mix(layer, x, probs):
+        if x.requires_grad:
+            x.register_hook(turn)
+        return unpermute(experts(permute(x, row_of, 8)), row_of), probs
+
+    assert_same(lambda graphs: train(LayerChain([layer_of(mix), layer_of(mix)]), graphs, sizes=[4] * 6))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asks", (False, True), ids=("by a hook", "asked for"))
+def test_gradients_outside_of_a_chain_may_be_kept(asks):
+    def run(graphs):
+        chain, kept = LayerChain([layer_of(only)]), []
+
+        def loss(outputs, step):
+            output, total = outputs[0], permute(outputs[0], ROW_OF, 5).square().sum() * (step + 1)
+            if not asks:
+                output.register_hook(kept.append)
+                return total
+            kept.extend(torch.autograd.grad(total, output))
+            return (output * kept[-1]).sum()
+
+        return [*train(chain, graphs, loss=loss), *kept]
+
+    assert_same(run)
+
+
 class Launches(TorchDispatchMode):
     """Counts copies, and what writes gradients."""
 
@@ -130,3 +163,36 @@ def test_a_number_is_copied_once_for_all_layers_and_again_in_the_next_backward(w
     assert_same(lambda graphs: train(copy.deepcopy(chain), graphs, loss=loss))
     counts = backward_of_the_last_step(chain, loss, silent=True)
     assert counts["copy_"] + counts["_foreach_copy_"] == (1 if weights is None else 3)
+
+
+class OneBuffer(torch.autograd.Function):
+    """Hands a number on; its gradient lies in the same memory each time, which torch does not know of."""
+
+    memory = np.zeros(())
+
+    @staticmethod
+    def forward(ctx, number):
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        OneBuffer.memory[...] = grad.numpy()
+        return torch.from_numpy(OneBuffer.memory)
+
+
+@pytest.mark.full
+def test_another_number_in_the_same_memory_is_copied():
+    def begin(layer, x):
+        return x * layer.first, (x * layer.first).sum()
+
+    def mix(layer, x, number):
+        return x, OneBuffer.apply(number)
+
+    def end(layer, x, number):
+        return (x * layer.last * number,)
+
+    def layer():
+        first, last = (nn.Parameter(torch.linspace(0.5, to, 4, dtype=torch.float64)) for to in (1, 2))
+        return Parts(("begin", True, begin), ("mix", False, mix), ("end", True, end), first=first, last=last)
+
+    assert_same(lambda graphs: train(LayerChain([layer() for _ in range(3)]), graphs))

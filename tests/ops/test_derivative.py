@@ -122,7 +122,7 @@ def test_the_library_serves_the_torch_that_it_was_compiled_for():
     code = """
 import torch
 torch.__version__ = type(torch.__version__)("2.99.0")
-from fastmp.ops import registry, bias_gelu, cross_entropy, rope_qk
+from fastmp.ops import registry, bias_dropout_add, bias_gelu, cross_entropy
 print(registry._AUTOGRAD_ABSENT)
 torch.manual_seed(0)
 x, bias = torch.randn(3, 4).requires_grad_(), torch.randn(4).requires_grad_()
@@ -139,10 +139,11 @@ def promised(factor=1, used=False):
 print(promised())
 for again in (lambda: torch.autograd.grad(loss, logits), lambda: torch.autograd.grad(
         bias_gelu(x).sum(), x, create_graph=True)[0].sum().backward(), lambda: promised(2),
-        lambda: promised(1, True)):
+        lambda: promised(1, True),
+        lambda: bias_dropout_add(x, None, x.detach(), p=0, out=torch.empty(2, 3, 4)[0])):
     try:
         again()
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         print(str(error)[:40])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -161,3 +162,4 @@ for again in (lambda: torch.autograd.grad(loss, logits), lambda: torch.autograd.
     assert lines[6].startswith("bias_gelu: its backward is not")
     assert lines[7].startswith("cross_entropy: the loss received")
     assert lines[8].startswith("cross_entropy_loss_grad_: an argument is")
+    assert lines[9].startswith("bias_dropout_add_into: out [3, 4] is a v")

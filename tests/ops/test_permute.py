@@ -216,10 +216,31 @@ def test_onto_a_residual_in_a_place_of_its_own(weighted):
     )
     wanted = torch.autograd.grad(expected, leaves, grad)
     whole = torch.full((9, 80), torch.nan, dtype=torch.bfloat16)
-    for out in (None, torch.full_like(residual, torch.nan, requires_grad=False), whole[:, ::2]):
+    for out in (None, torch.full_like(residual, torch.nan, requires_grad=False), whole[:, ::2].detach()):
         made = unpermute(y, row_of, probs, residual=residual, out=out)
         assert torch.equal(made, expected) and (out is None or made.data_ptr() == out.data_ptr())
         assert all(map(torch.equal, torch.autograd.grad(made, leaves, grad), wanted))
+
+
+def test_a_residual_may_be_the_place():
+    row_of, y, residual = (
+        torch.tensor([[0, 2], [1, -1]], dtype=torch.int32),
+        random(3, 4),
+        random(2, 4, seed=1),
+    )
+    expected = unpermute(y, row_of) + residual
+    assert torch.equal(unpermute(y, row_of, residual=residual, out=residual), expected)
+
+
+def test_a_view_is_no_place_for_what_has_a_gradient():
+    """What is written to another one would take its gradient from it."""
+    row_of, y = torch.tensor([[0, 2], [1, -1]], dtype=torch.int32), random(3, 4).requires_grad_()
+    whole, residual = random(2, 2, 4), random(2, 4)
+    with pytest.raises(ValueError, match=r"unpermute_add_into: out \[2, 4\] is a view; pass out.detach\(\)"):
+        unpermute(y, row_of, residual=residual, out=whole[0])
+    first, second = (unpermute(y, row_of, residual=residual, out=each.detach()) for each in whole)
+    (grad,) = torch.autograd.grad(first.sum() + 2 * second.sum(), y)
+    assert torch.equal(grad, torch.full_like(y, 3))
 
 
 @pytest.mark.parametrize("frozen", ("y", "probs"))
