@@ -185,7 +185,7 @@ class MoELayer(SegmentedLayer):
             return None
         if out is not None and (out.shape, out.dtype) != (residual_SBH.shape, residual_SBH.dtype):
             out = None
-        flat_TH = None if out is None else out.view(-1, out.shape[-1])
+        flat_TH = None if out is None else out.view(-1, out.shape[-1]).detach()
         total_TH = self.dispatcher.combine_onto(residual_SBH.flatten(0, 1), flat_TH, *kept)
         return None if total_TH is None else (total_TH.view(residual_SBH.shape), aux, counts_E)
 
