@@ -4,6 +4,7 @@
 
 #include <ATen/OpMathType.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/add.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/linear_compositeimplicitautograd_dispatch.h>
 #include <ATen/ops/mm.h>
@@ -67,6 +68,17 @@ struct LinearBackward : torch::autograd::Node {
   SavedVariable x, weight;
 };
 
+// In its steps, as autograd would have it run: who records ops sees the same ones. Where rows have gaps, torch makes one
+// product of them if the weight has a gradient, which it does not see down here; a batch of products has other bits.
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  if (x.dim() < 3 || x.is_contiguous()) return at::compositeimplicitautograd::linear(x, weight, bias);
+  const at::Tensor rows = at::mm(in_rows(x), weight.t());
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = weight.sym_size(0);
+  const at::Tensor y = rows.view_symint(sizes);
+  return bias ? at::add(y, *bias) : y;
+}
+
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   const at::Tensor& main_grad) {
   if (!at::GradMode::is_enabled() || !weight.requires_grad()) return at::linear(x, weight, bias);
@@ -82,8 +94,7 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::opti
   at::Tensor output;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    // in its steps, as autograd would have it run: who records ops sees the same ones
-    output = at::compositeimplicitautograd::linear(x, weight, bias);
+    output = product(x, weight, bias);
   }
   torch::autograd::set_history(output, node);
   return output;

@@ -17,7 +17,10 @@ from fastmp.testing.ops import run, samples
 
 FUNCTIONS = functions()
 # torch's product sums in an order that depends on the threads
-WITH_MATMUL = {"grouped_mlp_in", "grouped_mm", "grouped_mm_bias", "linear_cross_entropy"}
+WITH_MATMUL = {
+    *("grouped_mlp_in", "grouped_mm", "grouped_mm_bias"),
+    *("linear_cross_entropy", "linear_log_probs"),
+}
 ON_CPU = pytest.mark.parametrize(("op", "backend"), op_backends(("c++", "reference")))
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, *full([torch.bfloat16])], ids=str)
 
