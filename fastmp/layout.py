@@ -303,11 +303,12 @@ def _overlap_problems(recipe: Recipe) -> Iterator[Problem]:
             ("parallel.overlap_experts", "parallel.recompute"),
             "overlap_experts runs layers in parts, but parallel.recompute is set: it would run them whole",
         )
-    if recipe.graphs.enabled and recipe.graphs.scope != ("full_step",):
+    graphs = recipe.graphs
+    if graphs.enabled and ("full" in (graphs.scope or ()) or graphs.impl != "fastmp"):
+        whole = ("graphs.scope", "'full'") if graphs.impl == "fastmp" else ("graphs.impl", repr(graphs.impl))
         yield Problem(
-            ("parallel.overlap_experts", "graphs.enabled"),
-            "overlap_experts runs layers in parts, of which graphs hold whole steps only: set graphs.scope "
-            "'full_step' and model.moe.dispatcher 'symmetric'",
+            ("parallel.overlap_experts", whole[0]),
+            f"overlap_experts runs layers in parts, which {' '.join(whole)} would run whole: leave it out",
         )
 
 

@@ -38,7 +38,7 @@ ALLOWED = {
     "fastmp.parallel.grid": set(),
     "fastmp.parallel.launchers": set(),
     "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
-    "fastmp.parallel.overlap": set(),
+    "fastmp.parallel.overlap": {"parallel.schedule"},
     "fastmp.parallel.schedule": set(),
     "fastmp.parallel.shards": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
@@ -67,6 +67,13 @@ ALLOWED = {
         *("graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy", "_replay"),
     },
     "fastmp.graphs.buffers": {"parallel.schedule"},
+    "fastmp.graphs.overlapped": {
+        "graphs",
+        "nn.overlap",
+        "nn.segment",
+        "parallel.overlap",
+        "parallel.schedule",
+    },
     "fastmp.graphs.scope": set(),
     "fastmp.integrations": {
         *(

@@ -139,10 +139,21 @@ PROBLEMS = [
         "overlap_experts runs layers in parts, but parallel.recompute is set",
     ),
     (
-        replace(recipe(EXPERTS, ep=2, overlap_experts=True), graphs=GraphConfig(enabled=True)),
+        replace(
+            recipe(EXPERTS, ep=2, overlap_experts=True), graphs=GraphConfig(enabled=True, scope=("full",))
+        ),
         2,
         "parallel.overlap_experts",
-        "overlap_experts runs layers in parts, of which graphs hold whole steps only",
+        "overlap_experts runs layers in parts, which graphs.scope 'full' would run whole",
+    ),
+    (
+        replace(
+            recipe(EXPERTS, ep=2, overlap_experts=True),
+            graphs=GraphConfig(enabled=True, impl="transformer_engine"),
+        ),
+        2,
+        "parallel.overlap_experts",
+        "overlap_experts runs layers in parts, which graphs.impl 'transformer_engine' would run whole",
     ),
     (
         recipe(EXPERTS, ep=2, pp=2, overlap_experts=True, schedule="zero_bubble"),

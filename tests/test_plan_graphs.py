@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import deep_ep_stand_in
@@ -26,13 +27,14 @@ from fastmp.config import (
 )
 from fastmp.layout import make_grid, problems
 from fastmp.nn import Documents
+from fastmp.nn.overlap import OverlappedLayers
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.memory import stage_layers
-from fastmp.plan.segments import runs, whole_runs
+from fastmp.plan.segments import runs, runs_apart, whole_runs
 from fastmp.plan.shapes import shapes_of
 from fastmp.testing import run_ranks
 from fastmp.train.graphing import make_graphs
@@ -106,6 +108,18 @@ CASES = {
         1,
         ["router", "shared_experts", "dispatch", "combine"],
     ),
+    "ep, two at once": (
+        in_buckets(recipe(MIXED, microbatches=3, ep=2, dp=2, overlap_experts=True), 3000),
+        2,
+        None,
+    ),
+    "ep, symmetric, two at once": (recipe(SYMMETRIC, ep=2, dp=2, overlap_experts=True), 2, None),
+    "pp, vpp, two at once": (
+        recipe(MIXED, microbatches=4, pp=2, vpp=2, ep=2, dp=2, overlap_experts=True),
+        2,
+        ["attn", "moe_router"],
+    ),
+    "documents, two at once": (masked(recipe(SHARED, ep=2, dp=2, overlap_experts=True)), 2, None),
     "ep, recomputed": (recipe(SHARED, ep=2, dp=2, recompute=True), 2, None),
     "recomputed, front": (recipe(MOE, microbatches=4, pp=2, recompute=True), 1, FRONT),
     "tp, sp": (recipe(DENSE, tp=2, sequence_parallel=True), 1, ["attention"]),
@@ -146,10 +160,12 @@ def seen_case(rank, world, made, scope):
     layout, number = made.parallel, shapes_of(made, world).num_microbatches
     rng = RngTracker(1)
     model, loss = gpt_and_loss(made.model, groups, layout, rng=rng)
+    chunks = [model] if layout.pp * layout.vpp == 1 else model
+    overlap = OverlappedLayers([each.layers for each in chunks]) if layout.overlap_experts else None
     if layout.pp * layout.vpp == 1:
-        runner = WholeModel(model, loss)
+        runner = WholeModel(model, loss, overlap)
     else:
-        runner = Chunks(model, loss, groups=groups, num_microbatches=number)
+        runner = Chunks(model, loss, groups=groups, num_microbatches=number, overlap=overlap)
     config = GraphConfig(enabled=True, scope=scope, warmup=1)
     run_size = (
         made.optimizer.bucket_size if make_grads(runner.chunks, made.optimizer, groups).communicates else None
@@ -175,6 +191,8 @@ def runs_of(made, size, rank, scope):
         own = range(sum(layers[:stage]), sum(layers[: stage + 1]))
         if scope == ["full"]:
             found += whole_runs(shapes, stage, len(layers), own)
+        elif made.parallel.overlap_experts:
+            found += runs_apart(shapes, own, scope, run_size)
         else:
             found.append(runs(shapes, own, scope, run_size))
     return found
@@ -190,7 +208,7 @@ QUICK = {
         "pp, vpp",
         "pp, zero bubble",
     ),
-    *("pp, uneven", "full, pp, cp, zero bubble", "some dense, front", "documents"),
+    *("ep, two at once", "pp, uneven", "full, pp, cp, zero bubble", "some dense, front", "documents"),
 }
 
 
@@ -210,7 +228,11 @@ def test_the_plan_is_that_of_a_manager(made, dp, scope):
         chunks, graphs, inputs, nbytes = planned
         formula = runs_of(made, size, rank, scope)
         assert [list(chunk) for chunk in chunks] == formula
-        assert [[run.name for run in chunk] for chunk in formula] == own["runs"]
+        names = [[run.name for run in chunk] for chunk in formula]
+        if made.parallel.overlap_experts:  # they are planned by parts, and told by chunks
+            assert [*chain(*names)] == [*chain(*own["runs"])] and len(own["runs"]) == made.parallel.vpp
+        else:
+            assert names == own["runs"]
         assert (graphs, inputs) == (own["graphs"], own["inputs"])
         assert nbytes == own["input_bytes"] + own["gradient_bytes"]
         assert own["graphs"] == own["graphs_by_formula"]

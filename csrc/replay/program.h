@@ -30,6 +30,7 @@ struct Forward {
         outputs(from.attr("outputs").cast<std::vector<int64_t>>()),
         num_tensors(from.attr("num_tensors").cast<size_t>()),
         differentiable(from.attr("differentiable").cast<std::vector<bool>>()),
+        copied(from.attr("copied").cast<std::vector<bool>>()),
         aliased(from.attr("aliased").cast<bool>()),
         kept(from.attr("kept").cast<bool>()),
         leaves(from.attr("leaves").cast<bool>()),
@@ -47,7 +48,7 @@ struct Forward {
   Tensors made;
   std::vector<int64_t> outputs;
   size_t num_tensors;
-  std::vector<bool> differentiable;
+  std::vector<bool> differentiable, copied;
   bool aliased, kept, leaves, trained, reached;
 };
 

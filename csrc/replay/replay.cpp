@@ -170,6 +170,22 @@ class Step {
         copied.insert_or_assign(into[i].const_data_ptr(), Copied{task, from[i], into[i]._version(), from[i]._version()});
   }
 
+  static Tensors aliases(const Tensors& tensors) {
+    Tensors made;
+    for (const at::Tensor& each : tensors) made.push_back(on_same_memory(each));
+    return made;
+  }
+
+  static Tensors own_copies(const Forward& forward) {
+    Tensors made = aliases(forward.made), from;
+    for (size_t i = 0; i < made.size(); i++)
+      if (forward.copied[i]) from.push_back(made[i]);
+    const Tensors copies = copies_of(from);
+    for (size_t i = 0, at = 0; i < made.size(); i++)
+      if (forward.copied[i]) made[i] = copies[at++];
+    return made;
+  }
+
   static bool is_number(const at::Tensor& into, const at::Tensor& from) {
     return into.dim() == 0 && !is_lazy(from) && !from.is_inference();
   }
@@ -314,11 +330,7 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
   {
     const at::NoGradGuard no_grad;
     replay(slot, index, owner, inputs, forward.launch);
-    if (forward.leaves) {
-      made = copies_of(forward.made);
-    } else {
-      for (const at::Tensor& each : forward.made) made.push_back(on_same_memory(each));
-    }
+    made = forward.leaves ? own_copies(forward) : aliases(forward.made);
   }
   in_flight[index] = true;
   aliased = forward.aliased;

@@ -127,7 +127,8 @@ def plan_buffers(order: Sequence[Step], chunks: Sequence[Sequence[RunSpec]]) -> 
     own_chunks = tuple(tuple(RunSpec(*run) for run in chunk) for chunk in chunks)
     pool, replays, leases, ends = _Pool(), list[Replay](), list[Lease](), list[int]()
     captured: dict[tuple[Step, ...], int] = {}  # the first graph of a round
-    for steps in _rounds([Step(*step) for step in order], len(chunks)):
+    every = [step if isinstance(step, Step) else Step(*step) for step in order]
+    for steps in _rounds(every, len(chunks)):
         graph = captured.setdefault(_renumbered(steps), 1 + max((r.graph for r in replays), default=-1))
         held: dict[tuple[int, int, int], list[Lease]] = defaultdict(list)  # until now
         for step in steps:
@@ -163,7 +164,8 @@ def _rounds(steps: Sequence[Step], num_chunks: int) -> Iterator[list[Step]]:
         key = (step.microbatch, step.chunk)
         if not 0 <= step.chunk < num_chunks:
             raise ValueError(
-                f"graphs: step {i}, {step}, is of a chunk that does not exist; the plan has {num_chunks}"
+                f"graphs: step {i}, {step}, is of a {step.unit} that does not exist; "
+                f"the plan has {num_chunks}"
             )
         if step.kind == FORWARD and (key in in_flight or key in done):
             raise ValueError(f"graphs: step {i}, {step}, is there twice")

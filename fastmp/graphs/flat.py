@@ -7,7 +7,7 @@ program, the rest of the step is left to `GraphedStep`, which goes on or says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ class FlatForward(NamedTuple):
     differentiable: for each of `made`, whether it has a gradient. places: the addresses of their storages.
     aliased: whether two of them, or one and an input, share a storage.
     kept: whether code before the run may keep the gradients of its inputs: they are copied.
-    leaves: whether the chain returns what the run makes: as a copy.
+    leaves: whether the chain returns what the run makes. copied: for each of `made`, whether as a copy.
     trained: whether parameters of the run require a gradient. reached: whether a gradient comes at all.
     """
 
@@ -61,6 +61,7 @@ class FlatForward(NamedTuple):
     aliased: bool
     kept: bool
     leaves: bool
+    copied: list[bool]
     trained: bool
     reached: bool
 
@@ -140,10 +141,11 @@ def program_of(graph_set: GraphSet, parts: Sequence[Sequence[Part]]) -> Program 
 
 def _forward(graph_set: GraphSet, slot: Slot, captured: Captured, parts: Sequence[Part]) -> FlatForward:
     chunk, run = slot.step.chunk, slot.run
+    made = [each() for each in captured.outputs if not isinstance(each, int)]
     return FlatForward(
         launch=captured.forward.replay,
         expected=graph_set.expected[chunk, run],
-        made=[each() for each in captured.outputs if not isinstance(each, int)],
+        made=made,
         outputs=[each if isinstance(each, int) else -1 for each in captured.outputs],
         num_tensors=captured.num_tensors,
         differentiable=captured.differentiable,
@@ -151,6 +153,7 @@ def _forward(graph_set: GraphSet, slot: Slot, captured: Captured, parts: Sequenc
         aliased=captured.aliased,
         kept=graph_set.observed[chunk, run].keeps,
         leaves=isinstance(parts[-1], Run) and run + 1 == sum(isinstance(part, Run) for part in parts),
+        copied=[graph_set.copies_out(tensor) for tensor in made],
         trained=captured.trained,
         reached=graph_set.plan.chunks[chunk][run].gradients is not None,
     )
@@ -207,7 +210,7 @@ class FlatStep(GraphedStep):
         number: int,
         part: EagerPart,
         tensors: Tensors,
-        shared: dict[str, Any],
+        shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
         if self._flat is not None:

@@ -219,6 +219,13 @@ class GraphSet:
         ]
         self.expected = {place: [_expected(*each) for each in own.inputs] for place, own in observed.items()}
 
+    def copies_out(self, tensor: Tensor) -> bool:
+        """Whether a tensor that a graph has made leaves the chain as a copy.
+
+        A graph also copies numbers to the host: whoever reads them waits for them where they lie.
+        """
+        return tensor.device.type == self.device.type
+
     def takes(self, chunk: int, run: int, tensors: Sequence[Tensor]) -> bool:
         """Whether the graphs of a run were captured for inputs like these."""
         expected = self.expected[chunk, run]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -82,7 +82,7 @@ class StepRunner(Protocol):
         number: int,
         part: EagerPart,
         tensors: Tensors,
-        shared: dict[str, Any],
+        shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
         """The same of the eager part before run `number`."""
@@ -174,12 +174,16 @@ class GraphManager:
                 "each manager, or call remove() of the other one first"
             )
         backend.owner = weakref.ref(self)
-        self._forwards = [
-            functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain))
+        self._stand_ins = self._make_stand_ins()
+        for owns, name, function in self._stand_ins:
+            setattr(owns, name, function)
+
+    def _make_stand_ins(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        """What stands in for which method of an object: for the forward of each chain."""
+        return [
+            (chain, "forward", functools.partial(_managed, weakref.ref(self), chunk, weakref.ref(chain)))
             for chunk, chain in enumerate(self.chains)
         ]
-        for chain, forward in zip(self.chains, self._forwards):
-            chain.forward = forward  # type: ignore[method-assign]
 
     def _cut(self) -> None:
         self._parts: list[list[Part]] = [cut(chain, self.scope, self.run_size) for chain in self.chains]
@@ -233,13 +237,13 @@ class GraphManager:
     def paused(self) -> Iterator[None]:
         """Let the chains run by themselves inside, between two steps."""
         self.end_step()
-        own = [(chain, vars(chain).pop("forward", None)) for chain in self.chains]
+        own = [(owns, name, vars(owns).pop(name, None)) for owns, name, _ in self._stand_ins]
         try:
             yield
         finally:
-            for chain, forward in own:
-                if forward is not None:
-                    chain.forward = forward  # type: ignore[method-assign]
+            for owns, name, function in own:
+                if function is not None:
+                    setattr(owns, name, function)
 
     def remove(self) -> None:
         """Let the chains run by themselves again, and let go of the graphs.
@@ -249,9 +253,9 @@ class GraphManager:
         """
         if self._runner is not None:
             self._runner.end()
-        for chain, forward in zip(self.chains, self._forwards):
-            if vars(chain).get("forward") is forward:
-                del chain.forward
+        for owns, name, function in self._stand_ins:
+            if vars(owns).get(name) is function:
+                delattr(owns, name)
         self._forget()
         self._begin()
         owner = self.backend.owner
@@ -370,10 +374,15 @@ class GraphManager:
         replay = Replay() if self._verifier is None else self._verifier
         return GraphedStep(graph_set, self.runs, self.backend, replay, fallback=self.fallback)
 
-    def _forward(self, chunk: int, tensors: Tensors, shared: dict[str, Any]) -> Tensors:
-        chain = self.chains[chunk]
-        if self._step < 0 or not torch.is_grad_enabled() or not chain.training:
-            return type(chain).forward(chain, *tensors, **shared)
+    def _chain_of(self, chunk: int) -> LayerChain:
+        return self.chains[chunk]
+
+    def _forward(
+        self, chunk: int, tensors: Tensors, shared: Mapping[str, Any]
+    ) -> tuple[Tensors, Tensors] | None:
+        """What a chain hands on, and what its layers return besides; None: it runs by itself."""
+        if self._step < 0 or not torch.is_grad_enabled() or not self._chain_of(chunk).training:
+            return None
         common = Shared.of(shared)
         signature = self._signature or self._first_forward((*tensors, *common.tensors), common.form)
         runner = self._runner
@@ -390,9 +399,11 @@ class GraphManager:
             runner.skip(chunk)
         elif self._observed is not None:
             return self._observe_chain(self._observed, chunk, tensors, common)
-        return type(chain).forward(chain, *tensors, **shared)
+        return None
 
-    def _through_graphs(self, runner: StepRunner, chunk: int, tensors: Tensors, shared: Shared) -> Tensors:
+    def _through_graphs(
+        self, runner: StepRunner, chunk: int, tensors: Tensors, shared: Shared
+    ) -> tuple[Tensors, Tensors]:
         others: Tensors = ()
         overwritten: set[int] = set()
         number = 0
@@ -405,12 +416,16 @@ class GraphManager:
                 keywords = shared.keywords
                 tensors, more = runner.between(chunk, number, part, tensors, keywords, overwritten)
             others += more
-        made = (*tensors, *others)
         if not overwritten:
-            return made
-        in_graphs = [tensor.untyped_storage().data_ptr() in overwritten for tensor in made]
-        own = iter(_copy_out([tensor for tensor, inside in zip(made, in_graphs) if inside]))
-        return tuple([next(own) if inside else tensor for tensor, inside in zip(made, in_graphs)])
+            return tensors, others
+        assert self._graph_set is not None
+        made, copies_out = (*tensors, *others), self._graph_set.copies_out
+        in_graphs = [
+            tensor.untyped_storage().data_ptr() in overwritten and copies_out(tensor) for tensor in made
+        ]
+        copies = iter(_copy_out([tensor for tensor, inside in zip(made, in_graphs) if inside]))
+        own = tuple([next(copies) if inside else tensor for tensor, inside in zip(made, in_graphs)])
+        return own[: len(tensors)], own[len(tensors) :]
 
     def _replays(self, chunk: int, tensors: Tensors, shared: Shared) -> bool:
         assert self._runner is not None and self._graph_set is not None
@@ -427,7 +442,7 @@ class GraphManager:
 
     def _observe_chain(
         self, observed: dict[Place, Observed], chunk: int, tensors: Tensors, shared: Shared
-    ) -> Tensors:
+    ) -> tuple[Tensors, Tensors]:
         """Run a chain eagerly, and note what enters and leaves its runs."""
         others: Tensors = ()
         number, keeps = 0, False
@@ -443,7 +458,7 @@ class GraphManager:
                 tensors, more = run_links(part.links, tensors, part.call, shared=shared.keywords)
                 keeps |= keeps_gradients(part, given, tensors)
             others += more
-        return *tensors, *others
+        return tensors, others
 
     def _observe(
         self,
@@ -494,9 +509,10 @@ def _managed(
     """Stand in for the forward of a chain, without keeping the manager and its graphs."""
     own, layers = manager(), chain()
     assert layers is not None
-    if own is None:
+    made = None if own is None else own._forward(chunk, tensors, shared)
+    if made is None:
         return type(layers).forward(layers, *tensors, **shared)
-    return own._forward(chunk, tensors, shared)
+    return *made[0], *made[1]
 
 
 def _copy_out(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

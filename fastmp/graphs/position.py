@@ -48,9 +48,10 @@ class Position:
             or (microbatch is not None and microbatch != slot.step.microbatch)
         ):
             which = "" if microbatch is None else f" of microbatch {microbatch}"
+            unit = self._graph_set.slots[0].step.unit
             planned = "the end of the step" if slot is None else f"the {slot.name}"
             raise GraphError(
-                f"graphs: the {kinds[0]}{which} of chunk {chunk}, run {self._runs[chunk][run].name!r}, "
+                f"graphs: the {kinds[0]}{which} of {unit} {chunk}, run {self._runs[chunk][run].name!r}, "
                 f"is about to run, but {planned} was planned; run the steps in the `order` of the manager"
             )
         if slot.round != self._round:

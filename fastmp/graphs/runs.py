@@ -7,7 +7,7 @@ returns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,8 +25,8 @@ from fastmp.graphs.scope import captured_segments, layer_groups
 from fastmp.nn.segment import Call, LayerChain, Link, Tensors, run_links
 
 __all__ = [
-    "EagerPart", "Observed", "Part", "Run", "Shared", "called_modules", "cut", "keeps_gradients", "made_by",
-    "nodes_behind", "spec_of",
+    "EagerPart", "Observed", "Part", "Run", "Shared", "called_modules", "cut", "cut_apart",
+    "keeps_gradients", "made_by", "nodes_behind", "spec_of",
 ]  # fmt: skip
 
 
@@ -86,12 +86,12 @@ class EagerPart(Part):
 class Shared(NamedTuple):
     """What a chain gets as `keywords` for all layers: its tensors, and its form without them."""
 
-    keywords: dict[str, Any]
+    keywords: Mapping[str, Any]
     tensors: Tensors
     form: TreeSpec
 
     @classmethod
-    def of(cls, keywords: dict[str, Any]) -> Shared:
+    def of(cls, keywords: Mapping[str, Any]) -> Shared:
         """Take it apart. ValueError where it holds something else than tensors."""
         if not keywords:
             return _NOTHING
@@ -133,10 +133,38 @@ def cut(chain: LayerChain, scope: Sequence[str] | None, run_size: int | None = N
     A layer with a hook that a replay would skip is eager as a whole. ValueError as `captured_segments`.
     """
     links = chain.links()
-    eager = {link.segment.name for link in links if not link.segment.capturable}
-    chosen = captured_segments(scope, {link.segment.name: link.segment.name not in eager for link in links})
+    kind_of = _kinds(links, scope, run_size)
     links, called = called_whole(links)
-    begun: list[nn.Module] = [*called]
+    return _parts(links, kind_of, [*called], chain.call)
+
+
+def cut_apart(
+    chain: LayerChain,
+    pieces: Sequence[Sequence[Link]],
+    scope: Sequence[str] | None,
+    run_size: int | None = None,
+) -> list[list[Part]]:
+    """Cut each of `pieces`, segments of `chain` between which rows are exchanged, as `cut` does.
+
+    A layer with a hook that a replay would skip is eager, but not as a whole: nobody calls it.
+    """
+    links = chain.links()
+    kind_of = _kinds(links, scope, run_size, {link.segment.name for link in links if link.segment.exchanges})
+    _, called = called_whole(links)
+    begun: list[nn.Module] = []
+    return [
+        _parts(own, lambda link: (False, -1) if link.layer in called else kind_of(link), begun, chain.call)
+        for own in pieces
+    ]
+
+
+def _kinds(
+    links: Sequence[Link], scope: Sequence[str] | None, run_size: int | None, beside: Collection[str] = ()
+) -> Callable[[Link], tuple[bool, int]]:
+    """A function of a segment that says whether it is captured, and in which group of layers."""
+    eager = {link.segment.name for link in links if not link.segment.capturable}
+    able = {link.segment.name: link.segment.name not in eager for link in links}
+    chosen = captured_segments(scope, able, beside)
     layers_of = {link.name: link.layer for link in links}
     sizes = [sum(p.numel() for p in layer.parameters() if p.requires_grad) for layer in layers_of.values()]
     group_of = dict(zip(layers_of, layer_groups(sizes, run_size), strict=True))
@@ -145,6 +173,16 @@ def cut(chain: LayerChain, scope: Sequence[str] | None, run_size: int | None = N
         captured = _captures(link, scope, chosen)
         return captured, group_of[link.name] if captured else -1
 
+    return kind_of
+
+
+def _parts(
+    links: Sequence[Link],
+    kind_of: Callable[[Link], tuple[bool, int]],
+    begun: list[nn.Module],
+    call: Call | None,
+) -> list[Part]:
+    """The runs among `links`, and the parts between them; `begun` gets the layers that begin here."""
     parts: list[Part] = []
     for (captured, _), own in groupby(links, kind_of):
         group = list(own)
@@ -152,7 +190,7 @@ def cut(chain: LayerChain, scope: Sequence[str] | None, run_size: int | None = N
         layers: list[nn.Module] = list(dict.fromkeys(link.layer for link in group))
         kind = Run if captured else EagerPart
         name = first if first == last else f"{first} to {last}"
-        parts.append(kind(name, group, [layer for layer in layers if layer not in begun], chain.call))
+        parts.append(kind(name, group, [layer for layer in layers if layer not in begun], call))
         begun += layers
     return parts
 

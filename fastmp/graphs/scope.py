@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 __all__ = ["captured_segments", "layer_groups", "must_run_eagerly"]
 
@@ -18,12 +18,15 @@ _PARTS = {
 _WHOLE = ("full", "full_step")
 
 
-def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool]) -> set[str]:
+def captured_segments(
+    scope: Sequence[str] | None, segments: Mapping[str, bool], beside: Collection[str] = ()
+) -> set[str]:
     """The names of the segments to capture. `segments`: {name: whether it can be captured}.
 
     scope: attn, mlp, moe_router, moe_preprocess (with the shared experts), moe (everything in place of an
         MLP), full or full_step (everything), or segments by name. None captures all that can be, but no
         shared experts behind an eager preprocess, which would be a graph of their own.
+    beside: segments that run beside another microbatch's compute, which no graph of compute holds.
 
     ValueError for a scope that names no segment, for a part of which a segment cannot be captured, and for
     dispatch, experts or combine without the shared experts: where these are eager, they run on a stream that
@@ -31,7 +34,7 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
     eager dispatch: counts on their way to the host would be an input of their graph.
     """
     if scope is None:
-        chosen = {name for name, capturable in segments.items() if capturable}
+        chosen = {name for name, capturable in segments.items() if capturable and name not in beside}
         return chosen - {"shared_experts"} if not segments.get("preprocess", True) else chosen
     parts = {name: segments if name in _WHOLE else _PARTS.get(name, (name,)) for name in scope}
     found = {name: [part for part in own if part in segments] for name, own in parts.items()}
@@ -43,6 +46,11 @@ def captured_segments(scope: Sequence[str] | None, segments: Mapping[str, bool])
             raise ValueError(
                 f"graphs: scope {name!r} cannot be captured, because {must_run_eagerly(eager)}; "
                 "without a scope everything else is captured"
+            )
+        if apart := [part for part in own if part in beside]:
+            raise ValueError(
+                f"graphs: scope {name!r} has {', '.join(apart)}, which overlap_experts runs beside the "
+                "compute of another microbatch, outside of graphs; without a scope all else is captured"
             )
     chosen = {part for own in found.values() for part in own}
     behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import gt
 from typing import Any
 
@@ -127,7 +127,7 @@ class GraphedStep:
         number: int,
         part: EagerPart,
         tensors: Tensors,
-        shared: dict[str, Any],
+        shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
         """Run a part eagerly that comes before run `number`.

@@ -11,7 +11,7 @@ Gradients of parameters leave a replay as copies. Autograd accumulates them, and
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
@@ -183,7 +183,7 @@ class _Replays:
         number: int,
         part: EagerPart,
         tensors: Tensors,
-        shared: dict[str, Any],
+        shared: Mapping[str, Any],
         overwritten: set[int],
     ) -> tuple[Tensors, Tensors]:
         return run_links(part.links, tensors, part.call, shared=shared)

@@ -16,7 +16,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
-from fastmp.parallel.overlap import Part, Section, Turn, backward_parts, forward_parts, interleave, nominal
+from fastmp.parallel.overlap import Section, Turn, backward_parts, cut_segments, forward_parts, order_of
 from fastmp.parallel.streams import exchange_stream
 
 __all__ = ["OverlappedLayers"]
@@ -35,14 +34,15 @@ Key = tuple[int, int]  # microbatch, chunk
 
 
 class OverlappedLayers:
-    """What runs the layers of chunks in parts; `chains` has those of each chunk.
+    """What runs the layers of chunks in parts; `chains` has those of each chunk, `sections` its parts.
 
     A forward is `with forward(key, beside): chunk(...)`, with a key (microbatch, chunk). Its backward begins
     outside, with autograd's from the loss or the next stage, which ends at the last layer; `backward(key)`
     does the rest. To run one beside a forward, begin it, give its key as `beside`, and call `backward` when
     the forward is over: it has nothing left to do, where the chunks have layers.
 
-    Other calls of the chains, in evaluation for instance, are as ever.
+    Other calls of the chains, in evaluation for instance, are as ever. Each part is run by `run_part`, in
+    whose place a graph manager may put its own.
 
     ValueError for chains that are recomputed; in `begin_step` for a layer with hooks, which nobody would call
     (those before a forward with the mark `hook.replayed = True` are); and in a forward for keywords with a
@@ -52,8 +52,9 @@ class OverlappedLayers:
     def __init__(self, chains: Sequence[LayerChain]) -> None:
         if any(chain.call is not None for chain in chains):
             raise ValueError("overlap_experts: layers are run in parts, which recompute=True does not know")
-        self._chains = list(chains)
+        self.chains = list(chains)
         self._runs = [_cut(chain.links()) for chain in chains]
+        self.sections = [[run.section for run in runs] for runs in self._runs]
         self._live: dict[Key, _Microbatch] = {}
         self._queue = WgradQueue()
         self._now: tuple[Key, Key | None] | None = None
@@ -64,13 +65,27 @@ class OverlappedLayers:
     @property
     def exchanges(self) -> bool:
         """Whether any of the layers exchanges rows with other ranks; a stage of a pipeline may have none."""
-        return any(run.section.exchange for runs in self._runs for run in runs)
+        return any(section.exchange for own in self.sections for section in own)
+
+    def links(self, chunk: int, part: int) -> list[Link]:
+        """The segments of a part."""
+        return self._runs[chunk][part].links
+
+    def run_part(
+        self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
+    ) -> tuple[Tensors, Tensors]:
+        """Run the segments of a part, with the hooks that nobody else calls; the results of `run_links`."""
+        links = self.links(chunk, part)
+        for layer in (link.layer for link in links if link.first):
+            for hook in _replayed_hooks(layer):
+                hook(layer, ())
+        return run_links(links, tensors, shared=shared)
 
     def begin_step(self) -> None:
         """Forget what a step that failed has left."""
         self._live.clear()
         self._queue.take()
-        for layer in (layer for chain in self._chains for layer in chain):
+        for layer in (layer for chain in self.chains for layer in chain):
             if (hook := _skipped_hook(layer)) is not None:
                 raise ValueError(
                     f"overlap_experts: layers are run in parts, so nobody calls {type(layer).__name__} and "
@@ -93,11 +108,12 @@ class OverlappedLayers:
 
     def _forward(self, chunk: int, *tensors: Tensor, **shared: Any) -> Tensors:
         if self._now is None or not torch.is_grad_enabled():
-            return LayerChain.forward(self._chains[chunk], *tensors, **shared)
+            return LayerChain.forward(self.chains[chunk], *tensors, **shared)
         key, beside = self._now
         self._check(key, shared)
         other = None if beside is None else self._live.get(beside)
-        own = self._live[key] = _Microbatch(self._runs[chunk], tensors, self._queue)
+        run = partial(self.run_part, chunk)
+        own = self._live[key] = _Microbatch(self.sections[chunk], run, tensors, self._queue)
         for turn in self._order(chunk, None if beside is None or other is None else beside[1]):
             if turn.chain == 0:
                 own.forward(turn.part, shared)
@@ -123,10 +139,10 @@ class OverlappedLayers:
     def _order(self, chunk: int, other: int | None) -> tuple[Turn, ...]:
         """The order of a forward, beside the backward of chunk `other`."""
         if (chunk, other) not in self._orders:
-            chains = [forward_parts([run.section for run in self._runs[chunk]])]
+            chains = [forward_parts(self.sections[chunk])]
             if other is not None:
-                chains.append(_backward_parts(self._runs[other]))
-            self._orders[chunk, other] = interleave(*chains)
+                chains.append(backward_parts(self.sections[other], defer=True))
+            self._orders[chunk, other] = order_of(*chains)
         return self._orders[chunk, other]
 
 
@@ -138,22 +154,9 @@ class _Run(NamedTuple):
 
 
 def _cut(links: Sequence[Link]) -> list[_Run]:
-    """Cut a chain where segments begin or cease to exchange.
-
-    The host waits where an exchange begins that a graph could not hold, behind a segment that it could.
-    """
-    runs: list[_Run] = []
-    before = True
-    for exchange, group in groupby(links, lambda link: link.segment.exchanges):
-        own = list(group)
-        waits = exchange and before and not own[0].segment.capturable
-        runs.append(_Run(own, *nominal([Section(own[0].full_name, exchange, waits)])))
-        before = own[-1].segment.capturable
-    return runs
-
-
-def _backward_parts(runs: Sequence[_Run]) -> tuple[Part, ...]:
-    return backward_parts([run.section for run in runs], defer=True)
+    """Cut a chain where segments begin or cease to exchange."""
+    segments = [(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
+    return [_Run([links[i] for i in own], section) for own, section in cut_segments(segments)]
 
 
 def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:
@@ -208,24 +211,22 @@ Roots = list[tuple[GradientEdge, _Gradient]]
 class _Microbatch:
     """The way of a microbatch through the runs of a chunk, forward and back."""
 
-    def __init__(self, runs: Sequence[_Run], tensors: Tensors, queue: WgradQueue) -> None:
-        self._runs, self._queue = runs, queue
+    def __init__(
+        self, sections: Sequence[Section], run: Callable[..., Any], tensors: Tensors, queue: WgradQueue
+    ) -> None:
+        self._sections, self._run, self._queue = sections, run, queue
         self._roots: list[Roots] = []  # of each run, behind those of what came before the chain
         self._held, self._others = self._hold(tensors, {}), list[_Held]()
-        self._parts = _backward_parts(runs)
+        self._parts = backward_parts(sections, defer=True)
         self._left = list(range(len(self._parts)))
         self._deferred: dict[int, list[Any]] = {}
         self._lane = _Lane(tensors[0])
 
     def forward(self, part: int, shared: Mapping[str, Any]) -> None:
-        links, section = self._runs[part]
-        queue = None if section.exchange else self._queue  # an exchange has no part for deferred gradients
-        with self._lane.on(section.exchange, [held.tensor for held in self._held]), defer_wgrad(queue):
-            for layer in (link.layer for link in links if link.first):
-                for hook in _replayed_hooks(layer):
-                    hook(layer, ())
-            given = tuple(held.given(section.exchange) for held in self._held)
-            tensors, others = run_links(links, given, shared=shared)
+        exchange = self._sections[part].exchange
+        with self._on(exchange, [held.tensor for held in self._held], defers=not exchange):
+            given = tuple(held.given(exchange) for held in self._held)
+            tensors, others = self._run(part, given, shared)
             made = self._hold((*tensors, *others), {id(t): held for t, held in zip(given, self._held)})
         self._held = made[: len(tensors)]
         self._others += made[len(tensors) :]
@@ -259,8 +260,14 @@ class _Microbatch:
         given = [(edge, grad) for edge, grad in taken if grad is not None]
         if given:
             edges, grads = zip(*given, strict=True)
-            with self._lane.on(exchange, grads):
+            with self._on(exchange, grads, defers=number > 0 and not exchange):
                 torch.autograd.backward(edges, grads)
+
+    @contextmanager
+    def _on(self, exchange: bool, tensors: Sequence[Tensor], *, defers: bool) -> Iterator[None]:
+        """The context of a part: its stream, and where its gradients of weights go if it `defers` them."""
+        with self._lane.on(exchange, tensors), defer_wgrad(self._queue if defers else None):
+            yield
 
     def _hold(self, tensors: Tensors, given: Mapping[int, _Held]) -> list[_Held]:
         """The results of a run; those that are what it was `given`, by their id, it has handed on."""

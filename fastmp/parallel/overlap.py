@@ -9,20 +9,24 @@ Gradients of weights need the part behind which they come, and nothing needs the
 that fill the time in which an exchange of the same microbatch is on its way (Qi et al. 2023,
 arXiv:2401.10241). Two microbatches at once, with gradients of weights beside exchanges: section 3.2.1 of
 DeepSeek-V3 (arXiv:2412.19437).
+
+Graphs hold what computes. The order in which they are replayed follows from an order of steps: `graph_order`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
+from fastmp.parallel.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Step
+
 __all__ = [
-    "Part", "Played", "Section", "Turn", "backward_parts", "forward_parts", "in_sequence",
-    "interleave", "needed", "nominal", "play",
+    "Part", "PartStep", "Played", "Section", "Turn", "backward_parts", "computing", "cut_segments",
+    "forward_parts", "graph_order", "in_sequence", "interleave", "needed", "nominal", "order_of", "play",
 ]  # fmt: skip
 
 
@@ -103,6 +107,61 @@ def nominal(sections: Sequence[Section]) -> tuple[Section, ...]:
         Section(own[0].name, exchange, any(s.waits for s in own), backward_weight=0.0 if exchange else 1.0)
         for _, _, exchange, own in _runs(sections)
     )
+
+
+def cut_segments(segments: Sequence[tuple[str, bool, bool]]) -> list[tuple[range, Section]]:
+    """Cut a chunk where its segments begin or cease to exchange: places of segments, and a nominal section.
+
+    segments: (name, whether it exchanges, whether a graph could hold it). The host waits where an exchange
+    begins that a graph could not hold, behind a segment that it could.
+    """
+    found, before = [], True
+    for exchange, group in groupby(range(len(segments)), lambda i: segments[i][1]):
+        own = list(group)
+        (name, _, able), (*_, last_able) = segments[own[0]], segments[own[-1]]
+        (section,) = nominal([Section(name, exchange, exchange and before and not able)])
+        found.append((range(own[0], own[-1] + 1), section))
+        before = last_able
+    return found
+
+
+class PartStep(Step):
+    """A step of one part, whose number stands in place of a chunk's; see `computing`."""
+
+    __slots__ = ()
+    unit = "part"
+
+
+def computing(chunks: Sequence[Sequence[Section]]) -> list[tuple[int, int]]:
+    """The (chunk, section) of each section that computes; its place here is the number of the part."""
+    return [(c, i) for c, own in enumerate(chunks) for i, each in enumerate(own) if not each.exchange]
+
+
+def graph_order(steps: Iterable[Sequence[Step]], chunks: Sequence[Sequence[Section]]) -> tuple[PartStep, ...]:
+    """The order in which a host starts the parts that compute, of which graphs are replayed.
+
+    steps: what runs at once, in order (`Schedule.together`). chunks: the sections of each, from
+    `cut_segments`. A backward is two steps, of inputs and of weights.
+    """
+    numbers = {place: number for number, place in enumerate(computing(chunks))}
+    found = []
+    for group in steps:
+        chains = [
+            forward_parts(own) if step.kind == FORWARD else backward_parts(own, defer=True)
+            for step, own in ((step, chunks[step.chunk]) for step in group)
+        ]
+        for chain, number in order_of(*chains):
+            step, part = group[chain], chains[chain][number]
+            if not part.exchange:
+                kind = BACKWARD_WEIGHT if part.deferred else BACKWARD_INPUT
+                kind = FORWARD if step.kind == FORWARD else kind
+                found.append(PartStep(kind, step.microbatch, numbers[step.chunk, part.first]))
+    return tuple(found)
+
+
+def order_of(*chains: Chain) -> tuple[Turn, ...]:
+    """The order in training: of a chain alone as it is, of a forward and a backward as `interleave` says."""
+    return interleave(*chains) if len(chains) > 1 and all(chains) else in_sequence(*chains)
 
 
 def needed(chain: Chain, part: int) -> int | None:

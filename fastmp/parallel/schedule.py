@@ -27,15 +27,17 @@ class Step(NamedTuple):
     """One call of one chunk with one microbatch.
 
     `kind` is "forward", "backward" (of inputs and weights at once), "backward_input" (what the stage before
-    waits for) or "backward_weight" (what can be deferred).
+    waits for) or "backward_weight" (what can be deferred). `unit` is the word for what `chunk` numbers.
     """
 
     kind: str
     microbatch: int
     chunk: int
 
+    unit = "chunk"
+
     def __str__(self) -> str:
-        return f"{self.kind} of microbatch {self.microbatch} chunk {self.chunk}"
+        return f"{self.kind} of microbatch {self.microbatch} {self.unit} {self.chunk}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from fastmp.config import Recipe
 from fastmp.graphs.buffers import RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.scope import captured_segments
 from fastmp.layout import make_schedule
+from fastmp.parallel.overlap import graph_order
 from fastmp.parallel.schedule import (
     BACKWARD,
     BACKWARD_WEIGHT,
@@ -22,7 +23,16 @@ from fastmp.parallel.schedule import (
 )
 from fastmp.plan.parameters import stage_layers
 from fastmp.plan.recipe import fitting_recipe, recipe_parser, table
-from fastmp.plan.segments import all_segments, runs, segments, step_inputs, whole_runs
+from fastmp.plan.segments import (
+    EXCHANGES,
+    all_segments,
+    runs,
+    runs_apart,
+    sections,
+    segments,
+    step_inputs,
+    whole_runs,
+)
 from fastmp.plan.shapes import Shapes, shapes_of
 
 
@@ -71,7 +81,9 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
     else:
         ranks = _of_runs(recipe, shapes)
     able = all_segments(shapes)
-    captured = captured_segments(scope, able)
+    overlaps = layout.overlap_experts and "full_step" not in (scope or ())
+    apart = [name for name in EXCHANGES if overlaps and name in able]
+    captured = captured_segments(scope, able, apart)
     whole = bool({"full", "full_step"} & {*(scope or ())})
     behind = ["loss"] * whole + ["sums over ranks", "optimizer"] * ("full_step" in (scope or ()))
     return {
@@ -83,8 +95,13 @@ def graph_facts(recipe: Recipe, world_size: int) -> dict[str, Any]:
         "layer": [segment.name for segment in segments(shapes)],
         "captured": ["embedding"] * whole + [name for name in able if name in captured] + behind,
         "exchange_bytes": 0 if shapes.exchange is None else shapes.exchange.nbytes,
-        "eager": [name for name, can in able.items() if not can],
-        "beside": [name for name, can in able.items() if can and scope is None and name not in captured],
+        "eager": [name for name, can in able.items() if not can and name not in apart],
+        "beside": [
+            name
+            for name, can in able.items()
+            if can and scope is None and name not in captured and name not in apart
+        ],
+        "apart": apart,
         "ranks": ranks,
     }
 
@@ -111,25 +128,44 @@ def _of_runs(recipe: Recipe, shapes: Shapes) -> list[dict[str, Any]]:
     whole, grid = "full" in (scope or ()), shapes.grid
     reduces = max(grid.dp * grid.cp, 1 if recipe.model.moe is None else grid.edp) > 1
     run_size = recipe.optimizer.bucket_size if reduces else None
+    if layout.overlap_experts:
+        return _of_parts(recipe, shapes, stages, run_size)
     of_stages = [
         whole_runs(shapes, stage, len(stages), own) if whole else [runs(shapes, own, scope, run_size)]
         for stage, own in enumerate(stages)
     ]
-    return [
-        _rank_facts(recipe, shapes.num_microbatches, rank, [*chain(*of_stages[rank :: layout.pp])])
-        for rank in range(layout.pp)
-    ]
+    found, schedule = [], make_schedule(layout, shapes.num_microbatches)
+    for rank in range(layout.pp):
+        chunks, steps = [*chain(*of_stages[rank :: layout.pp])], schedule.order(rank)
+        if len(chunks) > layout.vpp:
+            steps = tuple(with_loss(steps, layout.vpp - 1))
+        found.append(_rank_facts(steps, chunks, schedule.peak_in_flight(rank), shapes.num_microbatches))
+    return found
+
+
+def _of_parts(
+    recipe: Recipe, shapes: Shapes, stages: Sequence[range], run_size: int | None
+) -> list[dict[str, Any]]:
+    """The graphs of each pipeline rank, where two microbatches run at once: of the parts that compute."""
+    layout, scope, found = recipe.parallel, recipe.graphs.scope, []
+    schedule = make_schedule(layout, shapes.num_microbatches)
+    for rank in range(layout.pp):
+        own = stages[rank :: layout.pp]
+        parts = [runs_apart(shapes, stage, scope, run_size) for stage in own]
+        order = graph_order(
+            schedule.together(rank), [[each for _, each in sections(shapes, stage)] for stage in own]
+        )
+        peak = schedule.peak_in_flight(rank)
+        facts = _rank_facts(order, [*chain(*parts)], peak, shapes.num_microbatches)
+        found.append(facts | {"runs": [[run.name for part in stage for run in part] for stage in parts]})
+    return found
 
 
 def _rank_facts(
-    recipe: Recipe, num_microbatches: int, rank: int, chunks: Sequence[Sequence[RunSpec]]
+    steps: Sequence[Step], chunks: Sequence[Sequence[RunSpec]], peak: int, num_microbatches: int
 ) -> dict[str, Any]:
-    layout = recipe.parallel
-    schedule = make_schedule(layout, num_microbatches)
-    steps: Sequence[Step] = schedule.order(rank)
-    if len(chunks) > layout.vpp:
-        steps = [*with_loss(steps, layout.vpp - 1)]
-    planned, peak = plan_buffers(steps, chunks), schedule.peak_in_flight(rank)
+    """Plan the graphs of `steps`, in which `peak` microbatches are in flight at most."""
+    planned = plan_buffers(steps, chunks)
     kinds = [len({step.kind for step in steps if step.chunk == chunk}) for chunk in range(len(chunks))]
     graphs = sum(
         1 if run.gradients is None else own for runs, own in zip(chunks, kinds, strict=True) for run in runs
@@ -172,6 +208,8 @@ def describe_graphs(facts: dict[str, Any]) -> Iterator[str]:
     yield f"captured  {', '.join(facts['captured']) or 'nothing'}"
     if facts["beside"]:
         yield f"eager     {', '.join(facts['beside'])}: beside the exchange of tokens"
+    if facts["apart"]:
+        yield f"eager     {', '.join(facts['apart'])}: beside the compute of another microbatch"
     if facts["eager"]:
         yield f"eager     {', '.join(facts['eager'])}: sizes of what other ranks send are known at run time"
     if facts["exchange_bytes"]:

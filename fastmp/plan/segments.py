@@ -6,7 +6,7 @@ tensor-parallel group have unequal parts of a sequence, it is the first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
@@ -14,9 +14,11 @@ from typing import NamedTuple
 from fastmp.config import MoEConfig
 from fastmp.graphs.buffers import RunSpec, TensorSpec
 from fastmp.graphs.scope import captured_segments, layer_groups
+from fastmp.parallel.overlap import Section, cut_segments
 from fastmp.plan.parameters import layer_size
 from fastmp.plan.shapes import Shapes
 
+EXCHANGES = ("dispatch", "combine")  # where experts are over ranks
 _BACK = ("dispatch", "experts", "combine")
 
 
@@ -34,6 +36,7 @@ class Segment(NamedTuple):
     name: str
     capturable: bool
     run: Callable[..., Tensors]
+    exchanges: bool = False
 
 
 def segments(shapes: Shapes) -> list[Segment]:
@@ -52,7 +55,11 @@ def segments(shapes: Shapes) -> list[Segment]:
             "experts": parts.experts,
             "combine": parts.combine,
         }
-        found += [Segment(name, name not in eager, run) for name, run in (*front.items(), *back.items())]
+        exchanges = () if shapes.dispatcher == "local" else EXCHANGES
+        found += [
+            Segment(name, name not in eager, run, name in exchanges)
+            for name, run in (*front.items(), *back.items())
+        ]
     return found
 
 
@@ -71,9 +78,41 @@ def runs(
     ValueError as `captured_segments`.
     """
     chosen = captured_segments(scope, all_segments(shapes, layers))
+    return _runs(shapes, layers, chosen, run_size)[0]
+
+
+def sections(shapes: Shapes, layers: range) -> list[tuple[range, Section]]:
+    """The parts of a stage with these layers where two microbatches run at once: their segments, by place."""
+    links = [(layer, each) for layer in layers for each in segments(shapes.of_layer(layer))]
+    return cut_segments([(f"{layer}.{own.name}", own.exchanges, own.capturable) for layer, own in links])
+
+
+def runs_apart(
+    shapes: Shapes, layers: range, scope: Sequence[str] | None = None, run_size: int | None = None
+) -> list[list[RunSpec]]:
+    """The runs of each part that computes, of a stage with these layers whose exchanges no graph holds.
+
+    ValueError as `captured_segments`.
+    """
+    able = all_segments(shapes, layers)
+    chosen = captured_segments(scope, able, [name for name in EXCHANGES if name in able])
+    parts = sections(shapes, layers)
+    found = _runs(shapes, layers, chosen, run_size, [own for own, _ in parts])
+    return [runs for runs, (_, section) in zip(found, parts, strict=True) if not section.exchange]
+
+
+def _runs(
+    shapes: Shapes,
+    layers: range,
+    chosen: Collection[str],
+    run_size: int | None,
+    parts: Sequence[range] | None = None,
+) -> list[list[RunSpec]]:
+    """The runs of `chosen` segments in each part, given by places of segments; None: there is one part."""
     own = {layer: segments(shapes.of_layer(layer)) for layer in layers}
     links = [(layer, segment) for layer in layers for segment in own[layer]]
-    found: list[RunSpec] = []
+    parts = [range(len(links))] if parts is None else parts
+    found: list[list[RunSpec]] = []
     tensors: Tensors = (_Parts(shapes).hidden(),)
     groups = layer_groups([layer_size(shapes, layer) for layer in layers], run_size)
     group_of = dict(zip(layers, groups, strict=True))
@@ -82,25 +121,27 @@ def runs(
         captured = link[1].name in chosen
         return captured, group_of[link[0]] if captured else -1
 
-    for (captured, _), part in groupby(links, kind_of):
-        given, run = tensors, list(part)
-        others: Tensors = ()
-        for layer, segment in run:
-            tensors = segment.run(*tensors)
-            if segment is own[layer][-1]:
-                tensors, others = tensors[:1], others + tensors[1:]
-        made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
-        if captured:
-            if any(segment is own[layer][0] for layer, segment in run):
-                given = (*given, *_Parts(shapes).documents())
-            first, last = (f"{layer}.{segment.name}" for layer, segment in (run[0], run[-1]))
-            found.append(
-                RunSpec(
-                    first if first == last else f"{first} to {last}",
-                    tuple(each.spec for each in given),
-                    tuple(each.spec for each in made if each.grad) or None,
+    for places in parts:
+        found.append([])
+        for (captured, _), part in groupby((links[place] for place in places), kind_of):
+            given, run = tensors, list(part)
+            others: Tensors = ()
+            for layer, segment in run:
+                tensors = segment.run(*tensors)
+                if segment is own[layer][-1]:
+                    tensors, others = tensors[:1], others + tensors[1:]
+            if captured:
+                if any(segment is own[layer][0] for layer, segment in run):
+                    given = (*given, *_Parts(shapes).documents())
+                first, last = (f"{layer}.{segment.name}" for layer, segment in (run[0], run[-1]))
+                made = [each for each in (*tensors, *others) if not any(each is before for before in given)]
+                found[-1].append(
+                    RunSpec(
+                        first if first == last else f"{first} to {last}",
+                        tuple(each.spec for each in given),
+                        tuple(each.spec for each in made if each.grad) or None,
+                    )
                 )
-            )
     return found
 
 

@@ -13,6 +13,7 @@ from fastmp.config import Environment, GraphConfig
 from fastmp.graphs.backend import Backend
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.overlapped import OverlappedGraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.graphs.runs import cut
 from fastmp.graphs.whole import WholeGraph
@@ -52,11 +53,12 @@ def make_graphs(
     manager: called as manager(chains, order, rng=, scope=, run_size=, warmup=) in place of `GraphManager`,
         to have another library capture: `fastmp.integrations.transformer_engine.TransformerEngineManager`.
 
-    Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk.
+    Under scope "full" it holds whole chunks and the loss function, else the one `LayerChain` of each chunk,
+    or where layers run in parts, those that compute.
 
-    ValueError for a chunk with no or several chains, for a scope that names no segment or one that cannot be
-    captured, where the `manager` for `config.impl` is missing, and where NCCL would read memory that torch's
-    allocator has given back.
+    ValueError for a chunk with no or several chains, for layers in parts that would run whole, for a scope
+    that names no segment or one that cannot be captured, where the `manager` for `config.impl` is missing,
+    and where NCCL would read memory that torch's allocator has given back.
     """
     if not config.enabled:
         return None
@@ -64,26 +66,25 @@ def make_graphs(
         raise ValueError(f"Trainer: graphs with impl {config.impl!r} need graph_manager=, the manager to use")
     _check_allocator(device)
     scope = config.scope
+    options = {"scope": scope, "run_size": run_size, "warmup": config.warmup}
+    own = {"verify_every": config.verify_every, "group": group, "fallback": True}
+    if runner.overlap is not None:
+        if manager is not None or "full" in (scope or ()):
+            other = "graph_manager" if manager is not None else f"graphs of scope {scope}"
+            raise ValueError(f"Trainer: overlap_experts runs layers in parts, which {other} would run whole")
+        backend = make_backend(rng, device)
+        steps = runner.at_once(num_microbatches)
+        return OverlappedGraphManager(runner.overlap, steps, backend=backend, **options, **own)
     if scope is not None and "full" in scope:
         _check_scope(runner.chunks, scope)
         chains, order = runner.full_chains(num_microbatches)
-        scope = None
+        options["scope"] = None
     else:
         needed = "graphs need a model whose layers are one LayerChain, or scope 'full'"
         chains, order = layers_of(runner.chunks, needed), runner.order(num_microbatches)
     if manager is not None:
-        return manager(chains, order, rng=rng, scope=scope, run_size=run_size, warmup=config.warmup)
-    return GraphManager(
-        chains,
-        order,
-        backend=make_backend(rng, device),
-        scope=scope,
-        run_size=run_size,
-        warmup=config.warmup,
-        verify_every=config.verify_every,
-        group=group,
-        fallback=True,
-    )
+        return manager(chains, order, rng=rng, **options)
+    return GraphManager(chains, order, backend=make_backend(rng, device), **options, **own)
 
 
 def whole_step(

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from fastmp.nn.segment import LayerChain
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.pipeline import Pipeline, PipelineResult
-from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step, with_loss
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule, Step, together, with_loss
 from fastmp.profiling import phase
 from fastmp.train.function_chain import FunctionChain
 
@@ -115,6 +115,10 @@ class WholeModel:
         """The steps of this rank in training."""
         return self._schedule(num_microbatches).order(0)
 
+    def at_once(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
+        """What this rank runs at once in training, in order."""
+        return self._schedule(num_microbatches).together(0)
+
     def _schedule(self, num_microbatches: int) -> Schedule:
         return Schedule(1, num_microbatches, overlap=self.overlap is not None)
 
@@ -139,7 +143,7 @@ class WholeModel:
         live: dict[int, Tensor] = {}  # losses whose backward has not begun
         if self.overlap is not None:
             self.overlap.begin_step()
-        for steps in self._schedule(num_microbatches).together(0):
+        for steps in self.at_once(num_microbatches):
             forward, backward = (_microbatch_of(steps, kind) for kind in (FORWARD, BACKWARD))
             if backward is not None:
                 with phase("backward"):
@@ -204,7 +208,7 @@ class Chunks:
         num_microbatches: int,
         overlap: OverlappedLayers | None = None,
     ) -> None:
-        self.chunks, self.functions = list(chunks), functions
+        self.chunks, self.functions, self.overlap = list(chunks), functions, overlap
         self.group = groups.pp
         pp, vpp = group_size(self.group), len(self.chunks)
         _check_something_to_train(self.chunks, self.group)
@@ -229,6 +233,11 @@ class Chunks:
     def order(self, num_microbatches: int) -> Sequence[Step]:
         """The steps of this rank in training; `num_microbatches` is that of the schedule it was made for."""
         return self.pipeline.orders[self.pipeline.rank]
+
+    def at_once(self, num_microbatches: int) -> Iterator[tuple[Step, ...]]:
+        """What this rank runs at once in training, in order."""
+        pairs = self.pipeline.pairs[self.pipeline.rank] if self.pipeline.pairs else ()
+        return together(self.order(num_microbatches), pairs)
 
     def full_chains(self, num_microbatches: int) -> tuple[list[LayerChain], Sequence[Step]]:
         """A chain for each chunk, and on the last rank one for the loss function; see `WholeModel`.

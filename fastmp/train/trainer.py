@@ -157,11 +157,6 @@ class Trainer:
         self.data, self.config, self.groups, self.rng = data, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.num_microbatches = self._count_microbatches()
-        if overlap_experts and graphs is not None and graphs.enabled and graphs.scope != ("full_step",):
-            raise ValueError(
-                "Trainer: overlap_experts runs layers in parts, which graphs of scope 'full_step' hold, got "
-                f"{graphs.scope}"
-            )
         self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
         self.device = next(self.model.parameters()).device
         self._make_replicas_equal()

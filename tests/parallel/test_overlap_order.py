@@ -14,12 +14,16 @@ from fastmp.parallel.overlap import (
     Section,
     Turn,
     backward_parts,
+    computing,
+    cut_segments,
     forward_parts,
+    graph_order,
     in_sequence,
     interleave,
     needed,
     play,
 )
+from fastmp.parallel.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
 
 TIMES = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.0])
 
@@ -133,6 +137,46 @@ def test_layers_come_within_five_percent_of_the_bound(exchange, waits):
     for number in (1, 2, 8):
         chains = forward_parts(layers(number, exchange, waits)), backward_parts(layers(number, exchange))
         assert play([interleave(*chains)], [chains]).makespan <= 1.05 * lower_bound(chains)
+
+
+@settings(max_examples=50)
+@given(
+    drawn=st.lists(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=7), min_size=1, max_size=3),
+    microbatches=st.integers(1, 5),
+)
+def test_graphs_are_replayed_in_the_order_of_parts(drawn, microbatches):
+    """Each part that computes has a forward and a backward in two steps; none comes before what it needs."""
+    chunks = [[section for _, section in cut_segments([("any", *each) for each in own])] for own in drawn]
+    schedule = Schedule(1, microbatches, len(chunks), overlap=True)
+    order = graph_order(schedule.together(0), chunks)
+    parts, seen = computing(chunks), set()
+    for step in order:
+        before = {BACKWARD_INPUT: FORWARD, BACKWARD_WEIGHT: BACKWARD_INPUT}.get(step.kind)
+        assert step not in seen and (before is None or step._replace(kind=before) in seen)
+        chunk, section = parts[step.chunk]
+        behind = [n for n, (c, s) in enumerate(parts) if c == chunk and s > section]
+        ahead = [n for n, (c, s) in enumerate(parts) if c == chunk and s < section]
+        for number in {FORWARD: ahead, BACKWARD_INPUT: behind, BACKWARD_WEIGHT: []}[step.kind]:
+            assert step._replace(chunk=number) in seen
+        seen.add(step)
+    assert len(order) == 3 * len(parts) * microbatches
+
+
+def test_the_graphs_of_a_layer_with_experts():
+    names = [("attention", False, True), ("router", False, True), ("dispatch", True, False)]
+    names += [("experts", False, False), ("combine", True, False)]
+    cut = cut_segments(names * 2)
+    assert [len(own) for own, _ in cut] == [2, 1, 1, 1] * 2
+    assert [section.waits for _, section in cut] == [False, True, False, False] * 2
+    sections = [section for _, section in cut]
+    order = graph_order(Schedule(1, 2, overlap=True).together(0), [sections])
+    kinds = {FORWARD: "F", BACKWARD_INPUT: "B", BACKWARD_WEIGHT: "W"}
+    text = " ".join(f"{kinds[step.kind]}{step.microbatch}.{step.chunk}" for step in order)
+    assert text == (
+        "F0.0 F0.1 F0.2 F0.3 "
+        "F1.0 B0.3 F1.1 B0.2 F1.2 B0.1 W0.3 F1.3 B0.0 W0.2 W0.1 W0.0 "
+        "B1.3 W1.3 B1.2 W1.2 B1.1 W1.1 B1.0 W1.0"
+    )
 
 
 @pytest.mark.full

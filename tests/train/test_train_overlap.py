@@ -50,9 +50,11 @@ CASES = [
 ]
 
 
-def make_trainer(groups, layout, *, overlapped, dtype=torch.float32, documents=False, **options):
+def make_trainer(groups, layout, *, overlapped, dtype=torch.float32, documents=False, graphs=None, **options):
     moe = replace(MOE, dispatcher=options.get("dispatcher", "alltoall"))
     moe = replace(moe, capacity_factor=options.get("capacity"))
+    if "shared" in options:
+        moe = replace(moe, shared_expert_ffn_hidden_size=options["shared"])
     if "room" in options:
         moe = replace(moe, symmetric_capacity=options["room"], symmetric_overflow="rerun")
     config = replace(
@@ -65,14 +67,17 @@ def make_trainer(groups, layout, *, overlapped, dtype=torch.float32, documents=F
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=dtype)
     train = TrainConfig(steps=40, global_batch_size=4 * MICROBATCHES, eval_interval=0)
     data = (PackedSamples if documents else Samples)(4 // group_size(groups.dp), strides=3)
-    optimizer = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2)
+    sizes = {"bucket_size": options["bucket"]} if "bucket" in options else {}
+    optimizer = OptimizerConfig(lr=3e-3, min_lr=1e-4, warmup_steps=2, **sizes)
     return Trainer(
-        model, data, loss, train, optimizer=optimizer, groups=groups, rng=rng, overlap_experts=overlapped
+        *(model, data, loss, train),
+        **{"optimizer": optimizer, "groups": groups, "rng": rng, "graphs": graphs},
+        overlap_experts=overlapped,
     )
 
 
-def run(trainer):
-    results = [trainer.train_step() for _ in range(STEPS)]
+def run(trainer, steps=STEPS):
+    results = [trainer.train_step() for _ in range(steps)]
     numbers = [
         (r.loss.item(), r.aux_loss.item(), r.grad_norm.item(), r.expert_counts.tolist()) for r in results
     ]
@@ -97,6 +102,46 @@ def test_every_bit_is_as_without(world, sizes, options):
         assert numbers == plain and plain[0][0] > 0 and equal and all(equal)
 
 
+# World size, layout, scope of graphs, and what else
+GRAPHED = [
+    (2, {"ep": 2}, None, {}),
+    *full(
+        [
+            (2, {"ep": 2}, None, {"dispatcher": "symmetric", "bucket": 3000}),
+            (2, {"ep": 2}, ("attn", "experts"), {"dispatcher": "symmetric", "shared": 0}),
+            (2, {"ep": 2}, ("moe_router",), {"dtype": torch.bfloat16, "tied": True}),
+            (2, {"ep": 2}, None, {"dispatcher": "symmetric", "room": 1.0}),  # steps are run again
+            (2, {"ep": 2}, None, {"dispatcher": "deepep"}),
+            (4, {"pp": 2, "vpp": 2, "ep": 2}, None, {"dense_layers": (0,)}),
+            (4, {"pp": 2, "ep": 2}, None, {"dispatcher": "symmetric", "verify": 2}),
+            (4, {"ep": 2}, None, {"bucket": 3000}),
+            (4, {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True}, None, {}),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("world", "sizes", "scope", "options"), GRAPHED)
+def test_what_computes_may_be_in_graphs(world, sizes, scope, options):
+    layout = ParallelConfig(**sizes)
+    graphs = GraphConfig(enabled=True, scope=scope, verify_every=options.get("verify", 0))
+
+    def rank_main(rank, world_size):
+        deep_ep_stand_in.install()
+        grid = RankGrid(world_size=world_size, tp=layout.tp, pp=layout.pp, ep=layout.ep, etp=layout.etp)
+        groups = ParallelGroups.create(grid)
+        plain, params = run(make_trainer(groups, layout, overlapped=False, **options), 5)
+        trainer = make_trainer(groups, layout, overlapped=True, graphs=graphs, **options)
+        numbers, overlapped = run(trainer, 5)
+        captured = trainer.graphs.num_graphs, sum(map(len, trainer.graphs.runs)), trainer.graphs.failure
+        trainer.close()
+        return plain, numbers, [torch.equal(a, b) for a, b in zip(params, overlapped, strict=True)], captured
+
+    for plain, numbers, equal, (captured, runs, failure) in run_ranks(rank_main, world, timeout=120):
+        assert numbers == plain and plain[0][0] > 0 and equal and all(equal)
+        assert failure is None and captured == 3 * runs * MICROBATCHES
+
+
 @pytest.mark.full
 def test_a_forward_runs_beside_the_backward_before_it():
     def rank_main(rank, world_size):
@@ -104,13 +149,13 @@ def test_a_forward_runs_beside_the_backward_before_it():
 
         class Recorded(overlap._Microbatch):
             def forward(self, part, shared):
-                ran.append(("forward", self._runs[part].section.name))
+                ran.append(("forward", self._sections[part].name))
                 super().forward(part, shared)
 
             def backward(self, part):
                 which = self._parts[part]
                 kind = "weights" if which.deferred else "backward"
-                ran.append((kind, self._runs[which.first].section.name))
+                ran.append((kind, self._sections[which.first].name))
                 super().backward(part)
 
         layout = ParallelConfig(ep=2)
@@ -159,10 +204,6 @@ def test_evaluation_is_as_ever_and_what_does_not_go_with_it_is_refused():
     with pytest.raises(ValueError, match="layers are run in parts, which recompute=True does not know"):
         overlap.OverlappedLayers([GPT(CONFIG, recompute=True).layers])
     model, train = GPT(CONFIG), TrainConfig(steps=1, global_batch_size=4, eval_interval=0)
-    with pytest.raises(ValueError, match="overlap_experts runs layers in parts, which graphs of scope 'full"):
-        Trainer(
-            *(model, Samples(4), token_loss, train), graphs=GraphConfig(enabled=True), overlap_experts=True
-        )
     with pytest.raises(
         ValueError, match="overlap_experts needs a model whose layers are one LayerChain; Linear"
     ):

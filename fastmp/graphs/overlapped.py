@@ -1,0 +1,67 @@
+"""Graphs of what computes, where two microbatches run at once: exchanges run eagerly beside their replays.
+
+The parts of `fastmp.nn.overlap` that compute take the place of chains, and their order, which follows from
+the schedule alone, that of steps. So the gradients of weights have graphs of their own, as where a schedule
+splits backwards. What crosses from one part to the next is a copy, made on the stream of compute: a graph may
+write to its memory again while the stream of exchanges still reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.runs import Run, cut_apart
+from fastmp.nn.overlap import OverlappedLayers
+from fastmp.nn.segment import LayerChain, Tensors
+from fastmp.parallel.overlap import computing, graph_order
+from fastmp.parallel.schedule import Step
+
+__all__ = ["OverlappedGraphManager"]
+
+
+class OverlappedGraphManager(GraphManager):
+    """A `GraphManager` of layers that run in parts, whose exchanges no graph holds.
+
+    overlap: what runs the layers. steps: what this rank runs at once, from `Schedule.together(rank)`. All
+    other arguments, errors and limits are those of `GraphManager`; where that says chunk, `order` and `plan`
+    have the number of a part that computes.
+    """
+
+    def __init__(self, overlap: OverlappedLayers, steps: Iterable[Sequence[Step]], **options: Any) -> None:
+        self.overlap, self._places = overlap, computing(overlap.sections)
+        self._numbers = {place: number for number, place in enumerate(self._places)}
+        super().__init__(overlap.chains, graph_order(steps, overlap.sections), **options)
+
+    def _make_stand_ins(self) -> list[tuple[Any, str, Callable[..., Any]]]:
+        managed = functools.partial(_managed, weakref.ref(self), weakref.ref(self.overlap))
+        return [(self.overlap, "run_part", managed)]
+
+    def _cut(self) -> None:
+        self._parts = []
+        for chunk, chain in enumerate(self.chains):
+            pieces = [self.overlap.links(*place) for place in self._places if place[0] == chunk]
+            self._parts += cut_apart(chain, pieces, self.scope, self.run_size)
+        self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
+
+    def _chain_of(self, chunk: int) -> LayerChain:
+        return self.chains[self._places[chunk][0]]
+
+
+def _managed(
+    manager: weakref.ref[OverlappedGraphManager],
+    overlap: weakref.ref[OverlappedLayers],
+    chunk: int,
+    part: int,
+    tensors: Tensors,
+    shared: Mapping[str, Any],
+) -> tuple[Tensors, Tensors]:
+    """Stand in for `OverlappedLayers.run_part`, without keeping the manager and its graphs."""
+    own, layers = manager(), overlap()
+    assert layers is not None
+    number = None if own is None else own._numbers.get((chunk, part))
+    made = None if own is None or number is None else own._forward(number, tensors, shared)
+    return OverlappedLayers.run_part(layers, chunk, part, tensors, shared) if made is None else made
