@@ -33,6 +33,7 @@ from benchmarks.measure import environment, in_turn, speedup, synchronize
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.overlapped import OverlappedGraphManager
 from fastmp.graphs.recording import RecordingBackend
 from fastmp.nn import LayerChain, Placement
 from fastmp.nn.moe import MoELayer
@@ -45,16 +46,16 @@ from fastmp.testing import run_ranks
 
 WORKLOADS = ()
 MICROBATCHES, WARMUP = 4, 3  # in the third step all graphs are captured
-EAGER, GRAPHS, OVERLAPPED = "eager", "in graphs", "two at once"
+EAGER, GRAPHS, OVERLAPPED, BOTH = "eager", "in graphs", "two at once", "two at once, graphs"
 LOCAL, PLAIN, LIMITED = "local", "torch all-to-all", "symmetric, capacity"
 CAPACITY = 1.5
 WAYS = (
     *((LOCAL, mode) for mode in (EAGER, GRAPHS)),
-    *(("alltoall", mode) for mode in (EAGER, GRAPHS, OVERLAPPED)),
+    *(("alltoall", mode) for mode in (EAGER, GRAPHS, OVERLAPPED, BOTH)),
     *(("allgather", mode) for mode in (EAGER, GRAPHS)),
-    *(("symmetric", mode) for mode in (EAGER, GRAPHS, OVERLAPPED)),
+    *(("symmetric", mode) for mode in (EAGER, GRAPHS, OVERLAPPED, BOTH)),
     *((LIMITED, mode) for mode in (EAGER, GRAPHS)),
-    *(("deepep", mode) for mode in (EAGER, GRAPHS, OVERLAPPED)),
+    *(("deepep", mode) for mode in (EAGER, GRAPHS, OVERLAPPED, BOTH)),
     (PLAIN, EAGER),
 )
 BASE = ("alltoall", EAGER)
@@ -136,11 +137,16 @@ def _step(layer: torch.nn.Module, mode: str, x: Tensor, grad: Tensor) -> Step:
     manager = layers = None
     if not isinstance(layer, _Torch):
         GradBuffer(chain.named_parameters())
-    if mode == GRAPHS:
-        backend = CudaBackend() if x.is_cuda else RecordingBackend()
-        manager = GraphManager([chain], Schedule(1, MICROBATCHES).order(0), backend=backend)
-    elif mode == OVERLAPPED:
+    schedule = Schedule(1, MICROBATCHES, overlap=mode in (OVERLAPPED, BOTH))
+    if schedule.overlap:
         layers = OverlappedLayers([chain])
+    if mode in (GRAPHS, BOTH):
+        backend = CudaBackend() if x.is_cuda else RecordingBackend()
+        manager = (
+            GraphManager([chain], schedule.order(0), backend=backend)
+            if layers is None
+            else OverlappedGraphManager(layers, schedule.together(0), backend=backend)
+        )
 
     def backward(outputs: tuple[Tensor, ...]) -> Tensor:
         output, aux, *_ = outputs
@@ -157,6 +163,8 @@ def _step(layer: torch.nn.Module, mode: str, x: Tensor, grad: Tensor) -> Step:
 
     def overlapped_step() -> Tensor:
         assert layers is not None
+        if manager is not None:
+            manager.begin_step()
         layers.begin_step()
         outputs = None
         for microbatch in range(MICROBATCHES):
@@ -246,9 +254,9 @@ def table(rows: Sequence[Row], absent: dict[str, str]) -> str:
     """The rows of one shape, and what is not among them."""
     shape = rows[0].shape
     lines = [f"{'  '.join(f'{name} {size}' for name, size in shape._asdict().items())}, {rows[0].dtype}"]
-    lines.append(f"{'':<34}{'ms a step':>12}{'of an eager all-to-all':>26}")
+    lines.append(f"{'':<44}{'ms a step':>12}{'of an eager all-to-all':>26}")
     for row in rows:
-        lines.append(f"  {row.dispatcher + ', ' + row.mode:<32}{row.ms:>12.2f}{row.of_alltoall:>26.2f}")
+        lines.append(f"  {row.dispatcher + ', ' + row.mode:<42}{row.ms:>12.2f}{row.of_alltoall:>26.2f}")
     return "\n".join(lines + [f"  {name}: not measured: {why}" for name, why in absent.items()])
 
 
