@@ -11,6 +11,7 @@ from torch import nn
 
 from fastmp.graphs import flat
 from fastmp.graphs.capture import Capture
+from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.graph_set import GraphSet
 from fastmp.graphs.overlapped import OverlappedGraphManager
@@ -49,7 +50,12 @@ class Layer(SegmentedLayer):
 
     def _first(self, x, *, scale):
         y = torch.tanh(linear(self.norm(x), self.first.weight, self.first.bias)) * scale
-        return nn.functional.dropout(y, 0.2), torch.arange(len(x)).flip(0), y.square().sum(), x
+        return (
+            nn.functional.dropout(y, 0.2),
+            torch.arange(len(x), device=x.device).flip(0),
+            y.square().sum(),
+            x,
+        )
 
     def _there(self, y, order, aux, x):
         return linear(y[order.tolist()] if self.exchanges else y[order], self.there), order, aux, x
@@ -64,17 +70,18 @@ class Layer(SegmentedLayer):
 class Trained:
     """A chain of layers that trains, plainly, in parts, or in parts that graphs hold."""
 
-    def __init__(self, *, graphs=None, overlapped=None, **options):
+    def __init__(self, *, graphs=None, overlapped=None, device="cpu", **options):
         torch.manual_seed(3)
-        self.chain = LayerChain([Layer(), Layer(exchanges=False), Layer()]).double()
-        self.embedding = torch.ones(8, dtype=torch.float64, requires_grad=True)
+        self.place = {"dtype": torch.float64, "device": device}
+        self.chain = LayerChain([Layer(), Layer(exchanges=False), Layer()]).to(**self.place)
+        self.embedding = torch.ones(8, **self.place, requires_grad=True)
         self.schedule = Schedule(1, MICROBATCHES, overlap=bool(graphs or overlapped))
         self.layers = OverlappedLayers([self.chain]) if self.schedule.overlap else None
         self.manager, self.rows = None, 5
         if graphs:
-            self.manager = OverlappedGraphManager(
-                self.layers, self.schedule.together(0), backend=RecordingBackend(), **options
-            )
+            backend = RecordingBackend() if device == "cpu" else CudaBackend()
+            steps = self.schedule.together(0)
+            self.manager = OverlappedGraphManager(self.layers, steps, backend=backend, **options)
         self.parameters = [*self.chain.parameters(), self.embedding]
         self.optimizer = torch.optim.SGD(self.parameters, lr=1e-4)
 
@@ -91,10 +98,9 @@ class Trained:
             for microbatch in backwards:
                 losses.pop(microbatch).backward()
             for microbatch in (each.microbatch for each in steps if each.kind == FORWARD):
-                inputs = torch.randn(
-                    self.rows, 8, generator=torch.Generator().manual_seed(seed + microbatch)
-                ).double()
-                scale = torch.full((), 0.5 + microbatch / 4, dtype=torch.float64)
+                numbers = torch.Generator().manual_seed(seed + microbatch)
+                inputs = torch.randn(self.rows, 8, generator=numbers).to(**self.place)
+                scale = torch.full((), 0.5 + microbatch / 4, **self.place)
                 if self.layers is None:
                     out, *aux = self.chain(inputs * self.embedding, scale=scale)
                 else:
@@ -144,6 +150,17 @@ def test_the_bits_are_eager_ones(runs, options):
     graphed = Trained(graphs=True, **options)
     assert_same(graphed.steps(), Trained().steps())
     assert graphed.manager.num_graphs == 3 * runs * MICROBATCHES
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("options", [{}, {"verify_every": 2}], ids=str)
+def test_the_bits_are_eager_ones_on_a_gpu(options):
+    """With exchanges on a stream of their own, beside replays."""
+    graphed = Trained(graphs=True, device="cuda", **options)
+    assert_same(graphed.steps(8), Trained(device="cuda").steps(8))
+    assert graphed.manager.num_graphs == 3 * 4 * MICROBATCHES
+    graphed.manager.remove()
 
 
 @needs_cpp
