@@ -129,7 +129,10 @@ class PartStep(Step):
     """A step of one part, whose number stands in place of a chunk's; see `computing`."""
 
     __slots__ = ()
-    unit = "part"
+
+    @property
+    def unit(self) -> str:
+        return "part"
 
 
 def computing(chunks: Sequence[Sequence[Section]]) -> list[tuple[int, int]]:

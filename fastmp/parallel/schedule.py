@@ -34,7 +34,9 @@ class Step(NamedTuple):
     microbatch: int
     chunk: int
 
-    unit = "chunk"
+    @property
+    def unit(self) -> str:
+        return "chunk"
 
     def __str__(self) -> str:
         return f"{self.kind} of microbatch {self.microbatch} {self.unit} {self.chunk}"
