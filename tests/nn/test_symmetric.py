@@ -125,6 +125,7 @@ def fitting(indices, groups, capacity):
         *full(
             [
                 (8, {"ep": 8}, 200, torch.float32, None),
+                (8, {"ep": 8}, 48, torch.float32, 0.5),
                 (4, {"ep": 2, "etp": 2, "order": "ep-dp-cp-tp-pp"}, 48, torch.float64, 0.5),
             ]
         ),
