@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -27,9 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases import OURS, TE, Case, Workload, sweep, title
 from benchmarks.conftest import CLOCK, DEVICE
+from benchmarks.graphs_over_ranks import layers_over_ranks, sizes_on_the_host
 from benchmarks.peers import peer, why_absent
 from benchmarks.report import NOT_MEASURED, size
 from fastmp.config import GPTConfig, GraphConfig, MoEConfig, TrainConfig
+from fastmp.generation.decoder import Decoder
 from fastmp.graphs import flat
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
@@ -39,6 +42,7 @@ from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.nn import GPT, LayerChain, Placement, TransformerLayer
 from fastmp.nn.segment import Segment, SegmentedLayer, Tensors
 from fastmp.parallel.grads import GradBuffer
+from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.rng import RngTracker
 from fastmp.parallel.schedule import Schedule
 from fastmp.testing.silent import SilentBackend, SilentGraph
@@ -356,30 +360,52 @@ class _SameTokens:
         return [self._batch]
 
 
+def _small_model(rng: RngTracker) -> GPT:
+    shape = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 256, "max_seq_len": 64}
+    return GPT(GPTConfig(**shape), Placement(rng=rng, device=DEVICE))
+
+
+def _trainer(graphs: GraphConfig | None) -> Trainer:
+    rng, recipe = RngTracker(1, device=DEVICE), TrainConfig(global_batch_size=2 * MICROBATCHES)
+    with mock.patch.object(graphing, "make_backend", lambda rng, device: SilentBackend()):
+        return Trainer(_small_model(rng), _SameTokens(), token_loss, recipe, rng=rng, graphs=graphs)
+
+
+def _timed(name: str, call: Callable[[], Any], rounds: int) -> str:
+    times = []
+    for _ in range(WARMUP + rounds):
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return f"{name:>20}{1e3 * statistics.median(times[WARMUP:]):>10.3f}"
+
+
 def host_times_of_steps(rounds: int = 30) -> Iterator[str]:
     """What is left of a step for the host where graphs do nothing: at each scope, what they do not hold."""
-    shape = {"num_layers": 4, "hidden_size": 64, "num_heads": 4, "vocab_size": 256, "max_seq_len": 64}
     yield f"training step of {MICROBATCHES} microbatches in ms, 4 layers of 64, graphs that do nothing"
-    for name, scope in (("eager", ()), ("layers", None), ("full", ("full",)), ("full_step", ("full_step",))):
-        rng = RngTracker(1, device=DEVICE)
-        graphs = None if scope == () else GraphConfig(enabled=True, scope=scope)
-        with mock.patch.object(graphing, "make_backend", lambda rng, device: SilentBackend()):
-            trainer = Trainer(
-                GPT(GPTConfig(**shape), Placement(rng=rng, device=DEVICE)),
-                _SameTokens(),
-                token_loss,
-                TrainConfig(global_batch_size=2 * MICROBATCHES),
-                rng=rng,
-                graphs=graphs,
-            )
-        times = []
-        for _ in range(WARMUP + rounds):
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            trainer.train_step()
-            times.append(time.perf_counter() - start)
-        yield f"{name:>20}{1e3 * statistics.median(times[WARMUP:]):>10.2f}"
+    yield _timed("eager", _trainer(None).train_step, rounds)
+    for name, scope in (("layers", None), ("full", ("full",)), ("full_step", ("full_step",))):
+        yield _timed(name, _trainer(GraphConfig(enabled=True, scope=scope)).train_step, rounds)
+
+
+def host_times_without_gradients(rounds: int = 30) -> Iterator[str]:
+    """The same of an evaluation, and of a step of generation."""
+    yield "evaluation of a batch in ms, the same model"
+    for name, graphs in (("eager", None), ("one graph", GraphConfig(enabled=True, evaluation=True))):
+        yield _timed(name, _trainer(graphs).evaluate, rounds)
+    yield "a step of generation in ms, the same model, two rows"
+    model = _small_model(RngTracker(1, device=DEVICE)).eval()
+    for name, backend in (("eager", None), ("one graph", SilentBackend())):
+        decoder = Decoder(model, ParallelGroups.alone(), places=64, choose=_likeliest, backend=backend)
+        lengths, points = torch.full((2,), 8, device=DEVICE), torch.zeros(2, device=DEVICE)
+        decoder.prefill(torch.ones(2, 8, dtype=torch.int64, device=DEVICE), lengths, points)
+        yield _timed(name, partial(decoder.step, points), rounds)
+
+
+def _likeliest(logits_BV: Tensor, points_B: Tensor) -> Tensor:
+    return logits_BV.argmax(-1)
 
 
 def steps_and_memory(rounds: int = 9) -> Iterator[str]:
@@ -426,6 +452,10 @@ def main() -> int:
         *checks_before_a_step(),
         "",
         *host_times_of_steps(),
+        *host_times_without_gradients(),
+        "",
+        *layers_over_ranks(DEVICE),
+        *sizes_on_the_host(),
         "",
         *steps_and_memory(),
         "",

@@ -2,7 +2,8 @@
 
 Its rivals have the same weights: a loop over the experts as in transformers, torch's grouped product,
 products on several streams whose sizes the host waits for (as Transformer Engine does by default), and the
-layers of Liger and Transformer Engine. Layers over several ranks are in `bench_dispatchers`.
+layers of Liger and Transformer Engine. `python -m benchmarks.bench_moe_layer` prints layers over several
+ranks: the table of `bench_dispatchers`.
 """
 
 from __future__ import annotations
@@ -212,3 +213,9 @@ WORKLOADS = (
 @pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, DEVICE))
 def test_moe_layer(compare, case, rival, direction):
     compare(case(), rival, direction)
+
+
+if __name__ == "__main__":
+    from benchmarks.bench_dispatchers import main  # which has this layer's weights from here
+
+    raise SystemExit(main())

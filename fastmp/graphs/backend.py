@@ -35,11 +35,14 @@ class RandomStreams(Protocol):
 class Graph(Protocol):
     """`with graph.capture(): ...` notes the work inside; `replay()` does it again on the same memory.
 
-    Inside `eager_backward()` the backward of the work runs eagerly, after a replay or a capture that worked.
+    `launch` of a captured graph does what `replay` does, by as little Python as that takes. Inside
+    `eager_backward()` the backward of the work runs eagerly, after a replay or a capture that worked.
     """
 
     def capture(self) -> AbstractContextManager[None]: ...
     def replay(self) -> None: ...
+    @property
+    def launch(self) -> Callable[[], None]: ...
     def eager_backward(self) -> AbstractContextManager[None]: ...
 
 

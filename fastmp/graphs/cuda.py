@@ -261,13 +261,25 @@ class CudaGraph:
         return rng.kept_by(part, again=rng.generators if self.whole else None)
 
     def replay(self) -> None:
-        if any(offsets for offsets, _ in self.parts) and self.backend.rng is not None:
+        if self._draws and self.backend.rng is not None:
             streams = self.backend.rng.generators()
             self._starts = {name: (g.initial_seed(), g.get_offset()) for name, g in streams.items()}
         recomputed = self if self.whole else self.forward
         if recomputed is not None:
             recomputed._set_parts()
         self.graph.replay()
+
+    @property
+    def launch(self) -> Callable[[], None]:
+        """`replay` where generators are set or read before it; else torch's own, which is no Python."""
+        if self._draws or (self.forward is not None and self.forward._draws):
+            return self.replay
+        return super(torch.cuda.CUDAGraph, self.graph).replay
+
+    @property
+    def _draws(self) -> bool:
+        """Whether a part that is recomputed draws more than seeds."""
+        return any(offsets for offsets, _ in self.parts)
 
     @contextmanager
     def eager_backward(self) -> Iterator[None]:

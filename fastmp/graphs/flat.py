@@ -123,7 +123,7 @@ class Program:
                     assert gradients is not None
                     self.backwards.append((slot, gradients))
                     left = [each and each() for each in gradients.inputs]
-                    backwards.append(FlatBackward(gradients.graph.replay, captured.given, left))
+                    backwards.append(FlatBackward(gradients.graph.launch, captured.given, left))
             in_place = [place in slot.in_place for place in range(len(slot.static))]
             graph = numbers[slot.graph]
             slots.append(FlatSlot(kind, *slot.key[1:], graph, forward, slot.static, in_place, slot.region))
@@ -143,7 +143,7 @@ def _forward(graph_set: GraphSet, slot: Slot, captured: Captured, parts: Sequenc
     chunk, run = slot.step.chunk, slot.run
     made = [each() for each in captured.outputs if not isinstance(each, int)]
     return FlatForward(
-        launch=captured.forward.replay,
+        launch=captured.forward.launch,
         expected=graph_set.expected[chunk, run],
         made=made,
         outputs=[each if isinstance(each, int) else -1 for each in captured.outputs],

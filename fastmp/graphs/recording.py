@@ -200,6 +200,10 @@ class RecordedGraph:
                     memory[: len(made)].copy_(made)
                 _finished(flat)
 
+    @property
+    def launch(self) -> Callable[[], None]:
+        return self.replay
+
     def eager_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
 

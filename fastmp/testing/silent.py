@@ -23,6 +23,10 @@ class SilentGraph:
     def replay(self) -> None:
         SilentGraph.launched = time.perf_counter_ns()
 
+    @property
+    def launch(self) -> Callable[[], None]:
+        return self.replay
+
 
 class SilentBackend:
     """A backend of such graphs for a `GraphManager`. Results of replays are those of the capture."""

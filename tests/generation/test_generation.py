@@ -11,10 +11,10 @@ import pytest
 import torch
 from marks import full
 
-from fastmp.generation import generate
+from fastmp.generation import generate, loop
 from fastmp.generation.loop import Row
 from fastmp.graphs import RecordingBackend
-from fastmp.nn import Placement, gpt_stages
+from fastmp.nn import GPT, Placement, gpt_stages
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
@@ -72,6 +72,19 @@ def test_steps_in_a_graph_are_the_same(name, options):
             generate(model, prompts, **options)
         )
         assert backend.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("options", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_steps_in_a_graph_on_a_gpu_are_the_same(name, options, monkeypatch):
+    on = Placement(rng=RngTracker(SEED, device="cuda"), device="cuda", dtype=torch.float64)
+    model = GPT(CONFIGS[name], on).eval()
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        graphed = ids_of(generate(model, prompts, **options))
+        with monkeypatch.context() as patch:
+            patch.setattr(loop, "CudaBackend", lambda: None)
+            assert ids_of(generate(model, prompts, **options)) == graphed
 
 
 def test_a_row_does_not_depend_on_its_company():

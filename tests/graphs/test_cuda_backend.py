@@ -65,11 +65,11 @@ class FakeGenerator:
             return lambda: here
         base, start = self.state, self.capture[id(self.state)]
         self.capture[id(base)] += count
-        return lambda: (base[0], FakeGraph.started[id(base)] + start)
+        return lambda: (base[0], BareGraph.started[id(base)] + start)
 
 
-class FakeGraph:
-    """A graph of CUDA as far as generators go."""
+class BareGraph:
+    """A graph of CUDA as far as generators go, in C++."""
 
     started, drawn = None, None  # {id of a state: its offset}, and where numbers came from
     copies = 0  # launches that precede replays: of seed and offset for each generator that is drawn from
@@ -88,11 +88,18 @@ class FakeGraph:
         self.increments, FakeGenerator.capture = FakeGenerator.capture, None
 
     def replay(self):
-        FakeGraph.started = {key: state[1] for key, state in self.states.items()}
-        FakeGraph.copies += sum(2 for increment in self.increments.values() if increment)
-        FakeGraph.drawn += [kernel() for kernel in self.kernels]
+        BareGraph.started = {key: state[1] for key, state in self.states.items()}
+        BareGraph.copies += sum(2 for increment in self.increments.values() if increment)
+        BareGraph.drawn += [kernel() for kernel in self.kernels]
         for key, state in self.states.items():
             state[1] += self.increments[key]
+
+
+class FakeGraph(BareGraph):
+    """The same in Python."""
+
+    def replay(self):
+        super().replay()
 
 
 @pytest.fixture
@@ -365,10 +372,10 @@ def forwards(calls, monkeypatch):
 
 
 def drawn(graphs):
-    FakeGraph.drawn = []
+    BareGraph.drawn = []
     for graph in graphs:
-        graph.replay()
-    return FakeGraph.drawn
+        graph.launch()
+    return BareGraph.drawn
 
 
 def test_recomputed_parts_of_graphs_draw_what_their_forwards_drew(eager, forwards):
@@ -453,7 +460,7 @@ class Seeded(Layers):
 
 @pytest.mark.parametrize("mixed", (False, True), ids=("seeds", "mixed"))
 def test_a_recomputation_reads_the_seeds_of_its_forward(calls, monkeypatch, mixed):
-    """Nothing precedes the replay of a backward; `mixed`: two copies for each generator that it uses."""
+    """No Python, and no copy, precedes the replay of a backward; `mixed`: two copies for each generator."""
     monkeypatch.setattr(cuda.torch, "Generator", FakeGenerator)
     calls.CUDAGraph = FakeGraph
     rng, _, x = make()
@@ -481,12 +488,14 @@ def test_a_recomputation_reads_the_seeds_of_its_forward(calls, monkeypatch, mixe
         with graph.capture():
             output.sum().backward()
         graph.graph.kernels = layers.taken()
+    launched = {graph.launch.__func__ for graph in (*forwards, *backwards)}
+    assert launched == {cuda.CudaGraph.replay if mixed else BareGraph.replay}
     for sources in expected:
         seen = []
         for graphs, copies in ((forwards, 2 * 2), (backwards, 2 * 2 if mixed else 0)):
-            monkeypatch.setattr(FakeGraph, "copies", 0)
+            monkeypatch.setattr(BareGraph, "copies", 0)
             seen += drawn(graphs)
-            assert FakeGraph.copies == copies * len(MICROBATCHES)
+            assert BareGraph.copies == copies * len(MICROBATCHES)
         assert [source for source in seen if source] == sources
 
 

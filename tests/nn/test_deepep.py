@@ -6,14 +6,13 @@ The stand-in runs on a CPU; the last test runs DeepEP itself, where it is instal
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
 import deep_ep_stand_in
 import pytest
 import torch
+from gpu_ranks import call_on_two_gpus
 from marks import full
 from moe_tools import hidden_states, make_moe, own_part, plain_moe, with_moe
 from test_symmetric import KINDS, E, K, routing, through
@@ -155,14 +154,6 @@ def test_errors():
     run_ranks(refused_case, 2)
 
 
-ON_GPUS = """
-import fastmp
-from test_deepep import compare
-
-compare(fastmp.init())
-"""
-
-
 def compare(runtime):
     world = runtime.world_size
     groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
@@ -189,10 +180,4 @@ def compare(runtime):
 @pytest.mark.gpu
 def test_deepep_itself(tmp_path):
     pytest.importorskip("deep_ep", reason="DeepEP is not installed", exc_type=ImportError)
-    if torch.cuda.device_count() < 2:
-        pytest.skip("DeepEP needs two GPUs that NVLink connects")
-    script = tmp_path / "on_gpus.py"
-    script.write_text(ON_GPUS)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "fastmp", "launch", "-n", "2", str(script)]
-    subprocess.run(command, env=environment, check=True, timeout=300)
+    call_on_two_gpus(compare, tmp_path)

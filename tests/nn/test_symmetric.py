@@ -45,7 +45,8 @@ def through(dispatcher, scales, tokens, indices, probs, grad):
     tokens, probs = tokens.clone().requires_grad_(), probs.clone().requires_grad_()
     prepared = dispatcher.preprocess(indices, probs, MOST)
     rows, offsets, *kept = dispatcher.dispatch(tokens, *prepared)
-    expert = torch.searchsorted(offsets, torch.arange(len(rows), dtype=torch.int32), right=True)
+    places = torch.arange(len(rows), dtype=torch.int32, device=offsets.device)
+    expert = torch.searchsorted(offsets, places, right=True)
     output = dispatcher.combine(rows * scales[expert.clamp(max=len(offsets) - 1), None], *kept)[: len(tokens)]
     output.backward(grad)
     return output.detach(), tokens.grad, probs.grad, rows.detach()[: offsets[-1]], offsets
@@ -125,6 +126,7 @@ def fitting(indices, groups, capacity):
         *full(
             [
                 (8, {"ep": 8}, 200, torch.float32, None),
+                (8, {"ep": 8}, 48, torch.float32, 0.5),
                 (4, {"ep": 2, "etp": 2, "order": "ep-dp-cp-tp-pp"}, 48, torch.float64, 0.5),
             ]
         ),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import call_on_two_gpus
 from marks import full
 from torch.distributed import _symmetric_memory as symmetric
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,13 +94,20 @@ def result(layer, x, dy, kind):
 
 
 def layers_case(rank, tp, name):
-    kept, group = plain_versions(), dist.group.WORLD
+    kept = plain_versions()
+    compare_layers(rank, tp, name, "cpu")
+    del kept
+
+
+def compare_layers(rank, tp, name, device):
+    group, on = dist.group.WORLD, {"dtype": torch.float64, "device": device}
     kind, options = LAYERS[name]
     column = kind is ColumnParallelLinear
-    dy = torch.randn(S, B, O, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    generator = torch.Generator().manual_seed(rank)
+    dy = torch.randn(S, B, O, dtype=torch.float64, generator=generator).to(device)
     given = S // tp if column else S
     width = I if column or not options.get("input_is_parallel") else I // tp
-    x = torch.randn(given, B, width, dtype=torch.float64)
+    x = torch.randn(given, B, width, dtype=torch.float64, generator=generator).to(device)
     counted = {}
     for how in ("plain", "main", "deferred", "main, deferred", "frozen", "data"):
         results = []
@@ -107,7 +115,8 @@ def layers_case(rank, tp, name):
             torch.manual_seed(0)
             layer = kind(
                 *(I, O),
-                **{"group": group, "sequence_parallel": True, "overlap_rows": rows, "dtype": torch.float64},
+                **{"group": group, "sequence_parallel": True, "overlap_rows": rows},
+                **on,
                 **options,
             )
             values, ops = result(layer, x, dy, how)
@@ -120,7 +129,6 @@ def layers_case(rank, tp, name):
             layer.overlap_rows = S * B + 1
             layer(x)
         assert not seen.names
-    del kept
     back = {"data": []} if column else {}
     first, second = (GATHER, SCATTER) if column else (SCATTER, GATHER)
     assert counted == {how: ([first], back.get(how, [second])) for how in counted} | (
@@ -132,6 +140,19 @@ def layers_case(rank, tp, name):
 @pytest.mark.parametrize("name", ("column", "row", *full(list(LAYERS)[1:3] + list(LAYERS)[4:])))
 def test_layers_are_what_they_are_without(tp, name):
     run_ranks(layers_case, tp, name)
+
+
+def compare(runtime):
+    """Torch's kernels against layers without them."""
+    for name in LAYERS:
+        compare_layers(runtime.rank, runtime.world_size, name, runtime.device)
+
+
+@pytest.mark.gpu
+def test_two_gpus(tmp_path):
+    if not fused._has_kernels(torch.device("cuda", 0)):
+        pytest.skip("needs GPUs that a switch of NVLink connects")
+    call_on_two_gpus(compare, tmp_path)
 
 
 def model_case(rank, tp, recompute):

@@ -181,10 +181,10 @@ class HeldOut(Samples):
             yield self.samples(10**6 + (number * dp_size + dp_rank) * self.micro_batch_size)
 
 
-def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE):
+def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE, device="cpu"):
     """The losses of some evaluations and of the steps between them; the graphs of the evaluations."""
-    rng = RngTracker(3, tp_rank=group_rank(groups.tp))
-    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64)
+    rng = RngTracker(3, tp_rank=group_rank(groups.tp), device=device)
+    model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     trainer = Trainer(model, HeldOut(4), loss, recipe, groups=groups, rng=rng, graphs=graphs)
     losses = []
@@ -194,14 +194,15 @@ def evaluated(graphs, groups=ParallelGroups.alone(), layout=ONE, config=DENSE):
     return losses, trainer.evaluation_graphs
 
 
-def evaluations_case(rank, world, grid, config, layout, shapes):
+def evaluations_case(rank, world, grid, config, layout, shapes, device="cpu"):
     groups = ParallelGroups.alone()
     if world > 1:
         groups = ParallelGroups.create(RankGrid(world_size=world, **grid))
-    found, graphs = evaluated(EVALUATION, groups, layout, config)
+    given = groups, layout, config, device
+    found, graphs = evaluated(EVALUATION, *given)
     assert graphs.num_graphs == shapes and "of the evaluation" in graphs.describe()
-    assert found == evaluated(None, groups, layout, config)[0]
-    assert found == evaluated(replace(EVALUATION, scope=("full_step",)), groups, layout, config)[0]
+    assert found == evaluated(None, *given)[0]
+    assert found == evaluated(replace(EVALUATION, scope=("full_step",)), *given)[0]
 
 
 @pytest.mark.full
@@ -218,6 +219,13 @@ def evaluations_case(rank, world, grid, config, layout, shapes):
 def test_evaluations(world, grid, config, layout, shapes):
     case = grid, config, layout, shapes
     run_ranks(evaluations_case, 2, *case) if world > 1 else evaluations_case(0, 1, *case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", (EXPERTS, *full([DENSE])))
+def test_evaluations_on_a_gpu(config):
+    with sdpa_kernel(SDPBackend.MATH):  # whose backward adds up in one order
+        evaluations_case(0, 1, {}, config, ONE, 1, "cuda")
 
 
 @pytest.mark.parametrize(
