@@ -27,28 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs.backend import Backend, Graph
-from fastmp.graphs.buffers import BufferPlan, RunSpec, TensorSpec, plan_buffers
+from fastmp.graphs.buffers import BufferPlan, TensorSpec, plan_buffers
 from fastmp.graphs.errors import GraphError
 from fastmp.graphs.flat import FlatStep, program_of
 from fastmp.graphs.graph_set import GraphSet, copies_of
 from fastmp.graphs.hooks import call_pre_hooks
+from fastmp.graphs.observe import ObservedStep
 from fastmp.graphs.replay import Replay
-from fastmp.graphs.runs import (
-    EagerPart,
-    Observed,
-    Part,
-    Run,
-    Shared,
-    called_modules,
-    cut,
-    keeps_gradients,
-    made_by,
-    spec_of,
-)
+from fastmp.graphs.runs import EagerPart, Part, Run, Shared, cut, spec_of
 from fastmp.graphs.snapshot import ModelSnapshot
 from fastmp.graphs.step import GraphedStep
 from fastmp.graphs.verify import VerifiedReplay
-from fastmp.nn.segment import LayerChain, Tensors, run_links
+from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.parallel.schedule import Step
 
 __all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
@@ -56,7 +46,6 @@ __all__ = ["Backend", "Graph", "GraphError", "GraphManager", "StepRunner"]
 _MOST_DROPS = 4  # rounds that could not be captured in one pass, before their steps run eagerly
 _MOST_GRAPH_SETS = 4  # signatures that have graphs; each has static buffers of its own
 
-Place = tuple[int, int]  # chunk, run
 Signature = tuple[Any, ...]  # of the first inputs of a step: autocast, what layers share, and each tensor
 
 
@@ -191,10 +180,7 @@ class GraphManager:
 
     def _begin(self) -> None:
         self._signature: Signature | None = None  # of the step's first inputs, once they are seen
-        self._observed: dict[Place, Observed] | None = None  # in a step that is observed
-        self._arrived: dict[Place, list[TensorSpec]] = {}  # the gradients of outputs, as they came
-        self._reached: set[Place] = set()  # the runs to which any gradient came
-        self._alike = True  # all microbatches had the same signatures
+        self._observed: ObservedStep | None = None  # in a step that is observed
         self._graph_set: GraphSet | None = None
         self._runner: StepRunner | None = None
         self._verifier: VerifiedReplay | None = None  # in a step that is verified
@@ -313,24 +299,16 @@ class GraphManager:
         if changed:
             self._forget()
 
-    def _make_graph_set(self, observed: dict[Place, Observed]) -> None:
+    def _make_graph_set(self, observed: ObservedStep) -> None:
         """Plan the graphs of the step that was observed, if it came to its end and was even."""
-        if not observed or len(observed) < sum(map(len, self.runs)) or self._signature is None:
+        chunks = observed.specs()
+        if chunks is None or self._signature is None:
             return
-        if not self._alike:
+        if not observed.alike:
             self._graph_sets[self._signature] = None
             return
-        chunks = [
-            [self._spec(observed, (c, i), run) for i, run in enumerate(runs)]
-            for c, runs in enumerate(self.runs)
-        ]
-        self._graph_sets[self._signature] = GraphSet(
-            plan_buffers(self.order, chunks), observed, self._device, *self._signature[:2]
-        )
-
-    def _spec(self, observed: dict[Place, Observed], place: Place, run: Run) -> RunSpec:
-        gradients = tuple(self._arrived[place]) if place in self._reached else None
-        return RunSpec(run.name, tuple(spec for spec, _ in observed[place].inputs), gradients)
+        plan = plan_buffers(self.order, chunks)
+        self._graph_sets[self._signature] = GraphSet(plan, observed.runs, self._device, *self._signature[:2])
 
     def _first_forward(self, tensors: Tensors, shared: TreeSpec) -> Signature:
         """Decide by a step's first inputs whether it runs eagerly, is observed, or goes through graphs."""
@@ -352,7 +330,7 @@ class GraphManager:
             if graph_set is not None and not self._snapshot_of_chains().modes_changed():
                 self._graph_set, self._runner = graph_set, self.begin_replays(graph_set)
         elif len(self._graph_sets) < _MOST_GRAPH_SETS:
-            self._observed = {}
+            self._observed = ObservedStep(self._parts, self.backend)
             self._snapshot_of_chains()
         return signature
 
@@ -398,7 +376,7 @@ class GraphManager:
         if runner is not None:
             runner.skip(chunk)
         elif self._observed is not None:
-            return self._observe_chain(self._observed, chunk, tensors, common)
+            return self._observed.run_chain(chunk, tensors, common)
         return None
 
     def _through_graphs(
@@ -439,55 +417,6 @@ class GraphManager:
         replay = torch.tensor(own, dtype=torch.int32, device=self._device)
         dist.all_reduce(replay, dist.ReduceOp.MIN, group=self.group)
         return bool(replay)
-
-    def _observe_chain(
-        self, observed: dict[Place, Observed], chunk: int, tensors: Tensors, shared: Shared
-    ) -> tuple[Tensors, Tensors]:
-        """Run a chain eagerly, and note what enters and leaves its runs."""
-        others: Tensors = ()
-        number, keeps = 0, False
-        for part in self._parts[chunk]:
-            call_pre_hooks(part.begins)
-            given = tensors
-            if isinstance(part, Run):
-                inputs = shared.beside(tensors, part)
-                tensors, more = self._observe(observed, (chunk, number), part, inputs, shared.form, keeps)
-                keeps |= any(t is each for t in (*tensors, *more) for each in given)
-                number += 1
-            else:
-                tensors, more = run_links(part.links, tensors, part.call, shared=shared.keywords)
-                keeps |= keeps_gradients(part, given, tensors)
-            others += more
-        return tensors, others
-
-    def _observe(
-        self,
-        observed: dict[Place, Observed],
-        place: Place,
-        run: Run,
-        tensors: Tensors,
-        shared: TreeSpec,
-        keeps: bool,
-    ) -> tuple[Tensors, Tensors]:
-        keeps = keeps or place[1] == 0  # what comes before a chain is not known: it may keep gradients
-        with called_modules() as called, self.backend.watch() as watched:
-            handed_on, others = run.through(tensors, shared)
-        made = [t for t in made_by((*handed_on, *others), tensors) if t.requires_grad]
-        outputs = [spec_of(t) for t in made]
-        inputs = [(spec_of(t), t.requires_grad) for t in tensors]
-        now = Observed(inputs, outputs, [*run.begins, *called], watched, keeps)
-        before = observed.get(place, now)
-        self._alike &= before[:3] == now[:3]
-        observed[place] = before._replace(keeps=before.keeps or keeps)
-        self._arrived.setdefault(place, list(outputs))
-        for i, output in enumerate(made):
-            output.register_hook(functools.partial(self._note_gradient, place, i))
-        return handed_on, others
-
-    def _note_gradient(self, place: Place, i: int, grad: Tensor | None) -> None:
-        if grad is not None:
-            self._reached.add(place)
-            self._arrived[place][i] = spec_of(grad)
 
 
 def _spec_and_grad(tensor: Tensor) -> tuple[TensorSpec, bool]:

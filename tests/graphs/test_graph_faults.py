@@ -10,9 +10,9 @@ import torch
 from layout_tools import DENSE_4, MOE_4, SOME, Layout, Training
 from torch import nn
 
-from fastmp.graphs import capture, graph_set, hooks, replay, runs
+from fastmp.graphs import capture, graph_set, hooks, observe, replay, runs
 from fastmp.graphs import manager as managers
-from fastmp.graphs.buffers import Lease, plan_buffers
+from fastmp.graphs.buffers import Lease, RunSpec, TensorSpec, plan_buffers
 from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.graph_set import Slot
 from fastmp.graphs.recording import Pool, RecordingBackend
@@ -68,12 +68,12 @@ def test_a_buffer_reused_too_early(monkeypatch):
     monkeypatch.setattr(managers, "plan_buffers", one_buffer)
     with pytest.raises(CaptureError, match="has been modified by an inplace operation"):
         overlapping(True)  # autograd sees it in the step that is captured
-    specs = [managers.RunSpec("all", (managers.TensorSpec((1,), "float32"),))]
+    specs = [RunSpec("all", (TensorSpec((1,), "float32"),))]
     assert any("is still needed by" in text for text in problems(one_buffer(OVERLAPPING, [specs])))
 
 
 def test_a_lease_that_is_dropped():
-    specs = [managers.RunSpec("all", (managers.TensorSpec((1,), "float32"),))]
+    specs = [RunSpec("all", (TensorSpec((1,), "float32"),))]
     right = plan_buffers(OVERLAPPING, [specs])
     short = [
         Lease(right.leases[0].buffer, right.leases[0].first, right.leases[0].last - 1),
@@ -395,6 +395,6 @@ def test_inputs_in_another_order_of_dimensions(monkeypatch):
     """Products on them differ in bits from those on contiguous copies."""
     eager, spec_of = turned(False), runs.spec_of
     assert not differs(turned(True), eager)
-    for module in (managers, runs, graph_set):
+    for module in (managers, observe, runs, graph_set):
         monkeypatch.setattr(module, "spec_of", lambda tensor: spec_of(tensor)._replace(strides=None))
     assert differs(turned(True), eager)

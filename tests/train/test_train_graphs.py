@@ -414,7 +414,7 @@ def test_an_allocator_that_nccl_cannot_follow(monkeypatch):
     with pytest.raises(ValueError, match=r"expandable_segments:True .* need NCCL_GRAPH_REGISTER=0"):
         make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    with pytest.raises(AttributeError, match="chunks"):  # it goes on to the model, of which there is none
+    with pytest.raises(AttributeError, match="overlap"):  # it goes on to the model, of which there is none
         make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
 
 
