@@ -64,8 +64,8 @@ class MoEConfig(Checked):
     )
     symmetric_capacity: float | None = option(
         None,
-        "of dispatcher symmetric: rows that a rank has room for, over what comes if all experts get equally "
-        "many; none: for all tokens of all ranks",
+        "of dispatcher symmetric, in training: rows that a rank has room for, over what comes if all experts "
+        "get equally many; none: for all tokens of all ranks",
     )
     symmetric_overflow: str = option(
         "drop",

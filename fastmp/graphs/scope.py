@@ -61,9 +61,11 @@ def captured_segments(
     return chosen
 
 
-def must_run_eagerly(segments: Sequence[str]) -> str:
-    """Say in an error that these `segments` do, and what lets graphs hold them where there is something."""
+def must_run_eagerly(segments: Sequence[str], reason: str = "") -> str:
+    """Say in an error that these `segments` do, with the `reason`, or what lets graphs hold them."""
     said = f"{', '.join(segments)} must run eagerly"
+    if reason:
+        return f"{said} ({reason})"
     exchanges = "dispatch" in segments and "preprocess" not in segments
     return f'{said} (not with moe.dispatcher "symmetric", for ranks of one machine)' if exchanges else said
 

@@ -88,8 +88,10 @@ class WholeGraph:
         self._modules = list(modules)
         eager = _eager_segments(self._modules)
         if eager:
+            reasons = "; ".join(dict.fromkeys(filter(None, eager.values())))
             raise ValueError(
-                f"graphs: {what} cannot be one graph, because {must_run_eagerly(eager)}; {instead}"
+                f"graphs: {what} cannot be one graph, because {must_run_eagerly(list(eager), reasons)}; "
+                f"{instead}"
             )
         self._chains = [LayerChain([SingleSegment(module)]) for module in self._modules]
         self._calls = 0
@@ -250,10 +252,11 @@ class WholeGraph:
             )
 
 
-def _eager_segments(modules: Iterable[nn.Module]) -> list[str]:
+def _eager_segments(modules: Iterable[nn.Module]) -> dict[str, str]:
+    """The names of segments that must run eagerly as their layers are now, and why."""
     chains = [each for root in modules for each in root.modules() if isinstance(each, LayerChain)]
     links = [link for chain in chains for link in chain.links()]
-    return list(dict.fromkeys(link.segment.name for link in links if not link.segment.capturable))
+    return {link.segment.name: link.segment.reason for link in links if not link.segment.capturable}
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:

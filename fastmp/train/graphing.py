@@ -18,6 +18,7 @@ from fastmp.graphs.recording import RecordingBackend
 from fastmp.graphs.runs import cut
 from fastmp.graphs.whole import WholeGraph
 from fastmp.nn.segment import LayerChain
+from fastmp.train.microbatches import evaluation_mode
 
 if TYPE_CHECKING:
     from fastmp.parallel.rng import RngTracker
@@ -120,13 +121,14 @@ def evaluation_graphs(
     ValueError for layers of which a segment cannot be captured, and as `make_graphs`.
     """
     _check_allocator(device)
-    runner.evaluated = graphs = WholeGraph(
-        runner.evaluated,
-        runner.chunks,
-        backend=make_backend(rng, device),
-        what="the evaluation",
-        instead="without graphs.evaluation it runs eagerly",
-    )
+    with evaluation_mode(runner.chunks):  # in which layers may send tokens otherwise
+        runner.evaluated = graphs = WholeGraph(
+            runner.evaluated,
+            runner.chunks,
+            backend=make_backend(rng, device),
+            what="the evaluation",
+            instead="without graphs.evaluation it runs eagerly",
+        )
     return graphs
 
 

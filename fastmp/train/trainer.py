@@ -154,6 +154,7 @@ class Trainer:
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(chunks)
         if device is not None or dtype is not None:
             self.model.to(device=device, dtype=dtype)
+        self.model.train()
         self.data, self.config, self.groups, self.rng = data, config, groups, rng
         self.optimizer_config = OptimizerConfig() if optimizer is None else optimizer
         self.num_microbatches = self._count_microbatches()
@@ -202,7 +203,6 @@ class Trainer:
             after=after_save,
         )
         self.step = 0
-        self.model.train()
 
     def train(
         self,

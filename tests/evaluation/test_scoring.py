@@ -30,6 +30,9 @@ CONFIGS = {
     "learned": replace(SMALL, init_std=0.5),
     "window": replace(QWEN, init_std=0.5, sliding_window=4),
     "experts": replace(EXPERTS, init_std=0.5),
+    "limited": replace(
+        EXPERTS, init_std=0.5, moe=replace(EXPERTS.moe, dispatcher="symmetric", symmetric_capacity=0.5)
+    ),
 }
 IDS = np.random.default_rng(3).integers(SMALL.vocab_size, size=74)
 WINDOWS = Windows(len(IDS) - 1, 16, 5)  # the last one is shorter, and scores 2
@@ -138,7 +141,7 @@ def test_graphs_score_with_the_same_bits(name, layout, options, world):
 def refused_case(rank, world, name, layout, message):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
     with pytest.raises(ValueError, match=message):
-        Scorer(make_gpt(CONFIGS[name], groups), groups, backend=RecordingBackend())
+        Scorer(make_gpt(CONFIGS[name], groups).eval(), groups, backend=RecordingBackend())
 
 
 @pytest.mark.full
@@ -147,6 +150,8 @@ def test_what_no_graph_can_score_is_refused():
         "cannot be one graph, because dispatch, experts, combine must run eagerly .*; leave out --graphs"
     )
     run_ranks(refused_case, 2, "experts", {"ep": 2}, exchange)
+    limited = "with a symmetric_capacity they send by all-to-all: leave it out.*; leave out --graphs"
+    run_ranks(refused_case, 2, "limited", {"ep": 2}, limited)
     run_ranks(refused_case, 2, "learned", {"pp": 2}, "the 2 ranks of a pipeline agree on shapes .* --graphs")
 
 
@@ -160,6 +165,7 @@ def test_what_no_graph_can_score_is_refused():
                 ("learned", {"cp": 2}, {}, 2),
                 ("learned", {"pp": 2}, {}, 2),
                 ("experts", {"ep": 2}, {}, 2),
+                ("limited", {"ep": 2}, {}, 2),
                 ("learned", {"tp": 2, "cp": 2}, SEQUENCE, 4),
                 ("learned", {"cp": 2, "pp": 2}, {}, 4),
                 ("learned", {"tp": 2, "pp": 2}, SEQUENCE, 4),

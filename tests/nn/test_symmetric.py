@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
@@ -216,6 +217,31 @@ def dropping_case(rank, world):
 
 def test_dropped_pairs_are_counted_once():
     assert sum(run_ranks(dropping_case, 2)) > 0
+
+
+def evaluated_case(rank, world):
+    """In evaluation mode nothing is dropped, with gradients or without, also of a copy; in training it is."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    ordinary = make_moe(plain_moe(top_k=3), groups)
+    layer = make_moe(plain_moe(dispatcher="symmetric", symmetric_capacity=0.5, top_k=3), groups)
+    hidden = hidden_states(8, 2, seed=rank)
+    expected = ordinary.eval()(hidden)[0]
+    for each in (layer, copy.deepcopy(layer)):
+        output = each.eval()(hidden)[0]
+        output.sum().backward()
+        assert torch.equal(output, expected) and each.dropped_pairs == 0
+        assert [segment.capturable for segment in each.segments()] == [True] * 2 + [False] * 3
+        with torch.no_grad(), each.train().all_to_all():
+            assert torch.equal(each(hidden)[0], expected)
+        assert all(segment.capturable for segment in each.segments())
+        output = each(hidden)[0]
+        output.sum().backward()
+        assert not torch.equal(output, expected)
+    return int(layer.dropped_pairs)
+
+
+def test_evaluations_drop_nothing():
+    assert sum(run_ranks(evaluated_case, 2)) > 0
 
 
 def refused_case(rank, world):

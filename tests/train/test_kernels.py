@@ -85,6 +85,12 @@ def test_experts(world_size, layout, dispatcher):
     assert names(model, world_size, **layout) >= ALWAYS | own
 
 
+@pytest.mark.full
+def test_evaluations_of_experts_with_a_capacity():
+    model = replace(MODEL, moe=replace(MOE, dispatcher="symmetric", symmetric_capacity=2.0))
+    assert names(model, 2, ep=2) >= ALWAYS | EXPERTS  # which go by all-to-all
+
+
 @pytest.mark.parametrize(
     "layout", [{"tp": 2, "ep": 2, "etp": 1, "pp": 2}, {"tp": 4}, {"tp": 2, "cp": 2}], ids=str
 )

@@ -25,6 +25,7 @@ from fastmp.train.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEP = GraphConfig(enabled=True, scope=("full_step",))
+EVALUATION = GraphConfig(enabled=True, evaluation=True)
 BUCKETS = OptimizerConfig(bucket_size=200)
 SHARED_MEMORY = replace(EXPERTS, moe=replace(EXPERTS.moe, dispatcher="symmetric"))
 
@@ -163,14 +164,15 @@ def exchange_case(rank, world):
         ValueError, match="the evaluation cannot be one graph, because dispatch, experts, combine"
     ):
         evaluated(EVALUATION, groups, ParallelConfig(ep=2), EXPERTS)
+    limited = replace(SHARED_MEMORY, moe=replace(SHARED_MEMORY.moe, symmetric_capacity=0.5))
+    message = r"evaluation cannot be one graph, .* symmetric_capacity .* leave it out\); without graphs\.eval"
+    with pytest.raises(ValueError, match=message):
+        evaluated(EVALUATION, groups, ParallelConfig(ep=2), limited)
 
 
 @pytest.mark.full
 def test_experts_over_ranks_that_exchange_tokens_are_refused():
     run_ranks(exchange_case, 2)
-
-
-EVALUATION = GraphConfig(enabled=True, evaluation=True)
 
 
 class HeldOut(Samples):

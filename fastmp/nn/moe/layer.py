@@ -7,6 +7,9 @@ starts the one copy to the host that tells how many rows go where, `dispatch` wa
 behind it depend on the data. With all experts on every rank, undivided or divided over a tensor-parallel
 group, and with experts on ranks that share memory (dispatcher "symmetric"), all six can be captured.
 
+A dispatcher of limited capacity is for training. In evaluation mode tokens go by all-to-all in its place, so
+that what becomes of one depends neither on the others nor on the layout.
+
 Inside the layer, tokens are divided over the tensor-parallel group. Under sequence parallelism they already
 are; otherwise a rank takes its part of the sequence, the last ranks perhaps less, and the results are
 gathered. Attention is divided over tp-cp-dp, experts over etp-ep-edp, of the same ranks.
@@ -63,10 +66,11 @@ class MoELayer(SegmentedLayer):
         on: experts are divided over `groups.ep` and `groups.etp`, tokens and the shared expert over
             `groups.tp`. `rng` is for jitter, and for a shared expert with init="sharded".
 
-    `capacity_factor` holds while training; in evaluation mode it drops nothing.
+    `capacity_factor` and `symmetric_capacity` hold while training; in evaluation mode nothing is dropped.
 
     Attributes: `dropped_pairs` (), int64, pairs of a token and an expert of this rank that a dispatcher of
     limited capacity did not send, in all microbatches whose gradient was computed; None where all are sent.
+    `dispatcher`: what sends tokens in the mode that the layer is in.
 
     Raises ValueError where ranks do not divide the experts or their hidden units, where the ranks that share
     experts have layers of another kind (the same error on all of them) or a dispatcher that cannot send their
@@ -85,10 +89,20 @@ class MoELayer(SegmentedLayer):
         self.shared_experts: SharedExperts | None = None
         if self.moe.shared_expert_ffn_hidden_size:
             self.shared_experts = SharedExperts(config, on)
-        self.dispatcher = make_dispatcher(self.moe, on.groups)
-        self.dispatcher.check(torch.empty(0, config.hidden_size, **on.tensor_options))
-        may_drop, number = self.dispatcher.may_drop, torch.zeros((), dtype=torch.int64, device=on.device)
-        self.register_buffer("dropped_pairs", number if may_drop else None, persistent=False)
+        self._dispatcher = self._dropping_none = make_dispatcher(self.moe, on.groups)
+        self._dispatcher.check(torch.empty(0, config.hidden_size, **on.tensor_options))
+        number: Tensor | None = None
+        if self._dispatcher.may_drop:
+            ordinary = replace(
+                self.moe, dispatcher="alltoall", symmetric_capacity=None, symmetric_overflow="drop"
+            )
+            self._dropping_none = make_dispatcher(ordinary, on.groups)
+            number = torch.zeros((), dtype=torch.int64, device=on.device)
+        self.register_buffer("dropped_pairs", number, persistent=False)
+
+    @property
+    def dispatcher(self) -> LocalDispatcher:
+        return self._dispatcher if self.training else self._dropping_none
 
     def segments(self) -> tuple[Segment, ...]:
         run: dict[str, Callable[..., Tensors]] = {
@@ -99,11 +113,19 @@ class MoELayer(SegmentedLayer):
             "experts": self._experts,
             "combine": self._combine,
         }
-        why = dict.fromkeys(self.dispatcher.eager, "sizes of what other ranks send are known at run time")
+        why = dict.fromkeys(self.dispatcher.eager, self._reason())
         return tuple(
             Segment(name, function, name not in why, why.get(name, ""), name in self.dispatcher.exchanges)
             for name, function in run.items()
         )
+
+    def _reason(self) -> str:
+        """Why segments must run eagerly."""
+        if self.dispatcher is not self._dispatcher:
+            return "evaluations drop none, so with a symmetric_capacity they send by all-to-all: leave it out"
+        elsewhere = ', except with moe.dispatcher "symmetric", for ranks of one machine'
+        sizes = "sizes of what other ranks send are known at run time"
+        return sizes if "preprocess" in self.dispatcher.eager else sizes + elsewhere
 
     # A segment hands on the tensors for the next one, aux, counts, the layer's input (which the shared expert
     # replaces by its output), and what is carried.
@@ -191,16 +213,15 @@ class MoELayer(SegmentedLayer):
 
     @contextmanager
     def all_to_all(self) -> Iterator[None]:
-        """Send tokens by all-to-all inside, which drops none; on all ranks of the expert group together."""
-        own = self.dispatcher
-        ordinary = replace(
-            self.moe, dispatcher="alltoall", symmetric_capacity=None, symmetric_overflow="drop"
-        )
-        self.dispatcher = make_dispatcher(ordinary, self.groups)
+        """Send tokens as in evaluation mode inside, by all-to-all where the dispatcher may drop some.
+
+        All ranks of the expert group do so together.
+        """
+        own, self._dispatcher = self._dispatcher, self._dropping_none
         try:
             yield
         finally:
-            self.dispatcher = own
+            self._dispatcher = own
 
     def _capacity(self, hidden_SBH: Tensor) -> int | None:
         """The number of tokens that an expert takes from one rank, the same on all TP ranks; None: no limit.
