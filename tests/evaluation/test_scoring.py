@@ -30,6 +30,7 @@ CONFIGS = {
     "learned": replace(SMALL, init_std=0.5),
     "window": replace(QWEN, init_std=0.5, sliding_window=4),
     "experts": replace(EXPERTS, init_std=0.5),
+    "shared": replace(EXPERTS, init_std=0.5, moe=replace(EXPERTS.moe, dispatcher="symmetric")),
     "limited": replace(
         EXPERTS, init_std=0.5, moe=replace(EXPERTS.moe, dispatcher="symmetric", symmetric_capacity=0.5)
     ),
@@ -128,6 +129,7 @@ def in_graphs(rank, world, name, layout, options):
                 ("experts", {}, {}, 1),
                 ("learned", {"tp": 2}, SEQUENCE, 2),
                 ("window", {"cp": 2}, {}, 2),
+                ("shared", {"tp": 2, "ep": 2, "etp": 1}, {}, 2),
             ]
         ),
     ],
@@ -165,6 +167,7 @@ def test_what_no_graph_can_score_is_refused():
                 ("learned", {"cp": 2}, {}, 2),
                 ("learned", {"pp": 2}, {}, 2),
                 ("experts", {"ep": 2}, {}, 2),
+                ("shared", {"ep": 2}, {}, 2),
                 ("limited", {"ep": 2}, {}, 2),
                 ("learned", {"tp": 2, "cp": 2}, SEQUENCE, 4),
                 ("learned", {"cp": 2, "pp": 2}, {}, 4),

@@ -32,6 +32,7 @@ CONFIGS = {
     "learned": replace(SMALL, init_std=0.5),
     "window": replace(QWEN, init_std=0.5, sliding_window=4),
     "experts": replace(EXPERTS, init_std=0.5),
+    "shared": replace(EXPERTS, init_std=0.5, moe=replace(EXPERTS.moe, dispatcher="symmetric")),
     "limited": replace(
         EXPERTS, init_std=0.5, moe=replace(EXPERTS.moe, dispatcher="symmetric", symmetric_capacity=1.0)
     ),
@@ -247,6 +248,8 @@ def divided(rank, world, name, layout, graphs):
                 ("learned", {}, 2),
                 ("experts", {"tp": 2}, 2),
                 ("experts", {"tp": 2, "ep": 2, "etp": 1}, 2),
+                ("shared", {"ep": 2}, 2),
+                ("shared", {"tp": 2, "ep": 2, "etp": 1}, 2),
                 ("limited", {"ep": 2}, 2),
                 ("learned", {"tp": 2, "pp": 2}, 4),
                 ("experts", {"pp": 2, "ep": 2, "etp": 1}, 4),

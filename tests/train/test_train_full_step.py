@@ -84,6 +84,7 @@ RANKS = {
             (SHARED_MEMORY, ParallelConfig(ep=2, overlap_experts=True), BUCKETS),
         ],
     ),
+    "context": ({"cp": 2}, [(DENSE, ParallelConfig(cp=2), BUCKETS)]),
     "pipeline": (
         {"pp": 2},
         [

@@ -52,7 +52,8 @@ ON = GraphConfig(enabled=True, verify_every=5)
 
 def run(graphs, groups=ParallelGroups.alone(), layout=ONE, config=CONFIG, steps=8, device="cpu", **more):
     """All numbers of some steps and of an evaluation among them, and the manager."""
-    rng = RngTracker(3, tp_rank=group_rank(groups.tp), device=device)
+    cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
+    rng = RngTracker(3, tp_rank=group_rank(groups.tp), **cp, device=device)
     model, loss = gpt_and_loss(config, groups, layout, rng=rng, dtype=torch.float64, device=device)
     recipe = TrainConfig(steps=40, global_batch_size=16, eval_interval=0)
     trainer = Trainer(model, Samples(4), loss, recipe, groups=groups, rng=rng, graphs=graphs, **more)
