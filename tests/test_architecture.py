@@ -64,7 +64,7 @@ ALLOWED = {
     "fastmp.ops": {"ops", "config", "host", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "pulse", "_lazy"},
     "fastmp.graphs": {
-        *("graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "_lazy", "_replay"),
+        *("graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "pulse", "_lazy", "_replay"),
     },
     "fastmp.graphs.buffers": {"parallel.schedule"},
     "fastmp.graphs.overlapped": {

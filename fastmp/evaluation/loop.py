@@ -57,6 +57,8 @@ def evaluate(
     batches = [task.order[i : i + batch_size] for i in range(0, len(task.order), batch_size)]
     scores = _from_journal(journal, batches, world)
     left = [number for number in range(len(batches)) if number not in scores]
+    if left:
+        scorer.expect(agree(world, partial(_rows, scorer, task, batches[left[0]])))
     rank, size = group_rank(groups.dp), group_size(groups.dp)
     for begin in range(0, len(left), size):
         turn = left[begin : begin + size]

@@ -23,6 +23,7 @@ from torch import Tensor
 from fastmp.graphs.backend import Backend
 from fastmp.graphs.whole import WholeGraph
 from fastmp.nn.models import GPT
+from fastmp.nn.moe import MoELayer
 from fastmp.parallel.collectives import gather_from_group, gather_sequence, group_size
 from fastmp.parallel.context import cut_sequence, join_sequence
 from fastmp.parallel.groups import ParallelGroups
@@ -126,7 +127,7 @@ class Scorer:
     @torch.no_grad()
     def __call__(self, rows: Sequence[Row]) -> list[Score]:
         """The scores of `rows`, which `check` has nothing against; NaN where logits are not finite."""
-        length = self._padded(max(len(row.ids) - 1 for row in rows))
+        length = self._length(rows)
         values = self._stages(rows, length) if self._pipeline else self._whole(rows, length)
         log_probs, likeliest = values.tolist()
         scores, begin = [], 0
@@ -134,6 +135,23 @@ class Scorer:
             own = slice(begin, begin := begin + row.scored)
             scores.append(Score(math.fsum(log_probs[own]), self.likeliest and all(likeliest[own])))
         return scores
+
+    def expect(self, rows: Sequence[Row]) -> None:
+        """Have room for batches no larger than `rows`, the same on all ranks, where experts share memory."""
+        length = self._length(rows) // group_size(self.groups.cp)
+        if self.model.sequence_parallel:
+            length //= group_size(self.groups.tp)
+        for layer in self.model.modules():
+            if isinstance(layer, MoELayer):
+                layer.expect(length, self._at_once(rows))
+
+    def _length(self, rows: Sequence[Row]) -> int:
+        return self._padded(max(len(row.ids) - 1 for row in rows))
+
+    def _at_once(self, rows: Sequence[Row]) -> int:
+        """The number of rows that go through the model at once."""
+        size = group_size(self.groups.pp)
+        return len(rows) if size == 1 else -(-len(rows) // (MICROBATCHES * size))
 
     def _padded(self, length: int) -> int:
         """The length that ranks can divide along the sequence."""
@@ -161,7 +179,7 @@ class Scorer:
         """`_score` of all rows on all ranks of the pipeline, the rows in microbatches of one shape."""
         pipeline, size = self._pipeline, group_size(self.groups.pp)
         assert pipeline is not None
-        at_once = -(-len(rows) // (MICROBATCHES * size))
+        at_once = self._at_once(rows)
         rows = [*rows, *[Row(np.zeros(2, np.int64), 0)] * (-len(rows) % at_once)]
         batches = [self._batch(rows[i : i + at_once], length) for i in range(0, len(rows), at_once)]
         if self._shape != (at_once, length):

@@ -35,7 +35,7 @@ class Task:
     """Rows to be scored, and what follows from the scores.
 
     name: of the command. unit: what a row is, in the plural. rows: made when they are asked for.
-    order: the numbers of rows in the order in which batches take them.
+    order: the numbers of rows in the order in which batches take them, the longest first.
     likeliest: whether the scores must say if targets are the likeliest tokens.
     settings: what the result depends on beside the model, for JSON. summarize: figures from the scores of all
         rows, for JSON.

@@ -17,6 +17,7 @@ from fastmp.generation.decoder import NO_TOKEN, Decoder
 from fastmp.graphs.backend import Backend
 from fastmp.graphs.cuda import CudaBackend
 from fastmp.nn.models import GPT
+from fastmp.nn.moe import MoELayer
 from fastmp.parallel.collectives import communication_device, group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.data.tokenize import Tokenizer
@@ -124,6 +125,9 @@ def generate(
         else Row(prompts[0][:1], 0)  # so that all ranks have equally many
         for i in own
     ]
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.expect(longest, size)
     seconds = _run(decoder, rows, longest, _points(own, max_new_tokens, seed).to(device), groups.dp)
     found = [(row.continuation(), row.taken) for row in rows]
     if groups.dp is not None:

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import CaptureError
+from fastmp.pulse import pulse
 
 __all__ = ["CudaBackend", "CudaGraph"]
 
@@ -211,7 +212,7 @@ class CudaGraph:
         collects = gc.isenabled()
         gc.disable()  # a graph that is collected while another is captured would end the capture
         try:
-            with torch.cuda.stream(stream), self._kept():
+            with torch.cuda.stream(stream), self._kept(), pulse.capturing(self):
                 torch.cuda.current_blas_handle()  # its workspace is not to be in the pool
                 reads = _Reads(self.backend.made, stream.device)
                 with self._recorded(), reads:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import CaptureError
 from fastmp.graphs.watching import OpWatch, where
+from fastmp.pulse import pulse
 
 __all__ = ["CaptureError", "Pool", "RecordedGraph", "RecordingBackend"]
 
@@ -178,7 +179,7 @@ class RecordedGraph:
         if self._ops:
             raise CaptureError("graph: it is captured already; make another graph")
         self.ends = self._places()
-        with _Reads(), _Recorder(self):
+        with _Reads(), _Recorder(self), pulse.capturing(self):
             yield
         for stream, place in self._places().items():
             if place != self.ends[stream]:

@@ -10,6 +10,7 @@ memory for pages that nobody writes.
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import socket
@@ -64,7 +65,7 @@ class PeerMemory:
 
 
 class ExchangeViews(NamedTuple):
-    """A rank's memory as the ops of `fastmp.ops.exchange` take it; `rows` is (2, C, H)."""
+    """A rank's `memory` as the ops of `fastmp.ops.exchange` take it; `rows` is (2, C, H)."""
 
     flags: Tensor
     counts: Tensor
@@ -72,6 +73,7 @@ class ExchangeViews(NamedTuple):
     distances: Tensor
     rank: int
     timeout: float
+    memory: PeerMemory
 
     @property
     def capacity(self) -> int:
@@ -112,12 +114,17 @@ class PeerExchange:
         steps = (1, etp) if etp_varies_first else (ep, 1)
         self._order = [d * steps[0] + p * steps[1] for d in range(etp) for p in range(ep)]
         self.rank = self._order.index(group.rank())
-        self.memory: PeerMemory | None = None
         self._kind: _Kind | None = None
         self._views: ExchangeViews | None = None
+        self._room = self._expected = 0  # tokens of a rank
+        self._holders: weakref.WeakSet[object] = weakref.WeakSet()  # graphs
 
     def __deepcopy__(self, memo: dict[int, object]) -> PeerExchange:
         return self  # the peers of a copy are the same
+
+    @property
+    def memory(self) -> PeerMemory | None:
+        return None if self._views is None else self._views.memory
 
     @property
     def views(self) -> ExchangeViews:
@@ -129,20 +136,32 @@ class PeerExchange:
         """The exchange that this rank has come to, and the last one that is over; where hosts read them."""
         return int(self.views.flags[self.rank]), int(self.views.flags[-1])
 
+    def expect(self, tokens: int) -> None:
+        """Have room for so many tokens of a rank from the next `reserve` on.
+
+        All ranks say the same. Memory that is too small is left for another, unless graphs hold it: that
+        `reserve` raises a ValueError then.
+        """
+        self._expected = max(self._expected, tokens)
+
     def reserve(
         self, tokens: Tensor, *, top_k: int, experts: int, factor: float | None = None
     ) -> ExchangeViews:
         """Return the memory for `tokens` (T, H); the first call, on all ranks together, gets it.
 
-        It has room for the most tokens that a rank of that call has, of their width and dtype, see
-        `fastmp.parallel.exchange.row_capacity`. What is reserved stays where it is, for graphs.
+        It has room for the most tokens that a rank of that call has, or for those that are expected, of their
+        width and dtype, see `fastmp.parallel.exchange.row_capacity`.
 
         Raises ValueError for more tokens than that or others, on all ranks where they differ in what they
-        reserve, and as `PeerMemory`; RuntimeError where the first call is captured.
+        reserve, and as `expect` and `PeerMemory`; RuntimeError where a call that gets memory is captured.
         """
         kind = _Kind(tokens.shape[1], tokens.dtype, tokens.device.type, top_k, experts, factor)
-        if self._views is None or self._views.rows.is_meta:
-            self._views, self._room = self._reserve(tokens, kind)
+        first = self._views is None or self._views.rows.is_meta
+        if first or (kind == self._kind and self._expected > self._room):
+            try:
+                self._views, self._room = self._reserve(tokens, kind)
+            finally:
+                self._expected = 0
             self._kind = kind
             if tokens.device.type == "cpu":
                 pulse.exchange = weakref.ref(self)
@@ -154,20 +173,36 @@ class PeerExchange:
         if len(tokens) > self._room:
             raise ValueError(
                 f"PeerExchange: {len(tokens)} tokens of a rank, but its first batch reserved memory for "
-                f'{self._room}; begin with the largest batch, or use moe.dispatcher "alltoall"'
+                f"{self._room}; begin with the largest batch, call MoELayer.expect before, or use "
+                'moe.dispatcher "alltoall"'
             )
-        return self._views
+        if pulse.graph is not None:
+            self._holders.add(pulse.graph)
+        elif tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._holders.add(PeerExchange)  # a capture of others, whose end nobody tells
+        return self.views
 
     def _reserve(self, tokens: Tensor, kind: _Kind) -> tuple[ExchangeViews, int]:
         device, ranks, hidden = tokens.device, self.etp * self.ep, tokens.shape[1]
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        captures = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if captures or pulse.graph is not None:
             raise RuntimeError(
                 "PeerExchange: the memory of peers is reserved by hosts; run one batch eagerly first"
             )
-        own = len(tokens), kind
+        if self._holders:
+            gc.collect()  # those that nobody replays any more
+        if self._views is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)  # what has been left for peers, or is read there
+        own = max(len(tokens), self._expected), kind, bool(self._holders)
         everyones = [own] if device.type == "meta" else _gather(own, self.group)
-        room = max(number for number, _ in everyones)
-        for rank, (_, other) in enumerate(everyones):
+        room = max(number for number, *_ in everyones)
+        if any(held for *_, held in everyones):
+            raise ValueError(
+                f"PeerExchange: {room} tokens of a rank are expected, but graphs hold the memory for "
+                f"{self._room}; call MoELayer.expect before they are captured, let go of them, or use "
+                'moe.dispatcher "alltoall"'
+            )
+        for rank, (_, other, _) in enumerate(everyones):
             if other != everyones[0][1]:
                 raise ValueError(
                     "PeerExchange: ranks of one group exchange rows of one kind, but reserve memory for "
@@ -177,7 +212,7 @@ class PeerExchange:
             room, top_k=kind.top_k, experts=kind.experts, ep=self.ep, etp=self.etp, factor=kind.capacity
         )
         layout = ExchangeLayout(ranks, kind.experts, hidden, tokens.element_size(), capacity)
-        self.memory = memory = PeerMemory(self.group, layout.nbytes, device)
+        memory = PeerMemory(self.group, layout.nbytes, device)
 
         def view(start: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             nbytes = math.prod(shape) * dtype.itemsize
@@ -195,6 +230,7 @@ class PeerExchange:
             distances=distances,
             rank=self.rank,
             timeout=self.timeout,
+            memory=memory,
         )
         return views, room
 

@@ -140,6 +140,22 @@ def test_graphs_score_with_the_same_bits(name, layout, options, world):
     )
 
 
+def longer_case(rank, world, layout):
+    groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
+    ordinary, shared = (make_gpt(CONFIGS[name], groups).eval() for name in ("experts", "shared"))
+    for rows, batch_size in (([UNEVEN[2]], 1), (UNEVEN, 1), (ROWS, 3), (UNEVEN, 2)):
+        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number].ids))
+        task = task_of(rows, longest_first)
+        expected = evaluate(task, ordinary, groups=groups, batch_size=batch_size)
+        assert evaluate(task, shared, groups=groups, batch_size=batch_size) == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [{"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}], ids=str)
+def test_memory_that_ranks_share_grows_with_rows(layout):
+    run_ranks(longer_case, 2, layout)
+
+
 def refused_case(rank, world, name, layout, message):
     groups = ParallelGroups.create(RankGrid(world_size=world, **layout))
     with pytest.raises(ValueError, match=message):

@@ -14,6 +14,7 @@ from marks import full
 from fastmp.generation import generate, loop
 from fastmp.generation.loop import Row
 from fastmp.graphs import RecordingBackend
+from fastmp.graphs.whole import WholeGraph
 from fastmp.nn import GPT, Placement, gpt_stages
 from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grid import RankGrid
@@ -260,6 +261,36 @@ def divided(rank, world, name, layout, graphs):
 def test_layouts_generate_what_one_rank_does(name, layout, world, graphs):
     expected = [ids_of(generate(model_of(name), PROMPTS, **options)) for options in (GREEDY, DRAWN)]
     assert run_ranks(divided, world, name, layout, graphs) == [expected] * world
+
+
+def longer(rank, world, layout, graphs):
+    """One call after the other with longer prompts, and more of them, in the memory that ranks share."""
+    groups, found = ParallelGroups.create(RankGrid(world_size=world, **layout)), []
+    for name in ("experts", "shared"):
+        model, before = model_of(name, groups), 0
+        for prompts in (PROMPTS[1:2], PROMPTS, [*PROMPTS, *PROMPTS], PROMPTS):
+            backend = RecordingBackend() if graphs else None
+            found.append(ids_of(generate(model, prompts, groups=groups, backend=backend, **DRAWN)))
+            if groups.exchange.memory is not None:
+                room, before = before, groups.exchange.views.capacity
+                assert before > room or prompts is PROMPTS
+    assert found[:4] == found[4:]
+    graph = WholeGraph(model, [model], backend=RecordingBackend(), what="a forward", instead="")
+    with torch.no_grad():
+        for _ in range(3):
+            graph(torch.tensor(PROMPTS[:1]))
+    with pytest.raises(ValueError, match="graphs hold the memory .* MoELayer.expect before they are capt"):
+        generate(model, [[7] * 12] * 4, groups=groups, **DRAWN)
+    with torch.no_grad():
+        graph(torch.tensor(PROMPTS[:1]))
+    graph.remove()
+    generate(model, [[7] * 12] * 4, groups=groups, **DRAWN)
+
+
+@pytest.mark.parametrize("graphs", [False, *full([True])])
+@pytest.mark.parametrize("layout", [{"ep": 2}, *full([{"tp": 2, "ep": 2, "etp": 1}])], ids=str)
+def test_memory_that_ranks_share_grows_with_prompts(layout, graphs):
+    run_ranks(longer, 2, layout, graphs)
 
 
 def lost(rank, world):

@@ -24,6 +24,7 @@ from fastmp.parallel.exchange import ExchangeLayout, row_capacity
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.peers import PeerMemory
+from fastmp.pulse import pulse
 from fastmp.testing import RankError, run_ranks
 
 
@@ -164,6 +165,50 @@ def reserve_case(rank, world, layout):
     with pytest.raises(ValueError, match=r"these are {'hidden': 16, .* reserved for {'hidden': 8, "):
         exchange.reserve(torch.zeros(3, 16), **sizes)
     return rank
+
+
+class Captured:
+    """Stands in for a graph."""
+
+
+def growing_case(rank, world):
+    """Memory grows where more tokens are expected, unless a graph of any rank holds it, and is given back."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    exchange, sizes = groups.exchange, {"top_k": 2, "experts": 4}
+
+    def rows(tokens):
+        return exchange.reserve(torch.zeros(tokens, 8), **sizes).rows.shape[1]
+
+    exchange.expect(5)
+    exchange.expect(4)
+    first = rows(3)
+    assert first == row_capacity(5, ep=world, etp=1, **sizes) and rows(5) == first
+    exchange.expect(5)
+    assert rows(1) == first
+    views, graph = exchange.views, Captured()
+    if rank == 1:
+        with pulse.capturing(graph):
+            assert rows(2) == first
+    exchange.expect(9)
+    with pytest.raises(ValueError, match="9 tokens of a rank are expected, but graphs hold the memory for 5"):
+        rows(1)
+    assert rows(5) == first and exchange.views is views
+    graph.itself = graph  # for the garbage collector
+    del graph
+    exchange.expect(9)
+    with pulse.capturing(Captured()), pytest.raises(RuntimeError, match="run one batch eagerly first"):
+        rows(1)
+    exchange.expect(9)
+    assert rows(1) == row_capacity(9, ep=world, etp=1, **sizes) and not exchange.views.rows.any()
+    before = shared_files()
+    assert len(before) == 2 * world  # those that somebody still goes back through, too
+    del views
+    gc.collect()
+    assert len(shared_files()) == world
+
+
+def test_memory_grows_where_no_graph_holds_it():
+    run_ranks(growing_case, 2)
 
 
 @pytest.mark.parametrize(

@@ -122,6 +122,7 @@ class LocalDispatcher:
     combine_onto(residual (T, H), out, outputs, *those) -> the sum of both by one kernel, in `out` where it
     is not None; or None, where there is no such kernel
 
+    `expect(tokens)`, on all ranks alike: have room for so many tokens of a rank from the next dispatch on.
     `sizes(*those)`: the rows of each expert, where the host knows them. `dropped(*those)` (), where it
     `may_drop` some: how many of this rank's pairs were not sent. Pairs with index -1 go nowhere and count as
     zeros. `room`: the most tokens that a rank of the tensor-parallel group has, the same on all.
@@ -144,6 +145,9 @@ class LocalDispatcher:
 
     def check(self, rows: Tensor) -> None:
         """Raise ValueError for rows (T, H) that it does not send, or not here, before anything is sent."""
+
+    def expect(self, tokens: int) -> None:
+        pass
 
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         row_of, offsets = permutation(indices, self.num_experts)

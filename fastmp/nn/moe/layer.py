@@ -211,6 +211,14 @@ class MoELayer(SegmentedLayer):
         total_TH = self.dispatcher.combine_onto(residual_SBH.flatten(0, 1), flat_TH, *kept)
         return None if total_TH is None else (total_TH.view(residual_SBH.shape), aux, counts_E)
 
+    def expect(self, S: int, B: int) -> None:
+        """Have room for hidden states (S, B, H) from the next forward on, where ranks share memory for rows.
+
+        All ranks of the expert group say the same. All layers share the memory; where it has to grow and
+        graphs hold it, that forward raises a ValueError.
+        """
+        self.dispatcher.expect(self._part(S) * B)
+
     @contextmanager
     def all_to_all(self) -> Iterator[None]:
         """Send tokens as in evaluation mode inside, by all-to-all where the dispatcher may drop some.

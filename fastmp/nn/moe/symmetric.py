@@ -63,6 +63,9 @@ class SymmetricDispatcher(LocalDispatcher):
         self.moe, self.exchange = moe, exchange
         self.may_drop = moe.symmetric_capacity is not None
 
+    def expect(self, tokens: int) -> None:
+        self.exchange.expect(tokens)
+
     def preprocess(self, indices: Tensor, probs: Tensor, room: int, refused: bool = False) -> Tensors:
         return probs, indices, *permutation(indices, self.num_experts)
 
