@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from fastmp.config import GPTConfig, MoEConfig
-from fastmp.nn.moe.dispatch import make_dispatcher, uncompiled
+from fastmp.nn.moe.dispatch import LocalDispatcher, make_dispatcher, uncompiled
 from fastmp.nn.moe.experts import GroupedExperts, SharedExperts
 from fastmp.nn.moe.router import Router, moe_config
 from fastmp.nn.placement import Placement
