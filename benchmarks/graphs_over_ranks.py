@@ -15,12 +15,14 @@ import torch
 from benchmarks.report import NOT_MEASURED
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.graphs.manager import GraphManager
+from fastmp.graphs.overlapped import OverlappedGraphManager
 from fastmp.nn import LayerChain, Placement, TransformerLayer
 from fastmp.nn.moe.dispatch import AllToAllDispatcher
+from fastmp.nn.overlap import OverlappedLayers
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
-from fastmp.parallel.schedule import Schedule
+from fastmp.parallel.schedule import BACKWARD, FORWARD, Schedule
 from fastmp.testing import run_ranks
 from fastmp.testing.silent import SilentBackend
 
@@ -56,6 +58,37 @@ def layer_us(rank: int, world: int, dispatcher: str, steps: int) -> tuple[float,
     return min(forward) / 1e3 / LAYERS, min(backward) / 1e3 / LAYERS
 
 
+def two_at_once_us(rank: int, world: int, dispatcher: str, graphs: bool, steps: int) -> float:
+    """Return the least time of a layer and microbatch, both ways, where two run at once; for `run_ranks`."""
+    groups = ParallelGroups.create(RankGrid(world_size=world, ep=world))
+    config = replace(CONFIG, moe=replace(MOE, dispatcher=dispatcher))
+    chain = LayerChain([TransformerLayer(config, Placement(groups)) for _ in range(LAYERS)])
+    layers, schedule = OverlappedLayers([chain]), Schedule(1, MICROBATCHES, overlap=True)
+    backend = SilentBackend()
+    manager = OverlappedGraphManager(layers, schedule.together(0), backend=backend) if graphs else None
+    GradBuffer(chain.named_parameters())
+    hidden = torch.randn(CONFIG.max_seq_len, 1, CONFIG.hidden_size, requires_grad=True)
+    made: tuple[torch.Tensor, ...] = ()
+    times = []
+    for _ in range(WARMUP + steps):
+        start = time.perf_counter_ns()
+        if manager is not None:
+            manager.begin_step()
+        layers.begin_step()
+        for group in schedule.together(0):
+            keys = {step.kind: (step.microbatch, 0) for step in group}
+            if BACKWARD in keys:
+                torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+            if FORWARD in keys:
+                with layers.forward(keys[FORWARD], keys.get(BACKWARD)):
+                    output, *others = chain(hidden)
+                made = (output, *others[::2])
+            if BACKWARD in keys:
+                layers.backward(keys[BACKWARD])
+        times.append(time.perf_counter_ns() - start)
+    return min(times[WARMUP:]) / 1e3 / LAYERS / MICROBATCHES
+
+
 def layers_over_ranks(device: str, steps: int = 30) -> Iterator[str]:
     yield f"experts over {RANKS} ranks, a layer and microbatch in us, graphs that do nothing: both ways"
     for dispatcher in DISPATCHERS:
@@ -64,6 +97,13 @@ def layers_over_ranks(device: str, steps: int = 30) -> Iterator[str]:
             found = "".join(f"{max(each):>10.1f}" for each in zip(*times))
         else:
             found = f"  {NOT_MEASURED}"
+        yield f"{dispatcher:>20}{found}"
+    yield "the same of two microbatches at once, forward and backward: eager, and what computes in graphs"
+    for dispatcher in DISPATCHERS:
+        found = f"  {NOT_MEASURED}"
+        if device == "cpu":
+            ways = [run_ranks(two_at_once_us, RANKS, dispatcher, graphs, steps) for graphs in (False, True)]
+            found = "".join(f"{max(times):>10.1f}" for times in ways)
         yield f"{dispatcher:>20}{found}"
 
 

@@ -15,13 +15,14 @@ def row(line):
 def test_layers_over_ranks():
     from benchmarks.graphs_over_ranks import DISPATCHERS, layers_over_ranks
 
-    _, *lines = layers_over_ranks("cpu", steps=1)
-    rows = [row(line) for line in lines]
-    assert [name for name, _ in rows] == [*DISPATCHERS]
-    (_, alltoall), (_, symmetric) = rows
+    lines = [*layers_over_ranks("cpu", steps=2)]
+    rows = [row(line) for line in (*lines[1:3], *lines[4:])]
+    assert [name for name, _ in rows] == [*DISPATCHERS, *DISPATCHERS]
+    (_, alltoall), (_, symmetric), *at_once = rows
     assert all(0 < ours < theirs for ours, theirs in zip(symmetric, alltoall, strict=True))
-    _, *lines = layers_over_ranks("cuda")
-    assert [line.split(maxsplit=1)[1] for line in lines] == ["not measured"] * 2
+    assert all(0 < time for _, times in at_once for time in times)  # ranks wait for each other in both
+    lines = [*layers_over_ranks("cuda")]
+    assert [line.split(maxsplit=1)[1] for line in (*lines[1:3], *lines[4:])] == ["not measured"] * 4
 
 
 def test_sizes_on_the_host():
