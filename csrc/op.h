@@ -77,6 +77,12 @@ struct Extent {
   }
 };
 
+// Whether two tensors share memory, or one has elements between those of the other.
+inline bool meet(const Tensor& a, const Tensor& b) {
+  const Extent x(a), y(b);
+  return x.begin < y.end && y.begin < x.end;
+}
+
 // A tensor that an op is given, and whether the op writes to it.
 struct Argument {
   const Tensor* tensor = nullptr;  // null: not a tensor, or None

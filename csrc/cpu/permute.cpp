@@ -253,13 +253,19 @@ Tensor unpermute(const Tensor& y, const Tensor& row_of, std::optional<Tensor> pr
   return out;
 }
 
+// Whether a kernel can write to `out` while it reads the others.
+bool is_place(const Tensor& out, const Tensor& y, const Tensor& row_of, const Tensor* probs, const Tensor* other) {
+  return out.is_contiguous() && !meet(out, y) && !meet(out, row_of) && !(probs && meet(out, *probs)) &&
+         !(other && meet(out, *other));
+}
+
 void unpermute_into(const Tensor& y, const Tensor& row_of, std::optional<Tensor> probs, Tensor& out) {
   check_pairs("unpermute_into", y, row_of, probs ? &*probs : nullptr, y.scalar_type());
   FASTMP_CHECK(out.scalar_type() == y.scalar_type() && out.dim() == 2 && out.size(0) == row_of.size(0) &&
                    out.size(1) == y.size(1),
                "unpermute_into: out ", described(out), " fits neither y ", described(y), " nor row_of ",
                described(row_of));
-  if (out.is_contiguous()) return sum_into(y, row_of, probs, nullptr, out);
+  if (is_place(out, y, row_of, probs ? &*probs : nullptr, nullptr)) return sum_into(y, row_of, probs, nullptr, out);
   torch::stable::copy_(out, unpermute(y, row_of, probs));
 }
 
@@ -283,8 +289,7 @@ void unpermute_add_into(const Tensor& y, const Tensor& row_of, std::optional<Ten
                         Tensor& out) {
   check_residual("unpermute_add_into", y, row_of, probs, residual);
   check_like("unpermute_add_into", "out", out, "residual", residual);
-  const bool apart = out.const_data_ptr() != residual.const_data_ptr();
-  if (apart && out.is_contiguous()) return sum_into(y, row_of, probs, &residual, out);
+  if (is_place(out, y, row_of, probs ? &*probs : nullptr, &residual)) return sum_into(y, row_of, probs, &residual, out);
   torch::stable::copy_(out, unpermute_add(y, row_of, probs, residual));
 }
 
@@ -327,7 +332,7 @@ Tensor unpermute_backward_into(const Tensor& grad, const Tensor& y, const Tensor
                                Tensor& out) {
   constexpr const char* kOp = "unpermute_backward_into";
   check_like(kOp, "out", out, "probs", probs);
-  if (out.is_contiguous()) return gradients_of(kOp, grad, y, row_of, probs, out);
+  if (is_place(out, y, row_of, &probs, &grad)) return gradients_of(kOp, grad, y, row_of, probs, out);
   const auto [dy, dprobs] = unpermute_backward(grad, y, row_of, probs);
   torch::stable::copy_(out, dprobs);
   return dy;

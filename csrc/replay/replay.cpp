@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <memory>
 #include <unordered_map>
 #include <utility>
@@ -110,6 +111,7 @@ class Step {
     const size_t number = next++;
     in_flight[index] = false;
     replay(slot, number, owner, grads, backward.launch);
+    forget_copied(backward.gradients);
     if (after[slot.graph]) {
       static PyObject* const name = name_of("after");
       call(owner, name, py::int_(number), py::int_(index));
@@ -199,6 +201,15 @@ class Step {
     return last.task == torch::autograd::get_current_graph_task_id() && last.into_version == into._version() &&
            last.from.is_alias_of(from) && last.from.const_data_ptr() == from.const_data_ptr() &&
            last.from_version == from._version();
+  }
+
+  // Forgets numbers in memory that a replay has written to, which raises no version.
+  void forget_copied(const Tensors& written) {
+    std::erase_if(copied, [&](const auto& each) {
+      return std::any_of(written.begin(), written.end(), [&](const at::Tensor& tensor) {
+        return tensor.defined() && tensor.is_alias_of(each.second.from);
+      });
+    });
   }
 
   void replay(const Slot& slot, size_t number, PyObject* owner, const variable_list& tensors,
@@ -330,6 +341,7 @@ PyObject* Step::forward(const std::shared_ptr<Step>& self, PyObject* owner, int6
   {
     const at::NoGradGuard no_grad;
     replay(slot, index, owner, inputs, forward.launch);
+    copied.clear();  // what a forward inside of a backward has written raises no version
     made = forward.leaves ? own_copies(forward) : aliases(forward.made);
   }
   in_flight[index] = true;

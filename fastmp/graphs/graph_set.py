@@ -113,9 +113,11 @@ class Slot:
         for buffer, address, tensor in zip(self.static, self.addresses, tensors, strict=True):
             if tensor is None:
                 buffer.zero_()
-            elif tensor.data_ptr() != address or tensor.stride() != buffer.stride():
+            elif not _lies_at(tensor, address, buffer.stride()):
                 late.append(buffer)
-                new.append(tensor)
+                storages = [each.untyped_storage().data_ptr() for each in (tensor, buffer)]
+                moved = storages[0] == storages[1]  # another view of what was written there
+                new.append(tensor.clone() if moved else tensor)
         if late:
             copy_together(late, new)
         return self.static
@@ -126,16 +128,19 @@ class Slot:
             place
             for place in self.in_place
             if (tensor := tensors[place]) is None
-            or tensor.data_ptr() != self.addresses[place]
-            or tensor.stride() != self.static[place].stride()
-            or tensor.is_conj()
-            or tensor.is_neg()
+            or not _lies_at(tensor, self.addresses[place], self.static[place].stride())
         ]
 
     def reads(self, place: int, tensor: Tensor, in_place: bool) -> None:
         """From now on the graph reads `tensor`: a buffer of the plan, or what another graph writes."""
         self.static[place], self.addresses[place] = tensor, tensor.data_ptr()
         self.in_place = self.in_place | {place} if in_place else self.in_place - {place}
+
+
+def _lies_at(tensor: Tensor, address: int, stride: tuple[int, ...]) -> bool:
+    """Whether the values of a tensor are those in memory at an address."""
+    here = tensor.data_ptr() == address and tensor.stride() == stride
+    return here and not (tensor.is_conj() or tensor.is_neg())
 
 
 def copy_together(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

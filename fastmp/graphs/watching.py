@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastmp.nn.segment import run_links
 
-__all__ = ["OpWatch", "line_in", "where"]
+__all__ = ["MemoryWatch", "OpWatch", "line_in", "where"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _GRAPHS = Path(__file__).parent
@@ -64,6 +65,50 @@ class OpWatch(TorchDispatchMode):
             yield "host sync", "makes the host wait for other ranks"
         if kwargs.get("generator") not in (None, torch.default_generator, *torch.cuda.default_generators):
             yield "generator", "draws from a generator of its own, which replay does not advance"
+
+
+class MemoryWatch(TorchDispatchMode):
+    """A dispatch mode that collects the addresses of storages that were there before it.
+
+    used: those that ops read or write. written: those that ops may write to, a collective to all.
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Run compiled code as it is; torch would otherwise run what it was compiled from."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used: set[int] = set()
+        self.written: set[int] = set()
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = _storages((args, kwargs)) - self._made
+        self.used |= used
+        self.written |= _storages(_written(func, args, kwargs)) & used
+        outputs = func(*args, **kwargs)
+        self._made |= _storages(outputs) - self.used
+        return outputs
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an op may write to."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func.namespace == "c10d":  # whose schemas do not say it
+        return [args, kwargs]
+    given = {**dict(zip((each.name for each in schema.arguments), args)), **kwargs}
+    return [given.get(each.name) for each in schema.arguments if each.is_write]
+
+
+def _storages(tree: Any) -> set[int]:
+    """The addresses of storages that have memory."""
+    tensors = [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    return {each.untyped_storage().data_ptr() for each in tensors} - {0}
 
 
 def _has_fixed_shapes(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from fastmp.graphs.hooks import skipped_by_step
 from fastmp.graphs.runs import spec_of
 from fastmp.graphs.scope import must_run_eagerly
 from fastmp.graphs.snapshot import ModelSnapshot
+from fastmp.graphs.watching import MemoryWatch
 from fastmp.nn.segment import LayerChain, SingleSegment
 
 __all__ = ["WholeGraph"]
@@ -28,6 +29,7 @@ __all__ = ["WholeGraph"]
 _MOST_GRAPHS = 4  # signatures that have one; each has static buffers of its own
 _MOST_WATCHED = 64  # signatures; those that never come again would fill memory
 _CONSTANTS = bool | int | float | complex | str | None
+_WRITTEN = "it writes to an argument, of which a replay has a copy; write to a copy"
 
 
 class _Gradient(NamedTuple):
@@ -40,12 +42,16 @@ class _Gradient(NamedTuple):
 
 
 class _Replayed(NamedTuple):
-    """A graph, the buffers that it reads, its results where it leaves them, and gradients that it makes."""
+    """A graph, the buffers that it reads, its results where it leaves them, and gradients that it makes.
+
+    written: the addresses of storages from before it that it writes to.
+    """
 
     graph: Graph
     static: list[Tensor]
     made: Any
     grads: list[_Gradient]
+    written: set[int]
 
 
 class WholeGraph:
@@ -66,8 +72,9 @@ class WholeGraph:
 
     ValueError, when it is made, where a segment of a layer must run eagerly; when it is called, for another
     argument, and for a result that requires a gradient. GraphError where a parameter, buffer or gradient has
-    moved since a capture, or a module or parameter has a hook that a replay would skip. CaptureError where
-    the function cannot be captured: where a capture computes (a CPU), part of the work has been done then.
+    moved since a capture, a module or parameter has a hook that a replay would skip, or an argument lies in
+    memory that the function writes to. CaptureError where the function cannot be captured: where a capture
+    computes (a CPU), part of the work has been done then.
     """
 
     failure: str | None = None  # as of a `GraphManager`, which may go on without graphs
@@ -179,10 +186,13 @@ class WholeGraph:
         torch.clear_autocast_cache()  # a graph casts weights itself
         try:
             graph = self.backend.graph(watched=self._watched[signature], whole=self.trains)
-            with graph.capture():
+            with graph.capture(), MemoryWatch() as memory:
                 made = self.function(*tree_unflatten(given, form))
-            if versions != [each._version for each in static]:
-                raise CaptureError("it writes to an argument, of which a replay has a copy; write to a copy")
+            grads = list(_gradients(trained, before))
+            if versions != [each._version for each in static] or _lie_in(memory.written, tensors):
+                raise CaptureError(_WRITTEN)
+            if _lie_in(memory.used, [each.before for each in grads if each.dropped]):
+                raise CaptureError("it replaces a gradient that it has read; change it in place")
         except Exception as error:
             raise CaptureError(f"graphs: capture of {self.what}: {error}; {self.instead}") from error
         finally:
@@ -190,11 +200,14 @@ class WholeGraph:
         if not self.backend.runs_at_capture:
             graph.replay()
         del self._watched[signature]
-        return _Replayed(graph, static, made, list(_gradients(trained, before)))
+        grads = [each._replace(before=None) if each.dropped else each for each in grads]
+        return _Replayed(graph, static, made, grads, memory.written)
 
     def _replay(self, found: _Replayed, tensors: list[Tensor]) -> None:
+        if _lie_in(found.written, tensors):
+            raise GraphError(f"graphs: replay of {self.what}: {_WRITTEN}; {self.instead}")
         for param, dropped, before, _ in found.grads:
-            if not dropped and param.grad is not before:
+            if not dropped and not _same(param.grad, before):
                 names = (name for m in self._modules for name, each in m.named_parameters() if each is param)
                 raise GraphError(
                     f"graphs: the gradient of parameter {next(names)!r} is {_kept(param.grad)} now, and was "
@@ -204,8 +217,9 @@ class WholeGraph:
         if tensors:
             torch._foreach_copy_(found.static, list(map(_unexpanded, tensors)))
         found.graph.replay()
-        for param, *_, after in found.grads:
-            param.grad = after
+        for param, _, before, after in found.grads:
+            if after is not before:
+                param.grad = after
 
     def _trained(self) -> list[nn.Parameter]:
         if not self.trains:
@@ -278,16 +292,31 @@ def _gradients(params: Iterable[nn.Parameter], before: Iterable[Tensor | None]) 
     for param, old in zip(params, before):
         new = param.grad
         if old is not None or new is not None:
-            dropped = old is not None and new is not None and new is not old
-            yield _Gradient(param, dropped, None if dropped else old, new)
+            dropped = old is not None and new is not None and not _same(new, old)
+            yield _Gradient(param, dropped, old, new)
+
+
+def _same(grad: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two gradients are one, or the same view of one place."""
+    if grad is None or other is None or grad is other:
+        return grad is other
+    return _view(grad) == _view(other)
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _lie_in(storages: set[int], tensors: Iterable[Tensor | None]) -> bool:
+    return any(each is not None and each.untyped_storage().data_ptr() in storages for each in tensors)
 
 
 def _modes() -> Iterator[Any]:
     """What torch does beside the ops that are called."""
-    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    yield torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()
     for device in ("cpu", "cuda"):
         yield torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
 
 
 def _kept(grad: Tensor | None) -> str:
-    return "None" if grad is None else f"a tensor at {grad.data_ptr():#x}"
+    return "None" if grad is None else f"a tensor at {grad.data_ptr():#x} with strides {grad.stride()}"

@@ -110,6 +110,41 @@ def fits(op: str, wanted: tuple[int, ...], *, to: tuple[str, Tensor], **tensors:
             raise ValueError(f"{op}: {other} of shape {found} does not fit {name} of shape {shape}")
 
 
+def meets(out: Tensor, *others: Tensor | None) -> bool:
+    """Whether one of `others` shares memory with `out`, which is contiguous, or has it between its rows."""
+    begin = out.data_ptr()
+    end = begin + out.nbytes
+    return any(
+        other is not None and 0 < other.data_ptr() < end and begin < other.data_ptr() + _span(other)
+        for other in others
+    )
+
+
+def _span(tensor: Tensor) -> int:
+    """The bytes from the first element to the last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size()
+
+
+def apart(op: str, out: Tensor, **others: Tensor | None) -> None:
+    """Check that `out`, which will be written to, shares no memory with others.
+
+    Of tensors with gaps, and of what compilers and transforms bring, the op itself sees to it.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    for name, other in others.items():
+        if other is None or not {type(out), type(other)} <= {Tensor, torch.nn.Parameter}:
+            continue
+        if out.is_contiguous() and other.is_contiguous() and meets(out, other):
+            shapes = tuple(out.shape), tuple(other.shape)
+            raise ValueError(
+                f"{op}: out {shapes[0]} shares memory with {name} {shapes[1]}; pass another place"
+            )
+
+
 def main_grad(op: str, total: Tensor | None, **weight: Tensor) -> None:
     """Check that `total`, a `main_grad` or None, has shape and device of its weight, and a dtype that fits.
 

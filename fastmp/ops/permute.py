@@ -274,15 +274,16 @@ def unpermute(
         probs: (T, k), float32 (float64 for float64 y), or None for a plain sum, whose gradient can be
             differentiated again.
         residual: (T, H) of y's dtype, which is added to the rounded sum, or None.
-        out: where to write the result, a tensor (T, H) of y's dtype without a gradient; needs a residual. No
-            view where autograd records: pass out.detach().
+        out: where to write the result, a tensor (T, H) of y's dtype without a gradient; needs a residual. It
+            may be the residual, and shares no memory with others. No view where autograd records: pass
+            out.detach().
 
     Returns:
         `out`, or a new tensor (T, H) of y's dtype: the sum over the slots of probs * y[row_of], in float32
         (float64 for float64 y), in order, rounded once. In the gradient of y, rows without a pair are zeros.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
+        ValueError: shapes, dtypes or devices do not fit, or out is in the memory of another argument.
     """
     _check("unpermute", "y", y, row_of)
     if probs is not None:
@@ -299,5 +300,6 @@ def unpermute(
     if out is None:
         return _unpermute_add(y, row_of, probs, residual)
     checks.require(not out.requires_grad, "unpermute: out {} requires a gradient", out.shape)
+    checks.apart("unpermute", out, y=y, row_of=row_of, probs=probs)
     _unpermute_add_into(y, row_of, probs, residual, out)
     return out

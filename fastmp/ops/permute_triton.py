@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops.checks import meets
 from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
 BLOCK_PAIRS = 256  # of one program of permutation
@@ -357,7 +358,7 @@ def launch_unpermute_add(y: Tensor, row_of: Tensor, probs: Tensor | None, residu
 
 
 def launch_unpermute_into(y: Tensor, row_of: Tensor, probs: Tensor | None, out: Tensor) -> None:
-    if out.is_contiguous():
+    if out.is_contiguous() and not meets(out, y, row_of, probs):
         _gather(y, row_of, probs, None, out)
     else:
         out.copy_(launch_unpermute(y, row_of, probs))
@@ -366,7 +367,8 @@ def launch_unpermute_into(y: Tensor, row_of: Tensor, probs: Tensor | None, out: 
 def launch_unpermute_add_into(
     y: Tensor, row_of: Tensor, probs: Tensor | None, residual: Tensor, out: Tensor
 ) -> None:
-    if out.is_contiguous():
+    same = residual.data_ptr() == out.data_ptr() and residual.is_contiguous()
+    if out.is_contiguous() and not meets(out, y, row_of, probs, None if same else residual):
         _gather(y, row_of, probs, residual, out)
     else:
         out.copy_(launch_unpermute_add(y, row_of, probs, residual))
@@ -382,7 +384,8 @@ def launch_unpermute_backward(
 def launch_unpermute_backward_into(
     grad: Tensor, y: Tensor, row_of: Tensor, probs: Tensor, out: Tensor
 ) -> Tensor:
-    dy, dprobs = empty_like(y), out if out.is_contiguous() else empty_like(probs)
+    apart = out.is_contiguous() and not meets(out, grad, y, row_of, probs)
+    dy, dprobs = empty_like(y), out if apart else empty_like(probs)
     if dy.numel() == 0 or probs.numel() == 0:
         out.zero_()
         return dy.zero_()

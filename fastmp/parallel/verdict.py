@@ -330,18 +330,23 @@ def _waits_for(record: RankRecord, everyone: Sequence[RankRecord]) -> set[int]:
 def _behind(record: RankRecord, group: str, everyone: Sequence[RankRecord]) -> set[int]:
     """The ranks of a group that have begun fewer collectives in it than `record`."""
     members = record.groups.get(group, ())
-    own = record.begun.get(group, 0)
-    if not own:  # a torch without a flight record: those that are in no call of the group
+    own = record.begun.get(group)
+    if own is None:  # a torch without a flight record: those that are in no call of the group
         there = {other.rank for other in everyone if other.inside and other.inside.group == group}
         return set(members) - there - {record.rank}
     begun = {other.rank: other.begun.get(group, 0) for other in everyone}
-    return {rank for rank in members if begun.get(rank, 0) < own}
+    return {rank for rank in members if _is_before(group, begun.get(rank, 0), own)}
+
+
+def _is_before(group: str, number: int, other: int) -> bool:
+    """Whether a collective of a group comes before another; the numbers of exchanges are int32 and wrap."""
+    if group.startswith("exchange:"):
+        return (number - other) % (1 << 32) >= 1 << 31
+    return number < other
 
 
 def _all_behind(record: RankRecord, everyone: Sequence[RankRecord]) -> set[int]:
-    return {
-        rank for group, begun in record.begun.items() if begun for rank in _behind(record, group, everyone)
-    }
+    return {rank for group in record.begun for rank in _behind(record, group, everyone)}
 
 
 def _awaited(record: RankRecord, everyone: Sequence[RankRecord]) -> Call | None:
@@ -363,7 +368,7 @@ def _awaited(record: RankRecord, everyone: Sequence[RankRecord]) -> Call | None:
         for _, call in found
         if not any(
             other.rank in other.groups.get(call.group, ())
-            and other.begun.get(call.group, 0) < (call.number or 0)
+            and _is_before(call.group, other.begun.get(call.group, 0), call.number or 0)
             for other, _ in found
         )
     ]

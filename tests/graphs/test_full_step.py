@@ -209,6 +209,21 @@ def test_autocast_is_part_of_the_signature():
     assert function.num_graphs == 2
 
 
+def test_the_default_dtype_is_part_of_the_signature():
+    def work():
+        return torch.ones(3) / 10
+
+    function = WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+    try:
+        for _ in range(3):
+            for dtype in (torch.float64, torch.float32):
+                torch.set_default_dtype(dtype)
+                assert function().dtype == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert function.num_graphs == 2
+
+
 def test_the_modes_of_torch_are_part_of_the_signature():
     """Those of gradients too; where autocast has cast a weight before a capture, the graph casts it anew."""
     model, x = nn.Linear(3, 3), torch.eye(3)
@@ -308,6 +323,72 @@ def test_gradients_that_replays_would_miss_are_refused():
     loop.optimizer.zero_grad()
     with pytest.raises(GraphError, match=r"gradient of parameter 'weight' is None now, .* treat gradients"):
         loop.function(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("change", [torch.mul, torch.Tensor.mul_, *full([torch.clamp])])
+def test_a_gradient_that_is_read_and_replaced_is_refused(change):
+    """A replay would read that of the capture for ever; one that is changed in place stays where it is."""
+
+    def loop(in_graph):
+        torch.manual_seed(2)
+        model, seen = nn.Linear(4, 4), []
+
+        def work(x):
+            model(x).square().sum().backward()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.grad = change(param.grad, 0.5)
+
+        options = {"backend": RecordingBackend(), "trains": True, "what": "a test", "instead": ""}
+        function = WholeGraph(work, [model], **options) if in_graph else work
+        for number in range(1, 5):
+            function(torch.full((2, 4), float(number)))
+            seen.append(model.weight.grad.clone())
+        return seen
+
+    if change is torch.Tensor.mul_:
+        same(loop(True), loop(False))
+    else:
+        with pytest.raises(CaptureError, match="it replaces a gradient that it has read; change it in place"):
+            loop(True)
+
+
+def test_a_gradient_is_known_by_its_place():
+    """A detached one lies where it did; one in another order of dimensions does not."""
+    eager, graphed = (Loop(False, in_graph, set_to_none=False) for in_graph in (False, True))
+    for number in range(6):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(number))
+        same(graphed.step(x), eager.step(x))
+        for param in graphed.model.parameters():
+            param.grad = param.grad.detach()
+    weight = graphed.model.weight
+    weight.grad = weight.grad.t()
+    with pytest.raises(GraphError, match=r"'weight' is .* strides \(1, 4\) now, and was .* strides \(4, 1\)"):
+        graphed.function(x)
+
+
+def test_an_argument_in_memory_that_is_written_is_refused():
+    """A replay would read its copy, as it was before: of a weight that the function changes, say."""
+    weight = torch.zeros(2)
+
+    def work(x):
+        weight.add_(1)
+        return x * 2
+
+    def made():
+        return WholeGraph(work, [], backend=RecordingBackend(), what="a test", instead="")
+
+    function = made()
+    assert torch.equal(function(weight.data), weight * 2)
+    with pytest.raises(CaptureError, match="it writes to an argument"):
+        function(weight.data)
+    function = made()
+    for _ in range(3):
+        assert torch.equal(function(torch.ones(2)), torch.full((2,), 2.0))
+    before = weight.clone()
+    with pytest.raises(GraphError, match="a test: it writes to an argument"):
+        function(weight.view(2))
+    assert torch.equal(weight, before)
 
 
 def seeded(x):

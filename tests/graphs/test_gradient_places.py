@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastmp.graphs import flat
 from fastmp.nn import LayerChain
 from fastmp.ops import permute, registry, unpermute
+from fastmp.parallel.grads import GradBuffer
 from fastmp.testing.silent import SilentBackend
 
 pytestmark = pytest.mark.skipif(
@@ -196,3 +197,53 @@ def test_another_number_in_the_same_memory_is_copied():
         return Parts(("begin", True, begin), ("mix", False, mix), ("end", True, end), first=first, last=last)
 
     assert_same(lambda graphs: train(LayerChain([layer() for _ in range(3)]), graphs))
+
+
+def numbers(layer, x):
+    t = torch.tanh(x)
+    return t, t.sum() * 0.1, (t * t).sum() * 0.2
+
+
+def test_a_number_is_copied_that_a_replay_has_left_where_another_was():
+    """Both gradients of two numbers lie in one block, from layer to layer; replays raise no version."""
+    parts = (
+        ("numbers", True, numbers),
+        ("sum", False, lambda layer, x, first, second: (x * 1.0, first + second)),
+        ("product", True, lambda layer, x, number: (torch.sin(x) * number,)),
+        ("between", False, lambda layer, x: (x * 1.0,)),
+        ("tanh", True, lambda layer, x: (torch.tanh(x),)),
+        ("behind", False, lambda layer, x: (x * 1.0,)),
+    )
+    assert_same(lambda graphs: train(LayerChain([linear(), *(Parts(*parts) for _ in range(2))]), graphs))
+
+
+@pytest.mark.parametrize("turn", (torch.Tensor.t, torch._neg_view))
+def test_another_view_of_a_place_is_read_rightly_where_python_goes_on(turn):
+    """The last steps leave the flat program, because an output has no gradient in them."""
+    row_of, step_of = torch.arange(8, dtype=torch.int32).view(4, 2), []
+
+    def mix(layer, x, probs):
+        if x.requires_grad:
+            x.register_hook(turn)
+        probs = probs.detach() if step_of[-1] >= 4 else probs
+        return (unpermute(experts(permute(x, row_of, 8)), row_of, probs),)
+
+    def layer():
+        begin = ("begin", True, lambda layer, x: (torch.tanh(x), x[:, :2] * 1.5))
+        return Parts(begin, ("mix", False, mix), ("end", True, lambda layer, x: (torch.sin(x),)))
+
+    def run(graphs):
+        chain = LayerChain([linear(), layer(), layer()])
+        grads, seen = GradBuffer(chain.named_parameters()), []
+
+        def before(step):
+            step_of.append(step)
+            grads.zero()
+
+        def keep(step, weight):
+            seen.extend(param.main_grad.clone() for param in chain.parameters())
+
+        train(chain, graphs, sizes=[4] * 6, before=before, between=keep)
+        return seen
+
+    assert_same(run)

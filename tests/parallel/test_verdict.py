@@ -174,3 +174,16 @@ def test_hosts_that_wait_for_their_device_are_in_no_call_and_go_by_what_they_hav
     verdict = judge(records, 4)
     assert (verdict.kind, verdict.ranks) == ("hung", (2,))
     assert verdict.call.number == 5 and "It did not join all_reduce number 5 of group world 0" in verdict.text
+
+
+@pytest.mark.parametrize("number", [7, -(2**31), 0])
+def test_numbers_of_exchanges_wrap(number):
+    """They are int32: the last rank is one exchange behind, whatever the next one is called."""
+    group, last = "exchange:ep 5", (number - 1 + 2**31) % 2**32 - 2**31
+
+    def record(rank, begun, inside=None):
+        return RankRecord(rank, inside=inside, begun={group: begun}, groups={group: (0, 1)})
+
+    for inside in (Call("exchange", group, number), None):
+        verdict = judge([record(0, number, inside), record(1, last)], 2)
+        assert (verdict.kind, verdict.ranks) == ("hung", (1,))
