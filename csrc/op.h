@@ -149,10 +149,10 @@ Parameter& unboxed(Parameter& parameter) {
 inline std::string unboxed(StringHandle& handle) {
   size_t length = 0;
   const char* data = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
   std::string text(data, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
   return text;
 }
 
