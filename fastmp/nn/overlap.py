@@ -202,7 +202,7 @@ class _Held(NamedTuple):
         """
         if self.gradient is None:
             return self.tensor
-        return _Cut.apply(_anchor(self.tensor.device, exchange), self.tensor, self.gradient)
+        return _cut_at(_anchor(self.tensor.device, exchange), self.tensor, self.gradient)
 
 
 Roots = list[tuple[GradientEdge, _Gradient]]
@@ -298,6 +298,11 @@ class _Cut(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         ctx.gradient.add(grad)
         return None, None, None
+
+
+def _cut_at(anchor: Tensor, value: Tensor, gradient: _Gradient) -> Tensor:
+    """`_Cut.apply`, without its search of all arguments for tensors that torch.func has wrapped."""
+    return super(Function, _Cut).apply(anchor, value, gradient)
 
 
 @functools.cache
