@@ -165,7 +165,9 @@ def test_the_page_on_pipelines_shows_what_is_printed(capsys):
         assert cli.main(shlex.split(command)) == 0
         assert capsys.readouterr().out == expected
     codes = re.findall(r"```python\n(from fastmp.*?)```", PAGE, re.DOTALL)
-    for code, printed in zip(codes, ("41.6\n25.6\n", "60.5 0.2604"), strict=True):
+    for code, printed in zip(
+        codes, ("41.6\n25.6\n", "F0.0 F0.1 F0.2 F0.3 F1.0 B0.3", "60.5 0.2604"), strict=True
+    ):
         exec(code, {})
         assert capsys.readouterr().out.startswith(printed)
 
