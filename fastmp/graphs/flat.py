@@ -7,7 +7,7 @@ program, the rest of the step is left to `GraphedStep`, which goes on or says wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastmp.graphs.graph_set import Captured, Gradients, GraphSet, Key, Slot
-from fastmp.graphs.runs import EagerPart, Part, Run
+from fastmp.graphs.runs import Part, Run
 from fastmp.graphs.step import GraphedStep
 from fastmp.nn.segment import Tensors
 from fastmp.parallel.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -204,18 +204,9 @@ class FlatStep(GraphedStep):
             self._leave()
         return super().run(chunk, number, run, tensors, overwritten)
 
-    def between(
-        self,
-        chunk: int,
-        number: int,
-        part: EagerPart,
-        tensors: Tensors,
-        shared: Mapping[str, Any],
-        overwritten: set[int],
-    ) -> tuple[Tensors, Tensors]:
-        if self._flat is not None:
-            self._aliased = self._flat.aliased
-        return super().between(chunk, number, part, tensors, shared, overwritten)
+    @property
+    def aliased(self) -> bool:
+        return super().aliased if self._flat is None else bool(self._flat.aliased)
 
     def _next_forward(self, chunk: int) -> Slot | None:
         if self._flat is None:

@@ -301,7 +301,7 @@ class GraphManager:
 
     def _make_graph_set(self, observed: ObservedStep) -> None:
         """Plan the graphs of the step that was observed, if it came to its end and was even."""
-        chunks = observed.specs()
+        chunks = observed.specs(self.order)
         if chunks is None or self._signature is None:
             return
         if not observed.alike:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from fastmp.graphs.runs import (
     spec_of,
 )
 from fastmp.nn.segment import Tensors, run_links
+from fastmp.parallel.schedule import FORWARD, Step
 
 __all__ = ["ObservedStep"]
 
@@ -39,12 +41,17 @@ class ObservedStep:
         self.runs: dict[Place, Observed] = {}
         self.alike = True
         self._arrived: dict[Place, list[TensorSpec]] = {}  # the gradients of outputs, as they came
-        self._reached: set[Place] = set()  # the runs to which any gradient came
+        self._forwards: Counter[Place] = Counter()
+        self._reached: dict[Place, set[int]] = defaultdict(set)  # the forwards to which any gradient came
 
-    def specs(self) -> list[list[RunSpec]] | None:
-        """The runs of each chunk, for a plan; None: the step has not come to its end."""
+    def specs(self, order: Sequence[Step]) -> list[list[RunSpec]] | None:
+        """The runs of each chunk, for a plan; None: the step has not come to the end of its `order`."""
         runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
-        if not self.runs or len(self.runs) < sum(map(len, runs)):
+        planned = Counter(step.chunk for step in order if step.kind == FORWARD)
+        places = [(chunk, i) for chunk, own in enumerate(runs) for i in range(len(own))]
+        if not places or any(self._forwards[place] < max(1, planned[place[0]]) for place in places):
+            return None
+        if any(len(own) < self._forwards[place] for place, own in self._reached.items()):
             return None
         return [[self._spec((chunk, i), run) for i, run in enumerate(own)] for chunk, own in enumerate(runs)]
 
@@ -76,6 +83,8 @@ class ObservedStep:
         keeps = keeps or place[1] == 0  # what comes before a chain is not known: it may keep gradients
         with called_modules() as called, self._backend.watch() as watched:
             handed_on, others = run.through(tensors, shared)
+        number = self._forwards[place]
+        self._forwards[place] += 1
         made = [t for t in made_by((*handed_on, *others), tensors) if t.requires_grad]
         outputs = [spec_of(t) for t in made]
         inputs = [(spec_of(t), t.requires_grad) for t in tensors]
@@ -85,10 +94,10 @@ class ObservedStep:
         self.runs[place] = before._replace(keeps=before.keeps or keeps)
         self._arrived.setdefault(place, list(outputs))
         for i, output in enumerate(made):
-            output.register_hook(functools.partial(self._note_gradient, place, i))
+            output.register_hook(functools.partial(self._note_gradient, place, number, i))
         return handed_on, others
 
-    def _note_gradient(self, place: Place, i: int, grad: Tensor | None) -> None:
+    def _note_gradient(self, place: Place, number: int, i: int, grad: Tensor | None) -> None:
         if grad is not None:
-            self._reached.add(place)
+            self._reached[place].add(number)
             self._arrived[place][i] = spec_of(grad)

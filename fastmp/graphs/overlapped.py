@@ -15,6 +15,7 @@ from typing import Any
 
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.runs import Run, cut_apart
+from fastmp.graphs.step import GraphedStep
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Tensors
 from fastmp.parallel.overlap import computing, graph_order
@@ -47,6 +48,16 @@ class OverlappedGraphManager(GraphManager):
             self._parts += cut_apart(chain, pieces, self.scope, self.run_size)
         self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
 
+    def exchange(
+        self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
+    ) -> tuple[Tensors, Tensors]:
+        """Run a part that exchanges rows, beside graphs."""
+        run = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
+        if not isinstance(self._runner, GraphedStep):
+            return run()
+        with self._runner.unshared(self.overlap.links(chunk, part)[0].full_name, tensors):
+            return run()
+
     def _chain_of(self, chunk: int) -> LayerChain:
         return self.chains[self._places[chunk][0]]
 
@@ -63,5 +74,7 @@ def _managed(
     own, layers = manager(), overlap()
     assert layers is not None
     number = None if own is None else own._numbers.get((chunk, part))
+    if own is not None and number is None:
+        return own.exchange(chunk, part, tensors, shared)
     made = None if own is None or number is None else own._forward(number, tensors, shared)
     return OverlappedLayers.run_part(layers, chunk, part, tensors, shared) if made is None else made

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 from fastmp.graphs.backend import RandomStreams
@@ -17,18 +17,22 @@ __all__ = ["PartState", "random_states", "repeatable_backward", "restore_random_
 
 
 class PartState:
-    """What running a part changes besides its outputs: buffers, and gradients of its parameters."""
+    """What running a part changes besides its outputs: buffers, and gradients of its parameters.
 
-    def __init__(self, part: Part) -> None:
+    parameters: those that it adds to; others may be on their way to other ranks. None: any of the part.
+    """
+
+    def __init__(self, part: Part, parameters: Sequence[nn.Parameter] | None = None) -> None:
         self._part = part
-        self._grads = [param.grad for param in part.parameters]
-        self._held = _held(part)
+        self._parameters = part.parameters if parameters is None else list(dict.fromkeys(parameters))
+        self._grads = [param.grad for param in self._parameters]
+        self._held = _held(part, self._parameters)
         self.values = {name: None if each is None else each.clone() for name, each in self._held}
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Restore the values, in the tensors that were there: these may be views of one that is reduced."""
-        for param, grad in zip(self._part.parameters, self._grads, strict=True):
+        for param, grad in zip(self._parameters, self._grads, strict=True):
             param.grad = grad
         for name, tensor in self._held:
             value = self.values[name]
@@ -37,10 +41,10 @@ class PartState:
 
     def now(self) -> dict[str, Tensor | None]:
         """The present values, not copied."""
-        return dict(_held(self._part))
+        return dict(_held(self._part, self._parameters))
 
 
-def _held(part: Part) -> list[tuple[str, Tensor | None]]:
+def _held(part: Part, parameters: Sequence[nn.Parameter]) -> list[tuple[str, Tensor | None]]:
     layers = {link.layer: link.name for link in part.links}
     held: list[tuple[str, Tensor | None]] = [
         (f"buffer '{at}.{name}'", buffer)
@@ -48,7 +52,7 @@ def _held(part: Part) -> list[tuple[str, Tensor | None]]:
         for name, buffer in layer.named_buffers()
     ]
     names = {p: f"{at}.{name}" for layer, at in layers.items() for name, p in layer.named_parameters()}
-    for param in part.parameters:
+    for param in parameters:
         held.append((f"the gradient of parameter {names[param]!r}", param.grad))
         held.append((f"the main gradient of parameter {names[param]!r}", getattr(param, "main_grad", None)))
     return held

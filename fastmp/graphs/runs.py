@@ -151,7 +151,8 @@ def cut_apart(
     links = chain.links()
     kind_of = _kinds(links, scope, run_size, {link.segment.name for link in links if link.segment.exchanges})
     _, called = called_whole(links)
-    begun: list[nn.Module] = []
+    begins = {link.layer for own in pieces for link in own if link.first}
+    begun: list[nn.Module] = [link.layer for link in links if link.layer not in begins]
     return [
         _parts(own, lambda link: (False, -1) if link.layer in called else kind_of(link), begun, chain.call)
         for own in pieces

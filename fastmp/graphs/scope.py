@@ -41,16 +41,16 @@ def captured_segments(
     if segments and not any(found.values()):
         raise ValueError(f"graphs: scope {list(scope)} names no segment; choose from {sorted(segments)}")
     for name, own in found.items():
+        if apart := [part for part in own if part in beside]:
+            raise ValueError(
+                f"graphs: scope {name!r} has {', '.join(apart)}, which overlap_experts runs beside the "
+                "compute of another microbatch, outside of graphs; without a scope all else is captured"
+            )
         eager = [part for part in own if not segments[part]]
         if eager:
             raise ValueError(
                 f"graphs: scope {name!r} cannot be captured, because {must_run_eagerly(eager)}; "
                 "without a scope everything else is captured"
-            )
-        if apart := [part for part in own if part in beside]:
-            raise ValueError(
-                f"graphs: scope {name!r} has {', '.join(apart)}, which overlap_experts runs beside the "
-                "compute of another microbatch, outside of graphs; without a scope all else is captured"
             )
     chosen = {part for own in found.values() for part in own}
     behind = [part for part in ("dispatch", "experts", "combine") if part in chosen]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import gt
 from typing import Any
 
@@ -60,7 +61,7 @@ class GraphedStep:
         hooks, self._deferred = self._hooks, torch.zeros((), requires_grad=True)
         self._deferred.register_post_accumulate_grad_hook(lambda _: hooks.call_deferred())
         self._in_flight: set[Key] = set()  # forwards whose backward has not begun
-        self._aliased = False  # whether outputs of the last run share storages
+        self._aliased = False
         self._ended = False
 
     failure: CaptureError | None
@@ -140,14 +141,24 @@ class GraphedStep:
         if slot is not None and slot.run == number and part.links[-1].segment.accepts_out:
             out = slot.static[0].detach()
             overwritten.add(out.untyped_storage().data_ptr())
-        versions = [tensor._version for tensor in tensors] if self._aliased else []
-        made = run_links(part.links, tensors, part.call, shared=shared, out=out)
+        with self.unshared(part.name, tensors):
+            return run_links(part.links, tensors, part.call, shared=shared, out=out)
+
+    @property
+    def aliased(self) -> bool:
+        """Whether outputs of the last run share storages."""
+        return self._aliased
+
+    @contextmanager
+    def unshared(self, name: str, tensors: Tensors) -> Iterator[None]:
+        """Around eager code behind a run; GraphError where it writes to one of several views from there."""
+        versions = [tensor._version for tensor in tensors] if self.aliased else []
+        yield
         if versions and versions != [tensor._version for tensor in tensors]:
             raise GraphError(
-                f"graphs: {part.name!r} writes in place to a tensor that the graph before it returns twice, "
+                f"graphs: {name!r} writes in place to a tensor that the graph before it returns twice, "
                 "or that is an input of that graph; write to a copy"
             )
-        return made
 
     def _next_forward(self, chunk: int) -> Slot | None:
         return self._position.next_forward(chunk)

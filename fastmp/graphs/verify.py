@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs.backend import RandomStreams
@@ -51,6 +52,7 @@ class VerifiedReplay(Replay):
         if not self.wanted:
             return super().forward(slot, captured, static)
         run = self._run(slot)
+        _wait(static)
         inputs = [x.detach().clone().requires_grad_(needs) for x, needs in zip(static, captured.needs)]
         streams, before = random_states(self._rng), PartState(run)
         made = super().forward(slot, captured, static)
@@ -82,7 +84,11 @@ class VerifiedReplay(Replay):
             if eager.queue is not None and slot.kind == BACKWARD:
                 WgradQueue.run(eager.queue.take())
 
-        own = self._both(slot, lambda: super(VerifiedReplay, self).backward(slot, captured, grads), eagerly)
+        assert captured.backward is not None
+        _wait(grads)
+        reached = captured.backward.reached
+        replay = functools.partial(super().backward, slot, captured, grads)
+        own = self._both(slot, reached, replay, eagerly)
         if slot.kind == BACKWARD or eager.queue is None:
             del self._eager[slot.key]
         for i, (given, grad) in enumerate(zip(eager.inputs, own, strict=True)):
@@ -94,28 +100,35 @@ class VerifiedReplay(Replay):
         if eager is None or eager.queue is None:
             super().weights(slot, captured)
             return
-        tasks = eager.queue.take()
-        self._both(
-            slot,
-            lambda: super(VerifiedReplay, self).weights(slot, captured) or [],
-            lambda: WgradQueue.run(tasks),
-        )
+        assert captured.weight is not None
+        tasks, replay = eager.queue.take(), functools.partial(super().weights, slot, captured)
+        self._both(slot, captured.weight.reached, lambda: replay() or [], lambda: WgradQueue.run(tasks))
 
     def _run(self, slot: Slot) -> Run:
         return self._runs[slot.step.chunk][slot.run]
 
     def _both(
-        self, slot: Slot, replay: Callable[[], list[Tensor | None]], eagerly: Callable[[], None]
+        self,
+        slot: Slot,
+        reached: Sequence[nn.Parameter],
+        replay: Callable[[], list[Tensor | None]],
+        eagerly: Callable[[], None],
     ) -> list[Tensor | None]:
         run = self._run(slot)
-        before = PartState(run)
+        before = PartState(run, reached)
         own = replay()
-        after = PartState(run)
+        after = PartState(run, reached)
         before.put_back()
         with torch.enable_grad(), suspended_hooks(run):
             eagerly()
         _compare_states(slot, after)
         return own
+
+
+def _wait(tensors: Sequence[Tensor]) -> None:
+    """Wait for all streams: some may add to what is put back, such as counts in an exchange."""
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
 
 
 def _compare_states(slot: Slot, replayed: PartState) -> None:

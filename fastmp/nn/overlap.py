@@ -220,7 +220,7 @@ class _Microbatch:
         self._parts = backward_parts(sections, defer=True)
         self._left = list(range(len(self._parts)))
         self._deferred: dict[int, list[Any]] = {}
-        self._lane = _Lane(tensors[0])
+        self._lane, self._device_type = _Lane(tensors[0]), tensors[0].device.type
 
     def forward(self, part: int, shared: Mapping[str, Any]) -> None:
         exchange = self._sections[part].exchange
@@ -241,18 +241,25 @@ class _Microbatch:
         """Run a part of the backward; weights of products have theirs in a part of its own."""
         self._left.remove(part)
         which = self._parts[part]
-        if which.deferred:
-            WgradQueue.run(self._deferred.pop(which.first))
-        else:
+        with self._not_of_a_forward():
+            if which.deferred:
+                WgradQueue.run(self._deferred.pop(which.first))
+                return
             self._propagate(1 + which.first, which.exchange)
-            if not which.exchange:
-                self._deferred[which.first] = self._queue.take()
+        if not which.exchange:
+            self._deferred[which.first] = self._queue.take()
 
     def finish(self) -> None:
         """Run the parts that are left, then the backward of what came before the chain."""
         while self._left:
             self.backward(self._left[0])
-        self._propagate(0, False)
+        with self._not_of_a_forward():
+            self._propagate(0, False)
+
+    def _not_of_a_forward(self) -> AbstractContextManager[Any]:
+        """The context of a backward inside of a forward, whose autocast is not for it."""
+        device = self._device_type
+        return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
     def _propagate(self, number: int, exchange: bool) -> None:
         roots, self._roots[number] = self._roots[number], []

@@ -16,6 +16,7 @@ from fastmp.graphs.errors import CaptureError, GraphError
 from fastmp.graphs.graph_set import GraphSet
 from fastmp.graphs.overlapped import OverlappedGraphManager
 from fastmp.graphs.recording import RecordedGraph, RecordingBackend
+from fastmp.graphs.replay import Replay
 from fastmp.graphs.step import GraphedStep
 from fastmp.nn.overlap import OverlappedLayers
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
@@ -284,12 +285,11 @@ def test_hooks_are_called_as_in_eager_steps(replayed):
 
 
 def test_exchanges_are_not_for_graphs_and_orders_are_checked(monkeypatch):
-    monkeypatch.setattr(Layer, "eager", False)
-    for scope in (["there"], ["full"]):
-        with pytest.raises(
-            ValueError, match=r"has there.*, which overlap_experts runs beside the compute of"
-        ):
-            Trained(graphs=True, scope=scope)
+    for eager in (True, False):
+        monkeypatch.setattr(Layer, "eager", eager)
+        for scope in (["there"], ["full"]):
+            with pytest.raises(ValueError, match=r"has there.*, which overlap_experts runs beside"):
+                Trained(graphs=True, scope=scope)
     monkeypatch.undo()
     graphed = Trained(graphs=True)
     graphed.steps(4)
@@ -313,3 +313,104 @@ def test_layers_run_by_themselves_without_the_manager():
     gc.collect()
     graphed.manager = None
     assert_same(graphed.steps(2), plain.steps(2))
+
+
+@pytest.mark.usefixtures("way")
+def test_an_exchange_that_writes_to_one_of_two_views_is_refused(monkeypatch):
+    first, there = Layer._first, Layer._there
+
+    def twice(self, x, *, scale):
+        y, order, aux, x = first(self, x, scale=scale)
+        return (y, order, aux, x, order.view(-1)) if self.exchanges else (y, order, aux, x)
+
+    def writes(self, y, order, aux, x, *others):
+        for other in others:
+            other.add_(0)
+        return there(self, y, order, aux, x)
+
+    monkeypatch.setattr(Layer, "_first", twice)
+    monkeypatch.setattr(Layer, "_there", writes)
+    Trained(overlapped=True).steps(4)
+    with pytest.raises(GraphError, match=r"'0.there' writes in place to a tensor that the graph before it"):
+        Trained(graphs=True, warmup=1).steps(4)
+
+
+@pytest.mark.full
+def test_a_verified_backward_leaves_gradients_of_others_alone(monkeypatch):
+    """Those that have arrived may be on their way to other ranks, and change meanwhile."""
+    graphed, plain = Trained(graphs=True, verify_every=1), Trained()
+    weight, weights = graphed.chain[0].norm.weight, Replay.weights
+
+    def arrives(self, slot, captured):
+        weights(self, slot, captured)
+        if slot.step.chunk == 0:
+            weight.grad += 1
+
+    graphed.steps(3)
+    plain.steps(3)
+    monkeypatch.setattr(Replay, "weights", arrives)
+    place = MICROBATCHES + [id(param) for param in graphed.parameters].index(id(weight))
+    torch.manual_seed(4)
+    seen = graphed.step()[place]
+    torch.manual_seed(4)
+    torch.testing.assert_close(seen, plain.step()[place] + MICROBATCHES, rtol=0, atol=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("forwards", [1, 2, 4])
+def test_a_step_that_fails_while_it_is_watched_makes_no_plan(forwards, monkeypatch):
+    graphed, plain, calls = Trained(graphs=True, warmup=1), Trained(), []
+    loss = torch.Tensor.square
+
+    def fails(tensor):
+        calls.append(tensor.shape)
+        if len(calls) == 4 * forwards:  # behind the three layers of a forward
+            raise RuntimeError("on purpose")
+        return loss(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "square", fails)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        graphed.step()
+    monkeypatch.undo()
+    assert_same(graphed.steps(4), plain.steps(4))
+    assert graphed.manager.num_graphs == 3 * 4 * MICROBATCHES
+
+
+class Wide(torch.autograd.Function):
+    """A product in float32, backward too, as that of a router."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        with torch.autocast("cpu", enabled=False):
+            return x.float() @ weight.float()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad @ weight.float().t()).to(x.dtype), (x.float().t() @ grad).to(weight.dtype)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_autocast_around_a_forward_is_not_for_the_backward_beside_it(graphs, monkeypatch):
+    second, found = Layer._second, []
+
+    def wide(self, rows, *rest):
+        return second(self, Wide.apply(rows, self.there), *rest)
+
+    monkeypatch.setattr(Layer, "_second", wide)
+    for options in ({"overlapped": True, "graphs": graphs}, {}):
+        trained = Trained(**options)
+        trained.chain.float()
+        trained.place["dtype"] = torch.float32
+        forward = trained.chain.forward
+
+        def under_autocast(*tensors, forward=forward, **keywords):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return forward(*(each.float() for each in tensors), **keywords)
+
+        trained.chain.forward = under_autocast
+        found.append(trained.steps(4))
+    for own, other in zip(*found, strict=True):
+        for a, b in zip(own, other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
