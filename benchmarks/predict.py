@@ -234,7 +234,7 @@ def without_data() -> Iterator[None]:
     """Tensors made inside have a shape and an address, but no data."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        mock.patch.object(FakeTensor, "data_ptr", lambda self: 1 << 20),
+        mock.patch.object(FakeTensor, "data_ptr", lambda self: id(self) << 40),  # far from all others
         mock.patch.object(GroupedExperts, "_init"),  # draws a seed, whose value it reads
         mock.patch.object(chunks, "WORKSPACE_CPU", chunks.WORKSPACE),
         mock.patch.object(_LINEAR_LOSS, "_WIDENED", sys.maxsize),
