@@ -179,12 +179,12 @@ class Step {
   }
 
   static Tensors own_copies(const Forward& forward) {
-    Tensors made = aliases(forward.made), from;
-    for (size_t i = 0; i < made.size(); i++)
-      if (forward.copied[i]) from.push_back(made[i]);
+    Tensors from, made;
+    for (size_t i = 0; i < forward.made.size(); i++)
+      if (forward.copied[i]) from.push_back(forward.made[i]);
     const Tensors copies = copies_of(from);
-    for (size_t i = 0, at = 0; i < made.size(); i++)
-      if (forward.copied[i]) made[i] = copies[at++];
+    for (size_t i = 0, at = 0; i < forward.made.size(); i++)
+      made.push_back(forward.copied[i] ? copies[at++] : on_same_memory(forward.made[i]));
     return made;
   }
 

@@ -48,11 +48,15 @@ class OverlappedGraphManager(GraphManager):
             self._parts += cut_apart(chain, pieces, self.scope, self.run_size)
         self.runs = [[part for part in parts if isinstance(part, Run)] for parts in self._parts]
 
-    def exchange(
+    def run_part(
         self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
     ) -> tuple[Tensors, Tensors]:
-        """Run a part that exchanges rows, beside graphs."""
+        """Run a part: what computes through graphs, an exchange beside them."""
         run = functools.partial(OverlappedLayers.run_part, self.overlap, chunk, part, tensors, shared)
+        number = self._numbers.get((chunk, part))
+        if number is not None:
+            made = self._forward(number, tensors, shared)
+            return run() if made is None else made
         if not isinstance(self._runner, GraphedStep):
             return run()
         with self._runner.unshared(self.overlap.links(chunk, part)[0].full_name, tensors):
@@ -73,8 +77,6 @@ def _managed(
     """Stand in for `OverlappedLayers.run_part`, without keeping the manager and its graphs."""
     own, layers = manager(), overlap()
     assert layers is not None
-    number = None if own is None else own._numbers.get((chunk, part))
-    if own is not None and number is None:
-        return own.exchange(chunk, part, tensors, shared)
-    made = None if own is None or number is None else own._forward(number, tensors, shared)
-    return OverlappedLayers.run_part(layers, chunk, part, tensors, shared) if made is None else made
+    if own is None:
+        return OverlappedLayers.run_part(layers, chunk, part, tensors, shared)
+    return own.run_part(chunk, part, tensors, shared)

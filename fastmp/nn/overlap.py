@@ -53,8 +53,9 @@ class OverlappedLayers:
         if any(chain.call is not None for chain in chains):
             raise ValueError("overlap_experts: layers are run in parts, which recompute=True does not know")
         self.chains = list(chains)
-        self._runs = [_cut(chain.links()) for chain in chains]
-        self.sections = [[run.section for run in runs] for runs in self._runs]
+        parts = [_cut(chain.links()) for chain in chains]
+        self._links = [[links for links, _ in own] for own in parts]
+        self.sections = [[section for _, section in own] for own in parts]
         self._live: dict[Key, _Microbatch] = {}
         self._queue = WgradQueue()
         self._now: tuple[Key, Key | None] | None = None
@@ -69,7 +70,7 @@ class OverlappedLayers:
 
     def links(self, chunk: int, part: int) -> list[Link]:
         """The segments of a part."""
-        return self._runs[chunk][part].links
+        return self._links[chunk][part]
 
     def run_part(
         self, chunk: int, part: int, tensors: Tensors, shared: Mapping[str, Any]
@@ -146,17 +147,10 @@ class OverlappedLayers:
         return self._orders[chunk, other]
 
 
-class _Run(NamedTuple):
-    """Segments that follow each other on one stream."""
-
-    links: list[Link]
-    section: Section
-
-
-def _cut(links: Sequence[Link]) -> list[_Run]:
+def _cut(links: Sequence[Link]) -> list[tuple[list[Link], Section]]:
     """Cut a chain where segments begin or cease to exchange."""
     segments = [(link.full_name, link.segment.exchanges, link.segment.capturable) for link in links]
-    return [_Run([links[i] for i in own], section) for own, section in cut_segments(segments)]
+    return [([links[i] for i in own], section) for own, section in cut_segments(segments)]
 
 
 def _skipped_hook(layer: nn.Module) -> Callable[..., Any] | None:
