@@ -1,7 +1,7 @@
 """What a training step does on the device: microbatches, sums over ranks, clipping, the update, the routers.
 
 The host reads none of its numbers, so that all of it can be one graph. What changes from step to step is in
-tensors: the batches, the learning rate, the scale of a float16 loss, and the counts of steps.
+tensors: the batches, the scale of a float16 loss, and the counts of steps, which select the learning rate.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class StepNumbers(NamedTuple):
     loss: Tensor
     num_tokens: Tensor
     grad_norm: Tensor
+    lr: Tensor
     skipped: Tensor
     ends_run: Tensor | None
     aux_loss: Tensor | None
@@ -47,7 +48,8 @@ class DeviceStep:
 
     routers: modules with `update_expert_bias`, see `Trainer`. dropped_pairs: what layers have counted, see
     `fastmp.nn.moe.MoELayer`. clip_grad_norm: the norm to which gradients are clipped; 0: they are not.
-    num_microbatches: of a step.
+    num_microbatches: of a step. learning_rates: 1-dim float64 tensor on the device, the learning rate by the
+    number of updates made so far; after its end, the last one.
     """
 
     runner: WholeModel | Chunks
@@ -59,10 +61,11 @@ class DeviceStep:
     dropped_pairs: Sequence[Tensor]
     clip_grad_norm: float
     num_microbatches: int
+    learning_rates: Tensor
 
-    def whole(self, batches: Sequence[Batch], lr: Tensor) -> StepNumbers:
+    def whole(self, batches: Sequence[Batch]) -> StepNumbers:
         """A step on the batches of its microbatches; other ranks' parameters have come at its end."""
-        numbers = self.update(self.backward(batches.__getitem__), lr)
+        numbers = self.update(self.backward(batches.__getitem__))
         self.optimizer.gather.wait()
         return numbers
 
@@ -76,9 +79,7 @@ class DeviceStep:
             lambda number: {**fetch(number), "loss_grad": scale}, self.num_microbatches, scale
         )
 
-    def update(
-        self, sums: Sums, lr: float | Tensor, before_change: Callable[[], None] = lambda: None
-    ) -> StepNumbers:
+    def update(self, sums: Sums, before_change: Callable[[], None] = lambda: None) -> StepNumbers:
         """Sum over ranks and update parameters; `before_change` is called before anything of them changes."""
         (totals, counts), dropped = sums, None
         with phase("reduce"):
@@ -95,6 +96,7 @@ class DeviceStep:
             clip = clip_coefficient(grad_norm, self.clip_grad_norm)
         before_change()
         with phase("optimizer"):
+            lr = self.learning_rate()
             self.optimizer.step(lr, grad_norm=grad_norm, inv_scale=inv_scale, clip_coefficient=clip)
         skipped, ends_run = ~torch.isfinite(grad_norm), None
         if self.scaler is not None:  # where the scale can halve, the next step may be finite
@@ -107,12 +109,18 @@ class DeviceStep:
             loss=loss * per_token,
             num_tokens=num_tokens,
             grad_norm=grad_norm,
+            lr=lr,
             skipped=skipped,
             ends_run=ends_run,
             aux_loss=None if counts is None else aux_loss * per_token,
             expert_counts=counts,
             dropped_pairs=dropped,
         )
+
+    def learning_rate(self) -> Tensor:
+        """Return the learning rate of the next update, 0-dim; skipped steps do not advance it."""
+        updates = self.optimizer.counts()["steps"]
+        return self.learning_rates.take(updates.clamp(max=len(self.learning_rates) - 1))
 
     def take_dropped(self) -> Tensor:
         """The pairs that this rank has dropped since this was last asked, (); int64."""

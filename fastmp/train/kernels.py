@@ -183,8 +183,7 @@ def _run_once(recipe: Recipe, world_size: int) -> None:
     _microbatch(chunks, loss, batch, groups, layout.sequence_parallel)
     norm = global_grad_norm(grads, **groups.norm)
     clip = clip_coefficient(norm, recipe.optimizer.clip_grad_norm)
-    in_graph = recipe.graphs.enabled and "full_step" in (recipe.graphs.scope or ())
-    lr = torch.empty((), dtype=torch.float64, device=_META) if in_graph else recipe.optimizer.lr
+    lr = torch.empty((), dtype=torch.float64, device=_META)
     optimizer.step(lr, grad_norm=norm, inv_scale=norm, clip_coefficient=clip)
     with evaluation_mode(chunks):
         _microbatch(chunks, loss, batch, groups, layout.sequence_parallel)

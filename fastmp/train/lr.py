@@ -1,4 +1,7 @@
-"""The learning rate as a pure function of the step: to resume a run needs no state of a schedule."""
+"""The learning rate as a pure function of the number of updates: a schedule has no state of its own.
+
+A step that is skipped, because its gradient is not finite, makes no update and does not advance the schedule.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Callable
 
 from fastmp.config import OptimizerConfig
 
-__all__ = ["learning_rate"]
+__all__ = ["learning_rate", "learning_rates"]
 
+_MOST_RATES = 1 << 24  # 128 MiB on the device, and about 5 s at the start of a run
 # The part of the way from the lowest to the highest rate that is left, by the part of the decay that is over.
 _LEFT: dict[str, Callable[[float], float]] = {
     "cosine": lambda over: 0.5 * (1.0 + math.cos(math.pi * over)),
@@ -18,7 +22,9 @@ _LEFT: dict[str, Callable[[float], float]] = {
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0, in a run of `total_steps`.
+    """Return the learning rate of update `step`, counted from 0, in a run of `total_steps`.
+
+    `step` is the number of updates made so far. Skipped steps are not among them.
 
     In the first `warmup_steps` it grows linearly, lr * ((step + 1) / warmup_steps): no update is lost to a
     rate of zero. Then it falls from `lr` to `min_lr`, which it has from `total_steps` on. Where the part t of
@@ -53,3 +59,17 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
         return config.lr
     left = _LEFT[config.schedule]((step - first) / (total_steps - first))
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def learning_rates(config: OptimizerConfig, total_steps: int) -> list[float]:
+    """Return the learning rates of updates 0, 1, ...; updates after the last entry have its rate.
+
+    Raises ValueError for a schedule whose rates are too many for a table.
+    """
+    changes = min(config.warmup_steps, total_steps) if config.schedule == "constant" else total_steps
+    if changes > _MOST_RATES:
+        raise ValueError(
+            f"learning_rates: a schedule of {changes} steps is longer than {_MOST_RATES}; for a run without "
+            "end use --optimizer.schedule constant"
+        )
+    return [learning_rate(step, config, total_steps) for step in range(changes + 1)]

@@ -157,9 +157,7 @@ class TrainLog:
         if self._active and not self.due(step):
             self._display.progress(f"{self._progress(step)}{self._eta}")
 
-    def step(
-        self, step: int, *, loss: Any, grad_norm: Any, lr: float, experts: Experts | None = None
-    ) -> None:
+    def step(self, step: int, *, loss: Any, grad_norm: Any, lr: Any, experts: Experts | None = None) -> None:
         """Report after optimizer step number `step`, from 1: tensors or numbers, `loss` in nats per token.
 
         experts: losses per token and counts (layers, experts) of the steps since the last report.

@@ -40,7 +40,7 @@ from fastmp.train.graphing import (
     make_graphs,
     whole_step,
 )
-from fastmp.train.lr import learning_rate
+from fastmp.train.lr import learning_rates
 from fastmp.train.microbatches import (
     Batch,
     Chunks,
@@ -84,7 +84,8 @@ class StepResult:
     """The numbers of one step, as 0-dim tensors on the device: to read one is to wait for the step.
 
     `loss` is the mean over the `num_tokens` tokens of the global batch, `grad_norm` the norm of its
-    gradient before clipping (float64). Where that is not finite, the step was skipped.
+    gradient before clipping (float64). Where that is not finite, the step was skipped. `lr` is the learning
+    rate of its update (float64); after a skipped step the next one has the same.
 
     With experts: `aux_loss`, their losses per token, which `loss` does not hold, `expert_counts` (layers,
     experts) of the global batch, int64, and `dropped_pairs`, how many pairs of a token and an expert did not
@@ -94,7 +95,7 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     num_tokens: Tensor
-    lr: float
+    lr: Tensor
     aux_loss: Tensor | None = None
     expert_counts: Tensor | None = None
     dropped_pairs: Tensor | None = None
@@ -177,8 +178,10 @@ class Trainer:
             [m.dropped_pairs for m in self.model.modules() if getattr(m, "dropped_pairs", None) is not None],
             self.optimizer_config.clip_grad_norm,
             self.num_microbatches,
+            torch.tensor(
+                learning_rates(self.optimizer_config, config.steps), dtype=torch.float64, device=self.device
+            ),
         )
-        self._lr = torch.zeros((), dtype=torch.float64, device=self.device)  # as a graph reads it
         graphs = GraphConfig() if graphs is None else graphs
         self.graphs = self._make_graphs(graphs, graph_manager)
         self._rerun = Rerun(self._work, self.graphs, rng)
@@ -294,28 +297,27 @@ class Trainer:
             return self._run_step()
 
     def _run_step(self) -> StepResult:
-        lr = self._learning_rate()
         if isinstance(self.graphs, WholeGraph):
-            numbers = self._in_one_graph(self.graphs, lr)
+            numbers = self._in_one_graph(self.graphs)
         else:
-            numbers = self._work.update(self._backward(), lr, self.saving.before_change)
+            numbers = self._work.update(self._backward(), self.saving.before_change)
         self.step += 1
         self._skipped.add(self.step, numbers.skipped, numbers.ends_run)
         if numbers.expert_counts is not None:
             window = self._window or _Window()
             self._window = window.add(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs)
         return StepResult(
-            *(numbers.loss, numbers.grad_norm, numbers.num_tokens, lr),
+            *(numbers.loss, numbers.grad_norm, numbers.num_tokens, numbers.lr),
             *(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs),
         )
 
-    def _in_one_graph(self, graph: WholeGraph, lr: float) -> StepNumbers:
+    def _in_one_graph(self, graph: WholeGraph) -> StepNumbers:
         with phase("data"):
             batches = [self._fetch(number) for number in range(self.num_microbatches)]
         self.saving.before_change()
         self.optimizer.gather.wait()
         with phase("step"):
-            return graph(batches, self._lr.fill_(lr))
+            return graph(batches)
 
     def _backward(self) -> Sums:
         """Run forward and backward of this step's microbatches, again where their tokens did not fit."""
@@ -449,9 +451,6 @@ class Trainer:
         if self.device.type == "cuda":  # a copy from pageable memory would wait
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-
-    def _learning_rate(self) -> float:
-        return learning_rate(self.step, self.optimizer_config, self.config.steps)
 
     def _log_step(self, log: TrainLog, result: StepResult) -> None:
         window, self._window = self._window, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
+from train_tools import Samples
 
-from fastmp.config import OptimizerConfig
-from fastmp.train.lr import learning_rate
+from fastmp.config import GPTConfig, GraphConfig, OptimizerConfig, TrainConfig
+from fastmp.nn import Placement
+from fastmp.nn.models import GPT
+from fastmp.parallel.groups import ParallelGroups
+from fastmp.parallel.rng import RngTracker
+from fastmp.train.lr import learning_rate, learning_rates
 from fastmp.train.plot import plot_learning_rates
+from fastmp.train.trainer import Trainer
 
+CONFIG = GPTConfig(num_layers=1, hidden_size=32, num_heads=4, vocab_size=131, max_seq_len=32)
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
@@ -161,3 +169,63 @@ def test_the_picture_draws_every_curve(tmp_path):
     for colour in ("3b6fb6", "c4572e", "5b8c5a", "8a5aa8"):
         rgb = [int(colour[i : i + 2], 16) / 255 for i in (0, 2, 4)]
         assert (abs(image - rgb).max(-1) < 0.02).sum() > 1000, colour
+
+
+class Poisoned(Samples):
+    """Samples whose loss is multiplied by NaN in some steps; the factor is part of the batch."""
+
+    steps = ()
+
+    def batch(self, step, *place):
+        factor = math.nan if step in self.steps else 1.0
+        return {**super().batch(step, *place), "factor": torch.tensor(factor, dtype=torch.float64)}
+
+
+def poisoned_trainer(graphs=None, bad=(), groups=ParallelGroups.alone(), dtype=torch.float64, **options):
+    rng = RngTracker(3)
+    model = GPT(CONFIG, Placement(groups, rng=rng, dtype=dtype))
+    data = Poisoned(2)
+    data.steps = bad
+
+    def loss(model, batch):
+        losses = model.loss(batch["tokens"], batch["targets"])
+        return losses.sum() * batch["factor"], (batch["targets"] != -100).sum()
+
+    config = TrainConfig(steps=40, global_batch_size=4, eval_interval=0, **options)
+    optimizer = OptimizerConfig(lr=3e-3, warmup_steps=2, schedule="linear")
+    return Trainer(model, data, loss, config, optimizer=optimizer, graphs=graphs, groups=groups, rng=rng)
+
+
+@pytest.mark.parametrize("scope", [None, "full_step"])
+def test_skipped_steps_do_not_advance_the_schedule(tmp_path, scope):
+    """Bitwise the run without these steps, also when resumed between two skipped ones."""
+    graphs = scope and GraphConfig(enabled=True, scope=(scope,))
+    bad, good = (2, 5, 6), [0, 1, 3, 4, 7]
+    trainer = poisoned_trainer(graphs, bad, run_dir=str(tmp_path))
+    seen = []
+    for step in range(8):
+        if step == 6:
+            trainer.save()
+            trainer = poisoned_trainer(graphs, bad, run_dir=str(tmp_path))
+            assert trainer.resume()
+        seen.append(trainer.train_step().lr.item())
+    config = trainer.optimizer_config
+    updates = [0, 1, 2, 2, 3, 4, 4, 4]
+    assert seen == [learning_rate(update, config, 40) for update in updates]
+    clean = poisoned_trainer()
+    for step in good:
+        clean.step = step
+        clean.train_step()
+    pairs = zip(trainer.model.parameters(), clean.model.parameters(), strict=True)
+    assert all(map(torch.equal, *zip(*pairs)))
+
+
+def test_a_table_of_rates_has_the_rate_of_every_update():
+    for schedule in SCHEDULES:
+        config = OptimizerConfig(lr=1e-3, min_lr=1e-4, warmup_steps=4, schedule=schedule)
+        table = learning_rates(config, 12)
+        expected = [learning_rate(step, config, 12) for step in range(20)]
+        assert [table[min(step, len(table) - 1)] for step in range(20)] == expected
+    assert len(learning_rates(replace(config, schedule="constant"), 10**15)) == 5
+    with pytest.raises(ValueError, match=r"learning_rates: a schedule of 1000000000 steps .*schedule const"):
+        learning_rates(replace(config, schedule="cosine"), 10**9)
