@@ -105,7 +105,8 @@ void clamped_swiglu_backward_rows(const ClampedRows& rows) {
 namespace fastmp {
 namespace {
 
-void check_pairs(const char* op, const Tensor& x) {
+void check_pairs(const char* op, const Tensor& x, double limit) {
+  FASTMP_CHECK(limit > 0, op, ": limit must be positive, got ", limit);
   FASTMP_CHECK(x.dim() > 0 && x.size(x.dim() - 1) % 2 == 0, op, ": x must end in a dimension of even size");
   dispatch_float(x.scalar_type(), op, [](auto) {});
 }
@@ -127,7 +128,7 @@ void for_rows(const Kernel& kernel, const Rows* grad, const Rows& x, const Tenso
 }
 
 Tensor clamped_swiglu(const Tensor& x, double alpha, double limit) {
-  check_pairs("clamped_swiglu", x);
+  check_pairs("clamped_swiglu", x, limit);
   std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() /= 2;
   Tensor y = fastmp::empty(sizes, x.scalar_type(), x);
@@ -137,7 +138,7 @@ Tensor clamped_swiglu(const Tensor& x, double alpha, double limit) {
 
 Tensor clamped_swiglu_backward(const Tensor& grad, const Tensor& x, double alpha, double limit) {
   constexpr const char* kOp = "clamped_swiglu_backward";
-  check_pairs(kOp, x);
+  check_pairs(kOp, x, limit);
   FASTMP_CHECK(grad.scalar_type() == x.scalar_type() && grad.dim() == x.dim() && 2 * grad.numel() == x.numel() &&
                    2 * grad.size(grad.dim() - 1) == x.size(x.dim() - 1),
                kOp, ": grad is ", described(grad), ", which does not fit x, ", described(x));

@@ -34,6 +34,13 @@ namespace FASTMP_ISA {
 
 constexpr int kNothing = -1000;  // e to this is zero; logits of -inf are held here, for 0 * -inf would be NaN
 
+// The inverse temperature of a row: 1 where none are given, NaN unless it is positive.
+template <typename A>
+A scale_of(const A* scale, int64_t row) {
+  if (scale == nullptr) return 1;
+  return scale[row] > 0 ? scale[row] : std::numeric_limits<A>::quiet_NaN();
+}
+
 // Maximum, sum of exponentials relative to it (to 0 where it is -inf), and as out[3] that of each times its logarithm.
 template <bool kWithEntropy, typename T, typename A>
 void log_prob_stats_row(const T* x, int64_t real, A scale, A* out) {
@@ -75,7 +82,7 @@ void log_prob_stats(const T* logits, const int64_t* target, const A* scale, A* o
   for (int64_t row = begin; row < end; ++row) {
     const T* x = logits + row * shard.row_stride;
     A* to = out + row * (with_entropy ? 4 : 3);
-    const A factor = scale == nullptr ? 1 : scale[row];
+    const A factor = scale_of(scale, row);
     const int64_t column = shard.column_of(target[row]);
     to[2] = column < 0 ? 0 : static_cast<A>(x[column]);
     with_entropy ? log_prob_stats_row<true>(x, shard.real, factor, to)
@@ -94,7 +101,7 @@ void log_prob_grad(T* logits, LogProbRows<A> rows, Shard shard, int64_t begin, i
     const int64_t live = ignored ? 0 : shard.real;
     std::fill(x + live, x + shard.columns, T(0));
     if (ignored) continue;
-    const A scale = rows.scale == nullptr ? 1 : rows.scale[row];
+    const A scale = scale_of(rows.scale, row);
     A share = scale * rows.grad_log_prob[row];
     if (target < 0 || target >= rows.vocab_size) share = std::numeric_limits<A>::quiet_NaN();
     // d / d logit = share [at the target] - p (share + by_entropy (log p + entropy))

@@ -323,10 +323,12 @@ std::tuple<Tensor, Tensor> backward(const char* op, const Tensor& grad, const st
     return {dx, dparams};
   }
   const Rows rows(total), grad_rows(grad), grad_total_rows(grad_total ? *grad_total : grad);
+  const int64_t num_stats = centred ? 2 : 1;
   FASTMP_CHECK(stats.scalar_type() == compute_dtype(dtype) && stats.is_contiguous() &&
-                   stats.numel() == rows.num_rows * (centred ? 2 : 1),
-               op, ": stats are ", dtype_name(stats.scalar_type()), " of ", stats.numel(), " elements for ",
-               rows.num_rows, " rows");
+                   stats.numel() == rows.num_rows * num_stats && stats.dim() == total.dim() &&
+                   stats.size(0) == num_stats,
+               op, ": stats are ", described(stats), ", but there are ", num_stats, " for each of ", rows.num_rows,
+               " rows");
   const Tensor wide_weight = widened(weight, dtype);
   const int64_t strips = (rows.num_rows + strip_rows(rows.num_rows) - 1) / strip_rows(rows.num_rows);
   const Tensor partials = fastmp::empty({strips, num_sums * num_cols}, compute_dtype(dtype), total);

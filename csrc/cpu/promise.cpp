@@ -33,6 +33,7 @@ void cross_entropy_promise_(Tensor& grad, const Tensor& grad_loss, const Tensor&
   const auto fits = [&](const Tensor& tensor, ScalarType wanted) {
     return tensor.dim() == 1 && tensor.size(0) == grad.size(0) && tensor.scalar_type() == wanted;
   };
+  dispatch_float(grad.scalar_type(), op, [](auto) {});
   FASTMP_CHECK(grad.dim() == 2 && (dtype == ScalarType::Float || dtype == ScalarType::Double) &&
                    fits(loss_grad, dtype) && fits(grad_loss, dtype) && fits(target, ScalarType::Long),
                op, ": grad is ", described(grad), ", grad_loss ", described(grad_loss), ", loss_grad ",

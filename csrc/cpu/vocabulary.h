@@ -27,6 +27,9 @@ int64_t grain_of(int64_t columns) { return std::max<int64_t>(1, (1 << 15) / std:
 Shard shard_of(const char* op, const Tensor& logits, int64_t vocab_start, int64_t vocab_size) {
   FASTMP_CHECK(logits.dim() == 2, op, ": logits must be (N, V), got ", logits.dim(), " dimensions");
   const int64_t columns = logits.size(1);
+  FASTMP_CHECK(vocab_start >= 0 && vocab_start <= int64_t{1} << 62 && vocab_size > 0, op,
+               ": expected vocab_start from 0 to 2**62 and a positive vocab_size, got vocab_start=", vocab_start,
+               " and vocab_size=", vocab_size);
   FASTMP_CHECK(columns <= 1 || logits.stride(1) == 1, op, ": neighbouring columns of the logits must be next to each ",
                "other in memory, got stride ", logits.stride(1));
   return {logits.stride(0), std::clamp<int64_t>(vocab_size - vocab_start, 0, columns), columns, vocab_start};

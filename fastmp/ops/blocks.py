@@ -20,9 +20,13 @@ BLOCK = 512  # rows of one program
 
 
 def reference(starts: Tensor, places: Tensor, num_rows: int) -> Tensor:
-    """Add to each row how far its block, the last one that starts there or before, is moved."""
+    """Add to each row how far its block, the last one that starts there or before, is moved.
+
+    Rows before the first block count as rows of that block.
+    """
     rows = torch.arange(num_rows, dtype=torch.int32, device=starts.device)
     block = torch.searchsorted(starts, rows, right=True, out_int32=True) - 1
+    block = block.clamp_(min=0)
     place = places.index_select(0, block)
     moved = place + rows - starts.index_select(0, block)
     return moved.where(place >= 0, -1).unsqueeze(1)

@@ -24,8 +24,14 @@ def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     return wide[..., ::2], wide[..., 1::2]
 
 
+def _check_limit(limit: float) -> None:
+    if not limit > 0:
+        raise ValueError(f"clamped_swiglu: limit must be positive, got {limit}")
+
+
 def reference(x: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), rounded once."""
+    _check_limit(limit)
     gate, up = _pairs(x)
     gate = gate.clamp(max=limit)
     return ((up.clamp(-limit, limit) + 1) * gate * (alpha * gate).sigmoid()).to(x.dtype).contiguous()
@@ -33,6 +39,7 @@ def reference(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 def reference_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tensor:
     """The gradient of x."""
+    _check_limit(limit)
     gate, up = _pairs(x)
     capped = gate.clamp(max=limit)
     s = (alpha * capped).sigmoid()
@@ -107,6 +114,7 @@ def block_shape(num_cols: int, itemsize: int) -> tuple[int, int]:
 
 
 def launch(x: Tensor, alpha: float, limit: float) -> Tensor:
+    _check_limit(limit)
     y = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
     if y.numel():
         rows.launch(
@@ -122,6 +130,7 @@ def launch(x: Tensor, alpha: float, limit: float) -> Tensor:
 
 
 def launch_backward(grad: Tensor, x: Tensor, alpha: float, limit: float) -> Tensor:
+    _check_limit(limit)
     dx = rows.empty_like(x)
     if dx.numel():
         rows.launch(
@@ -175,6 +184,5 @@ def clamped_swiglu(x: Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> Te
     """
     (x,) = autocast(x)
     _check(x)
-    if not limit > 0:
-        raise ValueError(f"clamped_swiglu: limit must be positive, got {limit}")
+    _check_limit(limit)
     return _clamped_swiglu(x, float(alpha), float(limit))

@@ -115,6 +115,7 @@ def require_promise(op: str, grad_loss: Tensor, promised: Tensor, ignored: Tenso
 
 
 def _promise_reference_(grad, grad_loss, loss_grad, target, ignore_index):
+    checks.floating("cross_entropy_promise_", "grad", grad)
     require_promise("cross_entropy", grad_loss, loss_grad, target == ignore_index)
 
 

@@ -18,6 +18,11 @@ from fastmp.ops.rows import empty_like
 
 def real_columns(columns: int, vocab_start: int, vocab_size: int) -> int:
     """Count the columns of a shard that are not padding."""
+    if not (0 <= vocab_start <= 1 << 62 and vocab_size > 0):
+        raise ValueError(
+            "expected vocab_start from 0 to 2**62 and a positive vocab_size, got"
+            f" vocab_start={vocab_start} and vocab_size={vocab_size}"
+        )
     return min(max(vocab_size - vocab_start, 0), columns)
 
 

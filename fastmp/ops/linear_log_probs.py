@@ -54,7 +54,8 @@ def _real(logits: Tensor, vocab_start: int, vocab_size: int) -> Tensor:
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    return x if scale is None else x * scale.view(-1, *[1] * (x.dim() - 1))
+    """x times the inverse temperature of its row, which is NaN unless it is positive."""
+    return x if scale is None else x * scale.where(scale > 0, _NAN).view(-1, *[1] * (x.dim() - 1))
 
 
 def _stats_reference(logits, target, scale, vocab_start, vocab_size, with_entropy):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks
-from fastmp.ops.norm_triton import launch, launch_backward
+from fastmp.ops.norm_triton import check_stats, launch, launch_backward
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
@@ -56,6 +56,7 @@ def _reference_backward(
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of total and, as rows of one tensor, of weight and bias."""
+    check_stats(centred, total, stats)
     dx, dparams = _new_gradients(total, weight, with_bias)
     if total.numel() == 0:
         return dx, dparams.zero_()

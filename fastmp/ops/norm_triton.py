@@ -285,11 +285,20 @@ def launch(
     return y, total, stats
 
 
+def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:
+    """Check that `stats` of a backward has the shape that its forward gives it."""
+    expected = (2 if centred else 1, *total.shape[:-1])
+    if stats.shape != expected:
+        op = "layer_norm_backward" if centred else "rms_norm_backward"
+        raise ValueError(f"{op}: expected stats of shape {expected}, got {tuple(stats.shape)}")
+
+
 def launch_backward(
     centred: bool, grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, stats: Tensor,
     with_bias: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of total and, as rows of one tensor, of weight and bias."""
+    check_stats(centred, total, stats)
     num_cols, itemsize = total.shape[-1], total.element_size()
     dx, dparams = empty_like(total), weight.new_empty(2 if with_bias else 1, num_cols)
     if total.numel() == 0:

@@ -46,8 +46,10 @@ def reference(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Ten
 
 
 def reference_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
-    """Gradient of x. Where y is 0 there is none, whatever `grad` holds."""
+    """Gradient of x. Hidden keys, and keys where y is 0, have none, whatever `grad` and `y` hold there."""
     wide = y.to(compute_dtype(y.dtype))
+    if causal:
+        wide = wide.masked_fill(_hidden(y, None, causal), 0)
     nothing = wide == 0
     slope = grad.to(wide.dtype).masked_fill(nothing, 0)
     along_row = sum_rows((slope * wide).flatten(0, -2).t()).view(*y.shape[:-1], 1)
@@ -141,9 +143,10 @@ def softmax_kernel(
 
 @jit
 def _load_pair(grad, y, keys, end, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
-    """(grad, y), both 0 where y is; y is 0 beyond a causal row's end, so whole vectors are as good."""
+    """Load (grad, y), both 0 where y is 0 or its key is hidden; whole vectors, as in `_scores`."""
     vectors = (keys // VECTOR * VECTOR)[None, :] < end[:, None]
     weight = tl.load(y + keys[None, :], mask=vectors, other=0.0).to(COMPUTE)
+    weight = tl.where(keys[None, :] < end[:, None], weight, 0.0)
     g = tl.load(grad + keys[None, :], mask=vectors, other=0.0).to(COMPUTE)
     return tl.where(weight == 0, 0.0, g), weight
 
