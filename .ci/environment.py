@@ -5,7 +5,8 @@ Standard library only, run by the Python that .venv is made from. Where that Pyt
 otherwise torch is installed. Each step leaves a stamp that names the content it was done for, so that a
 second run does nothing: the requirements, and for fastmp itself the sources and variables of the build.
 
-Another environment beside .venv: --venv names its directory, --torch the version it is to have.
+Another environment beside .venv: --venv names its directory, --torch the version it is to have. With --torch
+newest, it gets the newest releases of torch, Triton and NumPy instead of those that tests are pinned to.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = "2.13.0"
+NEWEST = "newest"
+UNPINNED = ("triton", "numpy")  # with the newest torch
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 OUTER = "outer.pth"
 BUILD_VARIABLES = ("FASTMP_ISA", "FASTMP_CPP", "FASTMP_CUDA", "FASTMP_TORCH_DIR", "TORCH_CUDA_ARCH_LIST")
@@ -70,7 +73,11 @@ def run(*command: str | Path, watch: str = "") -> tuple[bool, str]:
 
 
 class Environment:
-    """A virtual environment in `directory`. `torch`: its version; None: Python's own if that is recent."""
+    """A virtual environment in `directory`.
+
+    `torch` is the version of its torch. `NEWEST` installs the newest release; None takes Python's own torch
+    if that is recent enough.
+    """
 
     def __init__(self, directory: Path, torch: str | None):
         self.directory = directory
@@ -89,7 +96,9 @@ class Environment:
             [str(python), "-c", PROBE], cwd=self.directory.parent, capture_output=True, text=True, check=True
         ).stdout
         version, sites = json.loads(output.splitlines()[-1])
-        if self.torch:
+        if self.torch == NEWEST:
+            fits = bool(version) and python == self.python
+        elif self.torch:
             fits = version.partition("+")[0] == self.torch
         else:
             fits = bool(version) and tuple(int(part) for part in version.split(".")[:2]) >= (2, 10)
@@ -111,7 +120,7 @@ class Environment:
         self.stamps.mkdir()  # last: without it an environment is one that was interrupted, or not ours
 
     def install_torch(self) -> None:
-        wanted = f"torch=={self.torch or TORCH}"
+        wanted = "torch" if self.torch == NEWEST else f"torch=={self.torch or TORCH}"
         say(f"installing {wanted} (about a minute, three for one with CUDA)")
         installed, printed = self.pip(wanted)
         if not installed:
@@ -166,6 +175,12 @@ def requirements(project: dict, names: list[str]) -> list[str]:
     return [requirement for requirement in dict.fromkeys(listed) if not requirement.startswith("torch>")]
 
 
+def unpinned(wanted: list[str]) -> list[str]:
+    """Drop the versions that requirements pin `UNPINNED` packages to."""
+    pin = re.compile(rf"^({'|'.join(UNPINNED)})\b[^;]*")
+    return list(dict.fromkeys(pin.sub(r"\1", requirement) for requirement in wanted))
+
+
 def digest(parts: list[bytes]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -199,6 +214,8 @@ def main(directory: Path, torch: str | None, extras: list[str]) -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     wanted = requirements(project, extras)
+    if torch == NEWEST:
+        wanted = unpinned(wanted)
     name = "-".join(["requirements", *extras, digest([item.encode() for item in wanted])[:16]])
     stamp = environment.stamps / name
     if not stamp.exists():
@@ -226,7 +243,9 @@ def main(directory: Path, torch: str | None, extras: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--venv", default=".venv", help="directory of the environment (default: %(default)s)")
-    parser.add_argument("--torch", help=f"version of torch (default: Python's own if recent, else {TORCH})")
+    parser.add_argument(
+        "--torch", help=f"version of torch, or {NEWEST} (default: Python's own if recent, else {TORCH})"
+    )
     parser.add_argument("extras", nargs="*", help="extras of pyproject.toml")
     given = parser.parse_args()
     with open(ROOT / ".venv.lock", "w") as lock:

@@ -45,6 +45,8 @@ def fits(archs: Sequence[str], capability: tuple[int, int]) -> bool:
 
 
 def _versions() -> list[str]:
+    from fastmp.ops.versions import TESTED, untested
+
     lines = [
         f"fastmp {fastmp.__version__} in {Path(fastmp.__file__).parent}",
         f"python {platform.python_version()}",
@@ -52,6 +54,8 @@ def _versions() -> list[str]:
     for name in _PACKAGES:
         try:
             lines.append(f"{name} {version(name)}")
+            if name in TESTED and (warning := untested(name, version(name))):
+                lines.append(f"  {warning}")
         except PackageNotFoundError:
             lines.append(f"{name} not installed")
     return lines

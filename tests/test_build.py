@@ -316,6 +316,12 @@ def test_environment_resolves_extras():
     assert not [item for item in wanted if item.startswith(("torch", "fastmp"))]
 
 
+def test_environment_with_the_newest_torch_pins_neither_triton_nor_numpy():
+    environment = load(".ci/environment.py")
+    wanted = ["numpy", "numpy<2.4", "triton==3.6.0; platform_system == 'Linux'", "greenlet>=3"]
+    assert environment.unpinned(wanted) == ["numpy", "triton; platform_system == 'Linux'", "greenlet>=3"]
+
+
 def test_environment_says_how_far_a_build_is(capsys):
     environment = load(".ci/environment.py")
     code = "for i in range(3): print(f'[{i + 1}/3] Building')\nprint('done')"

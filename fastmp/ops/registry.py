@@ -29,6 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from fastmp.config import Environment
 from fastmp.ops import _triton
 from fastmp.ops.derivative import Derivative, encode
+from fastmp.ops.versions import untested
 from fastmp.profiling import traced
 
 LIBRARY = torch.library.Library("fastmp", "DEF")
@@ -187,6 +188,9 @@ def _load(library: str, wanted: bool, otherwise: str) -> str:
     return ""
 
 
+for _package, _version in (("torch", torch.__version__), ("triton", _triton.VERSION)):
+    if _warning := untested(_package, _version):
+        warnings.warn(_warning, RuntimeWarning, stacklevel=2)
 _CPU_ABSENT = _load("_C_cpu", True, "")
 if _CPU_ABSENT and _CPU_ABSENT != "FASTMP_CPP=0":  # that is how to ask for it; pip shows no other sign
     warnings.warn(

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastmp.ops import backends, bias_gelu
 from fastmp.ops.registry import OPS, can_read_values
+from fastmp.ops.versions import TESTED, untested
 from fastmp.testing.ops import check_op, poisoned_memory, relative_error, run, samples
 
 MUTATING = [name for name, op in OPS.items() if op.overload._schema.is_mutable]
@@ -26,6 +27,31 @@ def backends_with(environment: str) -> dict:
         [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_versions_that_were_never_tested_are_named():
+    assert not untested("torch", torch.__version__)
+    assert not untested("torch", None)
+    for package, (oldest, newest) in TESTED.items():
+        for major, minor in (oldest, newest):
+            assert not untested(package, f"{major}.{minor}.1+cpu")
+        below, above = f"{oldest[0]}.{oldest[1] - 1}.0", f"{newest[0]}.{newest[1] + 1}.0a0+git12ab"
+        for version in (below, above, f"{newest[0] + 1}.0"):
+            assert f"this is {package} {version}: run" in untested(package, version)
+
+
+def test_an_untested_torch_is_named_by_one_warning_at_import():
+    code = """
+import torch
+torch.__version__ = type(torch.__version__)("99.1.0")
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import fastmp.ops
+print([str(w.message) for w in caught if "torch 99.1.0: run `fastmp doctor --check`" in str(w.message)])
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.count("fastmp is tested with torch") == 1
 
 
 def test_every_op_has_one_server_a_device_and_a_reason():
