@@ -158,6 +158,7 @@ ALLOWED = {
     "fastmp.hang": {"commands", "files", "parallel.verdict"},
     "fastmp.study": {
         "study",
+        "graphs.scope",
         "commands",
         "config",
         "parallel.overlap",

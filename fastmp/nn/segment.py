@@ -90,9 +90,9 @@ class LayerChain(nn.ModuleList):
     last layer, and all further tensors of the layers, in order. Keywords go to every layer.
 
     modules: the layers; a module that is not a `SegmentedLayer` becomes a `SingleSegment`.
-    call: called as `call(layer, x)` in place of layer(x), for recomputation for instance. Whoever runs a
-    chain
-        by segments calls it as `call(function, *tensors)` for the segments of a layer that follow each other.
+    call: called as `call(layer, x)` in place of layer(x), for recomputation for instance. A graph manager,
+        which runs a chain by segments, calls it as `call(function, *tensors)` for consecutive segments of a
+        layer.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = (), call: Call | None = None) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastmp.config import DataConfig, GPTConfig, MoEConfig, ParallelConfig, Recipe, TrainConfig
+from fastmp.graphs.scope import captured_segments
 from fastmp.plan.graphs import graph_facts
 from fastmp.plan.hardware import GPUS
 from fastmp.plan.step_time import ONCE, step_time
@@ -26,13 +27,6 @@ SCOPES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 PARTIAL = "attn, moe_router, moe_preprocess"
-_SEGMENTS = {
-    "attn": ("attention",),
-    "mlp": ("mlp",),
-    "moe_router": ("router",),
-    "moe_preprocess": ("preprocess",),
-    "moe": ("router", "preprocess", "dispatch", "experts", "combine"),
-}
 _DISPATCHERS = ("alltoall", "symmetric")
 _TOKENS = (256, 1024, 4096, 16384)
 Counts = dict[str, dict[str, tuple[int, int]]]
@@ -201,7 +195,7 @@ def _total(counts: dict[str, tuple[int, int]]) -> int:
 
 def _left(counts: dict[str, tuple[int, int]], scope: tuple[str, ...]) -> int:
     """Return the launches of segments that are not captured, and of the two replays of a layer's run."""
-    inside = {segment for part in scope for segment in _SEGMENTS[part]}
+    inside = captured_segments(scope, dict.fromkeys(counts, True))
     return sum(sum(own) for name, own in counts.items() if name not in inside) + 2 * bool(scope)
 
 
