@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec
 
 from fastmp.graphs.backend import Graph, Weak
 from fastmp.graphs.buffers import BufferPlan, Replay, TensorSpec
+from fastmp.graphs.hooks import ReplayedHooks
 from fastmp.graphs.runs import Observed, spec_of
 from fastmp.ops.wgrad import WgradQueue
 
@@ -187,6 +188,7 @@ class GraphSet:
     shared: what all layers were given as keywords, without its tensors.
     captured: by the number of the forward's graph. done: the numbers of all graphs that are captured.
     program: the `fastmp.graphs.flat.Program` of the captured graphs, once a step has asked for it.
+    hooks: which hooks each graph replays, from the first step on.
     drops: how many rounds were begun and could not be captured as a whole.
     left: gradients that captured backwards of this round have left, by address. They are held, as the
         memory of a replay is, so that autograd does not add to them in place.
@@ -213,6 +215,7 @@ class GraphSet:
         ]
         self.captured: dict[int, Captured] = {}
         self.program: Any = None
+        self.hooks: ReplayedHooks | None = None
         self.done: set[int] = set()
         self.drops = 0
         rounds = list(plan.rounds())

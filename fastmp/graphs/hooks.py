@@ -10,7 +10,7 @@ The graph of a whole function or step, beside which nothing is called, takes hoo
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -26,8 +26,8 @@ from fastmp.nn.segment import LayerChain, Link, Segment, SegmentedLayer, Tensors
 from fastmp.parallel.schedule import BACKWARD_WEIGHT
 
 if TYPE_CHECKING:
-    from fastmp.graphs.graph_set import Gradients, GraphSet, Slot
-    from fastmp.graphs.runs import Part
+    from fastmp.graphs.graph_set import Gradients, Slot
+    from fastmp.graphs.runs import Observed, Part
 
 __all__ = [
     "GradHook", "HookWatch", "Skipped", "call_grad_hooks", "call_pre_hooks", "called_whole",
@@ -202,19 +202,36 @@ def suspended_hooks(part: Part) -> Iterator[list[nn.Parameter]]:
 
 
 class ReplayedHooks:
-    """Calls the hooks of one training step that are replayed.
+    """Calls the hooks of training steps that are replayed.
 
     A hook behind an accumulated gradient is called once in a backward, and once where the gradients that it
     has deferred are made: right after the replay, or, where another run may add to the gradient too, at the
-    end (a deferred hook).
+    end (a deferred hook). Which hooks a graph has is looked up once, until hooks are added or removed.
+
+    observed: the modules that each run calls, by (chunk, run).
     """
 
-    def __init__(self, graph_set: GraphSet, runs: Sequence[Sequence[Part]]) -> None:
-        self._graph_set, self._runs = graph_set, runs
-        self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and run
-        # By graph: the hooks that are called at once, and those that are deferred.
-        self._of_gradients: dict[int, tuple[list[GradHook], list[GradHook]]] = {}
+    def __init__(self, observed: Mapping[tuple[int, int], Observed], runs: Sequence[Sequence[Part]]) -> None:
+        # The runs that may add to the gradient of each parameter.
+        self._runs_of = Counter(param for chunk in runs for run in chunk for param in run.parameters)
+        self._called = {place: each.calls for place, each in observed.items()}
+        self._every = list(dict.fromkeys(module for calls in self._called.values() for module in calls))
         self._deferred: dict[GradHook, None] = {}
+        self._found: list[tuple[Callable, ...]] | None = None
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget what a failed step has deferred, and all lists where a hook has been added or removed."""
+        self._deferred.clear()
+        found = [
+            *[tuple(module._forward_pre_hooks.values()) for module in self._every],
+            *[tuple(hooks.values()) if hooks else () for hooks in map(_behind_gradient, self._runs_of)],
+        ]
+        if found != self._found:
+            self._found = found
+            self._modules: dict[tuple[int, int], list[nn.Module]] = {}  # by chunk and run
+            # By graph: its gradients, the hooks that are called at once, and those that are deferred.
+            self._of_gradients: dict[int, tuple[Gradients, list[GradHook], list[GradHook]]] = {}
 
     def before_forward(self, chunk: int, number: int) -> None:
         """Call the marked hooks of the modules that a run calls."""
@@ -224,8 +241,7 @@ class ReplayedHooks:
         """The modules that a run calls and that have hooks before their forward."""
         modules = self._modules.get((chunk, number))
         if modules is None:
-            called = self._graph_set.observed[chunk, number].calls
-            modules = [module for module in called if module._forward_pre_hooks]
+            modules = [module for module in self._called[chunk, number] if module._forward_pre_hooks]
             self._modules[chunk, number] = modules
         return modules
 
@@ -240,16 +256,13 @@ class ReplayedHooks:
 
     def of_gradients(self, slot: Slot, gradients: Gradients) -> tuple[list[GradHook], list[GradHook]]:
         """The hooks behind the gradients of a graph: those that are called at once, and those deferred."""
-        both = self._of_gradients.get(slot.graph)
-        if both is None:
+        known = self._of_gradients.get(slot.graph)
+        if known is None or known[0] is not gradients:  # the graph was captured again
             hooked = replayed_hooks(gradients.reached)
-            own = self._runs[slot.step.chunk][slot.run]
-            others = [run for runs in self._runs for run in runs if run is not own] if hooked else []
-            shared = {param for run in others for param in run.parameters}
-            deferred = [each for each in hooked if each[1] in shared]
-            both = [each for each in hooked if each not in deferred], deferred
-            self._of_gradients[slot.graph] = both
-        return both
+            deferred = [each for each in hooked if self._runs_of[each[1]] > 1]
+            now = [each for each in hooked if self._runs_of[each[1]] < 2]
+            known = self._of_gradients[slot.graph] = gradients, now, deferred
+        return known[1:]
 
     def call_deferred(self) -> None:
         """Call the hooks that wait for the end."""

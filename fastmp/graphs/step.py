@@ -56,7 +56,11 @@ class GraphedStep:
         # The node that accumulates its gradient: it runs where those of parameters do.
         self._accumulates: Any = self._anchor.expand(()).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._position, self._capture = Position(graph_set, runs), Capture(graph_set, runs, backend, fallback)
-        self._hooks = ReplayedHooks(graph_set, runs)
+        if graph_set.hooks is None:
+            graph_set.hooks = ReplayedHooks(graph_set.observed, runs)
+        else:
+            graph_set.hooks.begin_step()
+        self._hooks = graph_set.hooks
         # What stands for all deferred gradients of the step in a queue.
         hooks, self._deferred = self._hooks, torch.zeros((), requires_grad=True)
         self._deferred.register_post_accumulate_grad_hook(lambda _: hooks.call_deferred())

@@ -8,12 +8,13 @@ from itertools import groupby
 import pytest
 import torch
 from layout_tools import MOE_4, Layout, Training
-from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, train
+from small_tools import SHAPE, Parts, assert_same, eager, linear, managed, total, train
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import prune
 
 from fastmp.graphs import explain
+from fastmp.graphs.runs import Part
 from fastmp.nn import LayerChain, SingleSegment
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
 from fastmp.parallel.groups import ParallelGroups
@@ -205,6 +206,60 @@ def test_a_hook_is_called_behind_exactly_the_gradients_that_there_are(order, spl
     assert calls == [(name, *each) for name in sorted({*order} - {"|"}) for each in shapes for _ in range(2)]
 
 
+@pytest.mark.parametrize("runs", (2, 8))
+def test_the_hooks_of_graphs_are_looked_up_once(runs, monkeypatch):
+    """Each run's parameters are visited once for all graphs, and again by no later step."""
+    chain = LayerChain([each for _ in range(runs) for each in (linear(), eager())])
+    for param in chain.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: None)
+    manager = managed(chain, True)
+    train_with(manager, chain, steps=4)
+    (graph_set,) = manager._all()
+    assert len(graph_set.done) == 2 * runs  # forwards and backwards
+    visits, whole = [], Part.parameters.fget
+    monkeypatch.setattr(Part, "parameters", property(lambda part: visits.append(part) or whole(part)))
+    train_with(manager, chain)
+    assert not visits
+    graph_set.hooks = None  # as before the first step
+    train_with(manager, chain)
+    assert len(visits) == runs
+
+
+def test_a_hook_behind_a_gradient_that_moves_between_steps():
+    """It is added, goes to a parameter of another run, and is removed, while the graphs stay."""
+
+    def run(graphs):
+        chain = LayerChain([linear(), eager(), linear()])
+        first, second = (next(chain[layer].parameters()) for layer in (0, 2))
+        manager, seen, handles = managed(chain, graphs), [], []
+
+        def hook(param):
+            seen.append((param is first, param.grad.tolist()))
+
+        def before(param, args):
+            seen.append("before")
+
+        before.replayed = True
+        for step in range(8):
+            if step in (4, 5):
+                handles.append((second, first)[step - 4].register_post_accumulate_grad_hook(hook))
+                handles.append(chain[step - 4 and 2].module.register_forward_pre_hook(before))
+            if step in (5, 6):
+                handles.pop(0).remove()
+                handles.pop(0).remove()
+            chain.zero_grad()
+            seen.append(step)
+            if manager is not None:
+                manager.begin_step()
+            for _ in range(2):
+                total(chain(torch.ones(SHAPE, dtype=torch.float64))).backward()
+        if manager is not None:
+            assert manager.num_graphs == 4
+        return seen
+
+    assert_same(run)
+
+
 @pytest.mark.parametrize("schedule", (pytest.param("1f1b", marks=pytest.mark.full), "zero_bubble"))
 def test_hooks_of_a_model_are_called_as_often_as_it_has_gradients(schedule):
     """Dense products, experts, routers and norms, whose gradients ops or autograd add to `main_grad`."""
@@ -262,8 +317,8 @@ def test_other_layers_are_captured_and_explain_says_why_this_one_is_not(of):
     assert [run.name for run in manager.plan.chunks[0]] == ["1.Linear"]
 
 
-def train_with(manager, chain):
-    for _ in range(3):
+def train_with(manager, chain, steps=3):
+    for _ in range(steps):
         manager.begin_step()
         for _ in range(2):
             chain(torch.ones(3, 4, dtype=torch.float64))[0].sum().backward()
