@@ -68,7 +68,8 @@ test-oldest:
 # The quick set and all cubins, in an environment with the newest torch, Triton and NumPy that pip finds. 6 GB where
 # that torch is one with CUDA; CUDA C++ is left out.
 test-newest: VENV := .venv-newest/bin/python
-test-newest: SETUP = FASTMP_CUDA=0 $(PYTHON) .ci/environment.py --venv .venv-newest --torch newest
+test-newest: export FASTMP_CUDA := 0
+test-newest: SETUP = $(PYTHON) .ci/environment.py --venv .venv-newest --torch newest
 test-newest:
 	$(call run_tests,test,)
 	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest tests/ops/test_cubins.py --exhaustive
