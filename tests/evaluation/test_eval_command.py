@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from marks import full
 
@@ -106,6 +107,22 @@ def test_last_words_have_one_space_before_them(kind, files, tmp_path):
     assert begins == (kind is not tokenizer_tools.gpt2)
     lengths = [len(task.rows[number].ids) for number in task.order]
     assert lengths == sorted(lengths, reverse=True) and sorted(task.order) == [0, 1, 2]
+
+
+class Ended(ByteTokenizer):
+    """Bytes, and a token behind every text: what is encoded never begins a longer text."""
+
+    def encode(self, text):
+        return np.append(super().encode(text), self.end_of_text)
+
+
+@pytest.mark.parametrize("kind", [ByteTokenizer, Ended])
+def test_the_last_word_begins_with_its_space(kind, files):
+    """Also where its tokens are not what it adds to those of the passage."""
+    tokenizer = kind()
+    task = lambada_task(files / "lambada.jsonl", tokenizer, max_seq_len=64)
+    words = [tokenizer.decode(row.ids[-row.scored :]) for row in task.rows]
+    assert words == [" 9.", " said", " 49"]
 
 
 def test_what_lambada_makes_of_scores(files):

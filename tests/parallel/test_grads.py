@@ -364,3 +364,24 @@ def test_a_step_with_fewer_gradients_is_complete_at_its_end():
         return True
 
     assert run_ranks(rank_main, 2) == [True, True]
+
+
+def test_gradients_of_experts_are_summed_over_the_ranks_that_hold_the_same_experts():
+    """Two ranks that share all but the experts, then two that share the experts alone."""
+
+    def rank_main(rank, world_size):
+        found = []
+        for shared in ({"dp_group": dist.group.WORLD}, {"edp_group": dist.group.WORLD}):
+            model = make_model()
+            model[3].weight.expert_parallel = True
+            grads = GradBuffer(model.named_parameters(), **shared)
+            for param in model.parameters():
+                param.main_grad.fill_(1.0 + rank)
+            grads.reduce()
+            found.append({name: param.main_grad.mean().item() for name, param in model.named_parameters()})
+        return found
+
+    for rank, (dense, experts) in enumerate(run_ranks(rank_main, 2)):
+        own = 1.0 + rank
+        assert all(grad == (own if name == "3.weight" else 3.0) for name, grad in dense.items())
+        assert all(grad == (3.0 if name == "3.weight" else own) for name, grad in experts.items())

@@ -60,6 +60,12 @@ def test_the_port_is_made_from_the_step_and_kept_out_of_the_way():
     assert len(jobs) == 9
 
 
+def test_without_an_address_ranks_meet_at_localhost_and_port_6000():
+    """Megatron's port, not torchrun's 29500: see docs/many-machines.md."""
+    place = read_place({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (place.master_addr, place.master_port) == ("localhost", 6000)
+
+
 @pytest.mark.parametrize("variables", [SRUN, MPIRUN, HYDRA, PALS])
 def test_an_address_that_is_set_counts(variables):
     place = read_place(variables | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})

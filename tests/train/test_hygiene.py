@@ -83,6 +83,13 @@ def test_excluded_and_short_documents_are_left_out_and_counted(folder, tmp_path,
     assert main(["stats", str(tmp_path / "d")]) == 0 and "left out   2 overlap" in capsys.readouterr().out
 
 
+def test_a_document_of_exactly_the_fewest_tokens_stays(tmp_path):
+    for length in (9, 10, 11):
+        (tmp_path / f"{length}.txt").write_text("x" * length)
+    built = build([f"{tmp_path}/*.txt"], tmp_path / "d", min_tokens=10, validation_fraction=0)
+    assert sorted(map(len, texts_of(built))) == [10, 11] and counts(built) == (0, 0, 1)
+
+
 @needs_rensa
 def test_of_near_duplicates_the_first_stays(folder, tmp_path):
     built = [
