@@ -175,7 +175,7 @@ def clamped_swiglu(x: Tensor, *, alpha: float = 1.702, limit: float = 7.0) -> Te
 
     Returns:
         A new contiguous tensor (..., F) of x's dtype. Arithmetic is in float32 (float64 for float64 x) and
-        rounded once. Where gate or up is clamped, its gradient is zero.
+        rounded once. Where gate or up is clamped, its gradient is zero; at the bound itself it is not.
 
     Raises:
         ValueError: the last dimension is odd, the dtype another one, or `limit` not positive.
