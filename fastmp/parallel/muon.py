@@ -32,7 +32,7 @@ from fastmp.parallel.collectives import all_to_all, group_rank, group_size
 from fastmp.parallel.flat import FlatState
 from fastmp.parallel.grads import FlatBuffer, GradBuffer
 from fastmp.parallel.newton_schulz import orthogonalize
-from fastmp.parallel.optimizer import AdamW, ParameterGroup
+from fastmp.parallel.optimizer import AdamW, ParameterGroup, check_range
 from fastmp.parallel.shards import home_ranks, matrix_cost
 
 __all__ = ["Muon", "is_hidden_matrix", "update_cost"]
@@ -120,7 +120,7 @@ class Muon(AdamW):
     State: {"momentum"}, and "master" or "remainder". Matrices are orthogonalised in bfloat16 on a GPU, in
     float32 on a CPU, and in float64 where they are float64.
 
-    Raises ValueError as `AdamW`, and where no parameter has a cost.
+    Raises ValueError as `AdamW`, for a momentum outside [0, 1), and where no parameter has a cost.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Muon(AdamW):
         **adamw: Any,
     ) -> None:
         super().__init__(grads, **adamw)
+        check_range(self.name, below=1.0, momentum=momentum)
         self.momentum = momentum
         teams: dict[Any, tuple[dist.ProcessGroup | None, list[At]]] = {}
         for at in self._order:

@@ -11,6 +11,7 @@ AdamW: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019). Ze
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -120,7 +121,7 @@ class AdamW:
 
     grads: the gradients. Where they are sharded, a rank holds the state of its own shards alone and updates
         these; then all ranks gather the parameters.
-    lr: the learning rate, unless `step` gets another.
+    lr: the learning rate, unless `step` gets another: a number, or a 0-dim tensor in float32 or float64.
     weight_decay: of parameters with two dimensions or more; biases and norms are not decayed (those of
         experts have one dimension more).
     group: (name, parameter) -> the group that the parameter belongs to, in place of `weight_decay`. It is
@@ -142,15 +143,16 @@ class AdamW:
     `ParameterGather.attach`; `skipped_steps`, a 0-dim int64 tensor that counts the steps dropped for a
     gradient norm that was not finite.
 
-    Raises ValueError for a buffer without parameters, parameters that share memory, and small states for
-    parameters of another dtype.
+    Raises ValueError for a buffer without parameters, parameters that share memory, small states for
+    parameters of another dtype, and numbers out of range: betas lie in [0, 1), `lr`, `eps` and
+    `weight_decay` are not negative (nor are those of a group).
     """
 
     def __init__(
         self,
         grads: GradBuffer,
         *,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
@@ -164,10 +166,16 @@ class AdamW:
             raise ValueError(f"{self.name}: no parameters given")
         if states not in ("classic", "small"):
             raise ValueError(f"{self.name}: states must be 'classic' or 'small', got {states!r}")
+        if not isinstance(lr, Tensor):
+            check_range(self.name, lr=lr)
+        check_range(self.name, eps=eps, weight_decay=weight_decay)
+        check_range(self.name, below=1.0, **{"betas[0]": betas[0], "betas[1]": betas[1]})
         check_separate(self.name, self.parameters)
         if group is None:
             group = _decayed_matrices(weight_decay)
         group_of = {name: group(name, param) for name, param in self.parameters.items()}
+        for name, each in group_of.items():
+            check_range(f"{self.name}: group of {name!r}", **each._asdict())
         self.lr: float | Tensor = lr
         self._options: dict[str, Any] = {"betas": betas, "eps": eps}
         if states == "small":
@@ -292,6 +300,13 @@ class AdamW:
             for j in range(len(flat.local)):
                 self._gather((i, j))
         self.gather.wait()
+
+
+def check_range(owner: str, *, below: float = math.inf, **numbers: float) -> None:
+    """Raise ValueError, naming `owner`, for a number that is not in [0, `below`)."""
+    for name, number in numbers.items():
+        if not 0.0 <= number < below:
+            raise ValueError(f"{owner}: {name} must be in [0, {below:g}), got {number}")
 
 
 def _decayed_matrices(weight_decay: float) -> Callable[[str, Parameter], ParameterGroup]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.parallel.grads import GradBuffer
-from fastmp.parallel.optimizer import AdamW, clip_coefficient, global_grad_norm
+from fastmp.parallel.optimizer import AdamW, ParameterGroup, clip_coefficient, global_grad_norm
 from fastmp.testing.ranks import run_ranks
 
 
@@ -354,6 +354,41 @@ def test_states_of_torch_s_optimizer_are_read():
     assert optimizer.state_dict()["step"] == 4
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": -1.0}, r"lr must be in \[0, inf\), got -1.0"),
+        ({"eps": -1e-8}, r"eps must be in \[0, inf\), got -1e-08"),
+        ({"weight_decay": -1.0}, r"weight_decay must be in \[0, inf\), got -1.0"),
+        ({"weight_decay": math.nan}, "weight_decay .* got nan"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\] must be in \[0, 1\), got 1.0"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\] must be in \[0, 1\), got -0.1"),
+        (
+            {"group": lambda name, param: ParameterGroup(1.0, -0.5)},
+            "group of '0.weight': weight_decay .* -0.5",
+        ),
+        ({"group": lambda name, param: ParameterGroup(-1.0)}, "group of '0.weight': lr .* got -1.0"),
+    ],
+)
+def test_numbers_out_of_range_are_errors_as_in_torch(options, named):
+    grads = GradBuffer(make_model().named_parameters())
+    with pytest.raises(ValueError, match=f"AdamW: {named}"):
+        AdamW(grads, **options)
+
+
+def test_a_learning_rate_in_a_float64_tensor_is_the_same_number():
+    found = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64)):
+        model = make_model()
+        grads = GradBuffer(model.named_parameters())
+        optimizer = AdamW(grads, lr=lr, weight_decay=0.1)
+        for param in model.parameters():
+            param.main_grad.fill_(0.3)
+        optimizer.step()
+        found.append([param.detach() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 def test_bad_arguments_are_named():
