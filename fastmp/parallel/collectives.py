@@ -7,6 +7,10 @@ function returns its input. Nobody's tensor is modified, except by the functions
 underscore. Tensors may have any layout: the buffers given to the backend are contiguous. The functions at the
 end are not differentiable and can run in the background. Each is a range for profilers, which ends with the
 call also where the work goes on.
+
+own_stream: run the collective, forward and backward, on the group's stream, and let the current stream wait
+for it. NCCL runs other collectives on the current stream, at its priority: set it where kernels of another
+stream fill the GPU at the same time, because the streams of `ParallelGroups` have high priority.
 """
 
 from __future__ import annotations
@@ -92,20 +96,24 @@ def gather_from_group(x: torch.Tensor, group: dist.ProcessGroup | None, dim: int
     return x if group_size(group) == 1 else _Gather.apply(x, group, dim)
 
 
-def gather_sequence(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather_sequence(
+    x: torch.Tensor, group: dist.ProcessGroup | None, *, own_stream: bool = False
+) -> torch.Tensor:
     """(S/P, ...) -> (S, ...): the sequence shards joined along dim 0; backward reduce-scatters the gradient.
 
     For a result that each rank then uses in its own way (a column-parallel product).
     """
-    return x if group_size(group) == 1 else _GatherSequence.apply(x, group)
+    return x if group_size(group) == 1 else _GatherSequence.apply(x, group, own_stream)
 
 
-def reduce_scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def reduce_scatter_sequence(
+    x: torch.Tensor, group: dist.ProcessGroup | None, *, own_stream: bool = False
+) -> torch.Tensor:
     """(S, ...) -> (S/P, ...): this rank's sequence shard of the sum over the group; backward all-gathers.
 
     ValueError where the group does not divide dim 0.
     """
-    return x if group_size(group) == 1 else _ReduceScatterSequence.apply(x, group)
+    return x if group_size(group) == 1 else _ReduceScatterSequence.apply(x, group, own_stream)
 
 
 def all_to_all(
@@ -115,6 +123,7 @@ def all_to_all(
     group: dist.ProcessGroup | None,
     *,
     check: bool = True,
+    own_stream: bool = False,
 ) -> torch.Tensor:
     """Rows to every rank and rows from every rank, in rank order; backward sends the gradients back.
 
@@ -133,7 +142,7 @@ def all_to_all(
         problem = _first_problem(problem, send, receive, group)
     if problem:
         raise ValueError(f"all_to_all: {problem}")
-    return x if size == 1 else _AllToAll.apply(x, send, receive, group)
+    return x if size == 1 else _AllToAll.apply(x, send, receive, group, own_stream)
 
 
 def _size_problem(x: torch.Tensor, send: list[int], receive: list[int], size: int) -> str:
@@ -236,42 +245,54 @@ class _Gather(Function):
 
 class _GatherSequence(Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return all_gather(x, group)[0].detach()
+    def forward(ctx, x, group, own_stream):
+        ctx.group, ctx.own_stream = group, own_stream
+        return _waited_for(all_gather(x, group, own_stream)).detach()
 
     @staticmethod
     def backward(ctx, grad):
-        return reduce_scatter_sequence(grad, ctx.group), None
+        return reduce_scatter_sequence(grad, ctx.group, own_stream=ctx.own_stream), None, None
 
 
 class _ReduceScatterSequence(Function):
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return reduce_scatter(x, group)[0].detach()
+    def forward(ctx, x, group, own_stream):
+        ctx.group, ctx.own_stream = group, own_stream
+        return _waited_for(reduce_scatter(x, group, own_stream)).detach()
 
     @staticmethod
     def backward(ctx, grad):
-        return gather_sequence(grad, ctx.group), None
+        return gather_sequence(grad, ctx.group, own_stream=ctx.own_stream), None, None
 
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx, x, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        return _exchange(x, send, receive, group).detach()
+    def forward(ctx, x, send, receive, group, own_stream):
+        ctx.send, ctx.receive, ctx.group, ctx.own_stream = send, receive, group, own_stream
+        return _waited_for(_exchange(x, send, receive, group, own_stream)).detach()
 
     @staticmethod
     def backward(ctx, grad):
-        return _AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        back = _AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group, ctx.own_stream)
+        return back, None, None, None, None
+
+
+def _waited_for(started: tuple[torch.Tensor, dist.Work | None]) -> torch.Tensor:
+    """Let the current stream wait for a collective; its result."""
+    made, work = started
+    if work is not None:
+        work.wait()
+    return made
 
 
 @traced("fastmp.collective.all_to_all")
-def _exchange(x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def _exchange(
+    x: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup, overlap: bool
+) -> tuple[torch.Tensor, dist.Work | None]:
     arrived = x.new_empty((sum(receive), *x.shape[1:]))
-    dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group)
-    return arrived
+    overlap = overlap and not torch.compiler.is_compiling()
+    work = dist.all_to_all_single(arrived, x.contiguous(), receive, send, group=group, async_op=overlap)
+    return arrived, work
 
 
 @traced("fastmp.collective.all_reduce")

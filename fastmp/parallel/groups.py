@@ -5,7 +5,8 @@ the same order, including those it is not in, which is what torch.distributed as
 is `None`: layers and collectives take `None` for "this rank alone" and communicate nothing.
 
 Over NCCL, the groups whose collectives run beside compute kernels have streams of high priority: as
-multiprocessors come free, blocks of communication are placed before those of a product launched earlier.
+multiprocessors come free, blocks of communication are placed before those of a product launched earlier. NCCL
+uses these streams for asynchronous collectives and messages; a synchronous one runs on the current stream.
 """
 
 from __future__ import annotations

@@ -17,8 +17,12 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 @functools.cache
 def exchange_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of exchanges that run beside another microbatch's compute."""
-    return torch.cuda.Stream(device)
+    """Return the stream of exchanges that run beside another microbatch's compute.
+
+    It has high priority: NCCL runs synchronous collectives on the current stream, and at normal priority
+    their blocks start behind the last wave of a GEMM that was launched before.
+    """
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def beside(device: torch.device) -> tuple[torch.cuda.Stream, ...]:

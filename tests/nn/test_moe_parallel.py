@@ -22,6 +22,7 @@ from moe_tools import (
     reduce_gradients,
     with_moe,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmp.nn import Placement
 from fastmp.nn.moe import Router
@@ -337,6 +338,46 @@ def balance_case(rank, world):
 
 def test_balancing_by_a_bias_is_the_same_on_all_ranks():
     run_ranks(balance_case, 4)
+
+
+class AsyncOps(TorchDispatchMode):
+    """Notes of each collective of rows whether it is asynchronous; NCCL runs others on the current stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("c10d::")
+        if name in ("alltoall_base_", "_reduce_scatter_base_", "_allgather_base_"):
+            given = {arg.name: arg.default_value for arg in func._schema.arguments}
+            given |= zip(given, args)
+            sent = given["input" if "input" in given else "input_tensor"]
+            if sent.is_floating_point():
+                self.seen.append((name, given.get("asyncOp", given.get("async_op"))))
+        return func(*args, **(kwargs or {}))
+
+
+def streams_of_exchanges(rank, world):
+    """By dispatcher and axis, and whether there is a shared expert."""
+    seen = {}
+    for shared in (0, 16):
+        for dispatcher, axis in COLLECTIVES:
+            groups = ParallelGroups.create(RankGrid(world_size=world, **{axis: world}))
+            config = plain_moe(dispatcher=dispatcher, shared_expert_ffn_hidden_size=shared)
+            layer = make_moe(config, groups)
+            with AsyncOps() as ops:
+                layer(hidden_states(8, 2).requires_grad_())[0].sum().backward()
+            seen[dispatcher, axis, shared > 0] = ops.seen
+    return seen
+
+
+def test_rows_travel_on_the_stream_of_their_group_next_to_a_shared_expert():
+    """At high priority; where nothing runs next to them they stay on the current stream."""
+    for seen in run_ranks(streams_of_exchanges, 2):
+        for (*_, shared), ops in seen.items():
+            assert len(ops) >= 4
+            assert {is_async for _, is_async in ops} == {shared}
 
 
 def sharded_case(rank, world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ from fastmp.testing.parallel import count_collectives
 from fastmp.testing.ranks import run_ranks
 
 
-def exchange(x, group):
+def exchange(x, group, **options):
     """An all-to-all of equal parts."""
     size = group_size(group)
     parts = [x.shape[0] // size] * size
-    return all_to_all(x, parts, parts, group, check=False)
+    return all_to_all(x, parts, parts, group, check=False, **options)
 
 
 # Every function, what it launches forward and backward, and what it computes: from the list of all ranks'
@@ -87,6 +88,9 @@ FUNCTIONS = {
         lambda g, r: torch.cat(g),
     ),
 }
+for name in ("all to all", "gather_sequence", "reduce_scatter_sequence"):
+    function, *definition = FUNCTIONS[name]
+    FUNCTIONS[f"{name}, own stream"] = (partial(function, own_stream=True), *definition)
 LAYOUTS = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),

@@ -71,9 +71,11 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
     """
     if groups.etp_ep is None:
         return LocalDispatcher(moe.num_experts)
+    beside = moe.shared_expert_ffn_hidden_size > 0  # which computes while rows travel
     if group_size(groups.ep) == 1:
         assert groups.etp is not None
-        return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=_within(groups.etp, groups.tp))
+        one_sequence = _within(groups.etp, groups.tp)
+        return SharingDispatcher(moe.num_experts, groups.etp, one_sequence=one_sequence, own_stream=beside)
     if moe.dispatcher == "symmetric":
         from fastmp.nn.moe.symmetric import SymmetricDispatcher  # which is one of these
 
@@ -90,6 +92,7 @@ def make_dispatcher(moe: MoEConfig, groups: ParallelGroups) -> LocalDispatcher:
         etp_group=groups.etp,
         etp_ep_group=groups.etp_ep,
         etp_varies_first=groups.grid.etp_varies_first,
+        own_stream=beside,
     )
 
 
@@ -178,13 +181,16 @@ class SharingDispatcher(LocalDispatcher):
 
     one_sequence: the ranks hold parts of one sequence, so that each knows how many tokens the others have,
     and all shapes are static. Otherwise their hosts tell each other, without the device.
+    own_stream: how rows travel, see `fastmp.parallel.collectives`.
     """
 
     exchanges = ("dispatch", "combine")
 
-    def __init__(self, num_experts: int, etp_group: ProcessGroup, *, one_sequence: bool) -> None:
+    def __init__(
+        self, num_experts: int, etp_group: ProcessGroup, *, one_sequence: bool, own_stream: bool = False
+    ) -> None:
         super().__init__(num_experts)
-        self.etp_group, self.one_sequence = etp_group, one_sequence
+        self.etp_group, self.one_sequence, self.own_stream = etp_group, one_sequence, own_stream
         if one_sequence:
             return
         self.eager = ("preprocess", "dispatch", "experts", "combine")
@@ -204,17 +210,22 @@ class SharingDispatcher(LocalDispatcher):
     def dispatch(self, tokens: Tensor, *prepared: Tensor) -> Tensors:
         probs, row_of, offsets = prepared
         room = row_of.shape[0] // group_size(self.etp_group)
-        tokens, probs = (gather_sequence(_padded(part, room), self.etp_group) for part in (tokens, probs))
+        tokens, probs = (
+            gather_sequence(_padded(part, room), self.etp_group, own_stream=self.own_stream)
+            for part in (tokens, probs)
+        )
         return super().dispatch(tokens, probs, row_of, offsets)
 
     def combine(self, outputs: Tensor, *kept: Tensor) -> Tensor:
-        return reduce_scatter_sequence(super().combine(outputs, *kept), self.etp_group)
+        partial = super().combine(outputs, *kept)
+        return reduce_scatter_sequence(partial, self.etp_group, own_stream=self.own_stream)
 
 
 class _Exchanging(LocalDispatcher):
     """The base of dispatchers over several ranks: their places in the etp-ep group, and the matrix of counts.
 
     etp_varies_first: neighbours in `etp_ep_group` are ranks of one etp group, not of one ep group.
+    own_stream: how rows travel, see `fastmp.parallel.collectives`.
     """
 
     eager = ("dispatch", "experts", "combine")
@@ -228,6 +239,7 @@ class _Exchanging(LocalDispatcher):
         etp_group: ProcessGroup | None,
         etp_ep_group: ProcessGroup,
         etp_varies_first: bool = True,
+        own_stream: bool = False,
     ) -> None:
         super().__init__(num_experts)
         self.ep, self.etp = group_size(ep_group), group_size(etp_group)
@@ -239,7 +251,7 @@ class _Exchanging(LocalDispatcher):
         self.ep_group, self.etp_group, self.etp_ep_group = ep_group, etp_group, etp_ep_group
         self.ep_rank, self.etp_rank = group_rank(ep_group), group_rank(etp_group)
         self.rank, self.etp_varies_first = group_rank(etp_ep_group), etp_varies_first
-        self.num_local = num_experts // self.ep
+        self.num_local, self.own_stream = num_experts // self.ep, own_stream
         self.copies = HostCopies()
 
     def sizes(self, *kept: Tensor) -> list[int]:
@@ -293,9 +305,9 @@ class AllToAllDispatcher(_Exchanging):
         rows = permute(tokens, row_of, row_of.numel())  # while the copy is on its way
         numbers = self._arrived(copy_RX)
         sent, received, by_etp = self._splits(numbers)
-        rows = all_to_all(_first(rows, sum(sent)), sent, received, self.ep_group, check=False)
+        rows = self._exchanged(_first(rows, sum(sent)), sent, received)
         if self.etp > 1:
-            rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group)
+            rows = gather_sequence(_padded(rows, max(by_etp)), self.etp_group, own_stream=self.own_stream)
         if len(row_of_arrived) < len(rows):
             row_of_arrived = block_rows(starts, places, len(rows))
         row_of_arrived = _first(row_of_arrived, len(rows))
@@ -316,8 +328,12 @@ class AllToAllDispatcher(_Exchanging):
         sent, received, by_etp = self._splits(numbers)
         rows = unpermute(outputs, row_of_arrived, None)
         if self.etp > 1:
-            rows = _first(reduce_scatter_sequence(rows, self.etp_group), by_etp[self.etp_rank])
-        return all_to_all(rows, received, sent, self.ep_group, check=False), row_of, probs
+            rows = reduce_scatter_sequence(rows, self.etp_group, own_stream=self.own_stream)
+            rows = _first(rows, by_etp[self.etp_rank])
+        return self._exchanged(rows, received, sent), row_of, probs
+
+    def _exchanged(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        return all_to_all(rows, sent, received, self.ep_group, check=False, own_stream=self.own_stream)
 
     def _numbers(self, matrix_RX: np.ndarray) -> np.ndarray:
         sent = _sum(matrix_RX[self.rank, :-1].reshape(self.ep, -1), 1)
@@ -366,7 +382,8 @@ class AllGatherDispatcher(_Exchanging):
         numbers = self._arrived(copy_RX)
         longest, _, *of_experts = self._values(numbers)
         tokens, probs = (
-            gather_sequence(_padded(part, longest), self.etp_ep_group) for part in (tokens, probs)
+            gather_sequence(_padded(part, longest), self.etp_ep_group, own_stream=self.own_stream)
+            for part in (tokens, probs)
         )
         # Outside [0, L) are experts of other ranks, dropped pairs and padding: they get no row.
         indices = all_gather(_padded(indices, longest, -1), self.etp_ep_group)[0]
@@ -378,7 +395,7 @@ class AllGatherDispatcher(_Exchanging):
         probs, row_of, numbers = kept
         partial = unpermute(outputs, row_of, probs)
         own = self._values(numbers)[1]
-        return _first(reduce_scatter_sequence(partial, self.etp_ep_group), own)
+        return _first(reduce_scatter_sequence(partial, self.etp_ep_group, own_stream=self.own_stream), own)
 
     def _numbers(self, matrix_RX: np.ndarray) -> np.ndarray:
         """The most tokens that a rank has, this rank's tokens, and the rows of each of its experts."""
