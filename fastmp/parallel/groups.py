@@ -29,6 +29,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 # Axes with collectives that run beside compute: reductions of buckets, tensor-parallel ones behind a product,
 # the messages of pipelines, the exchange of tokens beside a shared expert.
 _OVERLAPPED = (*DENSE_AXES, *EXPERT_AXES, "cp-dp")
+# Groups that send tensors of the device only: gradients, parameters, norms. In a job with NCCL they have no
+# gloo, whose threads and descriptors would come with each.
+_DEVICE_ONLY = ("pp_backward", "edp", "dp_cp", "embedding", "pp-tp", "ep-etp-pp", "ep-pp", "etp-pp")
 
 
 def _priority(backends: str, timeout: timedelta) -> Any:
@@ -107,13 +110,20 @@ class ParallelGroups:
         return {"tp_group": self.tp, "mp_group": self.mp, **of_experts, "world_group": world}
 
     @classmethod
-    def create(cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT) -> ParallelGroups:
+    def create(
+        cls, grid: RankGrid, *, timeout: timedelta = DEFAULT_TIMEOUT, local_only: bool = False
+    ) -> ParallelGroups:
         """Make the groups of `grid`; every rank calls this, in the same order as its other groups.
 
         The groups have the backends of the default group (`fastmp.init`: NCCL for CUDA tensors, gloo for
-        CPU tensors) and their own `timeout`, after which a collective that some rank never joined fails. A
-        world of one works without torch.distributed. ValueError where the grid and the running world differ
-        in size.
+        CPU tensors) and their own `timeout`, after which a collective that some rank never joined fails.
+        Beside NCCL, `pp_backward`, `edp`, `dp_cp`, `mp`, `expert_mp` and `embedding` have no gloo, unless the
+        group of an axis serves for them. A world of one works without torch.distributed. ValueError where the
+        grid and the running world differ in size.
+
+        A rank calls `dist.new_group` once for every group of several ranks, also those of other ranks, and
+        once for itself: for an axis of size n, world_size / n times. With `local_only` torch creates those of
+        this rank alone: where the other ranks are pretended (backend "fake"), nobody has to agree on names.
         """
         initialised = dist.is_available() and dist.is_initialized()
         world_size = dist.get_world_size() if initialised else 1
@@ -125,11 +135,15 @@ class ParallelGroups:
         rank, backends = dist.get_rank(), dist.get_backend_config()
 
         def make(axes: str, name: str = "") -> ProcessGroup | None:
-            own, desc = None, f"fastmp:{name or axes}"
+            own, name = None, name or axes
+            backend = "nccl" if name in _DEVICE_ONLY and "nccl" in backends else None
             for ranks in grid.ranks(axes):
                 if len(ranks) > 1:
                     options = _priority(backends, timeout) if axes in _OVERLAPPED else None
-                    group = dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=desc)
+                    group = dist.new_group(
+                        ranks, timeout=timeout, backend=backend, pg_options=options,
+                        use_local_synchronization=local_only, group_desc=f"fastmp:{name}",
+                    )  # fmt: skip
                     own = group if rank in ranks else own
             return own
 
@@ -166,8 +180,10 @@ class ParallelGroups:
             deepep = DeepEPBuffer(etp_ep)
         same = grid.ranks("mp") == grid.ranks("etp-ep-pp")
         groups["expert_mp"] = groups["mp"] if same else join("etp", "ep", "pp")
-        singles = [dist.new_group([r], timeout=timeout, group_desc="fastmp:alone") for r in range(world_size)]
-        alone, device = singles[rank], "cuda" if "nccl" in backends else "cpu"
+        alone = dist.new_group(
+            [rank], timeout=timeout, use_local_synchronization=True, group_desc="fastmp:alone"
+        )
+        device = "cuda" if "nccl" in backends else "cpu"
 
         def mesh(order: tuple[str, ...], axes: tuple[str, ...]) -> DeviceMesh:
             names = tuple(axis for axis in axes if axis not in order) + order[::-1]  # left out: size one

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import resource
 import socket
 import sys
 import threading
@@ -30,12 +31,14 @@ from fastmp.config import Environment, set_default_variables
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
+_LONGEST_POLL_SECONDS = 1.0
 _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 _LOST_PEER = (
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
+    "timed out connecting",  # gloo's first message to a rank that has gone
     "remote process exited",
     "lost the store",
 )
@@ -100,6 +103,7 @@ def init(
     env = Environment.read()
     if dist.is_available() and dist.is_initialized():
         _let_threads_end_first()
+        _make_room_for_ranks()
         return _adopt(env, backend)
     if env.missing:
         raise ValueError(f"fastmp.init: {env.missing}")
@@ -119,6 +123,7 @@ def init(
         join_seconds = timeout.total_seconds() if env.agent_store or env.launcher else _JOIN_SECONDS
     _let_threads_end_first()
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")  # the default, 2000, takes 150 ms to read
+    _make_room_for_ranks()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_join_store(env, rank, timedelta(seconds=join_seconds)),
@@ -168,6 +173,19 @@ def main_guard(main: Callable[[], int | None]) -> int:
         sys.stderr.flush()
         os._exit(status)
     return status
+
+
+def _make_room_for_ranks() -> None:
+    """Prepare this process for jobs of thousands of ranks, before it creates process groups.
+
+    By default gloo connects all pairs of a group when the group is created: N descriptors a rank and N^2
+    addresses through the store. Lazily, it connects the pairs that exchange messages. NCCL and CUDA open
+    descriptors of their own, and many images have a soft limit of 1,024.
+    """
+    set_default_variables(TORCH_GLOO_LAZY_INIT="1")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # macOS reports a hard limit that it does not grant
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _let_threads_end_first() -> None:
@@ -319,13 +337,15 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
 
     torchrun keeps one store over all restarts, with the addresses of dead workers in it, and its restart
     counts are per node and may differ. So the ranks agree among themselves: rank 0 publishes a name never
-    used before, every rank answers under it with a token of its own, and rank 0 echoes the tokens. A rank
-    that was misled by an old name does not find its token in the echo. RuntimeError, naming the ranks that
+    used before, every rank counts itself in under that name, and rank 0 opens it when all have. A rank that
+    finds itself counted already was misled by the name of an earlier incarnation, and waits for the next one.
+    Every rank moves a few hundred bytes, however many ranks there are. RuntimeError, naming the ranks that
     did not come, when `timeout` is over.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        prefix = _lead(store, world_size, timeout) if rank == 0 else _follow(store, rank, deadline)
+        lead = rank == 0
+        prefix = _lead(store, world_size, timeout) if lead else _follow(store, rank, world_size, deadline)
     except dist.DistNetworkError as error:
         raise RuntimeError(f"fastmp.init: rank {rank} of {world_size} lost the store: {error}") from error
     if prefix is None:
@@ -336,37 +356,55 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
 
 
 def _lead(store: dist.Store, world_size: int, timeout: timedelta) -> str:
-    """Rank 0's part of the agreement: publish a new name, collect the answers, echo them."""
+    """Publish a new name as rank 0, and open it once every other rank has joined."""
     name = uuid.uuid4().hex
     prefix = f"fastmp/{name}"
     store.set("fastmp/leader", name)
-    keys = [f"{prefix}/{rank}" for rank in range(1, world_size)]
-    try:
-        if keys:
-            store.wait(keys, timeout)
-    except dist.DistStoreError:
-        missing = [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]
+    if world_size > 1 and not _appears(store, f"{prefix}/full", timeout.total_seconds()):
+        missing = [rank for rank in range(1, world_size) if not store.check([f"{prefix}/{rank}"])]
         raise RuntimeError(
             f"fastmp.init: ranks {missing} of {world_size} did not join in {_seconds(timeout)}; start them, "
             "or give slow ones more join_seconds"
-        ) from None
-    store.set(f"{prefix}/all", " ".join(store.get(key).decode() for key in keys))
+        )
+    store.set(f"{prefix}/open", "")
     return prefix
 
 
-def _follow(store: dist.Store, rank: int, deadline: float) -> str | None:
-    """Any other rank's part: answer whichever name is published until one echoes this rank's token."""
-    token, answered = uuid.uuid4().hex, None
-    while time.monotonic() < deadline:
-        if store.check(["fastmp/leader"]):
-            prefix = "fastmp/" + store.get("fastmp/leader").decode()
-            if prefix != answered:
-                store.set(f"{prefix}/{rank}", token)
-                answered = prefix
-            if store.check([f"{prefix}/all"]) and token in store.get(f"{prefix}/all").decode().split():
-                return prefix
-        time.sleep(_POLL_SECONDS)
+def _follow(store: dist.Store, rank: int, world_size: int, deadline: float) -> str | None:
+    """Join under the published name as any other rank, and return its prefix once rank 0 opens it."""
+    prefix, joined, pause = "", False, _POLL_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        if not _appears(store, "fastmp/leader", left):
+            return None
+        published = "fastmp/" + store.get("fastmp/leader").decode()
+        if published != prefix:
+            prefix, pause = published, _POLL_SECONDS
+            joined = _join(store, prefix, rank, world_size)
+        pause = min(pause, max(deadline - time.monotonic(), 0.001))
+        if not joined:
+            time.sleep(pause)
+        elif _appears(store, f"{prefix}/open", pause):
+            return prefix
+        pause = min(2 * pause, _LONGEST_POLL_SECONDS)  # in case the name was that of an earlier incarnation
     return None
+
+
+def _join(store: dist.Store, prefix: str, rank: int, world_size: int) -> bool:
+    """Count `rank` in under `prefix`; False where an earlier incarnation of the rank already has."""
+    if store.add(f"{prefix}/{rank}", 1) > 1:
+        return False
+    if store.add(f"{prefix}/joined", 1) == world_size - 1:
+        store.set(f"{prefix}/full", "")
+    return True
+
+
+def _appears(store: dist.Store, key: str, seconds: float) -> bool:
+    """Wait for `key`; False where it is not there after so many seconds."""
+    try:
+        store.wait([key], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 def _seconds(duration: timedelta) -> str:

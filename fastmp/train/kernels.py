@@ -165,7 +165,8 @@ _ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 def _run_once(recipe: Recipe, world_size: int) -> None:
     """A step of training, and an evaluation of one batch."""
-    layout, groups = recipe.parallel, ParallelGroups.create(make_grid(recipe, world_size))
+    layout = recipe.parallel
+    groups = ParallelGroups.create(make_grid(recipe, world_size), local_only=True)
     cp = {} if groups.cp is None else {"cp_rank": group_rank(groups.cp)}
     rng = RngTracker(recipe.train.seed, tp_rank=group_rank(groups.tp), **cp)
     dtype = DTYPES.get(recipe.train.dtype, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 import torch._dynamo  # the first use of a DTensor imports it: once here, not in every forked rank
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fastmp.parallel
 from fastmp.parallel import groups as module
@@ -137,6 +139,69 @@ def test_groups_that_communicate_beside_compute_have_streams_of_high_priority():
         urgent = [name for name, high in asked.items() if high]
         assert sorted(urgent) == ["dp", "dp_cp", "edp", "ep", "pp", "pp_backward", "tp"]
         assert {"alone", "embedding", "pp-tp"} <= set(asked)
+
+
+@pytest.mark.parametrize("layout", ({"tp": 8, "pp": 16, "ep": 64, "etp": 1}, {"tp": 4, "ep": 16, "etp": 1}))
+def test_new_groups_are_counted_and_a_rank_makes_one_for_itself(layout, monkeypatch):
+    """At 1,024 ranks or more: those of an axis of size n are world_size / n, on every rank."""
+    grid, made = RankGrid(world_size=1024 * layout.get("pp", 4) // 4, **layout), []
+
+    def new_group(ranks, *, group_desc, make=dist.new_group, **options):
+        made.append((group_desc.removeprefix("fastmp:"), len(ranks)))
+        return make(ranks, group_desc=group_desc, **options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=grid.world_size)
+    try:
+        groups = ParallelGroups.create(grid)
+        assert groups.mesh.get_local_rank("tp") == 5 % grid.tp
+    finally:
+        dist.destroy_process_group()
+    assert made.count(("alone", 1)) == 1 and [size for _, size in made].count(1) == 1
+    of_name = Counter(name for name, _ in made)
+    for name, size in dict(made).items():
+        whole = grid.world_size if name != "embedding" else 2 * grid.world_size // grid.pp
+        assert name == "alone" or of_name[name] == whole // size
+    assert len(made) < grid.world_size
+
+
+def test_a_pretended_world_has_the_groups_of_its_rank_alone():
+    grid, found = RankGrid(world_size=1024, tp=4, pp=4, ep=16, etp=1), []
+    for local_only in (False, True):
+        dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=grid.world_size)
+        try:
+            created = describe(ParallelGroups.create(grid, local_only=local_only))
+            found.append((created, dist.distributed_c10d._world.group_count))
+        finally:
+            dist.destroy_process_group()
+    (whole, all_counted), (local, counted) = found
+    assert local == whole == expected(grid, 5)
+    assert counted <= 1 < 500 < all_counted
+
+
+@pytest.mark.parametrize("backends", ("cpu:gloo,cuda:nccl", "gloo", "nccl"))
+def test_groups_of_device_tensors_have_no_gloo_beside_nccl(backends, monkeypatch):
+    grid, asked = RankGrid(world_size=32, tp=2, pp=2, cp=2, ep=2, etp=2), dict[str, str | None]()
+
+    def new_group(ranks, *, group_desc, backend=None, make=dist.new_group, **options):
+        asked[group_desc.removeprefix("fastmp:")] = backend
+        return make(ranks, group_desc=group_desc, **options)
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(module, "_priority", lambda *arguments: None)
+    monkeypatch.setattr(module.DeviceMesh, "from_group", lambda *arguments, **options: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.world_size)
+    try:
+        ParallelGroups.create(grid)
+    finally:
+        dist.destroy_process_group()
+    device_only = {"dp_cp", "edp", "embedding", "ep-etp-pp", "pp-tp", "pp_backward"}
+    assert {name for name, backend in asked.items() if backend == "nccl"} == (
+        device_only if "nccl" in backends else set()
+    )
+    assert {"tp", "cp", "dp", "pp", "ep", "etp", "ep-etp", "cp-dp-tp", "cp-tp", "alone"} < set(asked)
+    assert set(asked.values()) <= {None, "nccl"}
 
 
 def shared(rank: int, world_size: int) -> tuple[bool, ...]:
