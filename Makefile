@@ -22,14 +22,20 @@ train:
 	set -x; \
 	$(VENV) -m fastmp launch -n $$ranks train --recipe configs/moe-small.toml --tp $$ranks --ep $$ranks $(ARGS)
 
-# Two runs, one in which Triton interprets its kernels and one in which it compiles them; before them a third where
-# there is a GPU, for a process that has used it cannot fork ranks. Status 5 is that PYTEST selected nothing in one.
+# Two runs, one in which Triton interprets its kernels and one in which it compiles them; before them, where there is a
+# GPU, its tests, for a process that has used it cannot fork ranks: their kernels are compiled on all cores first, then
+# several workers run at once, then one runs the tests that need the GPU alone. A worker that hangs or dies fails one
+# test. Status 5 is that PYTEST selected nothing in one.
 # $(1): extras of pyproject.toml, $(2): options of pytest.
 define run_tests
 	@$(SETUP) $(1)
 	@status=0; pytest="$(VENV) -m pytest $(KEEP_GOING) $(2)"; \
 	gpus=$$($(VENV) -c 'import torch; print(torch.cuda.device_count())'); \
-	[ "$$gpus" = 0 ] || $$pytest -m gpu $(PYTEST) || [ $$? = 5 ] || status=1; \
+	if [ "$$gpus" != 0 ]; then \
+	    $(VENV) -m benchmarks.precompile --phase correctness || status=1; \
+	    $$pytest -m "gpu and not alone" $(WORKERS) $(PYTEST) || [ $$? = 5 ] || status=1; \
+	    $$pytest -m "gpu and alone" -n 1 $(PYTEST) || [ $$? = 5 ] || status=1; \
+	fi; \
 	export CUDA_VISIBLE_DEVICES=; \
 	TRITON_INTERPRET=1 $$pytest -m interpret $(WORKERS) $(PYTEST) || [ $$? = 5 ] || status=1; \
 	[ "$$gpus" = 0 ] || some="not gpu"; \

@@ -16,7 +16,9 @@ import pkgutil
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from fastmp.testing.ops import DTYPES, check_op, poisoned_memory, relative_error
 BACKENDS = ("triton", "cuda", "reference")
 DRAWS = 6
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-Rows = list[dict[str, Any]]
+Rows = Iterator[dict[str, Any]]
 
 
 def families() -> list[str]:
@@ -45,46 +47,56 @@ def backends(op: str, device: str) -> list[str]:
 
 
 def check_ops(family: str, device: str) -> Rows:
-    """Return a row for each op, implementation and dtype; one that raises is a row with the error."""
-    rows: Rows = []
+    """Yield a row for each op, implementation and dtype; one that raises is a row with the error."""
     ops = [op for op in OPS if OPS[op].family == family]
     for op, backend in [(one, backend) for one in ops for backend in backends(one, device)]:
         try:
             results = check_op(op, device, backend=backend)
         except Exception as error:
-            rows.append({"op": op, "backend": backend, "ok": False, "raised": message(error)})
+            yield {"op": op, "backend": backend, "ok": False, "raised": message(error)}
         else:
-            rows += [{**asdict(result), "backend": backend, "ok": result.ok} for result in results]
-    return rows
+            yield from ({**asdict(result), "backend": backend, "ok": result.ok} for result in results)
 
 
-def check_functions(family: str, device: str, draws: int = DRAWS) -> Rows:
-    """Return a row for each public function and dtype: its error on a large case, and which draws were wrong.
+def functions(family: str) -> Sequence[Function]:
+    """Return the public functions of a family; none where it has ops only."""
+    return getattr(importlib.import_module(f"fastmp.testing.samples.{family}"), "FUNCTIONS", ())
+
+
+def check_functions(
+    family: str, device: str, draws: int = DRAWS, dtypes: Sequence[torch.dtype] = DTYPES
+) -> Rows:
+    """Yield a row for each public function and dtype: its error on a large case, and which draws were wrong.
 
     On awkward draws every element is within a tolerance; on the large case the error of each output is at
     most 1.1 times that of plain torch in the same dtype.
     """
-    rows: Rows = []
-    for function in getattr(importlib.import_module(f"fastmp.testing.samples.{family}"), "FUNCTIONS", ()):
-        for dtype in DTYPES:
+    for function in functions(family):
+        for dtype in dtypes:
             row = {"function": function.name, "dtype": str(dtype).removeprefix("torch."), "draws": draws}
             try:
                 wrong = [seed for seed in range(draws) if not _agrees(function, dtype, device, seed)]
                 error, bound = _large_error(function, dtype, device)
             except Exception as error:
-                rows.append({**row, "ok": False, "raised": message(error)})
+                yield {**row, "ok": False, "raised": message(error)}
             else:
                 right = not wrong and error <= bound
-                rows.append({**row, "ok": right, "error": error, "bound": bound, "wrong_draws": wrong})
-    return rows
+                yield {**row, "ok": right, "error": error, "bound": bound, "wrong_draws": wrong}
 
 
-def _drawn(function: Function, dtype: torch.dtype, device: str, seed: int, **options: bool) -> tuple:
-    return function.draw(Draw(random.Random(seed), dtype, device=device, **options))
+def drawn(function: Function, dtype: torch.dtype, device: str, seed: int) -> tuple:
+    """Draw the awkward arguments number `seed` of a check: (positional, keywords)."""
+    special = dtype == torch.float64
+    return function.draw(Draw(random.Random(seed), dtype, device=device, special=special))
+
+
+def drawn_large(function: Function, dtype: torch.dtype, device: str) -> tuple:
+    """Draw the large arguments of a check: (positional, keywords)."""
+    return function.draw(Draw(random.Random(0), dtype, device=device, large=True))
 
 
 def _agrees(function: Function, dtype: torch.dtype, device: str, seed: int) -> bool:
-    arguments = _drawn(function, dtype, device, seed, special=dtype == torch.float64)
+    arguments = drawn(function, dtype, device, seed)
     with poisoned_memory():
         ours = evaluate(function.call, *arguments)
     truth = evaluate(function.eager, *converted(arguments, torch.float64))
@@ -108,7 +120,7 @@ def _close(value: Tensor, want: Tensor, dtype: torch.dtype) -> bool:
 
 def _large_error(function: Function, dtype: torch.dtype, device: str) -> tuple[float, float]:
     """Return (error, bound) of the output whose error is the largest share of its bound."""
-    arguments = _drawn(function, dtype, device, 0, large=True)
+    arguments = drawn_large(function, dtype, device)
     with poisoned_memory():
         ours = evaluate(function.call, *arguments)
     theirs = evaluate(function.eager, *arguments)
@@ -141,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.correct", description=__doc__)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="all by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, help="write the rows there, as JSON")
+    parser.add_argument("--out", type=Path, help="write each row there as it comes, as a line of JSON")
     parser.add_argument("--touch", action="store_true", help="run the kernels only")
     options = parser.parse_args(arguments)
     names = options.families or families()
@@ -152,16 +164,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for line in touch(name, options.device):
                 print(line, flush=True)
         return 0
-    rows = [
-        row for n in names for row in (*check_ops(n, options.device), *check_functions(n, options.device))
-    ]
-    if options.out:
-        options.out.write_text(json.dumps(rows))
-    for row in rows:
-        if not row["ok"]:
-            print(f"WRONG {row}")
-    print(f"{sum(row['ok'] for row in rows)} of {len(rows)} are right")
-    return 0 if all(row["ok"] for row in rows) else 1
+    right = []
+    with options.out.open("w") if options.out else nullcontext() as file:
+
+        def tell(line: dict[str, Any]) -> None:
+            if file is not None:
+                print(json.dumps(line), file=file, flush=True)
+
+        for name in names:
+            for row in chain(check_ops(name, options.device), check_functions(name, options.device)):
+                tell(row)
+                right.append(row["ok"])
+                if not row["ok"]:
+                    print(f"WRONG {row}")
+        tell({"end": names})
+    print(f"{sum(right)} of {len(right)} are right")
+    return 0 if all(right) else 1
 
 
 if __name__ == "__main__":

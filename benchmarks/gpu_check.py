@@ -10,8 +10,8 @@ not made again. Phases:
 - kernels: ops alone in CUDA graphs, after a comparison with the reference at the shape that is timed.
 - sanitizer: compute-sanitizer's memcheck, racecheck and initcheck over a small pass, only if it is named.
 
-What is timed is compiled before by processes on all cores. Each family runs in a process of its own, so that
-a kernel that faults costs one row. What is wrong is not timed.
+What is checked or timed is compiled before by processes on all cores. Each family runs in a process of its
+own, so that a kernel that faults costs one row. What is wrong is not timed.
 
 It needs torch, numpy, triton and fastmp.
 """
@@ -46,11 +46,17 @@ from benchmarks.report import size
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = 540.0  # seconds of a call
 COMMAND = (sys.executable, "-m", "benchmarks.gpu_rows")
+CHECK = (sys.executable, "-m", "benchmarks.correct")
+PRECOMPILE = (sys.executable, "-m", "benchmarks.precompile")
 PHASES = ("correctness", *gpu_rows.PHASES)
 _SAME = ("device", "versions", "sources")  # what rows must share to stand in one file
 _STUCK = 120.0  # seconds after which an item that the end of the budget interrupts is not tried again
 _COMPILING = 0.4  # the share of what time is left that compiling may take
+_CHECKING = 0.6  # the share of what time is left then that the checks may take
 _GIB_EACH = 10  # of the GPU's memory, for each process that compiles
+
+
+Rows = list[dict[str, Any]]
 
 
 class Budget:
@@ -98,30 +104,62 @@ def write(result: dict[str, Any], out: Path | None) -> None:
         part.replace(out)
 
 
+def compile_checks(families: Sequence[str], seconds: float, folder: Path) -> None:
+    """Compile the families' kernels on all cores; the checks compile what is not done in time."""
+    log = folder / "precompile.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*PRECOMPILE, "--phase", "correctness", "--families", *families],
+            cwd=ROOT, start_new_session=True, stdout=file, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        sanitizer.stop(process)
+        status = f"stopped after {seconds:.0f} s"
+    if status:
+        reason = f"{status}: {_last_line(log)}"
+        print(f"gpu_check: not all kernels were compiled beforehand: {reason}", file=sys.stderr)
+
+
 def correctness(
     device: str, families: Sequence[str], seconds: float, folder: Path
-) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield (family, its rows), all checked at once; dying is a row too, what takes too long is left out."""
+) -> Iterator[tuple[str, Rows, bool]]:
+    """Yield (family, its rows, whether it ended) as the families end; all are checked at once.
+
+    A process that dies is a row too. A family that takes too long has the rows that it made in time.
+    """
     until = time.monotonic() + seconds
     running = {}
     for family in families:
-        out, log = folder / f"{family}.json", folder / f"{family}.log"
-        command = [sys.executable, "-m", "benchmarks.correct", family, "--device", device, "--out", str(out)]
+        out, log = folder / f"{family}.jsonl", folder / f"{family}.log"
+        command = [*CHECK, family, "--device", device, "--out", str(out)]
         with log.open("w") as file:
             streams = {"stdout": file, "stderr": subprocess.STDOUT}
             process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
         running[family] = process, out, log
-    for family, (process, out, log) in running.items():
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    while running:
+        time.sleep(0.1)
+        out_of_time = time.monotonic() > until
+        for family, (process, out, log) in [*running.items()]:
+            if process.poll() is None and not out_of_time:
+                continue
+            del running[family]
+            in_time = process.poll() is not None
             sanitizer.stop(process)
-            continue
-        if out.exists():
-            yield family, [{"family": family, **row} for row in json.loads(out.read_text())]
-        else:
-            why = f"status {process.returncode}: {_last_line(log)}"
-            yield family, [{"family": family, "ok": False, "raised": why}]
+            rows, complete = _rows_of(family, out)
+            if in_time and not complete:
+                why = f"status {process.returncode}: {_last_line(log)}"
+                rows.append({"family": family, "ok": False, "raised": why})
+            yield family, rows, in_time
+
+
+def _rows_of(family: str, out: Path) -> tuple[Rows, bool]:
+    """Return the rows that `benchmarks.correct` has written, and whether they are all."""
+    written = out.read_text().split("\n")[:-1] if out.exists() else []  # a line without its end is left out
+    lines = [json.loads(line) for line in written]
+    complete = bool(lines) and "end" in lines[-1]
+    return [{"family": family, **line} for line in lines if "end" not in line], complete
 
 
 def _last_line(log: Path) -> str:
@@ -252,11 +290,15 @@ def check(
     result["left"] = [*(f"correctness {family}" for family in checked), *(item.key for item in timed)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for family, rows in correctness(device, checked, 0.6 * budget.left(), folder):
-            result["correctness"] += rows
+        if checked and torch.device(device).type == "cuda":
+            compile_checks(checked, _COMPILING * budget.left(), folder)
+        for family, rows, ended in correctness(device, checked, _CHECKING * budget.left(), folder):
+            others = [row for row in result["correctness"] if row["family"] != family]
+            result["correctness"] = others + rows
             result["ok"] &= all(row["ok"] for row in rows)
-            result["done"].append(f"correctness {family}")
-            result["left"].remove(f"correctness {family}")
+            if ended:
+                result["done"].append(f"correctness {family}")
+                result["left"].remove(f"correctness {family}")
             save()
         if "sanitizer" in phases:
             result["sanitizer"] = sanitizer.run(

@@ -5,16 +5,24 @@ them: tests marked `interpret` run where TRITON_INTERPRET=1, all others where it
 both). Tests marked `gpu` are skipped without a GPU and run last, because a process that has used CUDA must
 not fork.
 
+A GPU test that exceeds its time limit fails alone. Among several workers the limit ends the worker, which
+xdist replaces: this also ends a kernel that never returns, so `make test` runs them that way. In one process
+a signal ends the test; a call of CUDA that no signal interrupts ends the process a minute later.
+
 Every op, layer and layout family has a test without a mark: `make test` runs those. Tests marked `full` need
 --full (continuous integration), tests marked `exhaustive` need --exhaustive (`make test-full`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import platform
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -28,6 +36,8 @@ if "ATEN_CPU_CAPABILITY" in os.environ:  # inductor keeps code for other vectors
     cache = f"torchinductor-{os.getuid()}-{os.environ['ATEN_CPU_CAPABILITY']}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), cache)))
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+GRACE = 60.0  # seconds between the signal that ends a GPU test and the end of the process
 
 INTERPRET = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 if INTERPRET:
@@ -89,6 +99,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if on_gpu and (reason := _reason_without_gpu()):
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+    elif seconds := _limit_by_signal(config):
+        for item in on_gpu:
+            item.add_marker(pytest.mark.timeout(seconds, method="signal"))
 
 
 def _reason_without_gpu() -> str | None:
@@ -97,6 +110,36 @@ def _reason_without_gpu() -> str | None:
     if torch.version.cuda is None:
         return f"no GPU: torch {torch.__version__} is built without CUDA"
     return None if torch.cuda.is_available() else "no GPU: torch.cuda.is_available() is False"
+
+
+def _limit_by_signal(config: pytest.Config) -> float:
+    """Return the time limit of a GPU test in seconds; 0 in a worker of xdist, or without pytest-timeout."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not config.pluginmanager.hasplugin("timeout"):
+        return 0.0
+    return float(config.getoption("timeout") or config.getini("timeout") or 0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """End the process if a GPU test outlives the signal of its time limit."""
+    seconds = _limit_by_signal(item.config) if item.get_closest_marker("gpu") is not None else 0.0
+    if not seconds:
+        return (yield)
+    ends = threading.Timer(seconds + GRACE, _end_process, (item,))
+    ends.daemon = True
+    ends.start()
+    try:
+        return (yield)
+    finally:
+        ends.cancel()
+
+
+def _end_process(item: pytest.Item) -> None:
+    with contextlib.suppress(AttributeError):  # run with -p no:capture
+        item.config.pluginmanager.getplugin("capturemanager").suspend_global_capture(in_=True)
+    print(f"\n{item.nodeid}: no signal ends it; run GPU tests with -n 1 or more", file=sys.stderr, flush=True)
+    faulthandler.dump_traceback()
+    os._exit(1)
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

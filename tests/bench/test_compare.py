@@ -236,6 +236,7 @@ def test_like_is_set_against_like_where_a_rival_cannot_be_captured(tiny_case, ce
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_rivals_are_timed_in_graphs_on_a_gpu():
     from benchmarks.bench_activation import WORKLOADS
     from benchmarks.compare import compare

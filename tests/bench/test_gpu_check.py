@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import report
+from benchmarks import correct, report
 from fastmp.ops import OPS
+from fastmp.testing.ops import DTYPES
 
 
 @pytest.fixture
@@ -223,7 +224,7 @@ def test_every_op_can_be_timed(ceilings):
 
 
 def test_a_kernel_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, ceilings):
-    from benchmarks import correct, gpu_rows
+    from benchmarks import gpu_rows
 
     entry = OPS["bias_gelu"]
 
@@ -270,6 +271,26 @@ def test_a_function_that_is_wrong_at_the_timed_shape_is_not_timed(monkeypatch, t
     assert list(gpu_rows.rows(item, job)) == [{**item.what, "raised": "ZeroDivisionError: division by zero"}]
 
 
+@pytest.mark.full
+def test_adamw_of_the_largest_size_fits_into_the_memory_of_an_h100(monkeypatch, ceilings):
+    """At 1e9 elements, by the bytes an element takes: 60 of 80 GB, the rest is for torch and its caches."""
+    from benchmarks import bench_adamw, compare, gpu_rows
+    from benchmarks.measure import extra_bytes
+
+    few, many = 1 << 16, 1_000_000_000
+    item = gpu_rows.Item("functions", "adamw", "adamw", (few,))
+    assert max(item.work.cuda) == (many,)
+    monkeypatch.setattr(bench_adamw, "compiled", lambda function: function)  # whose memory is more
+    monkeypatch.setattr(compare, "extra_bytes", lambda call, device: 0)  # profilers do not nest
+    monkeypatch.setattr(gpu_rows, "rms_difference", lambda value, want: 0.0)  # in parts at a large size
+    rows = []
+    most = extra_bytes(
+        lambda: rows.extend(gpu_rows.rows(item, gpu_rows.Job("cpu", (item,), ceilings))), "cpu"
+    )
+    assert [row["rival"] for row in rows if "ms" in row] == list(item.work.rivals)
+    assert most / few * many < 60e9
+
+
 def test_a_job_tells_what_it_does(ceilings):
     """What an item prints, or raises, and that compiling alone makes no rows."""
     from benchmarks import gpu_rows
@@ -289,20 +310,76 @@ def test_a_job_tells_what_it_does(ceilings):
 def test_a_family_that_dies_is_a_row_and_one_that_hangs_is_left(tmp_path):
     from benchmarks import gpu_check
 
-    ((family, (row,)),) = gpu_check.correctness("cpu", ["no_such_family"], 100, tmp_path)
-    assert family == "no_such_family" and not row["ok"]
+    ((family, (row,), ended),) = gpu_check.correctness("cpu", ["no_such_family"], 100, tmp_path)
+    assert family == "no_such_family" and not row["ok"] and ended
     assert row["raised"].startswith("status 2: ") and "no_such_family" in row["raised"]
-    assert not list(gpu_check.correctness("cpu", ["activation"], 0.1, tmp_path))
+    assert list(gpu_check.correctness("cpu", ["activation"], 0.1, tmp_path)) == [("activation", [], False)]
+
+
+# A process that checks a family: its second row never comes, or it dies before it.
+CHECKER = """
+import json, pathlib, sys, time
+family, _, _, _, out = sys.argv[1:]
+with open(out, "w") as file:
+    print(json.dumps({"op": family, "ok": True}), file=file, flush=True)
+    if family == "hangs": file.write('{"op": "half a'), file.flush(), time.sleep(60)
+    if family == "dies": sys.exit("an illegal address")
+    print(json.dumps({"end": [family]}), file=file)
+"""
+
+
+def test_rows_of_a_family_that_is_cut_are_kept(monkeypatch, tmp_path):
+    """Those of one that died as well; only a family that was cut is checked again by the next call."""
+    from benchmarks import gpu_check
+
+    monkeypatch.setattr(gpu_check, "CHECK", (sys.executable, "-c", CHECKER))
+    found = {
+        name: rest for name, *rest in gpu_check.correctness("cpu", ["hangs", "dies", "ends"], 1, tmp_path)
+    }
+    assert list(found)[-1] == "hangs"
+    row = {family: {"family": family, "op": family, "ok": True} for family in found}
+    died = {"family": "dies", "ok": False, "raised": "status 1: an illegal address"}
+    assert found["ends"] == [[row["ends"]], True] and found["dies"] == [[row["dies"], died], True]
+    assert found["hangs"] == [[row["hangs"]], False]
+
+
+def test_a_family_that_was_cut_is_checked_again(monkeypatch, described):
+    from benchmarks import gpu_check
+
+    rows = [{"family": "activation", "op": "bias_gelu", "ok": True}]
+    monkeypatch.setattr(correct, "families", lambda: ["activation"])
+    for ended, left in ((False, ["correctness activation"]), (True, [])):
+
+        def checks(device, names, *limits, ended=ended):
+            return [(name, rows, ended) for name in names]
+
+        monkeypatch.setattr(gpu_check, "correctness", checks)
+        result = gpu_check.begin(None, described)
+        for _ in range(2):  # and its rows are not there twice
+            gpu_check.check("cpu", result, phases=["correctness"])
+            assert result["correctness"] == rows and result["left"] == left and result["ok"]
+
+
+def test_kernels_are_compiled_before_they_are_checked(monkeypatch, capfd, tmp_path):
+    from benchmarks import gpu_check
+
+    tells = "import sys; print(sys.argv[1:], file=open(sys.argv[1], 'w'))"
+    monkeypatch.setattr(gpu_check, "PRECOMPILE", (sys.executable, "-c", tells, str(tmp_path / "told")))
+    gpu_check.compile_checks(["norm", "rope"], 60, tmp_path)
+    assert "'--phase', 'correctness', '--families', 'norm', 'rope'" in (tmp_path / "told").read_text()
+    assert not capfd.readouterr().err
+    for program, reason in (("import time; time.sleep(60)", "stopped after 1 s: "), ("sys", "1: NameError")):
+        monkeypatch.setattr(gpu_check, "PRECOMPILE", (sys.executable, "-c", program))
+        gpu_check.compile_checks(["norm"], 1, tmp_path)
+        assert f"not all kernels were compiled beforehand: {reason}" in capfd.readouterr().err
 
 
 def test_a_wrong_implementation_is_told(monkeypatch):
-    from benchmarks import correct
-
     entry = OPS["bias_gelu"]
     monkeypatch.setitem(entry.implementations, "triton", lambda x, bias, form: x + 1)
     monkeypatch.setattr(correct, "BACKENDS", ("triton", "reference"))
     monkeypatch.setattr(correct, "backends", lambda op, device: ("triton", "reference")[op != "bias_gelu" :])
-    rows = correct.check_ops("activation", "cpu")
+    rows = list(correct.check_ops("activation", "cpu"))
     assert {row["backend"] for row in rows if not row["ok"]} == {"triton"}
     assert all(row["ok"] for row in rows if row["backend"] == "reference")
 
@@ -312,22 +389,19 @@ def test_a_wrong_function_is_told(monkeypatch):
     from fastmp.testing.samples import activation
 
     (right,) = activation.FUNCTIONS
-    monkeypatch.setattr(correct, "DTYPES", (torch.float32,))
 
     def slightly_off(x, bias, approximate):
         return right.call(x, bias, approximate=approximate) * 1.001
 
     monkeypatch.setattr(activation, "FUNCTIONS", (replace(right, call=slightly_off),))
-    (row,) = correct.check_functions("activation", "cpu", draws=2)
+    (row,) = correct.check_functions("activation", "cpu", 2, (torch.float32,))
     assert not row["ok"] and row["error"] > row["bound"] and row["wrong_draws"] == [0, 1]
     monkeypatch.setattr(activation, "FUNCTIONS", (replace(right, call=lambda *a, **k: 1 / 0),))
-    (row,) = correct.check_functions("activation", "cpu", draws=1)
+    (row,) = correct.check_functions("activation", "cpu", 1, (torch.float32,))
     assert not row["ok"] and row["raised"] == "ZeroDivisionError: division by zero"
 
 
 def test_touching_runs_every_implementation_and_nothing_else():
-    from benchmarks import correct
-
     assert sorted(correct.touch("activation", "cpu")) == [
         "bias_gelu reference",
         "bias_gelu_backward reference",
@@ -372,9 +446,12 @@ def test_the_sanitizer_is_run_and_understood(monkeypatch, tmp_path):
     assert "kernel_substring=scatter_kernel" in sanitizer.command("initcheck")
 
 
-@pytest.mark.gpu
-def test_every_function_on_a_gpu():
-    from benchmarks import correct
+FAMILIES = [name for name in correct.families() if correct.functions(name)]
 
-    rows = [row for family in correct.families() for row in correct.check_functions(family, "cuda")]
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_function_on_a_gpu(family, dtype):
+    rows = correct.check_functions(family, "cuda", dtypes=(dtype,))
     assert not [row for row in rows if not row["ok"]]

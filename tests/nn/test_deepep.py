@@ -178,6 +178,7 @@ def compare(runtime):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_deepep_itself(tmp_path):
     pytest.importorskip("deep_ep", reason="DeepEP is not installed", exc_type=ImportError)
     call_on_two_gpus(compare, tmp_path)

@@ -133,6 +133,7 @@ class Sleeps(torch.autograd.Function):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_compute_goes_on_beside_the_exchange_of_a_backward(monkeypatch):
     back = Layer._back
     monkeypatch.setattr(Layer, "_back", lambda self, rows, *rest: back(self, Sleeps.apply(rows), *rest))

@@ -138,5 +138,6 @@ def test_two_ranks():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_two_gpus(tmp_path):
     call_on_two_gpus(compare, tmp_path)

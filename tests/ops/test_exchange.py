@@ -266,6 +266,7 @@ def test_costs():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_virtual_ranks_on_gpu(dtype):
     """Each rank on a stream of its own, without synchronisation, then all of them captured and replayed."""

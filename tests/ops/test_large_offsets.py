@@ -153,6 +153,7 @@ def test_results_of_more_than_two_to_the_31_elements(op, backend, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize(("op", "backend"), op_backends(("triton", "cuda"), without=INDEXED))
 def test_more_than_two_to_the_31_elements_on_gpu(op, backend, monkeypatch):
     call = implementation(op, backend)

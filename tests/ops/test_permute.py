@@ -404,6 +404,7 @@ def test_sort_on_gpu(experts):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_than_two_to_the_31_elements_on_gpu():
     """Rows turned round: where offsets of 32 bits would wrap, and the first row is the last."""
     columns = 7168

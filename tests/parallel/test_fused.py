@@ -149,6 +149,7 @@ def compare(runtime):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_two_gpus(tmp_path):
     if not fused._has_kernels(torch.device("cuda", 0)):
         pytest.skip("needs GPUs that a switch of NVLink connects")
