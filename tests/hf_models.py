@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 import fastmp
+from fastmp.integrations.huggingface.logits import LazyLogits
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.testing import full_tensor
 
@@ -134,6 +135,11 @@ def step(model, **batch):
     output = model(**batch)
     output.loss.backward()
     return output, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def are_lazy(logits) -> bool:
+    """Whether logits of a training step are there, and not computed yet."""
+    return isinstance(logits, LazyLogits) and logits.computed is None
 
 
 def assert_same(found, expected, tolerance: float) -> None:

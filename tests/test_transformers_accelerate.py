@@ -10,7 +10,7 @@ from pathlib import Path
 import hf_models
 import pytest
 import torch
-from hf_models import CONFIGS, Float64, assert_same, batch_of, model_of, step
+from hf_models import CONFIGS, Float64, are_lazy, assert_same, batch_of, model_of, step
 from marks import full
 
 import fastmp
@@ -36,8 +36,8 @@ def test_every_family_computes_the_same_before_and_after(family):
         logits = model.eval()(input_ids=batch["input_ids"]).logits
     assert_same(found, expected, 1e-9)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=1e-9)
-    assert found[0].logits is None and expected[0].logits is not None
-    assert found[0].keys() == expected[0].keys() - {"logits"}
+    assert are_lazy(found[0].logits) and found[0].keys() == expected[0].keys()
+    torch.testing.assert_close(found[0].logits, expected[0].logits, rtol=0, atol=1e-9)
     assert list(model.state_dict()) == keys
     assert len(table.replaced) >= 3 and HEADS in table.replaced.values()
     if "Moe" in type(model).__name__ or family in ("mixtral", "gpt_oss", "deepseek_v3"):
@@ -270,7 +270,7 @@ def test_options_of_the_loss_and_of_outputs(options):
     fastmp.accelerate(model)
     found = step(model, **{**batch, "labels": batch["labels"].clamp(min=3)}, **options)
     assert_same(found, expected, 1e-5)
-    assert found[0].keys() == expected[0].keys() - {"logits"}
+    assert found[0].keys() == expected[0].keys() and are_lazy(found[0].logits)
 
 
 def test_logits_are_there_when_they_are_asked_for():
@@ -283,7 +283,8 @@ def test_logits_are_there_when_they_are_asked_for():
     kept = model(input_ids=batch["input_ids"], logits_to_keep=4).logits
     torch.testing.assert_close(kept, expected[:, -4:])
     assert model.eval()(**batch).logits.shape == expected.shape
-    assert len(model.train()(**batch, return_dict=False)) == 2  # loss and cache
+    loss, logits, _ = model.train()(**batch, return_dict=False)
+    assert are_lazy(logits) and loss.dim() == 0
 
     model.loss_function = model.loss_function
     output = model(**batch)
@@ -299,6 +300,33 @@ def test_logits_are_there_when_they_are_asked_for():
     assert output.loss == 2 * output.logits.sum()
 
 
+@pytest.mark.parametrize("option", ["reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx"])
+def test_logits_of_a_training_step_as_the_tests_of_transformers_read_them(option):
+    model, batch = model_of("gpt2", **{option: True}), batch_of("gpt2")
+    model.gradient_checkpointing_enable()
+    expected = model(**batch).logits
+    fastmp.accelerate(model)
+    output = model(**batch)
+    assert output.loss.shape == () and output.logits.shape == expected.shape
+    output.loss.backward()
+    torch.testing.assert_close(output.logits, expected)
+
+
+def test_a_loss_of_the_logits_beside_that_of_the_labels():
+    """As distillation adds one: the gradient reaches all parameters."""
+
+    def gradients(model):
+        model.zero_grad()
+        output = model(**batch_of("qwen3_moe"))
+        (output.loss + output["logits"].square().mean() + output[1].mean()).backward()
+        return output, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    model = model_of("qwen3_moe", output_router_logits=False)
+    expected = gradients(model)
+    fastmp.accelerate(model)
+    assert_same(gradients(model), expected, 1e-5)
+
+
 def test_positional_arguments():
     model, batch = model_of("llama"), batch_of("llama")
     arguments = (batch["input_ids"], None, None, None, None, batch["labels"])
@@ -306,7 +334,7 @@ def test_positional_arguments():
     fastmp.accelerate(model)
     output = model(*arguments)
     torch.testing.assert_close(output.loss, expected)
-    assert output.logits is None
+    assert are_lazy(output.logits)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +347,7 @@ def test_copies_are_accelerated_too(how):
     other = how(model)
     assert_same(step(other, **batch), expected, 1e-7)
     fastmp.restore(other)
-    assert model(**batch).logits is None and other(**batch).logits is not None
+    assert are_lazy(model(**batch).logits) and not are_lazy(other(**batch).logits)
 
 
 def test_other_models_of_the_process_stay_as_they_are():
@@ -353,7 +381,9 @@ def test_a_table_of_another_size_makes_the_loss_too():
             expected = step(model, **batch)
     found = step(model, **batch)
     assert_same(found, expected, 1e-5)
-    assert found[0].logits is None
+    assert are_lazy(found[0].logits) and found[0].logits.shape[-1] == 140
+    torch.testing.assert_close(found[0].logits, model.eval()(**batch).logits)
+    model.train()
     fastmp.restore(model)
     assert type(model.lm_head) is torch.nn.Linear and model(**batch).logits is not None
 
@@ -363,7 +393,7 @@ def test_logits_of_routers_are_an_output_where_they_are_asked_for():
     expected = model(**batch, output_router_logits=True)
     fastmp.accelerate(model)
     found = model(**batch, output_router_logits=True)
-    assert found.keys() == expected.keys() - {"logits"} and "router_logits" in found
+    assert found.keys() == expected.keys() and "router_logits" in found
     for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
         torch.testing.assert_close(ours, theirs)
 

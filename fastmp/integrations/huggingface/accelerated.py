@@ -201,9 +201,9 @@ def accelerate(model: nn.Module, *, group: ProcessGroup | None = None) -> Accele
     """Let a model of transformers compute with fastmp's ops, in place: what it computes stays the same.
 
     Norms, activations, rotary embeddings, experts, and the head with its loss are replaced. In training with
-    labels the model returns its loss without logits; it returns them as before in evaluation and without
-    labels. Names in the state_dict, parameters and hooks stay. Call it before `fully_shard`, DDP, PEFT or
-    torch.compile, though only the first needs it.
+    labels the logits of the output are computed when something reads them; they are made as before in
+    evaluation and without labels. Names in the state_dict, parameters and hooks stay. Call it before
+    `fully_shard`, DDP, PEFT or torch.compile, though only the first needs it.
 
     With a group, its ranks divide the model: attention by heads, MLPs by columns and rows, embedding and head
     by the vocabulary, experts by their number. All ranks call this with the same whole model, and the model

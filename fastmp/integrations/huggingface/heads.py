@@ -2,10 +2,10 @@
 
 A training step with labels needs the loss alone. The model then calls its decoder as transformers does, and
 its head with hidden states and labels: `linear_cross_entropy` holds the logits of one chunk of tokens at a
-time. The head computes the loss inside its own call, so that whoever hooks on it (a sharded head that
-gathers its weight) is right. Without labels, in evaluation, for some tokens only (`logits_to_keep`), with a
-loss function of the user's own, or with another module in the head's place (LoRA's), the model's own
-`forward` runs and returns logits.
+time, and the output has `LazyLogits`. The head computes the loss inside its own call, so that whoever hooks
+on it (a sharded head that gathers its weight) is right. Without labels, in evaluation, for some tokens only
+(`logits_to_keep`), with a loss function of the user's own, or with another module in the head's place
+(LoRA's), the model's own `forward` runs and returns logits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastmp.integrations.huggingface.logits import lazy_logits
 from fastmp.integrations.huggingface.parts import Part, class_with
 from fastmp.ops import linear_cross_entropy
 from fastmp.ops.registry import compute_dtype
@@ -138,7 +139,8 @@ class CausalLM(Part):
         outputs = self.base_model(**given)
         hidden = outputs.last_hidden_state
         num_items = given.get("num_items_in_batch")
-        return self.lm_head(hidden, shifted, num_items, ignore_index=ignored), outputs, {}
+        loss = self.lm_head(hidden, shifted, num_items, ignore_index=ignored)
+        return loss, outputs, {"logits": lazy_logits(self.lm_head, hidden)}
 
 
 class CausalLMWithCrossAttention(CausalLM):
@@ -175,7 +177,8 @@ class MoeCausalLM(CausalLMWithRouters):
             aux = self.balancing_loss(
                 outputs.router_logits, self.num_experts, self.num_experts_per_tok, given.get("attention_mask")
             )
-            loss, others = loss + self.router_aux_loss_coef * aux.to(loss.device), {"aux_loss": aux}
+            loss = loss + self.router_aux_loss_coef * aux.to(loss.device)
+            others = {**others, "aux_loss": aux}
         return loss, outputs, others
 
 
@@ -197,4 +200,5 @@ class MaskedLM(CausalLM):
         labels = given.pop("labels")
         outputs = self.base_model(**given)
         hidden = self.cls.predictions.transform(outputs.last_hidden_state)
-        return self.head(self)(hidden, labels), outputs, {}
+        head = self.head(self)
+        return head(hidden, labels), outputs, {"logits": lazy_logits(head, hidden)}
