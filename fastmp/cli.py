@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 
 import fastmp
 from fastmp.commands import run_command
+from fastmp.startup import ended_by_signals
 
 COMMANDS = {
     "train": ("fastmp.train.command", "train a model from a recipe; on several ranks: fastmp launch train"),
@@ -39,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         print(fastmp.__version__)
         return 0
     try:
-        status = run_command("fastmp", COMMANDS, arguments)
+        with ended_by_signals() if arguments[:1] in (["train"], ["launch"]) else nullcontext():
+            status = run_command("fastmp", COMMANDS, arguments)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:

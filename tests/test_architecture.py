@@ -29,6 +29,7 @@ ALLOWED = {
         *("parallel.launchers", "parallel.schedule", "parallel.shards"),
     },
     "fastmp.durations": set(),
+    "fastmp.startup": {"config"},
     "fastmp.model_config": {"options"},
     "fastmp.options": set(),
     "fastmp.files": set(),
@@ -186,6 +187,7 @@ ALLOWED = {
             "study",
             "train",
         ),
+        "startup",
     },
 }
 STDLIB_ONLY = (
@@ -202,6 +204,7 @@ STDLIB_ONLY = (
         "fastmp.options",
         "fastmp.pulse",
         "fastmp.sizes",
+        "fastmp.startup",
     ),
     *("fastmp.graphs", "fastmp.graphs.buffers", "fastmp.graphs.scope"),
     *(
