@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 
 __all__ = [
-    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "VERSION", "TensorDescriptor", "cdiv", "driver", "jit",
-    "knobs", "next_power_of_2", "tl",
+    "ABSENT", "COUNTS", "GPUTarget", "INTERPRETED", "MOST_COUNT", "MOST_EXPERTS", "MOST_SIZE", "MOST_STRIP",
+    "MOST_WALKING", "VERSION", "TensorDescriptor", "cdiv", "check_count", "check_limits", "driver", "jit",
+    "knobs", "limits", "next_power_of_2", "tl",
 ]  # fmt: skip
 
 # Parameters of kernels that count what differs from batch to batch, and strides that follow from it. Another
@@ -22,6 +23,13 @@ COUNTS = frozenset(
      "pair_vectors", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rank", "rows_per_strip",
      "step", "strip_steps", "tokens", "turn_0", "turn_1", "turn_2")
 )  # fmt: skip
+
+# The highest values of integer arguments, for `limits`. Kernels compute with them in int32.
+MOST_COUNT = (1 << 31) - (1 << 16)  # rows and tokens: a block may be added to them. See `check_count`
+MOST_SIZE = 1 << 26  # columns, in elements or in vectors of up to 16
+MOST_EXPERTS = 1 << 14  # experts, ranks, and experts of a token
+MOST_STRIP = 1 << 30  # rows of a strip, of which a launch has hundreds
+MOST_WALKING = 1 << 16  # programs that walk over blocks: as many as run at a time
 
 try:
     import triton
@@ -36,6 +44,7 @@ try:
         names = inspect.signature(fn).parameters
         kernel = triton.jit(fn, do_not_specialize=[name for name in names if name in COUNTS])
         kernel.counts = tuple(name in COUNTS for name in names)
+        kernel.limits = {}
         return kernel
 
     ABSENT = ""
@@ -49,6 +58,40 @@ except ImportError:
 
     def jit(fn):
         return fn
+
+
+def limits(**highest: int):
+    """Declare the highest values of a kernel's integer arguments, which are not negative.
+
+    `programs` is the highest number of programs. Any other name that is no argument belongs to a variable of
+    the kernel, whose bound the host checks. `launcher` raises for sizes beyond. Within the limits no 32-bit
+    arithmetic of the kernel overflows, as fastmp/testing/cubins/ranges.py shows.
+    """
+
+    def declare(kernel):
+        kernel.limits = highest
+        return kernel
+
+    return declare
+
+
+def check_limits(kernel, programs: int, arguments: tuple) -> None:
+    """Raise ValueError for arguments beyond the `limits` of a kernel; those of int64 have none."""
+    given = dict(zip(kernel.arg_names, arguments, strict=False), programs=programs)
+    for name, most in kernel.limits.items():
+        value = given.get(name)
+        if type(value) is int and most < value < 1 << 31:
+            raise ValueError(
+                f"{kernel.fn.__name__}: expected {name} of at most {most}, got {value}: split the tensors"
+            )
+
+
+def check_count(op: str, what: str, count: int) -> None:
+    """Raise ValueError for a count of int32 to which a kernel cannot add a block; larger ones are int64."""
+    if MOST_COUNT < count < 1 << 31:
+        raise ValueError(
+            f"{op}: expected at most {MOST_COUNT} {what}, or {1 << 31} and more, got {count}: split the call"
+        )
 
 
 def cdiv(x: int, y: int) -> int:

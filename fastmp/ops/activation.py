@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks, rows
-from fastmp.ops._triton import jit, tl
+from fastmp.ops._triton import MOST_SIZE, MOST_STRIP, jit, limits, tl
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
@@ -89,6 +89,7 @@ def gelu_parts(h, TANH: tl.constexpr):
         return cdf, 0.3989422804014327 * tl.exp2(-0.7213475204444817 * h * h)
 
 
+@limits(num_vectors=MOST_SIZE)
 @jit
 def bias_gelu_kernel(
     x, bias, y, num_rows, num_vectors, x_pitch,
@@ -110,6 +111,7 @@ def bias_gelu_kernel(
     tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], gelu(h, TANH), mask=mask)
 
 
+@limits(num_vectors=MOST_SIZE, rows_per_strip=MOST_STRIP)
 @jit
 def bias_gelu_backward_kernel(
     grad, x, bias, dx, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, x_pitch,

@@ -163,14 +163,18 @@ def merge_kernel(
     inside = token < tokens
     # The maximum over the shards, then all sums relative to it.
     top = tl.full((BLOCK,), float("-inf"), stats.dtype.element_ty)
-    for shard in range(shards):
-        top = tl.maximum(top, tl.load(stats + (shard * tokens + token) * WIDTH, mask=inside, other=0.0))
+    place = token
+    for _ in range(shards):
+        top = tl.maximum(top, tl.load(stats + place * WIDTH, mask=inside, other=0.0))
+        place += tokens
     top = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros_like(top)
     target_logit = tl.zeros_like(top)
     plain = tl.zeros_like(top)
-    for shard in range(shards):
-        at = stats + (shard * tokens + token) * WIDTH
+    place = token
+    for _ in range(shards):
+        at = stats + place * WIDTH
+        place += tokens
         total += tl.load(at + 1, mask=inside, other=1.0) * fast_exp(tl.load(at, mask=inside, other=0.0) - top)
         target_logit += tl.load(at + 2, mask=inside, other=0.0)
         if SMOOTHING > 0:

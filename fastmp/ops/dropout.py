@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks, rows
-from fastmp.ops._triton import cdiv, jit, tl
+from fastmp.ops._triton import MOST_SIZE, MOST_STRIP, cdiv, jit, limits, tl
 from fastmp.ops.philox import four_words, philox, word_of
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
@@ -97,6 +97,7 @@ def _dropout(h, words, threshold, scale):
     return tl.where(words >= threshold.to(tl.uint32), h * factor, 0.0)
 
 
+@limits(num_vectors=MOST_SIZE)
 @jit
 def bias_dropout_add_kernel(
     residual, x, bias, y, seed, num_rows, num_vectors, residual_pitch, x_pitch, threshold, scale,
@@ -123,6 +124,7 @@ def bias_dropout_add_kernel(
     tl.store(y + rows[:, None] * num_vectors * VECTOR + cols[None, :], h + r.to(COMPUTE), mask=mask)
 
 
+@limits(num_vectors=MOST_SIZE, rows_per_strip=MOST_STRIP)
 @jit
 def bias_dropout_add_backward_kernel(
     grad, dx, seed, partials, num_rows, rows_per_strip, num_vectors, grad_pitch, threshold, scale,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import MOST_EXPERTS, MOST_SIZE, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.permute_triton import BLOCK_PAIRS, SLOTS, block_shape, pair_vector
 from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
@@ -55,6 +55,7 @@ def barrier_kernel(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
     _meet(flags, distances, rank, num_ranks, RANKS)
 
 
+@limits(num_ranks=MOST_EXPERTS, rank=MOST_EXPERTS, width=MOST_EXPERTS)
 @jit
 def counts_kernel(
     own, flags, counts, distances, matrix, rank, num_ranks, width,
@@ -84,6 +85,13 @@ def _block_of(ends, experts, mask):
     return begins, tl.load(ends + experts, mask=mask, other=0) - begins
 
 
+@limits(
+    num_ranks=MOST_EXPERTS,
+    rank=MOST_EXPERTS,
+    num_peers=MOST_EXPERTS,
+    num_local=MOST_EXPERTS,
+    num_experts=MOST_EXPERTS,
+)
 @jit
 def places_kernel(
     row_of, indices, matrix, where, offsets, dropped, pair_vectors, rank, num_ranks, num_peers, num_local,
@@ -91,7 +99,8 @@ def places_kernel(
     PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Move the rows of a block of pairs to where they are at the receivers. All programs read the matrix."""
-    num_experts, num_pairs = num_peers * num_local, pair_vectors * PAIR_VECTOR
+    num_experts = num_peers * num_local
+    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
     bins = tl.arange(0, BINS)
     here = bins < num_experts
     # The rows of each expert: of all ranks, of those before this one, and its own.
@@ -130,6 +139,7 @@ def _place(numbers, half, capacity, num_cols):
     return (half.to(tl.int64) * capacity + numbers % capacity) * num_cols
 
 
+@limits(num_vectors=MOST_SIZE, num_places=(1 << 31) - 1)
 @jit
 def push_kernel(
     x, where, probs, y, flags, rows, distances, dprobs, pair_vectors, num_slots, num_ranks, num_peers,
@@ -143,10 +153,11 @@ def push_kernel(
     Where WEIGHTED, rows of x are multiplied by the pair's probability; where DOT, the gradient of the
     probability, dprobs, is the dot product of the pair's rows of x and y.
     """
-    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors * PAIR_VECTOR
+    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors.to(tl.int64) * PAIR_VECTOR
     pairs = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     numbers = tl.load(where + pairs, mask=pairs < num_pairs, other=-1)
-    inside = (numbers >= 0) & (numbers < num_peers * capacity)
+    num_places = num_peers * capacity
+    inside = (numbers >= 0) & (numbers < num_places)
     numbers = tl.where(inside, numbers, 0)
     first = _place(numbers, (tl.load(flags + num_ranks) + 1) & 1, capacity, num_cols)
     table = distances + numbers // capacity
@@ -175,6 +186,7 @@ def push_kernel(
         tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
 
 
+@limits(num_vectors=MOST_SIZE, num_slots=MOST_EXPERTS, num_places=(1 << 31) - 1)
 @jit
 def pull_kernel(
     rows, flags, distances, where, probs, out, y, num_tokens, num_slots, num_ranks, num_peers, capacity,
@@ -190,6 +202,7 @@ def pull_kernel(
     tokens = (pid // column_blocks).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (pid % column_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
     half = tl.load(flags + num_ranks) & 1
+    num_places = num_peers * capacity
     total = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
     for begin in range(0, num_slots, SLOTS):
         for step in tl.static_range(SLOTS):
@@ -197,7 +210,7 @@ def pull_kernel(
             pairs = tokens * num_slots + slot
             there = (tokens < num_tokens) & (slot < num_slots)
             numbers = tl.load(where + pairs, mask=there, other=-1)
-            inside = (numbers >= 0) & (numbers < num_peers * capacity)
+            inside = (numbers >= 0) & (numbers < num_places)
             numbers = tl.where(inside, numbers, 0)
             mask = inside[:, None] & (cols < num_cols)[None, :]
             first = _place(numbers, half, capacity, num_cols)
@@ -222,6 +235,7 @@ def pull_kernel(
     tl.store(out + tokens[:, None] * num_cols + cols[None, :], total, mask=mask)
 
 
+@limits(num_vectors=MOST_SIZE, num_local=MOST_EXPERTS)
 @jit
 def copy_kernel(
     source, offsets, flags, out, num_local, num_ranks, capacity, num_vectors,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastmp.ops import activation as gelu_family
 from fastmp.ops import checks, rows
-from fastmp.ops._triton import jit, tl
+from fastmp.ops._triton import MOST_SIZE, MOST_STRIP, jit, limits, tl
 from fastmp.ops.activation import gelu, gelu_parts
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
@@ -93,6 +93,7 @@ def _factors(h, FORM: tl.constexpr):
         return gelu_parts(h, FORM == "gelu_tanh")
 
 
+@limits(num_vectors=MOST_SIZE)
 @jit
 def gated_activation_kernel(
     gates, ups, bias, y, num_rows, num_vectors, gate_pitch, up_pitch,
@@ -125,6 +126,7 @@ def gated_activation_kernel(
     tl.store(out, activate(gate, FORM) * up, mask=mask)
 
 
+@limits(num_vectors=MOST_SIZE, rows_per_strip=MOST_STRIP)
 @jit
 def gated_activation_backward_kernel(
     grad, gates, ups, bias, dgates, dups, partials, num_rows, rows_per_strip, num_vectors, grad_pitch,

@@ -21,7 +21,19 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
-from fastmp.ops._triton import TensorDescriptor, cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import (
+    MOST_COUNT,
+    MOST_EXPERTS,
+    MOST_SIZE,
+    MOST_WALKING,
+    TensorDescriptor,
+    cdiv,
+    check_count,
+    jit,
+    limits,
+    next_power_of_2,
+    tl,
+)
 from fastmp.ops.gated import activate
 from fastmp.ops.grouped_mm_tiles import (
     ROWS_EACH,
@@ -61,17 +73,21 @@ def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @jit
-def _load_block(data, rows, cols, num_rows, num_cols, pitch):
-    """Load what is at `rows` and `cols`; one lies along the block's rows, the other along its columns."""
+def _load_block(data, rows, cols, num_rows, num_cols, pitch, VECTOR: tl.constexpr):
+    """Load what is at `rows` and `cols`; one lies along the block's rows, the other along its columns.
+
+    pitch: vectors from row to row.
+    """
     mask = (rows < num_rows) & (cols < num_cols)
-    return tl.load(data + rows.to(tl.int64) * pitch + cols, mask=mask, other=0.0)
+    return tl.load(data + rows.to(tl.int64) * pitch * VECTOR + cols, mask=mask, other=0.0)
 
 
 @jit
-def _load_ragged(data, row, first, start, end, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """Load BLOCK_R rows from the `row`-th of those from `start` to `end` on; zeros behind. See `_ragged`."""
+def _load_ragged(data, row, first, length, end, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
+    """Load BLOCK_R rows from the `row`-th of the `length` before `end` on; zeros behind. See `_ragged`."""
     limit: tl.constexpr = 1 << 30
-    return data.load([limit, end, limit - (end - start) + row, first]).reshape(BLOCK_R, BLOCK)
+    remaining = length - row
+    return data.load([limit, end, limit - remaining, first]).reshape(BLOCK_R, BLOCK)
 
 
 @jit
@@ -89,9 +105,9 @@ def _load_weight(
     elif TMA:
         block = w.load([expert, first_n, first_k]).reshape(BLOCK_N, BLOCK_K).T
     elif TRANSPOSED:
-        block = _load_block(matrix, ks[:, None], ns[None, :], num_k, num_n, w_pitch * W_VECTOR)
+        block = _load_block(matrix, ks[:, None], ns[None, :], num_k, num_n, w_pitch, W_VECTOR)
     else:
-        block = _load_block(matrix, ns[:, None], ks[None, :], num_n, num_k, w_pitch * W_VECTOR).T
+        block = _load_block(matrix, ns[:, None], ks[None, :], num_n, num_k, w_pitch, W_VECTOR).T
     return block
 
 
@@ -103,13 +119,13 @@ def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
 
 @jit
 def _store_sums(
-    out, sums, ns, first_k, num_n, num_k, pitch, ACCUMULATE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+    out, sums, ns, first_k, num_n, num_k, pitch, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Store a tile of a weight's gradient, or add it to `out`, in PARTS turns: fewer registers hold `out`."""
     if PARTS == 1:
         ks = first_k + tl.arange(0, BLOCK_K)
-        places = out + ns[:, None].to(tl.int64) * pitch + ks[None, :]
+        places = out + ns[:, None].to(tl.int64) * pitch * VECTOR + ks[None, :]
         mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
         if ACCUMULATE:
             sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
@@ -120,8 +136,10 @@ def _store_sums(
         HALF: tl.constexpr = BLOCK_K // 2
         MORE: tl.constexpr = PARTS // 2
         left, right = _halves(sums, BLOCK_N, HALF)
-        _store_sums(out, left, ns, first_k, num_n, num_k, pitch, ACCUMULATE, BLOCK_N, HALF, MORE)
-        _store_sums(out, right, ns, first_k + HALF, num_n, num_k, pitch, ACCUMULATE, BLOCK_N, HALF, MORE)
+        _store_sums(out, left, ns, first_k, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE)
+        _store_sums(
+            out, right, ns, first_k + HALF, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE
+        )
 
 
 @jit
@@ -179,6 +197,11 @@ def _store_parts(
         )  # fmt: skip
 
 
+@limits(
+    n_vectors=MOST_SIZE, k_vectors=MOST_SIZE, num_experts=MOST_EXPERTS, num_rows=MOST_COUNT,
+    programs=MOST_WALKING, lengths=MOST_COUNT, tiles=MOST_COUNT, group=MOST_SIZE, first_m=MOST_COUNT,
+    first_n=16 * MOST_SIZE,
+)  # fmt: skip
 @jit
 def grouped_mm_kernel(
     x, w, bias, offsets, y, h, num_rows, num_experts, n_vectors, k_vectors, x_pitch, w_jump, w_pitch,
@@ -198,7 +221,9 @@ def grouped_mm_kernel(
     ends = _expert_ends(offsets, experts, num_experts, num_rows)
     starts = _expert_ends(offsets, experts - 1, num_experts, num_rows)
     tiles_n = tl.cdiv(width, BLOCK_N)
-    last_tiles = tl.cumsum(tl.cdiv(ends - starts, BLOCK_M) * tiles_n, 0)
+    lengths = ends - starts
+    tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
+    last_tiles = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.max(last_tiles, 0), tl.num_programs(0)):
         # Which expert's tile this is, and where it lies among that expert's rows and columns.
         expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
@@ -206,7 +231,8 @@ def grouped_mm_kernel(
         first = tl.sum(tl.where(experts == expert - 1, last_tiles, 0), 0)
         end = tl.sum(tl.where(experts == expert, ends, 0), 0)
         tile_m, tile_n = _tile_of(tile - first, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP)
-        first_m, first_n = start + tile_m * BLOCK_M, tile_n * BLOCK_N
+        first_m = start + tile_m * BLOCK_M
+        first_n = tile_n * BLOCK_N
         rows = first_m + tl.arange(0, BLOCK_M)
         # The loop over terms: x[rows] times w[expert]^T; no terms for the rows of nobody.
         acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
@@ -218,7 +244,7 @@ def grouped_mm_kernel(
                 a = x.load([first_m, first_k])
             else:
                 ks = first_k + tl.arange(0, BLOCK_K)
-                a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch * K_VECTOR)
+                a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
             b = _load_weight(
                 w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                 BLOCK_N, BLOCK_K,
@@ -237,6 +263,11 @@ def grouped_mm_kernel(
         )  # fmt: skip
 
 
+@limits(
+    n_vectors=MOST_SIZE, k_vectors=MOST_SIZE, num_rows=MOST_COUNT, length=MOST_COUNT,
+    remaining=MOST_COUNT, rows=MOST_COUNT, tiles=MOST_COUNT, group=MOST_SIZE, first_n=16 * MOST_SIZE,
+    first_k=16 * MOST_SIZE,
+)  # fmt: skip
 @jit
 def grouped_wgrad_kernel(
     grad, x, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
@@ -251,33 +282,36 @@ def grouped_wgrad_kernel(
     num_n, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
     # Which expert's gradient, which rows are its terms, and which tile of it this program makes.
     tiles_n, tiles_k = tl.cdiv(num_n, BLOCK_N), tl.cdiv(num_k, BLOCK_K)
+    tiles = tiles_n * tiles_k
     pid = tl.program_id(0)
-    expert = pid // (tiles_n * tiles_k)
+    expert = pid // tiles
     experts = tl.arange(0, BLOCK_E)
     ends = tl.load(offsets + experts, mask=experts <= expert, other=0)
     ends = tl.minimum(ends, num_rows)
     end = tl.maximum(tl.max(ends, 0), 0)
     start = tl.maximum(tl.max(tl.where(experts < expert, ends, 0), 0), 0)
+    length = end - start
     if ACCUMULATE:
-        if start == end:
+        if length == 0:
             return
-    tile_n, tile_k = _tile_of(pid % (tiles_n * tiles_k), tiles_n, tiles_k, GROUP)
-    first_n, first_k = tile_n * BLOCK_N, tile_k * BLOCK_K
+    tile_n, tile_k = _tile_of(pid % tiles, tiles_n, tiles_k, GROUP)
+    first_n = tile_n * BLOCK_N
+    first_k = tile_k * BLOCK_K
     ns, ks = first_n + tl.arange(0, BLOCK_N), first_k + tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
-    for row in range(0, end - start, BLOCK_R):
+    for row in range(0, length, BLOCK_R):
         if TMA:
-            a = _load_ragged(grad, row, first_n, start, end, BLOCK_R, BLOCK_N)
-            b = _load_ragged(x, row, first_k, start, end, BLOCK_R, BLOCK_K)
+            a = _load_ragged(grad, row, first_n, length, end, BLOCK_R, BLOCK_N)
+            b = _load_ragged(x, row, first_k, length, end, BLOCK_R, BLOCK_K)
             a = a.T  # not before: what comes between two loads gives each a barrier of its own
         else:  # the gradient across: transposed later, it would not be loaded ahead on an A100
             rows = start + row + tl.arange(0, BLOCK_R)
-            a = _load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch * N_VECTOR)
-            b = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch * K_VECTOR)
+            a = _load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch, N_VECTOR)
+            b = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
     _store_sums(
-        out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch * K_VECTOR,
-        ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
+        out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch,
+        K_VECTOR, ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
     )  # fmt: skip
 
 
@@ -404,7 +438,10 @@ def _product(
         row_class(ROWS_EACH, num_rows, num_experts), w_shape, x.element_size(), x_strides[0], w_strides,
         architecture(x), _aligned(x, w), transposed, form, gated, keep, bias is not None,
     )  # fmt: skip
-    programs = num_programs(x, (cdiv(num_rows, blocks.rows) + num_experts) * tiles, programs)
+    check_count("grouped_mm", "rows", num_rows)
+    tiles *= cdiv(num_rows, blocks.rows) + num_experts
+    check_count("grouped_mm", "tiles", tiles)
+    programs = num_programs(x, tiles, programs)
     if constants["TMA"]:
         x = _descriptor(x, x_shape, x_strides, blocks.rows, blocks.terms)
         w_block = (blocks.terms, blocks.columns) if transposed else (blocks.columns, blocks.terms)
@@ -461,6 +498,7 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
         return
     (grad, (grad_pitch, _)), (x, (x_pitch, _)) = _along_rows(grad), _along_rows(x)
     num_rows, shape = x.shape[0], out.shape
+    check_count("grouped_mm_wgrad", "rows", num_rows)
     blocks, tiles, sizes, constants = _plan_wgrad(
         row_class(WGRAD_ROWS_EACH, num_rows, shape[0]), shape, out.stride(), x.element_size(), grad_pitch,
         x_pitch, architecture(x), 0 < num_rows <= _MOST_ROWS and _aligned(grad, x), accumulate,

@@ -142,6 +142,7 @@ def _plan(
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
+    _triton.check_limits(kernel, programs, arguments)
     if _instead is not None and tensors[0].is_meta:
         _instead(kernel, arguments, constants)
         return
@@ -165,7 +166,7 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
             same order. A dictionary that is made once costs no time at each launch.
 
     Raises:
-        ValueError: tensors are on different devices.
+        ValueError: tensors are on different devices, or numbers beyond the limits of the kernel.
     """
     if _triton.INTERPRETED:
         kernel[(programs,)](*arguments, **constants)

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import (
+    MOST_COUNT,
+    MOST_SIZE,
+    MOST_WALKING,
+    cdiv,
+    check_count,
+    jit,
+    limits,
+    next_power_of_2,
+    tl,
+)
 from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
@@ -30,6 +40,7 @@ def _load_rows(data, rows, cols, pitch, mask, VECTOR: tl.constexpr, COMPUTE: tl.
     return tl.load(data + rows[:, None] * pitch * VECTOR + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
 
 
+@limits(num_vectors=MOST_SIZE)
 @jit
 def norm_kernel(
     x, residual, weight, bias, y, total, stats, num_rows, num_vectors, x_pitch, residual_pitch,
@@ -65,6 +76,7 @@ def norm_kernel(
     tl.store(y + out, h, mask=mask)
 
 
+@limits(num_vectors=MOST_SIZE)
 @jit
 def norm_wide_kernel(
     total, weight, bias, y, stats, num_rows, num_vectors, total_pitch,
@@ -105,6 +117,7 @@ def norm_wide_kernel(
         tl.store(y + cols, h, mask=here)
 
 
+@limits(num_vectors=MOST_SIZE, num_rows=MOST_COUNT, programs=MOST_WALKING)
 @jit
 def norm_backward_kernel(
     grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
@@ -151,6 +164,7 @@ def norm_backward_kernel(
         tl.store(partials + num_cols, tl.sum(dbias, 0), mask=here)
 
 
+@limits(num_vectors=MOST_SIZE, num_rows=MOST_COUNT, programs=MOST_WALKING)
 @jit
 def norm_backward_wide_kernel(
     grad, grad_total, total, weight, stats, dx, partials, num_rows, num_vectors, grad_pitch, grad_total_pitch,
@@ -304,6 +318,7 @@ def launch_backward(
     if total.numel() == 0:
         return dx, dparams.zero_()
     num_rows = total.numel() // num_cols
+    check_count("norm", "rows", num_rows)
     (grad, grad_pitch), (total, pitch) = as_rows(grad), as_rows(total)
     grad_total, grad_total_pitch = (None, 0) if grad_total is None else as_rows(grad_total)
     vector = vector_width(itemsize, num_cols, grad_pitch, pitch, grad_total_pitch)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import MOST_EXPERTS, MOST_SIZE, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.checks import meets
 from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
@@ -35,7 +35,7 @@ def count_kernel(
     PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Count, in counts (blocks, experts), the pairs of each block that go to each expert."""
-    num_pairs = pair_vectors * PAIR_VECTOR
+    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
     block = tl.program_id(0).to(tl.int64)
     pairs = block * BLOCK + tl.arange(0, BLOCK)
     experts = tl.load(indices + pairs, mask=pairs < num_pairs, other=-1)
@@ -45,10 +45,11 @@ def count_kernel(
     tl.store(counts + block * num_experts + bins, found, mask=bins < num_experts)
 
 
+@limits(num_blocks=1 << 23, num_experts=MOST_EXPERTS)
 @jit
 def sum_blocks_kernel(counts, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr):
     """Add to each count those of the blocks before it."""
-    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    experts = tl.program_id(0).to(tl.int64) * BLOCK_E + tl.arange(0, BLOCK_E)
     before = tl.zeros([BLOCK_E], tl.int32)
     for start in range(0, num_blocks, BLOCK_B):
         blocks = start + tl.arange(0, BLOCK_B)
@@ -65,7 +66,7 @@ def rank_kernel(
     PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Number the row of each pair: after earlier experts, earlier blocks and earlier pairs of its block."""
-    num_pairs = pair_vectors * PAIR_VECTOR
+    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
     block = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, BINS)
     here = bins < num_experts
@@ -127,7 +128,7 @@ def launch_permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tenso
 @jit
 def mark_kernel(row_of, pair_of, pair_vectors, num_rows, PAIR_VECTOR: tl.constexpr, BLOCK: tl.constexpr):
     """Write the number of each pair to its row of `pair_of`; rows without a pair keep what was there."""
-    num_pairs = pair_vectors * PAIR_VECTOR
+    num_pairs = pair_vectors.to(tl.int64) * PAIR_VECTOR
     pairs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(row_of + pairs, mask=pairs < num_pairs, other=-1)
     tl.store(pair_of + rows, pairs, mask=(rows >= 0) & (rows < num_rows))
@@ -159,6 +160,7 @@ def zero_unused(
                 tl.store(out + rows[:, None] * num_cols + cols[None, :], zeros, mask=mask)
 
 
+@limits(num_vectors=MOST_SIZE)
 @jit
 def scatter_kernel(
     x, y, row_of, probs, pair_of, out, dprobs, pair_vectors, num_slots, num_rows, num_vectors, x_pitch,
@@ -171,7 +173,7 @@ def scatter_kernel(
     Where WEIGHTED, that row is multiplied by the pair's probability, and the gradient of the probability,
     dprobs, is the dot product of the pair's rows of x and y. The last programs write rows of zeros.
     """
-    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors * PAIR_VECTOR
+    num_cols, num_pairs = num_vectors * VECTOR, pair_vectors.to(tl.int64) * PAIR_VECTOR
     num_blocks = tl.cdiv(num_pairs, BLOCK_M)
     block = tl.program_id(0)
     # The last programs write zeros to rows without a pair.
@@ -206,6 +208,7 @@ def scatter_kernel(
             tl.store(dprobs + pairs, tl.sum(dots, 1), mask=pairs < num_pairs)
 
 
+@limits(num_vectors=MOST_SIZE, num_slots=MOST_EXPERTS)
 @jit
 def gather_kernel(
     y, row_of, probs, residual, out, num_tokens, num_slots, num_rows, num_vectors, y_pitch,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks, launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import MOST_COUNT, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import arithmetic, empty_like
 from fastmp.profiling import traced
@@ -108,6 +108,7 @@ def _rotate(
             tl.store(y_rows + first + cols, tl.load(x_rows + first + cols, mask=mask), mask=mask)
 
 
+@limits(q_rows=MOST_COUNT, k_rows=MOST_COUNT, rows=MOST_COUNT, q_size_2=MOST_COUNT, k_size_2=MOST_COUNT)
 @jit
 def rope_kernel(
     q, q_out, k, k_out, cos, sin, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1, q_stride_2, k_rows,
@@ -119,7 +120,7 @@ def rope_kernel(
     """Rotate a block of rows: the programs of q come first, then those of k if it is there."""
     # Queries and keys share the launch; their sizes and strides differ, cos and sin do not.
     pid = tl.program_id(0)
-    q_blocks = tl.cdiv(q_rows, BLOCK_M)
+    q_blocks = tl.cdiv(q_rows.to(INDEX), BLOCK_M)
     if pid < q_blocks:
         _rotate(
             q, q_out, cos, sin, pid, q_rows, q_size_1, q_size_2, q_stride_0, q_stride_1,
@@ -223,7 +224,7 @@ def _walk(
         "INTERLEAVED": interleaved, "INVERSE": inverse, "IN_PLACE": in_place, "HALF": half,
         "DIM": q_shape[-1], "VECTOR": vector, "TURN_VECTOR": turn_vector, "BLOCK_M": block_m,
         "BLOCK_HALF": block_half, "COMPUTE": arithmetic(dtype),
-        "INDEX": tl.int32 if max(rows) + block_m < 1 << 31 else tl.int64, "num_warps": NUM_WARPS,
+        "INDEX": tl.int32 if max(rows) <= MOST_COUNT else tl.int64, "num_warps": NUM_WARPS,
     }  # fmt: skip
     numbers = *described[0], *described[-1], *(turn // turn_vector for turn in turns)
     return _Walk(sum(cdiv(n, block_m) for n in rows), numbers, constants)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import MOST_SIZE, MOST_WALKING, cdiv, jit, limits, next_power_of_2, tl
 from fastmp.ops.registry import compute_dtype
 
 NUM_WARPS = 4
@@ -93,10 +93,11 @@ def strip_shape(num_rows: int, num_cols: int, block_m: int, block_n: int) -> tup
     return cdiv(num_rows, rows_per_strip), rows_per_strip
 
 
+@limits(num_cols=MOST_SIZE * 16, num_strips=MOST_WALKING)
 @jit
 def sum_strips_kernel(partials, sums, num_strips, num_cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Column sums of `partials` (num_strips, num_cols), always in the same order."""
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], partials.dtype.element_ty)
     for start in range(0, num_strips, BLOCK_M):
         strips = start + tl.arange(0, BLOCK_M)

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks, launcher
-from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
+from fastmp.ops._triton import (
+    MOST_COUNT,
+    MOST_SIZE,
+    cdiv,
+    check_count,
+    jit,
+    limits,
+    next_power_of_2,
+    tl,
+)
 from fastmp.ops.registry import compute_dtype, register
 from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_rows, vector_width
 from fastmp.profiling import traced
@@ -66,7 +75,7 @@ def _ends(query, num_queries, num_keys, CAUSAL: tl.constexpr):
     """How many keys, from the first, each query may see before the mask; none beyond the last query."""
     end = tl.zeros_like(query) + num_keys
     if CAUSAL:
-        end = tl.minimum(end, query + 1 + num_keys - num_queries)
+        end = tl.minimum(end, num_keys - tl.maximum(num_queries - 1 - query, 0))
     return tl.where(query < num_queries, end, 0)
 
 
@@ -87,6 +96,7 @@ def _scores(
     return tl.where(visible, scores.to(scale.dtype) * scale, float("-inf")), visible
 
 
+@limits(num_vectors=MOST_SIZE, num_queries=MOST_COUNT)
 @jit
 def softmax_kernel(
     x, mask, y, num_queries, num_vectors, x_pitch, num_inner, mask_outer, mask_inner, mask_query, mask_key,
@@ -151,6 +161,7 @@ def _load_pair(grad, y, keys, end, COMPUTE: tl.constexpr, VECTOR: tl.constexpr):
     return tl.where(weight == 0, 0.0, g), weight
 
 
+@limits(num_vectors=MOST_SIZE, num_queries=MOST_COUNT)
 @jit
 def softmax_backward_kernel(
     grad, y, dx, num_queries, num_vectors, grad_pitch, y_pitch, scale: tl.float64,
@@ -253,6 +264,7 @@ def launch(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor
     num_rows = num_elements // num_keys
     plain = mask is None and not causal  # then all rows are alike
     num_queries = num_rows if plain else shape[-2]
+    check_count("softmax", "queries", num_queries)
     strides: tuple[int, ...] = (1, 0, 0, 0, 0)
     if mask is not None:
         strides = _mask_strides(mask.shape, mask.stride(), shape)
@@ -278,6 +290,7 @@ def launch_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tens
     num_keys = shape[-1]
     num_rows = num_elements // num_keys
     num_queries = shape[-2] if causal else num_rows
+    check_count("softmax", "queries", num_queries)
     (grad, grad_pitch), (rows, pitch) = as_rows(grad), as_rows(y)
     numbers, constants = _plan(num_keys, next_power_of_2(num_queries), y.dtype, causal, grad_pitch, pitch)
     programs = num_rows // num_queries * cdiv(num_queries, constants["BLOCK_M"])

@@ -1,8 +1,8 @@
 """The judgement of compiled kernels: what of the facts in `cases` their code does not keep.
 
-Of every kernel: nothing is spilled, no stack, shared memory within the limit, and a barrier wherever threads
-meet in memory. The rest stands in the table of `cases`. Takes a few seconds a kernel, of which Triton keeps
-what it has compiled.
+Of every kernel: nothing is spilled, no stack, shared memory within the limit, a barrier wherever threads
+meet in memory, and no 32-bit integer that may overflow. The rest stands in the table of `cases`. Takes a few
+seconds a kernel, of which Triton keeps what it has compiled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fastmp.testing.cubins.accesses import accesses, unordered
 from fastmp.testing.cubins.cases import CASES, WIDE
 from fastmp.testing.cubins.compiled import REGISTERS, SHARED_LIMIT, Launch, launches, meta
 from fastmp.testing.cubins.facts import Facts
+from fastmp.testing.cubins.ranges import overflows
 
 # Bytes of stack a thread: none with the release that tile sizes were chosen for; others park a few words.
 STACK = 0 if (_triton.VERSION or "").startswith("3.6.") else 32
@@ -55,6 +56,7 @@ def broken(launch: Launch, facts: Facts, wide: bool = False) -> Iterator[str]:
     # functions of float64 may keep a table there
     yield from _most("bytes of stack", launch.usage["STACK"], facts.stack + STACK, unless=wide)
     yield from _most("bytes of shared memory", launch.shared, SHARED_LIMIT[launch.arch])
+    yield from overflows(launch.ttir, launch.limits)
     for load, store in unordered(launch.ttgir, launch.storages):
         yield f"nothing orders a load of {load.argument} and a store of {store.argument}"
     yield from _most("registers of a program", launch.usage["REG"] * launch.threads, REGISTERS)

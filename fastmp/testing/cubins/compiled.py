@@ -49,6 +49,7 @@ class Launch:
     """One launch of a kernel: the values of its constants and what the compiler made of it.
 
     storages: by the name of each argument that is a tensor, what tells its memory.
+    limits: of the kernel's integer arguments, as `_triton.limits` declares them.
     """
 
     kernel: str
@@ -57,10 +58,15 @@ class Launch:
     arch: int
     itemsize: int
     storages: dict[str, int]
+    limits: dict[str, int]
 
     @property
     def ptx(self) -> str:
         return self.compiled.asm["ptx"]
+
+    @property
+    def ttir(self) -> str:
+        return self.compiled.asm["ttir"]
 
     @property
     def ttgir(self) -> str:
@@ -132,7 +138,7 @@ def launches(op: str, arguments: tuple, arch: int, itemsize: int = 2) -> list[La
         compiled = kernel.warmup(*arguments, grid=(1,), **constants)
         named = zip(kernel.arg_names, arguments, strict=False)
         storages = {name: a.untyped_storage()._cdata for name, a in named if isinstance(a, torch.Tensor)}
-        found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize, storages))
+        found.append(Launch(kernel.fn.__name__, constants, compiled, arch, itemsize, storages, kernel.limits))
 
     with launcher.instead(compile_only, arch), mock.patch.object(_triton.driver, "_active", AbsentGPU(arch)):
         OPS[op].implementations["triton"](*arguments)
