@@ -343,6 +343,7 @@ class CheckpointConfig(Checked):
     keep_every: int = option(0, "those of steps that it divides stay, too; 0: none")
     keep_hours: float = option(0.0, "so does one of every so many hours; 0: none")
     asynchronous: bool = option(True, "go on with training while a checkpoint is written")
+    attempts: int = option(3, "attempts at a checkpoint, 2 s apart, before it is given up")
     weights_interval: int = option(
         0, "of checkpoints of steps that it divides, also write the weights for transformers; 0: none"
     )
@@ -355,6 +356,7 @@ class CheckpointConfig(Checked):
     )
 
     def _problems(self) -> Iterator[str]:
+        yield from self._not_positive("attempts")
         yield from self._negative("interval", "keep", "keep_every", "keep_hours", "weights_interval")
 
 

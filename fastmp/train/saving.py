@@ -55,11 +55,14 @@ class Saving:
             keep_every=config.keep_every,
             keep_hours=config.keep_hours,
             after=after,
+            attempts=config.attempts,
+            waiting=lambda: self._note(self._log),
             **described(getattr(chunks[0], "config", None)),
         )
         self.state = TrainingState(
             chunks, grads, optimizer, groups=groups, scaler=scaler, rng=rng, device=device
         )
+        self._log: TrainLog | None = None  # that of the last call
         self._begun = -1  # the step that was saved last, or is being saved
         self._is_first = groups.rank == 0
 
@@ -80,6 +83,7 @@ class Saving:
 
     def after_step(self, step: int, log: TrainLog | None) -> None:
         """Begin to save where that is due, and note what has become of earlier saves."""
+        self._log = log
         if self.config.interval and step % self.config.interval == 0:
             if self.config.asynchronous:
                 with phase("save"):
@@ -92,6 +96,7 @@ class Saving:
 
     def end(self, step: int, log: TrainLog | None, *, save: bool) -> None:
         """Wait for what is being saved, and `save` this last step if it is not; OSError where that fails."""
+        self._log = log
         with paused(log, self._device), phase("save"):
             self.checkpointer.settle()
             try:

@@ -126,6 +126,35 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(tmp_path, disk, asynchron
     assert failed[-1].endswith("given up (1 in a row)")
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_first_failure_is_said_at_once(tmp_path, disk, monkeypatch, asynchronous):
+    """Before the next attempt, while the run waits for the save; and after so many it is given up."""
+    log = Log()
+
+    def pause(seconds):
+        told = [note for note in log.notes if "trying again" in note]
+        for _ in range(100):
+            if len(told) == len(seen) + 1:
+                break
+            sleep(0.05)
+            told = [note for note in log.notes if "trying again" in note]
+        seen.append(len(told))
+
+    seen, sleep = [], time.sleep
+    config = replace(EVERY_STEP, asynchronous=asynchronous, attempts=4)
+    trainer = make_plain(tmp_path, "run", config)
+    monkeypatch.setattr(checkpointer.time, "sleep", pause)
+
+    def before_step(step):
+        trainer.saving.checkpointer.settle()
+        disk(step == 1)
+
+    trainer.train(log, before_step=before_step)
+    assert seen == [1, 2, 3]
+    failed = [note for note in log.notes if "saved" not in note]
+    assert len(failed) == 4 and failed[-1].endswith("given up (1 in a row)")
+
+
 @pytest.mark.parametrize("interval", [3, 4])  # of four steps: the last one is due by itself, or not
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_last_save_that_fails_is_an_error(tmp_path, disk, asynchronous, interval):

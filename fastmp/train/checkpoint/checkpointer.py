@@ -15,7 +15,7 @@ import errno
 import json
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +36,8 @@ from fastmp.train.checkpoint.storage import CheckpointWriter, Parts, SaveParts
 __all__ = ["Checkpointer", "Loaded", "Note", "described"]
 
 NO_SCALARS: Mapping[str, Any] = MappingProxyType({})
-ATTEMPTS = 3
 PAUSE = 2.0  # seconds before a save is tried again
+_POLL = 0.1  # seconds between looks at a save that is waited for
 # For a collective of a save: ranks wait in it for the slowest disk. A rank that is gone ends it at once.
 PATIENCE = timedelta(days=1)
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
@@ -75,6 +75,8 @@ class Checkpointer:
     after: called on the first rank with each checkpoint that is in place and its step, in a thread; what it
         returns is a note, and so is an error of it. Nothing is deleted meanwhile.
     timeout: how long ranks wait for each other before they load.
+    attempts: at a save, before it is given up.
+    waiting: called every 0.1 s while a caller waits for a save, so that `notes` are reported as they come.
 
     Its process group goes with `close`, and comes back with the next save or load.
     """
@@ -91,6 +93,8 @@ class Checkpointer:
         keep_hours: float = 0.0,
         after: Callable[[Path, int], str] | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        attempts: int = 3,
+        waiting: Callable[[], None] = lambda: None,
     ) -> None:
         self.directory = Path(directory)
         self.description = json.loads(json.dumps(dict(description or {})))
@@ -98,6 +102,7 @@ class Checkpointer:
         self.layout = {axis: getattr(groups.grid, axis) for axis in _LAYOUT_AXES}
         self.failed = False  # the save that was begun last
         self._rank, self._world_size, self._timeout = groups.rank, groups.grid.world_size, timeout
+        self._attempts, self._waiting = attempts, waiting
         self._kept: dict[str, Any] = {"keep": keep, "keep_every": keep_every, "keep_hours": keep_hours}
         self._after, self._following = after, list[Future[None]]()
         self._group: dist.ProcessGroup | None = None
@@ -130,7 +135,8 @@ class Checkpointer:
     def wait_staged(self) -> None:
         """Wait until what is being saved may change. On a GPU its stream waits, and not the host."""
         if self._saving is not None:
-            self._staging.wait()
+            while not self._staging.wait(_POLL):
+                self._waiting()
 
     @property
     def is_staging(self) -> bool:
@@ -146,6 +152,8 @@ class Checkpointer:
         if saving is None:
             return None
         self.failed = True
+        while not wait([saving], _POLL).done:
+            self._waiting()
         path = saving.result()
         self.failed = False
         return path
@@ -193,17 +201,18 @@ class Checkpointer:
             self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="fastmp:checkpoint")
 
     def _save(self, step: int, scalars: dict[str, Any]) -> Path:
-        """Save in the thread, at most `ATTEMPTS` times. All ranks see the same attempts fail."""
+        """Save in the thread, in at most `attempts`. All ranks see the same attempts fail."""
         try:
-            for attempt in range(1, ATTEMPTS + 1):
+            for attempt in range(1, self._attempts + 1):
                 try:
                     path = self._write(step, scalars)
                     break
                 except OSError as error:
-                    self._failures += attempt == ATTEMPTS
-                    again = f"given up ({self._failures} in a row)" if attempt == ATTEMPTS else "trying again"
+                    last = attempt == self._attempts
+                    self._failures += last
+                    again = f"given up ({self._failures} in a row)" if last else "trying again"
                     self._notes.append(Note(f"step {step}: {error}; {again}", failed=True))
-                    if attempt == ATTEMPTS:
+                    if last:
                         raise
                     time.sleep(PAUSE)
         finally:

@@ -74,11 +74,16 @@ class Staging:
         }
         return self._copies
 
-    def wait(self) -> None:
-        """Wait until the tensors may change: on a GPU its stream waits, and not the host."""
-        self._staged.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the tensors may change: on a GPU its stream waits, and not the host.
+
+        Return False where `seconds` are over before that.
+        """
+        if not self._staged.wait(seconds):
+            return False
         for device, event in self._copied.items():
             torch.cuda.current_stream(device).wait_event(event)
+        return True
 
     @property
     def is_busy(self) -> bool:
