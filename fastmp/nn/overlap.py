@@ -19,9 +19,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastmp.nn.segment import LayerChain, Link, Tensors, run_links
 from fastmp.ops.wgrad import WgradQueue, defer_wgrad
@@ -168,12 +169,13 @@ def _replayed_hooks(layer: nn.Module) -> list[Callable[..., Any]]:
 class _Gradient:
     """The gradient of a tensor at a cut, as far as it has arrived."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: _Lane) -> None:
+        self._lane = lane
         self.value: Tensor | None = None
 
     def add(self, grad: Tensor) -> None:
-        if self.value is not None and grad.is_cuda:  # it may come from the other stream
-            self.value.record_stream(torch.cuda.current_stream(grad.device))
+        if self.value is not None:  # it may come from the other stream
+            self._lane.lend([self.value])
         self.value = grad if self.value is None else self.value + grad
 
     def take(self) -> Tensor | None:
@@ -210,15 +212,15 @@ class _Microbatch:
     ) -> None:
         self._sections, self._run, self._queue = sections, run, queue
         self._roots: list[Roots] = []  # of each run, behind those of what came before the chain
+        self._lane, self._device_type = _Lane(tensors[0]), tensors[0].device.type
         self._held, self._others = self._hold(tensors, {}), list[_Held]()
         self._parts = backward_parts(sections, defer=True)
         self._left = list(range(len(self._parts)))
         self._deferred: dict[int, list[Any]] = {}
-        self._lane, self._device_type = _Lane(tensors[0]), tensors[0].device.type
 
     def forward(self, part: int, shared: Mapping[str, Any]) -> None:
         exchange = self._sections[part].exchange
-        with self._on(exchange, [held.tensor for held in self._held], defers=not exchange):
+        with self._on(part, exchange, [held.tensor for held in self._held], defers=not exchange):
             given = tuple(held.given(exchange) for held in self._held)
             tensors, others = self._run(part, given, shared)
             made = self._hold((*tensors, *others), {id(t): held for t, held in zip(given, self._held)})
@@ -249,6 +251,7 @@ class _Microbatch:
             self.backward(self._left[0])
         with self._not_of_a_forward():
             self._propagate(0, False)
+        self._lane.end()
 
     def _not_of_a_forward(self) -> AbstractContextManager[Any]:
         """The context of a backward inside of a forward, whose autocast is not for it."""
@@ -261,13 +264,13 @@ class _Microbatch:
         given = [(edge, grad) for edge, grad in taken if grad is not None]
         if given:
             edges, grads = zip(*given, strict=True)
-            with self._on(exchange, grads, defers=number > 0 and not exchange):
+            with self._on(number - 1, exchange, grads, defers=number > 0 and not exchange):
                 torch.autograd.backward(edges, grads)
 
     @contextmanager
-    def _on(self, exchange: bool, tensors: Sequence[Tensor], *, defers: bool) -> Iterator[None]:
+    def _on(self, part: int, exchange: bool, tensors: Sequence[Tensor], *, defers: bool) -> Iterator[None]:
         """The context of a part: its stream, and where its gradients of weights go if it `defers` them."""
-        with self._lane.on(exchange, tensors), defer_wgrad(self._queue if defers else None):
+        with self._lane.on(part, exchange, tensors), defer_wgrad(self._queue if defers else None):
             yield
 
     def _hold(self, tensors: Tensors, given: Mapping[int, _Held]) -> list[_Held]:
@@ -279,7 +282,7 @@ class _Microbatch:
                 held.append(given[id(tensor)])
                 continue
             if tensor.requires_grad:
-                gradient = _Gradient()
+                gradient = _Gradient(self._lane)
                 roots.append((get_gradient_edge(tensor), gradient))
                 tensor = tensor.detach()
             held.append(_Held(tensor, gradient))
@@ -313,40 +316,75 @@ def _anchor(device: torch.device, exchange: bool) -> Tensor:
 
 
 class _Lane:
-    """The streams of a microbatch: each part runs behind the one before, on the stream for its kind."""
+    """The streams of a microbatch: each part runs behind the one before, on the stream for its kind.
+
+    The allocator gives freed memory to the next tensor of the stream on which it was allocated, while the
+    other stream may still read it. `record_stream` prevents that. In a capture it would also keep the memory
+    from being used again until the capture ends, and a captured step holds all microbatches: there tensors
+    are held until the stream that they were allocated on has waited for the part that reads them.
+    """
 
     def __init__(self, x: Tensor) -> None:
         self._device = x.device
         self._event: torch.cuda.Event | None = None
+        self._exchange = self._returns = False  # the kind of the part that runs, and whether in backward
+        # Storages that are held, by the kind of the part that reads them.
+        self._held: dict[bool, list[UntypedStorage]] = {False: [], True: []}
+        # By part, what it took in forward: its backward reads what autograd has saved of that.
+        self._taken: dict[int, list[StorageWeakRef]] = {}
 
-    def on(self, exchange: bool, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    def on(self, part: int, exchange: bool, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
         """The context in which work that takes `tensors` goes to its stream; on a CPU it does nothing."""
-        return self._on(exchange, tensors) if self._device.type == "cuda" else nullcontext()
+        return self._on(part, exchange, tensors) if self._device.type == "cuda" else nullcontext()
 
     @contextmanager
-    def _on(self, exchange: bool, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def _on(self, part: int, exchange: bool, tensors: Sequence[Tensor]) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
         stream = exchange_stream(self._device) if exchange else current
+        # 1. Wait for the part before, and let go of what parts on the other stream have read. Products of
+        #    weights read later than the compute part of a backward that defers them: that is held to the end.
         if self._event is None:
             stream.wait_stream(current)
         else:
             stream.wait_event(self._event)
-        _record(tensors, stream)
+        self._exchange = exchange
+        if not (exchange and self._returns):
+            self._held[not exchange].clear()
+        # 2. Run on the stream.
         with torch.cuda.stream(stream):
+            self.lend(tensors)
+            if self._returns:
+                saved = (UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._taken.pop(part, ()))
+                self._held[exchange] += [storage for storage in saved if storage is not None]
+            elif torch.cuda.is_current_stream_capturing():
+                self._taken[part] = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
             yield
         self._event = stream.record_event()
 
+    def lend(self, tensors: Sequence[Tensor]) -> None:
+        """Keep the memory of tensors until the part that runs is done with them; some may be on the host."""
+        if self._device.type != "cuda":
+            return
+        if torch.cuda.is_current_stream_capturing():
+            self._held[self._exchange] += [tensor.untyped_storage() for tensor in tensors]
+            return
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(self._device))
+
     def join(self, tensors: Sequence[Tensor]) -> None:
-        """Let the current stream have `tensors`; what comes next waits for that stream."""
+        """Let the current stream have `tensors` behind the forward; what comes next waits for that stream."""
+        self._exchange, self._returns = False, True
         if self._event is not None:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._event)
-            _record(tensors, stream)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            self.lend(tensors)
             self._event = None
 
-
-def _record(tensors: Sequence[Tensor], stream: torch.cuda.Stream) -> None:
-    """Keep the memory of tensors until `stream` is done with them; some may be on the host."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
+    def end(self) -> None:
+        """End the microbatch: let go of all tensors, once both streams have waited for each other."""
+        if any(self._held.values()):
+            current, exchanges = torch.cuda.current_stream(self._device), exchange_stream(self._device)
+            exchanges.wait_stream(current)
+            current.wait_stream(exchanges)
+            for storages in self._held.values():
+                storages.clear()

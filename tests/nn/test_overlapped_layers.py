@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastmp.nn import overlap
 from fastmp.nn.segment import LayerChain, Segment, SegmentedLayer
@@ -44,7 +48,7 @@ class Layer(SegmentedLayer):
         return linear(rows, self.second.weight, self.second.bias), order, aux, x
 
     def _back(self, rows, order, aux, x):
-        return x + rows[order], aux
+        return 0.5 * x + rows[order], aux
 
 
 def train(device, overlapped, *, frozen=False):
@@ -96,7 +100,7 @@ def test_autograd_leaves_each_stream_alone(monkeypatch):
     now, seen = ["loss"], []
 
     @contextmanager
-    def on(lane, exchange, tensors):
+    def on(lane, part, exchange, tensors):
         now.append("exchange" if exchange else "compute")
         yield
         now.pop()
@@ -209,14 +213,15 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(overlap, "exchange_stream", lambda device: exchanges)
     lane = overlap._Lane(torch.empty(1))
     lane._device = torch.device("cuda")
-    for exchange in (False, True, False, True):
-        with lane.on(exchange, ()):
+    for part, exchange in enumerate((False, True, False, True)):
+        with lane.on(part, exchange, ()):
             pass
     lane.join(())
-    with lane.on(True, ()):  # a backward, behind whose loss it comes
+    with lane.on(3, True, ()):  # a backward, behind whose loss it comes
         pass
     assert log == [
         ("main", "waits for all of", "main"),
@@ -231,3 +236,110 @@ def test_a_part_waits_for_the_one_before_alone(monkeypatch):
         ("exchanges", "waits for all of", "main"),
         ("exchanges", "runs"),
     ]
+
+
+class Clock:
+    """A stream that knows how far it is behind others: work on it runs behind what it has waited for."""
+
+    def __init__(self, name):
+        self.name, self.done, self.knows = name, 0, {}
+
+    def record_event(self):
+        return {**self.knows, self.name: self.done}
+
+    def wait_event(self, event):
+        for name, done in event.items():
+            self.knows[name] = max(done, self.knows.get(name, 0))
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class CapturedStreams(TorchDispatchMode):
+    """A captured step on two streams: finds memory that is freed while the other stream may still read it.
+
+    live: the storages of the step. races: (allocated on, read on).
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.main, self.exchanges = Clock("main"), Clock("exchanges")
+        self.current, self.live, self.races = self.main, {}, []
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.on)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        monkeypatch.setattr(overlap, "exchange_stream", lambda device: self.exchanges)
+        make = overlap._Lane.__init__
+
+        def on_cuda(lane, x):
+            make(lane, x)
+            lane._device = torch.device("cuda")
+
+        monkeypatch.setattr(overlap._Lane, "__init__", on_cuda)
+
+    @contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def find_races(self):
+        for ref in [ref for ref in self.live if ref.expired()]:
+            owner, read = self.live.pop(ref)
+            for other in read.keys() - {owner}:
+                if owner.knows.get(other.name, 0) < read[other]:
+                    self.races.append((owner.name, other.name))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.find_races()
+        made = func(*args, **(kwargs or {}))
+        self.current.done += 1
+        for tensor in tree_leaves((args, kwargs, made)):
+            if isinstance(tensor, torch.Tensor):
+                ref = StorageWeakRef(tensor.untyped_storage())
+                _, read = self.live.setdefault(ref, (self.current, {}))
+                read[self.current] = self.current.done
+        del tensor
+        return made
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+def test_a_captured_step_uses_memory_of_exchanges_again(frozen, monkeypatch):
+    """No tensor is kept to the end of the capture, and none is freed while another stream reads it."""
+    ends = []
+    with CapturedStreams(monkeypatch) as step:
+        end = overlap._Lane.end
+
+        def ends_here(lane):
+            end(lane)
+            step.find_races()
+            ends.append(sum(ref.nbytes() for ref in map(storage_of, step.live) if ref is not None))
+
+        def joins(lane, tensors):
+            taken, held = (sum(map(len, each.values())) for each in (lane._taken, lane._held))
+            assert held < taken / 2  # of a forward, what the last parts have taken
+            join(lane, tensors)
+
+        join = overlap._Lane.join
+        monkeypatch.setattr(overlap._Lane, "end", ends_here)
+        monkeypatch.setattr(overlap._Lane, "join", joins)
+        train("cpu", True, frozen=frozen)
+        step.find_races()
+    assert not step.races
+    assert len(ends) == 4 and ends[2] <= ends[1]
+
+
+def storage_of(ref):
+    return torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+
+
+def test_no_memory_is_recorded_for_a_stream_in_a_capture(monkeypatch):
+    """The allocator keeps such memory from being used again until the capture ends."""
+    recorded, lane = [], overlap._Lane(torch.empty(1))
+    lane._device = torch.device("cuda")
+    tensor = Mock(is_cuda=True, record_stream=recorded.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "main")
+    for captures, expected in ((True, []), (False, ["main"])):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        lane.lend([tensor])
+        assert recorded == expected
