@@ -1,6 +1,6 @@
 // Launches of kernels that Triton has compiled (fastmp/ops/launcher.py), over the CUDA driver's own functions.
 //
-// The driver is found when the first kernel has been launched by Triton, so the module needs no CUDA to be built or
+// The driver is found when Triton has compiled the first kernel, so the module needs no CUDA to be built or
 // imported. Both functions below run at every launch and are plain functions of Python's C interface: pybind11 would
 // look for an overload and convert the arguments, which takes as long as all that is done here.
 
@@ -42,7 +42,8 @@ struct Driver {
   int (*current_context)(void**);
   int (*set_context)(void*);
   int (*retain_context)(void**, int device);
-  int (*version)(int*);
+  int (*exchange_capture_mode)(int* mode);
+  int (*parameter)(void* function, size_t index, size_t* offset, size_t* size);  // null before CUDA 12.4
   int (*error_name)(int, const char**);
   int (*error_text)(int, const char**);
 
@@ -58,7 +59,8 @@ struct Driver {
     find(current_context, "cuCtxGetCurrent");
     find(set_context, "cuCtxSetCurrent");
     find(retain_context, "cuDevicePrimaryCtxRetain");
-    find(version, "cuDriverGetVersion");
+    find(exchange_capture_mode, "cuThreadExchangeStreamCaptureMode");
+    parameter = reinterpret_cast<decltype(parameter)>(dlsym(library, "cuFuncGetParamInfo"));
     find(error_name, "cuGetErrorName");
     find(error_text, "cuGetErrorString");
   }
@@ -83,6 +85,7 @@ PyObject *const kBase = interned("base"), *const kBlockShape = interned("block_s
                 *const kCounts = interned("counts"), *const kDataPtr = interned("data_ptr"),
                 *const kDtype = interned("dtype"), *const kGetDevice = interned("get_device"),
                 *const kPadding = interned("padding"), *const kShape = interned("shape"),
+                *const kSize = interned("size"), *const kStride = interned("stride"),
                 *const kStrides = interned("strides");
 
 py::object taken(PyObject* object) {
@@ -221,7 +224,7 @@ struct Descriptor {
 struct Plan {
   std::string name;
   void* function;
-  int device;
+  int device, architecture;
   unsigned num_threads, shared;
   std::string kinds;
   std::vector<Descriptor> descriptors;
@@ -229,6 +232,15 @@ struct Plan {
 };
 
 constexpr size_t kMostParameters = 96, kMostDescriptors = 8;
+
+// The bytes of a tensor's memory, from its first element to the end of its last.
+int64_t bytes_of(PyObject* tensor, int item_size) {
+  const Items sizes(taken(PyObject_CallMethodNoArgs(tensor, kSize)).ptr()),
+      strides(taken(PyObject_CallMethodNoArgs(tensor, kStride)).ptr());
+  int64_t elements = 1;
+  for (Py_ssize_t i = 0; i < sizes.size(); ++i) elements += (integer(sizes[i]) - 1) * integer(strides[i]);
+  return elements * item_size;
+}
 
 // The memory of a launch's parameters, and where each of them lies.
 struct Parameters {
@@ -263,13 +275,10 @@ struct Parameters {
     driver().check(driver().encode(&map, how.dtype, rank, address, sizes, pitches + 1, how.block.data(), steps,
                                    kNoInterleave, how.swizzle, kPromotionTo128Bytes, fill_with_nan),
                    plan.name);
-    // For Blackwell, drivers before CUDA 13.2 set a wrong bit in maps of less than 128 KiB whose rows lie apart
-    // (release notes of 595.71.05; cleared by CUTLASS and Triton 3.7, too).
-    int version = 0;
-    driver().check(driver().version(&version), plan.name);
-    uint64_t last_byte = (sizes[0] - 1) * how.item_size;
-    for (uint32_t i = 1; i < rank; ++i) last_byte += (sizes[i] - 1) * pitches[i];
-    if (version <= 13010 && last_byte + 1 < 128 * 1024) map.opaque[1] &= ~(uint64_t{1} << 21);
+    // On Blackwell, bit 85 makes the TMA unit read up to 128 KiB from the base address. Drivers decide by the shape:
+    // too late before CUDA 13.2 (release notes of 595.71.05), and a ragged map's shape says nothing of its memory.
+    if (plan.architecture >= 100 && bytes_of(base.ptr(), how.item_size) < 128 * 1024)
+      map.opaque[1] &= ~(uint64_t{1} << 21);
     all[size++] = &map;
     for (uint32_t i = 0; i < rank; ++i) add(narrow(integer(shape[i])));
     for (uint32_t i = 0; i < rank; ++i) add(integer(strides[i]));
@@ -337,11 +346,40 @@ py::object launch_keys(const py::object& descriptor) {
   return taken(PyCFunction_New(&key_definition, descriptor.ptr()));
 }
 
-py::object planned(std::string name, uintptr_t function, int device, int num_warps, int shared, std::string kinds,
-                   const std::vector<std::tuple<int, int, int, std::vector<uint32_t>>>& descriptors,
-                   py::object stream) {
-  driver();
-  auto plan = std::make_unique<Plan>(Plan{std::move(name), reinterpret_cast<void*>(function), device,
+// Whether the driver says that the plan's function takes the parameters that a launch gives; `unasked` where the driver
+// is too old to say.
+bool takes_what_is_given(const Plan& plan, bool unasked) {
+  if (!driver().parameter) return unasked;
+  std::vector<size_t> sizes;
+  auto descriptor = plan.descriptors.begin();
+  for (const char kind : plan.kinds) {
+    if (kind == 'T') {
+      const size_t rank = (descriptor++)->block.size();
+      sizes.push_back(sizeof(TensorMap));
+      sizes.insert(sizes.end(), rank, sizeof(int32_t));
+      sizes.insert(sizes.end(), rank, sizeof(int64_t));
+    } else if (kind != '-') {
+      sizes.push_back(kind == 'i' || kind == 'f' ? 4 : 8);
+    }
+  }
+  sizes.insert(sizes.end(), 2, sizeof(void*));  // scratch memory
+  size_t offset, size;
+  for (size_t i = 0; i < sizes.size(); ++i)
+    if (driver().parameter(plan.function, i, &offset, &size) || size != sizes[i]) return false;
+  return driver().parameter(plan.function, sizes.size(), &offset, &size) != 0;
+}
+
+constexpr int kRelaxed = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+
+int exchange_capture_mode(int mode) {
+  driver().check(driver().exchange_capture_mode(&mode), "launcher");
+  return mode;
+}
+
+py::object planned(std::string name, uintptr_t function, int device, int architecture, int num_warps, int shared,
+                   std::string kinds, const std::vector<std::tuple<int, int, int, std::vector<uint32_t>>>& descriptors,
+                   py::object stream, bool unasked) {
+  auto plan = std::make_unique<Plan>(Plan{std::move(name), reinterpret_cast<void*>(function), device, architecture,
                                           32u * num_warps, static_cast<unsigned>(shared), std::move(kinds), {},
                                           std::move(stream), py::int_(device)});
   size_t num_values = plan->kinds.size() + 2;
@@ -353,6 +391,7 @@ py::object planned(std::string name, uintptr_t function, int device, int num_war
   }
   if (num_values > kMostParameters || descriptors.size() > kMostDescriptors)
     throw std::invalid_argument(plan->name + ": the kernel has more parameters than a plan holds");
+  if (!takes_what_is_given(*plan, unasked)) return py::none();
   const py::capsule owner(plan.release(), [](void* plan) { delete static_cast<Plan*>(plan); });
   return taken(PyCFunction_New(&launch_definition, owner.ptr()));
 }
@@ -360,11 +399,17 @@ py::object planned(std::string name, uintptr_t function, int device, int num_war
 }  // namespace
 
 void add_launches(py::module_& m) {
+  m.attr("RELAXED") = kRelaxed;
+  m.def("exchange_capture_mode", &exchange_capture_mode, py::arg("mode"),
+        "Set this thread's mode of stream captures, and return the one it had.");
   m.def("launch_keys", &launch_keys, py::arg("descriptor"),
         "key(kernel, arguments, constants), for kernels that take TensorDescriptors of the class `descriptor`.");
-  m.def("planned", &planned, py::arg("name"), py::arg("function"), py::arg("device"), py::arg("num_warps"),
-        py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"),
+  m.def("planned", &planned, py::arg("name"), py::arg("function"), py::arg("device"), py::arg("architecture"),
+        py::arg("num_warps"),
+        py::arg("shared"), py::arg("kinds"), py::arg("descriptors"), py::arg("stream"), py::arg("unasked"),
         "launch(programs, arguments) of a function that the driver has loaded.\n\n"
+        "None where the driver says that the function takes other parameters, and not `unasked` where the driver\n"
+        "(before CUDA 12.4) cannot say.\n\n"
         "kinds has a letter for each argument: as in the module struct, T for a descriptor, - for what is no\n"
         "parameter. descriptors: swizzle, bytes of an element, the driver's dtype and block of each.\n"
         "stream(device) is asked at each launch.");

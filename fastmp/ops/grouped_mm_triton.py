@@ -340,8 +340,10 @@ def use_tma(arch: int, itemsize: int, aligned: bool, *strides: int) -> bool:
     """Say whether tensors can be described to the GPU's TMA unit.
 
     aligned: whether their addresses are multiples of 16 bytes, as the strides of all rows must be, too.
+    Triton's own maps let Blackwell's unit read 128 KiB from the address, however little memory is there.
     """
-    return aligned and arch >= 90 and itemsize == 2 and all(n > 0 and n % 8 == 0 for n in strides)
+    served = arch >= 90 and (arch < 100 or launcher.SETS_TENSOR_MAPS)
+    return aligned and served and itemsize == 2 and all(n > 0 and n % 8 == 0 for n in strides)
 
 
 def _aligned(a: Tensor, b: Tensor) -> bool:

@@ -1,14 +1,14 @@
 """The one place where a Triton kernel is started.
 
 Triton's own path works out at every launch what to compile for, and may take longer than the kernel runs.
-Here the first launch of its kind goes that way and keeps the compiled kernel. Later ones find it by one
-look-up and hand the values to the CUDA driver (csrc/host/launch.cpp). Where fastmp's compiled module is not
-built, or a kernel needs more than that module knows, they go through the launcher that Triton compiled.
+Here Triton compiles and loads a kernel before the first launch of its kind, and a plan keeps it. All launches
+find their plan by one look-up and hand the values to the CUDA driver (csrc/host/launch.cpp). Without fastmp's
+compiled module, and for kernels that need more than it knows, a plan calls the launcher that Triton compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,28 +20,39 @@ from fastmp.ops import _triton
 
 _INT32 = (1 << 31) - 1
 _MOST = 4096  # plans; more come from sizes that do not repeat, and are planned again
-# whose compiled kernels are kept: the next one may tell less about them
+# Triton versions with plans: a later one may tell less about its compiled kernels
 KNOWN = (_triton.VERSION or "").startswith(("3.6.", "3.7.", "3.8.", "3.9."))
 # Triton's types of arguments, as `HOST.planned` names them
 _KINDS = {"constexpr": "-", "i32": "i", "i64": "q", "fp32": "f", "fp64": "d"}
+SETS_TENSOR_MAPS = HOST is not None and KNOWN  # Triton's own launchers encode tensor maps otherwise
+_PROVEN = (_triton.VERSION or "").startswith("3.6.")  # its launch parameters were compared byte by byte
 _DTYPES = (*range(8), 10, 8, 9, *range(11, 16))  # of tensor maps: from Triton's number to the driver's
 
 
 class _Plan:
     """A compiled kernel on one device; `launch` takes the number of programs, and the arguments."""
 
-    __slots__ = ("current_device", "device", "kept", "launch")
+    __slots__ = ("compiled", "current_device", "device", "kept", "launch", "stream")
 
     def __init__(self, kernel: Any, compiled: Any, constants: dict[str, Any]) -> None:
         active, names = _triton.driver.active, kernel.arg_names
-        self.kept = kernel, constants, compiled  # a key has addresses of the first two
+        self.kept, self.compiled = (kernel, constants), compiled  # a key has addresses of the former
         self.current_device: Callable[[], int] = active.get_current_device
+        self.stream: Callable[[int], int] = active.get_current_stream
         self.device = active.get_current_device()
         values = tuple(constants[name] for name in names if name in constants)
         num_arguments = len(names) - len(values)
         assert set(names[num_arguments:]) <= set(constants), "constants come last"
-        given = compiled, active.get_current_stream, self.device
+        given = compiled, self.stream, self.device
         self.launch = _by_the_driver(*given, num_arguments) or _by_triton(*given, values)
+
+    def launch_hooked(self, programs: int, arguments: tuple) -> None:
+        """Launch between the hooks that a profiler such as Proton gave to Triton."""
+        hooks = _triton.knobs.runtime
+        metadata = self.compiled.launch_metadata((programs,), self.stream(self.device), *arguments)
+        hooks.launch_enter_hook(metadata)
+        self.launch(programs, arguments)
+        hooks.launch_exit_hook(metadata)
 
 
 def _by_triton(
@@ -62,7 +73,8 @@ def _by_the_driver(
     """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
 
     It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types, nor what
-    Triton's sanitizers add.
+    Triton's sanitizers add. The driver says which parameters the loaded function takes (since CUDA 12.4), and
+    must name the ones of the plan; an older driver is not asked about Triton 3.6, whose parameters are known.
     """
     metadata = compiled.metadata
     if HOST is None or metadata.target.backend != "cuda":
@@ -78,8 +90,48 @@ def _by_the_driver(
         return None
     descriptors = [(m["swizzle"], m["elem_size"], _DTYPES[m["elem_type"]], m["block_size"]) for m in maps]
     return HOST.planned(
-        metadata.name, compiled.function, device, num_warps, shared, "".join(kinds), descriptors, stream
-    )
+        metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, "".join(kinds),
+        descriptors, stream, _PROVEN,
+    )  # fmt: skip
+
+
+@contextmanager
+def _module_loads_allowed(backend: str) -> Iterator[None]:
+    """Let this thread load modules while a CUDA graph is captured, which the driver refuses otherwise."""
+    if HOST is None or backend != "cuda":
+        yield
+        return
+    before = HOST.exchange_capture_mode(HOST.RELAXED)
+    try:
+        yield
+    finally:
+        HOST.exchange_capture_mode(before)
+
+
+def load(kernel: Any, arguments: Sequence[Any], constants: dict[str, Any]) -> Any:
+    """Compile a kernel for these arguments and load it on the current device, without launching it.
+
+    Returns:
+        The compiled kernel, or None where a hook of Triton's took over its compilation.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and the driver loads nothing meanwhile.
+    """
+    compiled = kernel.warmup(*arguments, grid=(1,), **constants)
+    if compiled is None:
+        return None
+    with _module_loads_allowed(compiled.metadata.target.backend):
+        try:
+            compiled._init_handles()
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{kernel.fn.__name__} was not launched before this capture, and the CUDA driver loads no "
+                f"kernel during one ({error}); launch it once before you capture, with the same dtypes and "
+                "options, or load it with fastmp.ops.warm_up(call)"
+            ) from error
+    return compiled
 
 
 _plans: dict[tuple | bytes, _Plan] = {}
@@ -129,32 +181,37 @@ def key_in_python(kernel: Any, arguments: tuple, constants: dict[str, Any]) -> t
 key_of = key_in_python if HOST is None else HOST.launch_keys(_triton.TensorDescriptor)
 
 
-def _watched() -> bool:
-    """Whether a profiler asks Triton for more about a launch than a plan keeps."""
+def _hooked() -> bool:
+    """Return True if a profiler gave hooks to Triton."""
     hooks = _triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
 def _plan(
     key: tuple | bytes, kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]
-) -> None:
-    """Launch by Triton's own path and keep the compiled kernel."""
+) -> _Plan | None:
+    """Load a kernel and keep its plan, or return None where nothing is left to launch."""
     described = _triton.TensorDescriptor
     tensors = [a.base if type(a) is described else a for a in arguments]
     tensors = [t for t in tensors if isinstance(t, Tensor)]
     _triton.check_limits(kernel, programs, arguments)
     if _instead is not None and tensors[0].is_meta:
         _instead(kernel, arguments, constants)
-        return
+        return None
     devices = {t.device for t in tensors}
     if len(devices) > 1:
         raise ValueError(f"{kernel.fn.__name__}: all tensors must be on one device, got {devices}")
     with torch.cuda.device_of(tensors[0]):
-        compiled = kernel[(programs,)](*arguments, **constants)
-        if compiled is not None and KNOWN:
-            if len(_plans) >= _MOST:
-                _plans.clear()
-            _plans[key] = _Plan(kernel, compiled, constants)
+        compiled = load(kernel, arguments, constants)
+        if compiled is None:
+            return None
+        if not KNOWN:
+            kernel[(programs,)](*arguments, **constants)
+            return None
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        plan = _plans[key] = _Plan(kernel, compiled, constants)
+    return plan
 
 
 def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, Any]) -> None:
@@ -167,16 +224,18 @@ def launch(kernel: Any, programs: int, arguments: tuple, constants: dict[str, An
 
     Raises:
         ValueError: tensors are on different devices, or numbers beyond the limits of the kernel.
+        RuntimeError: see `load`.
     """
     if _triton.INTERPRETED:
         kernel[(programs,)](*arguments, **constants)
         return
     key = key_of(kernel, arguments, constants)
-    plan = _plans.get(key)
-    if plan is None or _watched():
-        _plan(key, kernel, programs, arguments, constants)
-    elif plan.current_device() == plan.device:
-        plan.launch(programs, arguments)
+    plan = _plans.get(key) or _plan(key, kernel, programs, arguments, constants)
+    if plan is None:
+        return
+    run = plan.launch_hooked if _hooked() else plan.launch
+    if plan.current_device() == plan.device:
+        run(programs, arguments)
     else:
         with torch.cuda.device(plan.device):
-            plan.launch(programs, arguments)
+            run(programs, arguments)

@@ -1,4 +1,4 @@
-"""Compiling kernels before they are needed, for any GPU, without one.
+"""Compile kernels before they are needed, for any GPU, without one, and load them where there is one.
 
 Launchers run on tensors of the device "meta", which have shapes and no memory. What they would launch is
 written down as `Code`: all that Triton compiles for, and nothing else. Counts, which differ from batch to
@@ -213,6 +213,13 @@ def compile_all(
             progress(done, len(codes))
 
 
+def load_all(codes: Iterable[Code]) -> None:
+    """Load kernels that `compile_all` has compiled on the current GPU, without launching them."""
+    for code in codes:
+        kernel, arguments = code.call()
+        launcher.load(kernel, arguments, dict(code.constants))
+
+
 def nothing_is_compiled() -> str:
     """The reason why this process compiles no kernels, "" if it does."""
     return _triton.ABSENT or ("TRITON_INTERPRET=1 interprets them" if _triton.INTERPRETED else "")
@@ -236,7 +243,7 @@ def warm_up(
     *calls: Callable[[], object], arch: int | None = None, processes: int | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> int:  # fmt: skip
-    """Compile beforehand all kernels that `calls` launch, so that none is compiled in mid-training.
+    """Compile all kernels that `calls` launch, so that none is compiled in mid-training or during a capture.
 
     The calls use tensors and modules on the device "meta", which take no memory; they run backward as well:
 
@@ -244,8 +251,8 @@ def warm_up(
         x = torch.empty(4096, 1, 1024, dtype=torch.bfloat16, device="meta", requires_grad=True)
         fastmp.ops.warm_up(lambda: layer(x).sum().backward())
 
-    Numbers of rows and tokens do not matter: their kernels are the same, or all of them are compiled. No GPU
-    is used, and the kernels are those of any GPU of the architecture.
+    Numbers of rows and tokens do not matter: their kernels are the same, or all of them are compiled. They
+    are loaded, without a launch, where the current GPU has the architecture; otherwise no GPU is used.
 
     Args:
         arch: compute capability as one number (90 is 9.0); default: that of the current GPU.
@@ -264,4 +271,6 @@ def warm_up(
         for call in calls:
             call()
     compile_all(codes, arch, processes=processes, progress=progress)
+    if torch.cuda.is_available() and current_architecture() == arch:
+        load_all(codes)
     return len(codes)

@@ -11,7 +11,8 @@ static unsigned char written[1 << 20];
 static size_t used;
 static int64_t *next_function;
 static CUresult answer;
-static int has_context = 1, contexts, context, version;
+static int has_context = 1, contexts, context, captures, modules, more_parameters;
+static _Thread_local CUstreamCaptureMode capture_mode;
 
 static void put(const void *from, size_t size) {
   if (used + size <= sizeof written) memcpy(written + used, from, size);
@@ -25,7 +26,12 @@ size_t fake_take(void *to) {
   return size;
 }
 void fake_next_function(int64_t *function) { next_function = function; }
-void fake_version(int number) { version = number; }
+/* 1: a thread captures, and modules are loaded in relaxed mode only; 2: not even then. */
+void fake_capture(int how) { captures = how; }
+int fake_capture_mode(void) { return capture_mode; }
+int fake_modules(void) { return modules; }
+/* How many more parameters functions are said to take than they do. */
+void fake_more_parameters(int number) { more_parameters = number; }
 void fake_answer(int code) { answer = code; }
 void fake_forget_context(void) { has_context = 0; }
 int fake_retained(void) { return contexts; }
@@ -54,7 +60,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType dtype, cuu
   memset(map, 0, sizeof *map);
   for (unsigned i = 0; i < 6; i++) to[i] = words[i];
   memcpy(to + 8, &address, 8);
-  to[10] |= 1 << 5;  // the bit that is wrong in maps of small tensors
+  to[10] |= 1 << 5;  // bit 85: 128 KiB from the base address may be read
   for (unsigned i = 0; i < rank; i++) {
     uint64_t mixed = sizes[i] * 0x9E3779B97F4A7C15u + (i + 1 < rank ? pitches[i] : 0) * 1000003u;
     memcpy(to + 16 + 16 * i, &mixed, 8);
@@ -90,10 +96,27 @@ CUresult cuGetErrorName(CUresult code, const char **to) {
   return *to ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuGetErrorString(CUresult code, const char **to) {
-  *to = code == CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES ? "too many resources requested for launch" : 0;
+  *to = code == CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES        ? "too many resources requested for launch"
+        : code == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED ? "operation not permitted when stream is capturing"
+                                                        : 0;
   return *to ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
-CUresult cuDriverGetVersion(int *to) { return *to = version, CUDA_SUCCESS; }
+CUresult cuDriverGetVersion(int *to) { return *to = CUDA_VERSION, CUDA_SUCCESS; }
+CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+  CUstreamCaptureMode before = capture_mode;
+  capture_mode = *mode;
+  *mode = before;
+  return CUDA_SUCCESS;
+}
+#ifndef WITHOUT_PARAMETERS
+CUresult cuFuncGetParamInfo(CUfunction function, size_t index, size_t *offset, size_t *size) {
+  const int64_t *sizes = (const int64_t *)function;
+  if ((int64_t)index >= sizes[0] + more_parameters) return CUDA_ERROR_INVALID_VALUE;
+  *offset = 0;
+  *size = (int64_t)index < sizes[0] ? sizes[1 + index] : 8;
+  return CUDA_SUCCESS;
+}
+#endif
 CUresult cuCtxGetDevice(CUdevice *to) { return *to = 0, CUDA_SUCCESS; }
 CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *to) { return *to = 0, CUDA_SUCCESS; }
@@ -102,6 +125,11 @@ CUresult cuDeviceGetAttribute(int *to, CUdevice_attribute attribute, CUdevice de
 CUresult cuFuncGetAttribute(int *to, CUfunction_attribute attribute, CUfunction function) { return *to = 1024, CUDA_SUCCESS; }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) { return CUDA_SUCCESS; }
 CUresult cuFuncSetCacheConfig(CUfunction function, CUfunc_cache config) { return CUDA_SUCCESS; }
-CUresult cuModuleLoadData(CUmodule *to, const void *code) { return *to = (CUmodule)&context, CUDA_SUCCESS; }
+CUresult cuModuleLoadData(CUmodule *to, const void *code) {
+  if (captures == 2 || (captures && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED))
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  modules++;
+  return *to = (CUmodule)&context, CUDA_SUCCESS;
+}
 CUresult cuCtxGetLimit(size_t *to, CUlimit limit) { return *to = 0, CUDA_SUCCESS; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import fastmp
 from fastmp.host import HOST
 from fastmp.ops import OPS, _triton, launcher
+from fastmp.ops.grouped_mm_triton import use_tma
 from fastmp.testing.ops import run, samples
 
 
@@ -137,14 +138,24 @@ def test_keys_tell_apart_what_triton_compiles_apart(key):
 
 
 def test_a_profiler_gets_its_hooks_called(monkeypatch):
-    """Proton asks Triton for the metadata of a launch, which a plan does not make."""
-    x = torch.empty(16, 64)
+    """Around each launch, with the metadata that Triton makes of it, as Proton asks for."""
+    x, heard = torch.empty(16, 64), []
     call = {"COMPUTE": tl.float32, "BLOCK": 64, "num_warps": 4}
+    hooks = triton.knobs.runtime
     with recording() as found:
-        launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
-        monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
-        launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
-        assert found.asked == 2
+        monkeypatch.setattr(hooks.launch_enter_hook, "calls", [lambda m: heard.append((m, len(found.calls)))])
+        monkeypatch.setattr(hooks.launch_exit_hook, "calls", [lambda m: heard.append((m, len(found.calls)))])
+        for _ in range(2):
+            launcher.launch(_kernel, 1, (x, None, None, 7, 64, 0.5, 0.5), call)
+        assert heard == [("_kernel", 0), ("_kernel", 1), ("_kernel", 1), ("_kernel", 2)]
+        assert found.asked == 1
+
+
+def test_blackwell_gets_no_tensor_maps_of_tritons_own(monkeypatch):
+    """Without the compiled module their bit 85 stays set, whatever memory is there: see by_driver.py."""
+    for ours in (True, False):
+        monkeypatch.setattr(launcher, "SETS_TENSOR_MAPS", ours)
+        assert [use_tma(arch, 2, True, 64) for arch in (80, 90, 100, 103)] == [False, True, ours, ours]
 
 
 def test_only_launches_on_meta_tensors_are_replaced():
@@ -195,15 +206,14 @@ def test_launches_what_triton_would(op, backend, dtype, monkeypatch):
     assert found.asked < 3 * launches
 
 
-@pytest.fixture(scope="module")
-def fake_driver(tmp_path_factory) -> Path:
-    """fake_driver.c as a library that the loader takes for the CUDA driver's."""
+def _fake_driver(where: Path, *options: str) -> Path:
+    """Compile fake_driver.c to a library that the loader takes for the CUDA driver's."""
     compiler = shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("Triton needs gcc or clang")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    library = where / "libcuda.so.1"
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    options = ["-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}", "-o", library]
+    options = ("-O1", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{headers}", "-o", library, *options)
     subprocess.run([compiler, *options, Path(__file__).with_name("fake_driver.c")], check=True)
     return library
 
@@ -211,10 +221,16 @@ def fake_driver(tmp_path_factory) -> Path:
 @pytest.mark.full
 @pytest.mark.skipif(HOST is None, reason="fastmp._host is not built")
 @pytest.mark.skipif(not launcher.KNOWN, reason="launches by the driver are for Triton 3.6 to 3.9")
-def test_the_driver_gets_what_triton_would_give_it(fake_driver, request):
+@pytest.mark.parametrize(
+    ("options", "tests"),
+    [((), ()), (("-DWITHOUT_PARAMETERS",), ("-k", "parameters_that_no_driver_tells"))],
+    ids=["", "before CUDA 12.4"],
+)
+def test_the_driver_gets_what_triton_would_give_it(options, tests, tmp_path, request):
     """In a process of its own, which must not find another driver; sanitizers are loaded before this one."""
+    fake_driver = _fake_driver(tmp_path, *options)
     more = ["--full"] if request.config.getoption("--full") else []
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, "by_driver.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more, *tests, "by_driver.py"]
     variables = {
         "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {fake_driver}",
         "PYTHONPATH": str(Path(fastmp.__file__).parents[1]),
