@@ -32,6 +32,7 @@ from fastmp.config import Environment, set_default_variables
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.02
 _LONGEST_POLL_SECONDS = 1.0
+_MOST_CONNECTED = 64  # ranks of a job whose groups gloo connects when they are created
 _LET_GO_SECONDS = 0.1  # 20 ms were too few for some threads on a machine with four programs a core
 _JOIN_SECONDS = 5.0  # 16 ranks started at once on 2 cores came within 1 s of each other
 _LOST_PEER = (
@@ -103,7 +104,7 @@ def init(
     env = Environment.read()
     if dist.is_available() and dist.is_initialized():
         _let_threads_end_first()
-        _make_room_for_ranks()
+        _make_room_for_ranks(dist.get_world_size())
         return _adopt(env, backend)
     if env.missing:
         raise ValueError(f"fastmp.init: {env.missing}")
@@ -123,7 +124,7 @@ def init(
         join_seconds = timeout.total_seconds() if env.agent_store or env.launcher else _JOIN_SECONDS
     _let_threads_end_first()
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")  # the default, 2000, takes 150 ms to read
-    _make_room_for_ranks()
+    _make_room_for_ranks(world_size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_join_store(env, rank, timedelta(seconds=join_seconds)),
@@ -175,14 +176,16 @@ def main_guard(main: Callable[[], int | None]) -> int:
     return status
 
 
-def _make_room_for_ranks() -> None:
-    """Prepare this process for jobs of thousands of ranks, before it creates process groups.
+def _make_room_for_ranks(world_size: int) -> None:
+    """Prepare this process for a job of so many ranks, before it creates process groups.
 
     By default gloo connects all pairs of a group when the group is created: N descriptors a rank and N^2
-    addresses through the store. Lazily, it connects the pairs that exchange messages. NCCL and CUDA open
-    descriptors of their own, and many images have a soft limit of 1,024.
+    addresses through the store. Lazily, it connects the pairs that exchange messages. A small job stays with
+    the default: where a rank ends in the middle of a lazy connection, gloo waits beyond any timeout. NCCL and
+    CUDA open descriptors of their own, and many images have a soft limit of 1,024.
     """
-    set_default_variables(TORCH_GLOO_LAZY_INIT="1")
+    if world_size > _MOST_CONNECTED:
+        set_default_variables(TORCH_GLOO_LAZY_INIT="1")
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with contextlib.suppress(OSError, ValueError):  # macOS reports a hard limit that it does not grant
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -137,7 +137,6 @@ def _child(fn, rank, world_size, args, timeout, folder, stack_path, parent, writ
     code = 0
     try:
         torch.manual_seed(SEED)
-        os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as `fastmp.init` does
         if sys.platform == "linux":
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(folder / "store"), world_size)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,8 +18,8 @@ import torch.distributed as dist
 
 import fastmp
 from fastmp.parallel import Runtime, main_guard
-from fastmp.parallel.runtime import fresh_store, lost_peer
-from fastmp.testing import RankError, run_ranks
+from fastmp.parallel.runtime import fresh_store
+from fastmp.testing import run_ranks
 from fastmp.train.checkpoint.format import CheckpointError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "FASTMP_DEBUG")
@@ -287,113 +284,6 @@ def test_a_job_without_one_of_its_ranks_ends(worker, tmp_path):
     assert [process.returncode for process in ranks] == [1, 1]
     assert "fastmp.init: ranks [2] of 3 did not join in 5 s" in errors[0]
     assert not list(tmp_path.glob("result-*"))
-
-
-class CountedStore(dist.Store):
-    """Passes on to a store shared by the threads of a test, and counts the bytes of one rank's messages."""
-
-    def __init__(self, inner: dist.Store) -> None:
-        super().__init__()
-        self.inner, self.operations, self.bytes = inner, 0, 0
-
-    def _count(self, *texts: str | bytes) -> None:
-        self.operations, self.bytes = self.operations + 1, self.bytes + sum(map(len, texts))
-
-    def set(self, key, value):
-        self._count(key, value)
-        self.inner.set(key, value)
-
-    def get(self, key):
-        value = self.inner.get(key)
-        self._count(key, value)
-        return value
-
-    def add(self, key, value):
-        self._count(key, "12345678")
-        return self.inner.add(key, value)
-
-    def check(self, keys):
-        self._count(*keys)
-        return self.inner.check(keys)
-
-    def wait(self, keys, timeout):
-        self._count(*keys)
-        self.inner.wait(keys, timeout)
-
-
-def rendezvous_bytes(world_size: int) -> list[int]:
-    """Bytes that each rank moves through the store to join a job with the ranks as threads."""
-    stores = [CountedStore(dist.HashStore()) for _ in range(world_size)]
-    with ThreadPoolExecutor(world_size) as pool:
-        for store in stores:
-            store.inner = stores[0].inner
-        seconds = timedelta(seconds=30)
-        joined = [
-            pool.submit(fresh_store, store, rank, world_size, seconds)
-            for rank, store in reversed(list(enumerate(stores)))
-        ]
-        for each in joined:
-            each.result()
-    assert max(store.operations for store in stores[1:]) < 40  # waits double, up to a second
-    return [store.bytes for store in stores]
-
-
-def test_a_rank_moves_as_many_bytes_to_join_whatever_the_number_of_ranks():
-    for world_size in (2, 8, 64):
-        leader, *others = rendezvous_bytes(world_size)
-        assert leader < 250 and max(others) < 2500
-
-
-def descriptors(rank: int, world_size: int, port: int) -> tuple:
-    """Sockets of this rank after it has joined, and made and used another group; the limit of descriptors."""
-    dist.destroy_process_group()
-    os.environ.pop("TORCH_GLOO_LAZY_INIT")
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_PORT=str(port))
-    before, runtime = sockets(), fastmp.init(backend="gloo", join_seconds=20)
-    group = dist.new_group()
-    for each in (None, group):
-        dist.all_reduce(torch.ones(1), group=each)
-    made = sockets() - before
-    dist.all_reduce(torch.ones(1))  # no rank leaves before; a barrier has neighbours of its own
-    runtime.close()
-    return made, resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
-
-
-def sockets() -> int:
-    folder, found = Path("/proc/self/fd"), 0
-    for name in os.listdir(folder):
-        with contextlib.suppress(OSError):
-            found += os.readlink(folder / name).startswith("socket:")
-    return found
-
-
-def test_descriptors_of_a_rank_do_not_grow_with_the_ranks_and_the_limit_is_raised():
-    """In each group gloo opens a listener and the two neighbours of a ring, not a pair with every rank."""
-    found = run_ranks(descriptors, 10, free_port())
-    assert all(raised for _, raised in found)
-    assert max(made for made, _ in found[1:]) <= 8  # the store's, and three of each group
-
-
-def first_message(rank: int, world_size: int) -> None:
-    """What a rank is told that sends the first message of a group to one that has gone."""
-    group = dist.new_group()
-    dist.barrier()
-    if rank == 1:
-        os._exit(0)
-    with pytest.raises(RuntimeError) as caught:
-        for _ in range(500):  # until the process is gone
-            time.sleep(0.02)
-            dist.all_reduce(torch.ones(1), group=group)
-    assert lost_peer(caught.value), caught.value
-    sys.stderr.write(f"gone: {world_size}\n")
-
-
-def test_the_first_message_to_a_rank_that_has_gone_fails_as_any_other(capfd):
-    with pytest.raises(RankError, match="rank 1 of 2 died without a report"):
-        run_ranks(first_message, 2)
-    assert "gone: 2" in capfd.readouterr().err
 
 
 def incarnations(rank: int, world_size: int, port: int) -> list[int]:
