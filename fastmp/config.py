@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from fastmp.durations import duration_seconds
 from fastmp.model_config import ACTIVATIONS as ACTIVATIONS
+from fastmp.model_config import EXCHANGE_OPTIONS as EXCHANGE_OPTIONS
 from fastmp.model_config import MOST_LAYERS as MOST_LAYERS
 from fastmp.model_config import Activation as Activation
 from fastmp.model_config import BertConfig as BertConfig

@@ -14,6 +14,7 @@ from fastmp.options import Checked, option
 
 __all__ = [
     "ACTIVATIONS",
+    "EXCHANGE_OPTIONS",
     "MOST_LAYERS",
     "Activation",
     "BertConfig",
@@ -338,9 +339,10 @@ class GPTConfig(Checked):
 
 
 _OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
+EXCHANGE_OPTIONS = ("dispatcher", "symmetric_capacity", "symmetric_overflow")  # of MoEConfig
 _OF_TRAINING_EXPERTS = {
     *("bias_update_rate", "aux_loss", "sequence_aux_loss", "z_loss", "jitter", "capacity_factor"),
-    *("drop_policy", "dispatcher", "symmetric_capacity", "symmetric_overflow"),
+    *("drop_policy", *EXCHANGE_OPTIONS),
 }
 
 

@@ -34,7 +34,13 @@ DENSE = SHARED | {
     "dp4": (4, {"optimizer.bucket-size": 500}),
 }
 EXPERTS = SHARED | {
-    "tp2 x ep2": (2, {"tp": 2, "ep": 2, "etp": 1, "parallel.sequence-parallel": None}),
+    "tp2 x ep2, symmetric": (
+        2,
+        {
+            **{"tp": 2, "ep": 2, "etp": 1, "parallel.sequence-parallel": None},
+            "model.moe.dispatcher": "symmetric",
+        },
+    ),
     "tp2 x pp2 x ep2": (4, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
     "etp2 x ep2": (4, {"tp": 2, "ep": 2, "etp": 2, "optimizer.bucket-size": 500}),
 }
@@ -73,7 +79,7 @@ def run(quick: bool) -> Outcome:
     for name in ["mixtral"] if quick else MODELS:
         options, layouts, follows = MODELS[name]
         if quick:
-            layouts = {each: layouts[each] for each in ("tp2 x ep2", "pp2 x vpp2")}
+            layouts = {each: layouts[each] for each in ("tp2 x ep2, symmetric", "pp2 x vpp2")}
         with tempfile.TemporaryDirectory() as folder:
             _run_model(name, options, layouts, follows, Path(folder), outcome)
     return outcome

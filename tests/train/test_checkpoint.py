@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import pytest
@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
 
-from fastmp.config import GPTConfig
+from fastmp.config import GPTConfig, MoEConfig
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.testing.ranks import run_ranks
@@ -760,3 +760,39 @@ def test_configurations_of_others_are_not_compared():
 
     assert described(Config()) == {}
     assert described(GPTConfig())["description"]["num_layers"] == 4
+
+
+MOE = GPTConfig(moe=MoEConfig(num_experts=4, dispatcher="symmetric", symmetric_capacity=2.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "differ"),
+    [
+        ({"dispatcher": "alltoall", "symmetric_capacity": None}, ""),
+        ({"symmetric_overflow": "rerun"}, ""),
+        ({"top_k": 1}, r"saved with moe\.top_k=2; this run has moe\.top_k=1$"),
+    ],
+)
+def test_a_layout_may_need_another_dispatcher(tmp_path, changes, differ):
+    """Symmetric memory is for one machine: the same run goes on over several by all-to-all."""
+    Checkpointer(tmp_path, **described(MOE)).save(1, state(tensors(1)), {})
+    now = replace(MOE, moe=replace(MOE.moe, **changes))
+    again = Checkpointer(tmp_path, **described(now))
+    if not differ:
+        assert again.load(state(tensors(0))).step == 1
+        return
+    with pytest.raises(CheckpointError, match=differ):
+        again.load(state(tensors(0)))
+
+
+def test_a_table_that_has_grown_takes_its_defaults(tmp_path):
+    """A checkpoint of before an option of experts was there is one with its default."""
+    older = described(MOE)
+    del older["description"]["moe"]["drop_policy"]
+    Checkpointer(tmp_path, **older).save(1, state(tensors(1)), {})
+    assert Checkpointer(tmp_path, **described(MOE)).load(state(tensors(0))).step == 1
+    other = replace(MOE, moe=replace(MOE.moe, capacity_factor=1.0, drop_policy="position"))
+    with pytest.raises(
+        CheckpointError, match=r"moe\.drop_policy=probs; this run has .*moe\.drop_policy=position"
+    ):
+        Checkpointer(tmp_path, **described(other)).load(state(tensors(0)))

@@ -332,6 +332,12 @@ def described(config: Any) -> dict[str, dict[str, Any]]:
     defaults: dict[str, Any] = {f.name: f.default for f in fields(config) if f.default is not MISSING}
     for name, value in defaults.items():
         defaults[name] = _plain(value)
+    for each in fields(config):  # of a table in it, by names with dots
+        table = getattr(config, each.name)
+        if is_dataclass(table):
+            defaults |= {
+                f"{each.name}.{f.name}": f.default for f in fields(table) if f.default is not MISSING
+            }
     return {"description": _plain(config), "defaults": defaults}
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from fastmp.config import EXCHANGE_OPTIONS
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.train.checkpoint.directory import whole_manifest
 from fastmp.train.checkpoint.files import verify
@@ -27,6 +28,8 @@ from fastmp.train.checkpoint.storage import CheckpointReader, LoadParts, Parts
 __all__ = ["agree", "choose", "check", "read", "same_on_all"]
 
 T = TypeVar("T")
+# Symmetric memory is for one machine, so another layout may need another dispatcher.
+_OF_LAYOUT = {f"moe.{name}" for name in EXCHANGE_OPTIONS}
 _MESSAGE = 1000  # bytes of a problem that ranks tell each other
 Group = dist.ProcessGroup | None
 
@@ -134,7 +137,7 @@ def check(
     left = [name for name, is_wanted in zip(saved, wanted.tolist()) if not is_wanted]
 
     def own() -> None:
-        _check_same(path, {**defaults, **manifest.description}, description)
+        _check_same(path, manifest.description, description, defaults)
         check_types(f"{path / MANIFEST}: scalars", manifest.scalars, scalars)
         others = [name for name in left if name.partition("/")[0] not in kinds]
         for name in sorted([*others, *(name for name in state if name not in optional)]):
@@ -152,6 +155,15 @@ def read(path: Path, manifest: Manifest, wanted: Mapping[str, Parts]) -> None:
     reader.read_data(planner.create_local_plan(), planner)
 
 
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the entries of nested tables under their names with dots."""
+    found: dict[str, Any] = {}
+    for key, value in facts.items():
+        inner = isinstance(value, Mapping) and value
+        found |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
+
+
 def form(tensor: SavedTensor | Parts | None) -> tuple[tuple[int, ...], torch.dtype] | str:
     """Shape and dtype of a tensor of the whole model."""
     if tensor is None:
@@ -159,10 +171,14 @@ def form(tensor: SavedTensor | Parts | None) -> tuple[tuple[int, ...], torch.dty
     return tensor.shape, DTYPES[tensor.dtype] if isinstance(tensor, SavedTensor) else tensor.dtype
 
 
-def _check_same(path: Path, saved: dict[str, Any], current: Mapping[str, Any]) -> None:
-    if saved == current:
-        return
+def _check_same(
+    path: Path, saved: Mapping[str, Any], current: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> None:
+    saved, current = {**_flat(defaults), **_flat(saved)}, _flat(current)
     differing = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    differing = [key for key in differing if key not in _OF_LAYOUT]
+    if not differing:
+        return
     theirs, ours = (
         ascii(", ".join(f"{key}={values.get(key, 'the default')}" for key in differing))[1:-1][:2000]
         for values in (saved, current)
