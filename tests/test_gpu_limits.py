@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+from gpu_ranks import run_launcher
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -62,6 +64,31 @@ def test_a_hang_fails_one_test_in_one_process_where_a_signal_ends_it(tmp_path):
     status, output = run(tmp_path, "-k", "signal or next")
     assert status == 1 and "test_hangs_where_no_signal_ends_it: no signal ends it; run GPU tests" in output
     assert "passed" not in output
+
+
+LAUNCHER = """
+import pathlib, subprocess, sys
+ranks = [subprocess.Popen(["sleep", "600"], start_new_session=True) for _ in range(2)]
+pathlib.Path(sys.argv[1]).write_text(" ".join(str(rank.pid) for rank in ranks))
+sys.exit([rank.wait() for rank in ranks][0])
+"""
+
+
+@pytest.mark.full
+def test_no_rank_outlives_a_launcher_that_takes_too_long(tmp_path):
+    """torchrun gives each rank a session of its own."""
+    ranks = tmp_path / "ranks"
+    with pytest.raises(subprocess.TimeoutExpired):
+        run_launcher([sys.executable, "-c", LAUNCHER, str(ranks)], seconds=3)
+    _, alive = psutil.wait_procs(
+        [psutil.Process(pid) for pid in map(int, ranks.read_text().split()) if psutil.pid_exists(pid)], 10
+    )
+    assert [rank.status() for rank in alive] in ([], [psutil.STATUS_ZOMBIE] * len(alive))
+
+
+def test_a_launcher_that_fails_is_an_error():
+    with pytest.raises(subprocess.CalledProcessError):
+        run_launcher([sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def test_make_runs_gpu_tests_in_workers_after_their_kernels_are_compiled(tmp_path):
