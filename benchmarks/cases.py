@@ -189,6 +189,11 @@ def sweep(workloads: tuple[Workload, ...], device: str) -> list[Any]:
 
 
 def is_first(case: partial) -> bool:
-    """Return whether a case that `sweep` made has the first shape and dtype of its workload."""
+    """Return whether a case that `sweep` made has the first shape and dtype of its workload.
+
+    On a GPU bfloat16 comes first.
+    """
     work, shape, dtype, device = case.args
-    return shape == work.shapes(device)[0] and dtype == work.dtypes[0]
+    on_gpu = torch.device(device).type == "cuda"
+    first = torch.bfloat16 if on_gpu and torch.bfloat16 in work.dtypes else work.dtypes[0]
+    return shape == work.shapes(device)[0] and dtype == first

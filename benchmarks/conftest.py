@@ -1,13 +1,18 @@
 """Plugin of `pytest benchmarks/ --benchmark-only`; its last table has the columns that count.
 
-All rivals of a case run in turn in one process. pytest-benchmark is given those times, one test a rival. On a
-CPU only the first shape and dtype of every workload run, which takes minutes on two cores; `--all` runs them
-all.
+All rivals of a case run in turn in one process. pytest-benchmark is given those times, one test a rival. By
+default each family runs its first workload at one shape and dtype, which takes minutes; `--full` runs the
+rest. Benchmarks have no time limit, and .benchmarks/last.json has all rows so far after every test.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,7 +24,7 @@ from benchmarks.measure import environment, measure_ceilings
 from benchmarks.report import size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SECONDS = 8.0  # of rounds for a case in one direction, on a CPU
+SECONDS, SECONDS_FULL = 2.0, 8.0  # of rounds for a case in one direction, after the third; --full
 
 
 class Replay:
@@ -48,7 +53,13 @@ CEILINGS = pytest.StashKey()
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="on a CPU: all shapes and dtypes, not only the first")
+    with suppress(ValueError):  # tests/conftest.py has it as well
+        parser.addoption("--full", action="store_true", help="all workloads, shapes and dtypes")
+
+
+def pytest_report_header(config):
+    which = "all workloads" if config.getoption("--full") else "a workload of each family (--full: all)"
+    return f"fastmp: {which} on {DEVICE}; results so far are in {_results_path(config)}"
 
 
 def pytest_collect_file(file_path, parent):
@@ -59,12 +70,58 @@ def pytest_collect_file(file_path, parent):
 
 
 def pytest_collection_modifyitems(config, items):
-    if DEVICE != "cpu" or config.getoption("--all"):
+    ours = [item for item in items if item.path.name.startswith("bench_")]
+    if config.pluginmanager.hasplugin("timeout"):
+        for item in ours:
+            item.add_marker(pytest.mark.timeout(0))  # none: that of pyproject.toml would end the process
+    if config.getoption("--full"):
         return
-    more = [i for i in items if hasattr(i, "callspec") and not is_first(i.callspec.params["case"])]
+    swept = [item for item in ours if hasattr(item, "callspec")]
+    more = {item for item in swept if not is_quick(item.callspec.params["case"], item.module)}
     if more:
-        config.hook.pytest_deselected(items=more)
+        config.hook.pytest_deselected(items=list(more))
         items[:] = [item for item in items if item not in more]
+
+
+def is_quick(case: partial, family: ModuleType) -> bool:
+    """Return whether a case is of the family's first workload, at its first shape and dtype."""
+    return is_first(case) and case.args[0] is family.WORKLOADS[0]
+
+
+class Results:
+    """A file of all benchmarks so far, which `benchmarks.report` reads; whole whenever the process ends."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self.environment = config, environment(DEVICE)
+
+    def write(self) -> None:
+        made = [b.as_dict(include_data=False) for b in self.config._benchmarksession.benchmarks if b]
+        if not made:
+            return
+        content = {"environment": self.environment, "benchmarks": made}
+        if ceilings := self.config.stash.get(CEILINGS, None):
+            content["ceilings"] = vars(ceilings)
+        path = _results_path(self.config)
+        path.parent.mkdir(exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        part.replace(path)
+
+
+def _results_path(config: pytest.Config) -> Path:
+    return config.rootpath / ".benchmarks" / "last.json"
+
+
+@pytest.fixture(scope="session")
+def _results(request):
+    return Results(request.config)
+
+
+@pytest.fixture(autouse=True)
+def _written(_results):
+    """Write the results after each benchmark."""
+    yield
+    _results.write()
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +132,8 @@ def ceilings():
 class _Comparisons:
     """The last comparison, for the rivals of one case and direction are tests that follow each other."""
 
-    def __init__(self, ceilings):
-        self.ceilings = ceilings
+    def __init__(self, ceilings, seconds):
+        self.ceilings, self.seconds = ceilings, seconds
         self.case: Case | None = None
         self.by_direction: dict[str, Comparison] = {}
 
@@ -84,7 +141,7 @@ class _Comparisons:
         if case is not self.case:
             self.case, self.by_direction = case, {}
         if direction not in self.by_direction:
-            seconds = SECONDS if DEVICE == "cpu" else 2 * SECONDS
+            seconds = self.seconds if DEVICE == "cpu" else 2 * self.seconds  # as called, and in a graph
             compared = compare(case, direction, self.ceilings, DEVICE, seconds=seconds)
             self.by_direction[direction] = compared
         return self.by_direction[direction]
@@ -93,7 +150,7 @@ class _Comparisons:
 @pytest.fixture(scope="session")
 def comparisons(ceilings, request):
     request.config.stash[CEILINGS] = ceilings
-    return _Comparisons(ceilings)
+    return _Comparisons(ceilings, SECONDS_FULL if request.config.getoption("--full") else SECONDS)
 
 
 @pytest.fixture(name="compare")
@@ -162,3 +219,4 @@ def pytest_terminal_summary(terminalreporter, config):
             write(_line(info) + (f"  [{info['timing']}]" if info["timing"] != first["timing"] else ""))
     for reason in sorted(set(peers.ABSENT.values())):
         write(f"absent: {reason}")
+    write(f"python -m benchmarks.report {_results_path(config)} makes a report of these results")

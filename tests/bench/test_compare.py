@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -110,13 +111,33 @@ def test_peers_say_why_they_are_absent(monkeypatch):
     assert peers.peer(peers.TE, "json:dumps", "cuda") is json.dumps
 
 
-def test_only_the_first_shape_and_dtype_run_on_a_cpu_by_default():
+def test_only_the_first_shape_and_dtype_run_by_default():
     from benchmarks.cases import Workload, is_first, sweep
 
     work = Workload("x", lambda *a: None, cpu=((1,), (2,)), cuda=((3,),), rivals=("fastmp", "torch eager"))
     cases = [parameter.values[0] for parameter in sweep((work,), "cpu")]
     assert len(cases) == 2 * 2 * 2 * 2 and sum(map(is_first, cases)) == 2 * 2
-    assert [c.args[1] for c in cases if is_first(c)] == [(1,)] * 4
+    assert [c.args[1:3] for c in cases if is_first(c)] == [((1,), torch.float32)] * 4
+    cases = [parameter.values[0] for parameter in sweep((work,), "cuda")]
+    assert [c.args[1:3] for c in cases if is_first(c)] == [((3,), torch.bfloat16)] * 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_default_set_has_every_family(device):
+    """The first workload of each, with all of its rivals; a third of what `--full` runs at most."""
+    from benchmarks.cases import families, sweep
+    from benchmarks.conftest import is_quick
+
+    quick, every = 0, 0
+    for name, family in families().items():
+        swept = sweep(family.WORKLOADS, device)
+        chosen = [case for case in swept if is_quick(case.values[0], family)]
+        assert bool(chosen) == bool(family.WORKLOADS), name
+        if chosen:
+            work = family.WORKLOADS[0]
+            assert [c.values[1:] for c in chosen] == [(r, d) for d in work.directions for r in work.rivals]
+        quick, every = quick + len(chosen), every + len(swept)
+    assert quick < every / 3
 
 
 def test_goals_are_those_of_the_page_size_and_of_memory(tiny_case, ceilings, tmp_path):
@@ -155,25 +176,51 @@ def make(*arguments):
     del case.rivals["torch.compile"]
     return case
 
-WORK = Workload("tiny", make, ((8, 16, "tanh"), (8, 32, "tanh")), (), (OURS, EAGER, LIGER))
+SHAPES = ((8, 16, "tanh"), (8, 32, "tanh"))
+WORKLOADS = [Workload(name, make, SHAPES, (), (OURS, EAGER, LIGER)) for name in ("tiny", "second")]
 
-@pytest.mark.parametrize(("case", "rival", "direction"), sweep((WORK,), "cpu"))
+@pytest.mark.parametrize(("case", "rival", "direction"), sweep(WORKLOADS, "cpu"))
 def test_tiny(compare, case, rival, direction):
     compare(case(), rival, direction)
 """
+KILLED = """
+def test_outlives_the_time_limit():
+    time.sleep(3)
+
+def test_is_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def pytest_of(folder, *options, **settings):
+    """Run the benchmarks in a folder; the process ends itself where one of them says so."""
+    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.conftest", "--rootdir", str(folder)]
+    command += ["-c", str(folder / "pytest.ini"), "-ra", *options, str(folder)]
+    (folder / "pytest.ini").write_text("[pytest]\ntimeout = 2\ntimeout_method = thread\n")
+    # pytest-benchmark measures nothing where it finds itself among several workers
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_leaves_its_results(tmp_path):
+    """And the time limit of tests is none of benchmarks."""
+    (tmp_path / "bench_tiny.py").write_text("import os, signal, time" + BENCH + KILLED)
+    done = pytest_of(tmp_path)
+    assert done.returncode == -signal.SIGKILL and "Timeout" not in done.stdout + done.stderr
+    read = report.read(tmp_path / ".benchmarks" / "last.json")
+    assert [timing.rival for timing in read.timings] == ["fastmp", "torch eager"] * 2
+    assert "bias_gelu tanh" in report.markdown([read]) and read.ceilings["copy_gbs"] > 0
 
 
 @pytest.mark.full
 def test_pytest_prints_the_table_and_writes_it_as_json(tmp_path):
     (tmp_path / "bench_tiny.py").write_text(BENCH)
-    command = [sys.executable, "-m", "pytest", "-p", "benchmarks.conftest", "--rootdir", str(tmp_path)]
-    command += ["-c", os.devnull, "--benchmark-json", str(tmp_path / "out.json"), str(tmp_path)]
-    # pytest-benchmark measures nothing where it finds itself among several workers
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = pytest_of(tmp_path, "--benchmark-json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed, 2 skipped, 18 deselected" in done.stdout
+    assert "4 passed, 2 skipped, 42 deselected" in done.stdout
+    assert "SKIPPED" in done.stdout and "Liger is not among the rivals here" in done.stdout
     assert "measured first: copy" in done.stdout
     printed = [line.split() for line in done.stdout.splitlines() if line.startswith("  fastmp ")]
     assert len(printed) == 2 and all("floor" in words and "extra" in words for words in printed)
