@@ -94,6 +94,31 @@ def test_autocast_gives_what_it_gives_transformers(family, dtype):
     assert_same(under_autocast(**batch), expected, 1e-5 if dtype == torch.float32 else 3e-2)
 
 
+ROTATED = ["llama", *full(["qwen3_moe", "gpt_oss", "deepseek_v3"])]
+
+
+@pytest.mark.parametrize("family", ROTATED)
+@pytest.mark.parametrize(
+    ("weights", "dtype"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)], ids=str
+)
+def test_weights_of_16_bits_under_the_other_autocast(family, weights, dtype):
+    """A checkpoint in FP16 with bf16=True, and the reverse."""
+    model, batch = model_of(family, weights, **EVERY_EXPERT.get(family, {})), batch_of(family)
+    with torch.autocast("cpu", dtype=dtype):
+        expected = step(model, **batch)
+        fastmp.accelerate(model)
+        assert_same(step(model, **batch), expected, 3e-2)
+
+
+def test_a_router_whose_groups_have_too_few_experts_stays():
+    """As the common tests of transformers configure DeepSeek-V3."""
+    model, batch = model_of("deepseek_v3", num_experts_per_tok=8, topk_group=1), batch_of("deepseek_v3")
+    expected = step(model, **batch)
+    table = fastmp.accelerate(model)
+    assert table.kept["DeepseekV3TopkRouter"].startswith("a token's 8 experts are more than there are in 1")
+    assert_same(step(model, **batch), expected, 1e-5)
+
+
 @pytest.mark.parametrize("family", MOST)
 def test_it_compiles_in_one_graph(family):
     model, batch = model_of(family, use_cache=False), batch_of(family)

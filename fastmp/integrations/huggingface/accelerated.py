@@ -273,8 +273,12 @@ def restore(model: nn.Module) -> None:
 
 def _pretrained(caller: str, model: nn.Module) -> Any:
     """The outermost model of transformers in `model`."""
-    import transformers
-
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":  # one of its own imports
+            raise
+        raise ValueError(f"{caller}: transformers is not installed; pip install 'transformers>=5'") from None
     name = type(model).__name__
     found = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     if not found:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmp.integrations.huggingface.logits import lazy_logits
-from fastmp.integrations.huggingface.parts import Part, class_with
+from fastmp.integrations.huggingface.parts import Part, class_with, of_numbers
 from fastmp.ops import linear_cross_entropy
 from fastmp.ops.registry import compute_dtype
 
@@ -69,6 +69,8 @@ class CausalLM(Part):
             return "its head has a forward of its own, set on the module"
         if not isinstance(head, nn.Linear) or type(head).__name__ != "Linear":
             return f"its head is {type(head).__name__}, not nn.Linear"
+        if why := of_numbers(head):
+            return f"of its head, {why}"
         return cls.why_not_loss(module)
 
     @classmethod

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Mapping
+from functools import reduce
 from inspect import signature
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmp.ops import rope_qk, topk_router
+from fastmp.ops.checks import FLOATING
+from fastmp.ops.registry import compute_dtype
 
 FORMS = {  # activations by their classes in transformers and torch: the form that fastmp's ops call them
     "SiLUActivation": "silu",
@@ -75,9 +78,22 @@ def class_with(original: type[nn.Module], part: type[Part]) -> type[Any]:
     return _MADE[original, part]
 
 
+def of_numbers(module: Any, epsilon: float = 0.0) -> str | None:
+    """Return why an op of fastmp does not take a module's weight and epsilon, or None."""
+    if type(module.weight) not in (Tensor, nn.Parameter):
+        return f"its weight is a {type(module.weight).__name__}, which may be quantized"
+    if module.weight.dtype not in FLOATING:
+        return f"its weight is {module.weight.dtype}, which fastmp's ops do not compute in"
+    return None if epsilon >= 0 else f"its epsilon is {epsilon}"
+
+
 class RMSNorm(Part):
     by = "fastmp.ops.rms_norm"
     needs = ("weight", "variance_epsilon")
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        return of_numbers(module, module.variance_epsilon)
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         return self.normalised(hidden_states, self.weight)
@@ -104,7 +120,7 @@ class LayerNorm(Part):
     def why_not(cls, module: Any) -> str | None:
         if module.weight is None or len(module.normalized_shape) != 1:
             return "has no weight, or normalises over several dimensions"
-        return None
+        return of_numbers(module, module.eps)
 
     def forward(self: Any, input: Tensor) -> Tensor:
         # autocast of a GPU makes layer norms in float32, and torch has its own rules for mixed dtypes
@@ -150,6 +166,17 @@ class GroupedRouter(Part):
         *("norm_topk_prob", "routed_scaling_factor"),
     )
 
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        experts, groups, opened, k = len(module.weight), module.num_group, module.topk_group, module.top_k
+        if groups < 1 or experts % groups or not 1 <= opened <= groups:
+            return (
+                f"a token's {opened} of {groups} groups of {experts} experts, which topk_router does not have"
+            )
+        if not 1 <= k <= experts // groups * opened:
+            return f"a token's {k} experts are more than there are in {opened} groups of {experts // groups}"
+        return None
+
     def forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = F.linear(tokens.float(), self.weight.float())
@@ -191,13 +218,33 @@ def _rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
     half = q.shape[-1] // 2
-    if q.shape[-1] not in (cos.shape[-1], 2 * cos.shape[-1]):
-        raise ValueError(f"accelerate: {cos.shape[-1]} rotary positions do not fit heads of {q.shape[-1]}")
     cos, sin = cos[..., :half], sin[..., :half]
+    dtypes = {x.dtype for x in (q, k, cos, sin)}
+    if q.dtype != k.dtype or not dtypes <= {q.dtype, compute_dtype(q.dtype)}:
+        # e.g. BF16 queries and FP16 tables, of an FP16 model under BF16 autocast: the product is FP32
+        dtype = reduce(torch.promote_types, dtypes)
+        q, k, cos, sin = (x.to(dtype) for x in (q, k, cos, sin))
     if unsqueeze_dim == 2:
         return rope_qk(q, k, cos, sin, interleaved=interleaved)
     q, k = rope_qk(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)
     return q.transpose(1, 2), k.transpose(1, 2)
+
+
+def _or_else(ours: Any, theirs: Any) -> Any:
+    """Return a function that calls `ours` with tensors that `rope_qk` takes, and `theirs` with others."""
+
+    def rotate_either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        usual = (
+            q.dim() == k.dim() == 4
+            and q.shape[-1] == k.shape[-1] in (cos.shape[-1], 2 * cos.shape[-1])
+            and cos.dim() == 3
+            and cos.shape == sin.shape
+            and kwargs.get("unsqueeze_dim", 1) in (1, 2)
+            and not (cos.requires_grad or sin.requires_grad)  # positions that are learnt
+        )
+        return (ours if usual else theirs)(q, k, cos, sin, *args, **kwargs)
+
+    return rotate_either
 
 
 class Attention(Part):
@@ -221,7 +268,7 @@ class Attention(Part):
                 raise AttributeError(f"{name} of {', '.join(wanted)}")
         # without __name__ a compiler looks globals up in this dict, not in the file of that name
         scope = {name: value for name, value in forward.__globals__.items() if name != "__name__"}
-        scope |= cls.functions
+        scope |= {name: _or_else(ours, scope[name]) for name, ours in cls.functions.items()}
         made = types.FunctionType(
             forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__
         )
