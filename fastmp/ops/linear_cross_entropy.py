@@ -57,6 +57,9 @@ _FEW_LOGITS = 1 << 20  # to take two ops for: 4 MiB in fp32
 _WIDENED = 1 << 22  # elements of the logits' gradient that a CPU converts to fp32 at a time
 
 
+_SPENT = (
+    "linear_cross_entropy: with loss_grad or a reduction gradients exist once: there is no second backward"
+)
 _OPTIONS = (
     "int vocab_start, int vocab_size, int ignore_index, float label_smoothing, float z_loss, int workspace"
 )
@@ -126,6 +129,7 @@ def _setup_unknown(ctx, inputs, output):
     _, lse, *kept = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
+    ctx.spent = False
     hidden = kept[1] if len(kept) > 1 else hidden
     ctx.save_for_backward(hidden, weight, bias, target, token_weight, lse, kept[0] if kept else None)
 
@@ -145,6 +149,11 @@ def _backward_unknown(ctx, grad_loss, *_):
     else:
         tokens = Tokens(target, token_weight, grad_loss, lse)
         with without_autocast(hidden.device.type), torch.no_grad():
+            if kept is not None and ctx.spent:  # the first backward pass has overwritten them
+                kept = F.linear(hidden, weight, bias)
+            elif kept is not None and not torch._C._are_functorch_transforms_active():
+                kept = kept.data  # whose version autograd does not look at in a second one
+            ctx.spent = True
             grads = make_loss_gradients(
                 hidden, weight, bias, tokens, main_grad, job.options, job.shards, job.wanted, kept
             )
@@ -178,10 +187,7 @@ def _backward_known(ctx, grad_loss, *_):
         return (None,) * 8
     refuse_create_graph("linear_cross_entropy")
     if ctx.spent:
-        raise RuntimeError(
-            "linear_cross_entropy: with loss_grad or a reduction the gradients exist once: "
-            "there is no second backward"
-        )
+        raise RuntimeError(_SPENT)
     target, loss_grad, *grads = ctx.saved_tensors
     if ctx.job.reduction == "none":
         require_promise("linear_cross_entropy", grad_loss, loss_grad, target == ctx.job.options.ignore_index)
@@ -215,6 +221,18 @@ def _of_each(loss_grad: Tensor | float, targets: Tensor, dtype: torch.dtype) -> 
     if isinstance(loss_grad, Tensor):
         return loss_grad.reshape(-1).to(dtype)
     return torch.full(targets.shape, loss_grad, dtype=dtype, device=targets.device)
+
+
+def _hand_out_once(node: Any) -> None:
+    """Let a second backward pass through `node` raise what it raises where logits are many."""
+    spent: list[bool] = []
+
+    def check(_: Any) -> None:
+        if spent:
+            raise RuntimeError(_SPENT)
+
+    node.register_prehook(check)
+    node.register_hook(lambda *_: spent.append(True))
 
 
 def _of_few_logits(
@@ -266,8 +284,10 @@ def _of_few_logits(
     options = columns, ignore_index, label_smoothing, z_loss
     if recorded and loss_grad is not None:
         promised = _of_each(loss_grad, target, compute_dtype(hidden.dtype))
-        return OPS["cross_entropy_loss_grad_"](logits, target, promised, None, *options)
-    loss = OPS["cross_entropy"](logits, target, None, None, 0, *options, True, divisor)[0]
+        loss = OPS["cross_entropy_loss_grad_"](logits, target, promised, None, *options)
+        _hand_out_once(loss.grad_fn)
+        return loss
+    loss = OPS["cross_entropy"](logits, target, None, None, 0, *options, False, divisor)[0]
     return loss if may_look else reduced(loss, target, None, ignore_index, reduction)
 
 
@@ -355,7 +375,8 @@ def linear_cross_entropy(
         reduction: as in `cross_entropy`. With "mean" or "sum" the forward pass makes the gradients, as with
             `loss_grad`, and the backward pass scales them by what the loss receives, once. In bfloat16 that
             rounds them again unless it is a power of two. With a `main_grad`, or in float16, whose range
-            needs the scale first, the logits are made twice instead.
+            needs the scale first, the logits are made twice instead. A second backward pass then, or with
+            "none", makes them again.
         loss_grad: the gradient that the loss of every token will receive, (...) or one number for all: 1
             where the losses are summed. Then the forward pass makes the gradients too, for 3/4 of the
             operations and no logits made twice, and adds to `main_grad` already (where logits are few, the

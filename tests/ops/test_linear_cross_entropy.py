@@ -218,17 +218,31 @@ def test_a_second_derivative_is_refused(known):
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
-def test_a_second_backward_over_kept_logits_is_refused():
-    hidden, weight, target, _ = problem()
-    loss = linear_cross_entropy(hidden, weight, target).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    expected = hidden.grad.clone()
-    loss = linear_cross_entropy(hidden, weight, target, workspace=4 * V * 8).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()  # recomputed logits are there as often as they are wanted
-    torch.testing.assert_close(hidden.grad, 3 * expected)
+ONCE = {"few": {}, **{name: {"workspace": size} for name, size in (("one", 1 << 20), ("some", 4 * V * 8))}}
+
+
+@pytest.mark.parametrize("chunks", ONCE)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "mean"}, {"reduction": "sum"}, {"loss_grad": 1.0}],
+    ids=lambda o: "-".join(o),
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_a_second_backward_is_the_first_one_again_or_says_why_not(dtype, options, chunks):
+    """In every number of chunks, also the ways for few logits; never torch's message for overwritten ones."""
+    hidden, weight, target, _ = problem(dtype, tokens=(22,))
+    loss = linear_cross_entropy(hidden, weight, target, **options, **ONCE[chunks]).sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    early = dtype != torch.float16 and "reduction" in options and chunks != "few"
+    if early or "loss_grad" in options:
+        with pytest.raises(RuntimeError, match=r"linear_cross_entropy: .*: there is no second backward"):
+            torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+        return
+    for _ in range(2):
+        for found, expected in zip(
+            torch.autograd.grad(loss, (hidden, weight), retain_graph=True), first, strict=True
+        ):
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
