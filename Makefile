@@ -71,14 +71,14 @@ test-oldest: SETUP = $(PYTHON_OLDEST) .ci/environment.py --venv .venv-oldest --t
 test-oldest:
 	$(call run_tests,test,--full)
 
-# The quick set and all cubins, in an environment with the newest torch, Triton and NumPy that pip finds. 6 GB where
+# The quick set, and cubins for all GPUs, in an environment with the newest torch, Triton and NumPy that pip finds. 6 GB where
 # that torch is one with CUDA; CUDA C++ is left out.
 test-newest: VENV := .venv-newest/bin/python
 test-newest: export FASTMP_CUDA := 0
 test-newest: SETUP = $(PYTHON) .ci/environment.py --venv .venv-newest --torch newest
 test-newest:
 	$(call run_tests,test,)
-	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest tests/ops/test_cubins.py --exhaustive
+	CUDA_VISIBLE_DEVICES= $(VENV) -m pytest tests/ops/test_cubins.py --full -m full $(WORKERS) $(PYTEST)
 
 # The C++ kernels of every instruction set, those of CUDA on a CPU, replays of graphs and the host module, under the
 # address and undefined-behaviour sanitizers; exchanges between threads, under the thread sanitizer.

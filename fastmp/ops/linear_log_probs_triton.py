@@ -25,9 +25,7 @@ from fastmp.ops.registry import compute_dtype
 
 @jit
 def _load_scale(scale, row):
-    """Load the inverse temperature of a row: NaN unless it is positive, None where there is none."""
-    if scale is None:
-        return None
+    """Load the inverse temperature of a row: NaN unless it is positive."""
     factor = tl.load(scale + row)
     return tl.where(factor > 0, factor, float("nan"))
 
@@ -42,7 +40,7 @@ def stats_kernel(
     base, begin = row_start(logits, row, row_stride, VEC)
     column = tl.load(target + row) - vocab_start
     target_logit = tl.load(base + begin + column, mask=(column >= 0) & (column < real), other=0.0)
-    factor = _load_scale(scale, row)
+    factor = None if scale is None else _load_scale(scale, row)
     top, total, weighted = row_stats(
         base, begin, begin + real, factor, ACC, False, WITH_ENTROPY, BLOCK, VEC, ""
     )
@@ -65,7 +63,7 @@ def grad_kernel(
     wanted = tl.load(target + row)
     live = wanted != ignore_index
     row_top, row_log_total = tl.load(top + row), tl.load(log_total + row)
-    factor = _load_scale(scale, row)
+    factor = None if scale is None else _load_scale(scale, row)
     # d / d logit = share [at the target] - p (share + by_entropy (log p + entropy)), all times the scale
     share = scaled(tl.load(grad_log_prob + row), factor)
     spread = share

@@ -20,7 +20,7 @@ import torch
 from fastmp.ops import OPS, adamw, cross_entropy_triton
 from fastmp.testing.cubins.accesses import unordered
 from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
-from fastmp.testing.cubins.check import broken, check_case
+from fastmp.testing.cubins.check import TUNED, broken, check_case
 from fastmp.testing.cubins.compiled import REGISTERS, launches, meta
 from fastmp.testing.cubins.facts import Facts
 from fastmp.testing.ops import samples
@@ -66,7 +66,8 @@ def test_keys_that_hold_their_places_take_one_reduction_a_round():
     for dtype in (torch.bfloat16, torch.float32):
         (launch,) = launches(*CASES["router deepseek-v2"][0](meta(dtype), torch.float32), 90)
         count[dtype] = launch.count(WARP)
-    rounds = ROUTERS["deepseek-v2"][1] * 2  # with those of the balancing loss
+    # with the rounds of the balancing loss; other releases keep some reductions that Triton 3.6 leaves out
+    rounds = ROUTERS["deepseek-v2"][1] * 2 if TUNED else 1
     assert count[torch.bfloat16] <= count[torch.float32] - rounds
 
 
