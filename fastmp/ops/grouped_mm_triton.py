@@ -1,7 +1,9 @@
 """Triton kernels of the grouped products, and their launches.
 
 The products over an expert's rows are a fixed number of programs that walk over the tiles of all experts;
-where those lie, each program finds out from `offsets` by itself. The rows of nobody are one more expert,
+where those lie, each program finds out from `offsets` by itself. Where the tile configuration leaves room
+(`overlaps_tiles`), the K steps of all tiles of a program are one loop, so that the next tile is loaded while
+this one is stored. The rows of nobody are one more expert,
 whose product has no terms. A tile may load rows of the next expert, but stores its own rows only.
 The gradient of the weights is one program a tile. There the rows are the terms, and a last block is loaded
 with zeros in place of rows of the next expert, which may be NaN.
@@ -34,11 +36,12 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.gated import activate
+from fastmp.ops.grouped_mm_epilogues import store_parts, store_sums
 from fastmp.ops.grouped_mm_tiles import (
     ROWS_EACH,
     WGRAD_ROWS_EACH,
     Blocks,
+    overlaps_tiles,
     product_blocks,
     row_class,
     wgrad_blocks,
@@ -70,6 +73,22 @@ def _tile_of(number, tiles_m, tiles_n, GROUP: tl.constexpr):
     height = tl.minimum(tiles_m - group * GROUP, GROUP)
     within = number % (GROUP * tiles_n)
     return group * GROUP + within % height, within // height
+
+
+@jit
+def _place_of(
+    tile, experts, ends, last_tiles, tiles_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's expert, where that expert's rows end, and the tile's first row and column."""
+    expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
+    start = tl.sum(tl.where(experts == expert - 1, ends, 0), 0)
+    first = tl.sum(tl.where(experts == expert - 1, last_tiles, 0), 0)
+    end = tl.sum(tl.where(experts == expert, ends, 0), 0)
+    tile_m, tile_n = _tile_of(tile - first, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP)
+    first_m = start + tile_m * BLOCK_M
+    first_n = tile_n * BLOCK_N
+    return expert, end, first_m, first_n
 
 
 @jit
@@ -111,104 +130,18 @@ def _load_weight(
     return block
 
 
-@jit
-def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
-    """Split a block into the left and the right half of its columns."""
-    return block.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
-
-
-@jit
-def _store_sums(
-    out, sums, ns, first_k, num_n, num_k, pitch, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Store a tile of a weight's gradient, or add it to `out`, in PARTS turns: fewer registers hold `out`."""
-    if PARTS == 1:
-        ks = first_k + tl.arange(0, BLOCK_K)
-        places = out + ns[:, None].to(tl.int64) * pitch * VECTOR + ks[None, :]
-        mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
-        if ACCUMULATE:
-            sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
-            if BLOCK_N * BLOCK_K < 512:  # several threads may have read what one of them overwrites
-                tl.debug_barrier()
-        tl.store(places, sums, mask=mask)
-    else:
-        HALF: tl.constexpr = BLOCK_K // 2
-        MORE: tl.constexpr = PARTS // 2
-        left, right = _halves(sums, BLOCK_N, HALF)
-        _store_sums(out, left, ns, first_k, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE)
-        _store_sums(
-            out, right, ns, first_k + HALF, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE
-        )
-
-
-@jit
-def _store_activated(
-    y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
-    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Store columns from `first_n` on of y = form(h), times `up` if GATED, and of h if it is kept."""
-    cols = first_n + tl.arange(0, BLOCK_N)
-    mask = (rows < end)[:, None] & (cols < width)[None, :]
-    num_n = 2 * width if GATED else width
-    if HAS_BIAS:
-        owned = (cols < width) & (expert < num_experts)
-        shift = bias + expert.to(tl.int64) * num_n + cols
-        acc += tl.load(shift, mask=owned, other=0.0).to(acc.dtype)[None, :]
-        if GATED:
-            up += tl.load(shift + width, mask=owned, other=0.0).to(acc.dtype)[None, :]
-    if KEEP:
-        kept = h + rows[:, None].to(tl.int64) * num_n + cols[None, :]
-        tl.store(kept, acc, mask=mask)
-        if GATED:
-            tl.store(kept + width, up, mask=mask)
-    if FORM != "none":
-        acc = activate(acc, FORM)
-    if GATED:
-        acc *= up
-    tl.store(y + rows[:, None].to(tl.int64) * width + cols[None, :], acc, mask=mask)
-
-
-@jit
-def _store_parts(
-    y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
-    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Call `_store_activated` in PARTS turns, so that what an activation needs fits into registers."""
-    if PARTS == 1:
-        _store_activated(
-            y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
-            BLOCK_N,
-        )  # fmt: skip
-    else:
-        HALF: tl.constexpr = BLOCK_N // 2
-        MORE: tl.constexpr = PARTS // 2
-        acc_left, acc_right = _halves(acc, BLOCK_M, HALF)
-        up_left, up_right = _halves(up, BLOCK_M, HALF)
-        _store_parts(
-            y, h, bias, expert, num_experts, acc_left, up_left, rows, end, first_n, width, FORM, GATED, KEEP,
-            HAS_BIAS, BLOCK_M, HALF, MORE,
-        )  # fmt: skip
-        _store_parts(
-            y, h, bias, expert, num_experts, acc_right, up_right, rows, end, first_n + HALF, width, FORM,
-            GATED, KEEP, HAS_BIAS, BLOCK_M, HALF, MORE,
-        )  # fmt: skip
-
-
 @limits(
     n_vectors=MOST_SIZE, k_vectors=MOST_SIZE, num_experts=MOST_EXPERTS, num_rows=MOST_COUNT,
-    programs=MOST_WALKING, lengths=MOST_COUNT, tiles=MOST_COUNT, group=MOST_SIZE, first_m=MOST_COUNT,
-    first_n=16 * MOST_SIZE,
+    programs=MOST_WALKING, lengths=MOST_COUNT, tiles=MOST_COUNT, owned=MOST_COUNT, turns=MOST_COUNT,
+    group=MOST_SIZE, first_m=MOST_COUNT, first_n=16 * MOST_SIZE,
 )  # fmt: skip
 @jit
 def grouped_mm_kernel(
     x, w, bias, offsets, y, h, num_rows, num_experts, n_vectors, k_vectors, x_pitch, w_jump, w_pitch,
     FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
-    K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    TRANSPOSED: tl.constexpr, FLAT: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr,
+    N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, W_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Store y = form(h), h = x times the weight of each row's expert, plus bias: num_n columns, num_k terms.
 
@@ -224,27 +157,28 @@ def grouped_mm_kernel(
     lengths = ends - starts
     tiles = tl.cdiv(lengths, BLOCK_M) * tiles_n
     last_tiles = tl.cumsum(tiles, 0)
-    for tile in range(tl.program_id(0), tl.max(last_tiles, 0), tl.num_programs(0)):
-        # Which expert's tile this is, and where it lies among that expert's rows and columns.
-        expert = tl.sum((last_tiles <= tile).to(tl.int32), 0)
-        start = tl.sum(tl.where(experts == expert - 1, ends, 0), 0)
-        first = tl.sum(tl.where(experts == expert - 1, last_tiles, 0), 0)
-        end = tl.sum(tl.where(experts == expert, ends, 0), 0)
-        tile_m, tile_n = _tile_of(tile - first, tl.cdiv(end - start, BLOCK_M), tiles_n, GROUP)
-        first_m = start + tile_m * BLOCK_M
-        first_n = tile_n * BLOCK_N
-        rows = first_m + tl.arange(0, BLOCK_M)
-        # The loop over terms: x[rows] times w[expert]^T; no terms for the rows of nobody.
+    PARTS: tl.constexpr = 1 if FORM == "none" else 4 if GATED and FORM == "gelu" else 2
+    steps = tl.cdiv(num_k, BLOCK_K)
+    pid, programs, num_tiles = tl.program_id(0), tl.num_programs(0), tl.max(last_tiles, 0)
+    first_tile = pid
+    if FLAT:
+        # 1. One loop over the K steps of all tiles of experts: loads of the next tile are issued while this
+        # one is stored. Its last step stores a tile, the next step begins another one.
+        owned = tl.sum(tl.where(experts < num_experts, tiles, 0), 0)
+        turns = tl.cdiv(tl.maximum(owned - pid, 0), programs) * steps
+        tile, step = pid - programs, steps - 1
+        expert, end, first_m, first_n = 0, 0, 0, 0
         acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
         up = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
-        steps = tl.where(expert < num_experts, tl.cdiv(num_k, BLOCK_K), 0)
-        for step in range(0, steps):
+        for _ in range(0, turns):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                tile += programs
+                expert, end, first_m, first_n = _place_of(
+                    tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
+                )
             first_k = step * BLOCK_K
-            if TMA:
-                a = x.load([first_m, first_k])
-            else:
-                ks = first_k + tl.arange(0, BLOCK_K)
-                a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
+            a = x.load([first_m, first_k])
             b = _load_weight(
                 w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
                 BLOCK_N, BLOCK_K,
@@ -256,10 +190,46 @@ def grouped_mm_kernel(
                     W_VECTOR, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 up = tl.dot(a, b, up, input_precision="ieee", out_dtype=COMPUTE)
+            if step == steps - 1:
+                store_parts(
+                    y, h, bias, expert, num_experts, acc, up, first_m + tl.arange(0, BLOCK_M), end, first_n,
+                    width, FORM, GATED, KEEP, HAS_BIAS, BLOCK_M, BLOCK_N, PARTS,
+                )  # fmt: skip
+                acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+                up = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        first_tile = owned + pid
+    # 2. A tile after another: where FLAT, those of the rows of nobody, which have no terms.
+    for tile in range(first_tile, num_tiles, programs):
+        expert, end, first_m, first_n = _place_of(
+            tile, experts, ends, last_tiles, tiles_n, BLOCK_M, BLOCK_N, GROUP
+        )
+        rows = first_m + tl.arange(0, BLOCK_M)
+        # The loop over terms: x[rows] times w[expert]^T.
+        acc = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        up = tl.zeros([BLOCK_M, BLOCK_N], COMPUTE)
+        if not FLAT:
+            for step in range(0, tl.where(expert < num_experts, steps, 0)):
+                first_k = step * BLOCK_K
+                if TMA:
+                    a = x.load([first_m, first_k])
+                else:
+                    ks = first_k + tl.arange(0, BLOCK_K)
+                    a = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
+                b = _load_weight(
+                    w, expert, first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED, W_VECTOR,
+                    BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
+                if GATED:
+                    b = _load_weight(
+                        w, expert, width + first_n, first_k, num_n, num_k, w_jump, w_pitch, TMA, TRANSPOSED,
+                        W_VECTOR, BLOCK_N, BLOCK_K,
+                    )  # fmt: skip
+                    up = tl.dot(a, b, up, input_precision="ieee", out_dtype=COMPUTE)
         # Epilogue: bias and activation in registers; only rows of this expert are stored.
-        _store_parts(
+        store_parts(
             y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
-            BLOCK_M, BLOCK_N, PARTS=1 if FORM == "none" else 4 if GATED and FORM == "gelu" else 2,
+            BLOCK_M, BLOCK_N, PARTS,
         )  # fmt: skip
 
 
@@ -309,7 +279,7 @@ def grouped_wgrad_kernel(
             a = _load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch, N_VECTOR)
             b = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-    _store_sums(
+    store_sums(
         out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch,
         K_VECTOR, ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
     )  # fmt: skip
@@ -416,6 +386,7 @@ def _plan_product(
     )  # fmt: skip
     constants = {
         "FORM": form, "GATED": gated, "KEEP": keep, "HAS_BIAS": has_bias, "TRANSPOSED": transposed,
+        "FLAT": tma and overlaps_tiles(arch, form, gated),
         "N_VECTOR": n_vector, "K_VECTOR": k_vector, "W_VECTOR": w_vector, "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.columns, "BLOCK_K": blocks.terms,
     }  # fmt: skip
@@ -444,6 +415,7 @@ def _product(
     tiles *= cdiv(num_rows, blocks.rows) + num_experts
     check_count("grouped_mm", "tiles", tiles)
     programs = num_programs(x, tiles, programs)
+    check_count("grouped_mm", "steps of a program", cdiv(tiles, programs) * cdiv(x_shape[1], blocks.terms))
     if constants["TMA"]:
         x = _descriptor(x, x_shape, x_strides, blocks.rows, blocks.terms)
         w_block = (blocks.terms, blocks.columns) if transposed else (blocks.columns, blocks.terms)

@@ -17,10 +17,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from fastmp.ops import OPS, adamw, cross_entropy_triton
+from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_triton
 from fastmp.testing.cubins.accesses import unordered
 from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
-from fastmp.testing.cubins.check import TUNED, broken, check_case
+from fastmp.testing.cubins.check import TUNED, broken, broken_product, check_case
 from fastmp.testing.cubins.compiled import REGISTERS, launches, meta
 from fastmp.testing.cubins.facts import Facts
 from fastmp.testing.ops import samples
@@ -76,6 +76,21 @@ def test_sizes_beyond_int32_change_nothing():
     found = [launches(*case(meta(torch.bfloat16), torch.float32, n), 90, 4)[0] for n in (1 << 20, 1 << 35)]
     few, many = ((launch.wide_loads, launch.wide_stores, launch.shared) for launch in found)
     assert few == many
+
+
+def test_a_grouped_gemm_of_two_loops_does_not_overlap_its_tiles(monkeypatch):
+    case, _ = CASES["grouped few"]
+    plan = grouped_mm_triton._plan_product.__wrapped__
+    monkeypatch.setattr(grouped_mm_triton, "_plan_product", plan)
+    monkeypatch.setattr(grouped_mm_triton, "overlaps_tiles", lambda *arguments: False)
+    (launch,) = launches(*case(meta(torch.bfloat16), torch.float32), 90)
+    assert [*broken_product(launch, narrow=False, apart=False)] == [
+        "not flattened, unlike the rule of `overlaps_tiles`"
+    ]
+    claimed = replace(launch, constants={**launch.constants, "FLAT": True})
+    assert [*broken_product(claimed, narrow=False, apart=False)] == [
+        "the next tile's loads are not issued before the store of this one"
+    ]
 
 
 @pytest.mark.parametrize("rows", [1 << 30, (1 << 30) + 1])

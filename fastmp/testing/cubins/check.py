@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 
 from fastmp.ops import _triton, grouped_mm_tiles
+from fastmp.ops.grouped_mm_tiles import overlaps_tiles
 from fastmp.ops.registry import compute_dtype
 from fastmp.testing.cubins.accesses import accesses, unordered
 from fastmp.testing.cubins.cases import CASES, WIDE
@@ -111,8 +112,33 @@ def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str
         names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
         blocks = grouped_mm_tiles.Blocks(*(launch.constants[name] for name in names))
         each = blocks.programs_each(launch.itemsize, launch.arch, launch.constants["GATED"])
+        yield from _not_overlapped(launch)
         if each != (fit := min(launch.resident, 8 // blocks.num_warps)):
             yield f"{each} programs are launched for a multiprocessor, on which {fit} fit"
+
+
+def _not_overlapped(launch: Launch) -> Iterator[str]:
+    """Yield what keeps a grouped GEMM from loading its next tile while it stores one, where it should."""
+    flat, code = launch.constants["FLAT"], launch.ttgir.splitlines()
+    expected = launch.constants["TMA"] and overlaps_tiles(
+        launch.arch, launch.constants["FORM"], launch.constants["GATED"]
+    )
+    if flat != expected:
+        yield f"{'flattened' if flat else 'not flattened'}, unlike the rule of `overlaps_tiles`"
+    if not flat:
+        return
+    # The one loop over K steps, from its head to the line that closes it.
+    start = next(n for n, line in enumerate(code) if "scf.for" in line)
+    indent = len(code[start]) - len(code[start].lstrip())
+    end = next(n for n in range(start + 1, len(code)) if code[n].startswith(" " * indent + "}"))
+    loads = [n for n in range(start, end) if "async_tma_copy_global_to_local" in code[n]]
+    stores = [n for n in range(start, end) if "tt.store" in code[n]]
+    nested = any("scf.for" in line for line in code[start + 1 : end])
+    if nested or not loads or not stores or max(loads) > min(stores):
+        yield "the next tile's loads are not issued before the store of this one"
+    wide = launch.constants["BLOCK_M"] >= 64 and not launch.constants["GATED"]
+    if launch.arch == 90 and wide and not any("pendings = 1" in line for line in code[start:end]):
+        yield "no wgmma stays in flight over a step"
 
 
 def _most(what: str, found: float, bound: float, *, unless: bool = False) -> Iterator[str]:

@@ -1,0 +1,92 @@
+"""Epilogues of the grouped GEMMs: bias, activation and store of a tile, in parts that fit into registers."""
+
+from __future__ import annotations
+
+from fastmp.ops._triton import jit, tl
+from fastmp.ops.gated import activate
+
+
+@jit
+def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
+    """Split a block into the left and the right half of its columns."""
+    return block.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1).split()
+
+
+@jit
+def store_sums(
+    out, sums, ns, first_k, num_n, num_k, pitch, VECTOR: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Store a tile of a weight's gradient, or add it to `out`, in PARTS turns: fewer registers hold `out`."""
+    if PARTS == 1:
+        ks = first_k + tl.arange(0, BLOCK_K)
+        places = out + ns[:, None].to(tl.int64) * pitch * VECTOR + ks[None, :]
+        mask = (ns < num_n)[:, None] & (ks < num_k)[None, :]
+        if ACCUMULATE:
+            sums += tl.load(places, mask=mask, other=0.0).to(sums.dtype)
+            if BLOCK_N * BLOCK_K < 512:  # several threads may have read what one of them overwrites
+                tl.debug_barrier()
+        tl.store(places, sums, mask=mask)
+    else:
+        HALF: tl.constexpr = BLOCK_K // 2
+        MORE: tl.constexpr = PARTS // 2
+        left, right = _halves(sums, BLOCK_N, HALF)
+        store_sums(out, left, ns, first_k, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE)
+        store_sums(
+            out, right, ns, first_k + HALF, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE
+        )
+
+
+@jit
+def _store_activated(
+    y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
+    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Store columns from `first_n` on of y = form(h), times `up` if GATED, and of h if it is kept."""
+    cols = first_n + tl.arange(0, BLOCK_N)
+    mask = (rows < end)[:, None] & (cols < width)[None, :]
+    num_n = 2 * width if GATED else width
+    if HAS_BIAS:
+        owned = (cols < width) & (expert < num_experts)
+        shift = bias + expert.to(tl.int64) * num_n + cols
+        acc += tl.load(shift, mask=owned, other=0.0).to(acc.dtype)[None, :]
+        if GATED:
+            up += tl.load(shift + width, mask=owned, other=0.0).to(acc.dtype)[None, :]
+    if KEEP:
+        kept = h + rows[:, None].to(tl.int64) * num_n + cols[None, :]
+        tl.store(kept, acc, mask=mask)
+        if GATED:
+            tl.store(kept + width, up, mask=mask)
+    if FORM != "none":
+        acc = activate(acc, FORM)
+    if GATED:
+        acc *= up
+    tl.store(y + rows[:, None].to(tl.int64) * width + cols[None, :], acc, mask=mask)
+
+
+@jit
+def store_parts(
+    y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width,
+    FORM: tl.constexpr, GATED: tl.constexpr, KEEP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Call `_store_activated` in PARTS turns, so that what an activation needs fits into registers."""
+    if PARTS == 1:
+        _store_activated(
+            y, h, bias, expert, num_experts, acc, up, rows, end, first_n, width, FORM, GATED, KEEP, HAS_BIAS,
+            BLOCK_N,
+        )  # fmt: skip
+    else:
+        HALF: tl.constexpr = BLOCK_N // 2
+        MORE: tl.constexpr = PARTS // 2
+        acc_left, acc_right = _halves(acc, BLOCK_M, HALF)
+        up_left, up_right = _halves(up, BLOCK_M, HALF)
+        store_parts(
+            y, h, bias, expert, num_experts, acc_left, up_left, rows, end, first_n, width, FORM, GATED, KEEP,
+            HAS_BIAS, BLOCK_M, HALF, MORE,
+        )  # fmt: skip
+        store_parts(
+            y, h, bias, expert, num_experts, acc_right, up_right, rows, end, first_n + HALF, width, FORM,
+            GATED, KEEP, HAS_BIAS, BLOCK_M, HALF, MORE,
+        )  # fmt: skip
