@@ -21,14 +21,14 @@ from fastmp.parallel.scaler import LossScaler
 from fastmp.profiling import phase
 from fastmp.train.microbatches import Batch, Chunks, Sums, WholeModel
 
-__all__ = ["DeviceStep", "StepNumbers"]
+__all__ = ["DeviceStep", "ExpertWindow", "StepNumbers"]
 
 
 class StepNumbers(NamedTuple):
     """The numbers of a step, 0-dim tensors; see `StepResult`.
 
     skipped: whether the gradient was not finite. ends_run: whether a skipped step counts among those that end
-    a run; None: it does. expert_counts: (layers, experts).
+    a run; None: it does. requests: by how many ranks, see `DeviceStep`. expert_counts: (layers, experts).
     """
 
     loss: Tensor
@@ -36,10 +36,25 @@ class StepNumbers(NamedTuple):
     grad_norm: Tensor
     lr: Tensor
     skipped: Tensor
+    requests: Tensor
     ends_run: Tensor | None
     aux_loss: Tensor | None
     expert_counts: Tensor | None
     dropped_pairs: Tensor | None
+
+
+class ExpertWindow(NamedTuple):
+    """Numbers of experts, summed over some steps; nothing of it has been read."""
+
+    aux_loss: Tensor | float = 0.0
+    counts: Tensor | int = 0
+    dropped: Tensor | int = 0
+    steps: int = 0
+
+    def add(self, aux_loss: Tensor, counts: Tensor, dropped: Tensor) -> ExpertWindow:
+        return ExpertWindow(
+            self.aux_loss + aux_loss, self.counts + counts, self.dropped + dropped, self.steps + 1
+        )
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,9 @@ class DeviceStep:
     routers: modules with `update_expert_bias`, see `Trainer`. dropped_pairs: what layers have counted, see
     `fastmp.nn.moe.MoELayer`. clip_grad_norm: the norm to which gradients are clipped; 0: they are not.
     num_microbatches: of a step. learning_rates: 1-dim float64 tensor on the device, the learning rate by the
-    number of updates made so far; after its end, the last one.
+    number of updates made so far; after its end, the last one. requests: 1-dim float64 tensor on the device,
+    1 where this rank has been asked to stop for the reason of that place in `stopping.REASONS`. Requests are
+    summed with the losses: data- and pipeline-parallel ranks need no further collective, and no host waits.
     """
 
     runner: WholeModel | Chunks
@@ -62,6 +79,7 @@ class DeviceStep:
     clip_grad_norm: float
     num_microbatches: int
     learning_rates: Tensor
+    requests: Tensor
 
     def whole(self, batches: Sequence[Batch]) -> StepNumbers:
         """A step on the batches of its microbatches; other ranks' parameters have come at its end."""
@@ -85,7 +103,10 @@ class DeviceStep:
         with phase("reduce"):
             self.grads.reduce()
             self.runner.sum_shared_gradients(self.grads)
-            sum_over_(totals, self.groups.dp_cp, self.groups.pp)
+            numbers = sum_over_(torch.cat((totals, self.requests)), self.groups.dp_cp, self.groups.pp)
+            totals, requests = numbers.split((len(totals), len(self.requests)))
+            if self.groups.tp is not None:  # its ranks have equal sums, but a signal may reach one of them
+                requests = sum_over_(requests.clone(), self.groups.tp)
             if counts is not None:
                 counts, dropped = self._of_all_ranks(counts)
         with phase("clip"):
@@ -111,6 +132,7 @@ class DeviceStep:
             grad_norm=grad_norm,
             lr=lr,
             skipped=skipped,
+            requests=requests,
             ends_run=ends_run,
             aux_loss=None if counts is None else aux_loss * per_token,
             expert_counts=counts,

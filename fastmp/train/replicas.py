@@ -21,7 +21,7 @@ from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.microbatches import named_buffers, named_parameters
 
-__all__ = ["ReplicaError", "Replicas", "checksum"]
+__all__ = ["ReplicaError", "Replicas", "checksum", "make_equal"]
 
 _AT_ONCE = 1 << 22  # elements, which bounds the memory for their bits and weights
 _ODD = 0x1E3779B97F4A7C15  # spreads the weights of places over 64 bits; odd, so that no bit is lost
@@ -49,6 +49,18 @@ def checksum(tensor: Tensor) -> Tensor:
         places = torch.arange(first, first + bits.numel(), device=tensor.device)
         total += (bits * ((2 * places + 1) * _ODD)).sum()  # modulo 2^64
     return total
+
+
+@torch.no_grad()
+def make_equal(tensors: Iterable[Tensor], groups: ParallelGroups) -> None:
+    """Give parameters and buffers the values of their first replica; all ranks call this."""
+    for tensor in tensors:
+        group = groups.edp if parallel_attributes(tensor).expert_parallel else groups.dp_cp
+        if group is not None:
+            contiguous = tensor.contiguous()
+            dist.broadcast(contiguous, group=group, group_src=0)
+            if contiguous is not tensor:
+                tensor.copy_(contiguous)
 
 
 class Replicas:

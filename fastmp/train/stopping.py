@@ -15,24 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fastmp.parallel.collectives import communication_device
 from fastmp.parallel.grads import GradBuffer
 
-__all__ = ["SkippedSteps", "StopRequests"]
+__all__ = ["REASONS", "SkippedSteps", "StopRequests"]
 
 # Seconds in which a launcher may pass on a signal that the terminal, or Slurm, has sent to all processes.
 SAME_PRESS = 2.0
-TIME_LIMIT = 1000  # stands beside the numbers of signals, and above them
+REASONS = ("Ctrl-C", "SIGUSR1", "SIGTERM", "time limit")  # where ranks have several, the last one counts
 
 
 class StopRequests:
-    """Requests to stop after the current step, by a signal or a time limit, on which all ranks agree.
+    """Requests to stop training, by a signal or a time limit, which `Trainer.train` makes all ranks follow.
 
     Inside a `with` block the first Ctrl-C, SIGTERM or SIGUSR1 (which Slurm sends ahead of its time limit) is
     a request, and the first rank says so on stderr. A second Ctrl-C or SIGTERM ends the process at once, by
-    KeyboardInterrupt or by SystemExit with the status that shells give to the signal. Called by all ranks
-    after a step, the object says whether any of them has been asked to stop. That is one all-reduce of 8
-    bytes between the hosts; no device is waited for.
+    KeyboardInterrupt or by SystemExit with the status that shells give to the signal.
 
     rank, world_size: this process in the default process group. In a job of several ranks, signals within
         `SAME_PRESS` seconds are one: torchrun passes on what its ranks have got from the terminal, too.
@@ -41,7 +38,7 @@ class StopRequests:
     Signals are left alone in a thread that is not the main one, such as Ray Train's: only that one may
     handle them.
 
-    `reason` says what all ranks have agreed to stop for, "" until then.
+    `reason` says what all ranks have stopped for, one of `REASONS`; "" until then.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, deadline: float | None = None) -> None:
@@ -50,17 +47,11 @@ class StopRequests:
         self._received, self._when = 0, 0.0
         self._handlers: dict[int, Any] = {}
 
-    def __call__(self) -> bool:
-        own = self._received
+    def wanted(self) -> str:
+        """Return what this rank has been asked to stop for, one of `REASONS`; "" for nothing."""
         if self._deadline is not None and time.monotonic() >= self._deadline:
-            own = TIME_LIMIT
-        number = torch.tensor(own)
-        if self._distributed:
-            number = number.to(communication_device())
-            dist.all_reduce(number, dist.ReduceOp.MAX)
-        if agreed := int(number):
-            self.reason = "time limit" if agreed == TIME_LIMIT else _name(agreed)
-        return bool(self.reason)
+            return "time limit"
+        return _name(self._received) if self._received else ""
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -77,7 +68,7 @@ class StopRequests:
         if not self._received:
             self._received, self._when = number, now
             if self._rank == 0:  # not by print: the signal may have come in the middle of one
-                text = f"\n{_name(number)}: stopping after this step; Ctrl-C or SIGTERM stops at once\n"
+                text = f"\n{_name(number)}: saving the step, then stopping; Ctrl-C or SIGTERM stops at once\n"
                 os.write(2, text.encode())
         elif number != signal.SIGUSR1 and (not self._distributed or now - self._when > SAME_PRESS):
             if number == signal.SIGINT:
@@ -90,7 +81,7 @@ def _name(number: int) -> str:
 
 
 class SkippedSteps:
-    """What the host learns of steps whose gradient was not finite: which, why, and how many in a row.
+    """What the host reads of every step: whether its gradient was not finite, and whether a rank is to stop.
 
     A step leaves a few numbers on the device. The host reads them one step later, when the next step is
     queued, so the device never waits; on a CPU at once. All ranks read the same steps, and where one was
@@ -99,22 +90,24 @@ class SkippedSteps:
     grads: the gradients of the trainer. world_size: ranks in the default process group. wait: called before
         parameters are looked at.
 
-    `in_a_row` counts the skipped steps up to the last one that was read.
+    `in_a_row` counts the skipped steps up to the last one that was read. `stop_reason` is what a rank had
+    been asked to stop for by then, one of `REASONS`; "" for nothing.
     """
 
     def __init__(self, grads: GradBuffer, world_size: int, wait: Callable[[], None] = lambda: None) -> None:
         self._grads, self._world_size, self._wait = grads, world_size, wait
         self._unread: deque[tuple[int, _HostCopy]] = deque(maxlen=2)
-        self.in_a_row = 0
+        self.in_a_row, self.stop_reason = 0, ""
 
-    def add(self, step: int, skipped: Tensor, counts: Tensor | None = None) -> None:
-        """Note a step after its reductions.
+    def add(self, step: int, skipped: Tensor, counts: Tensor | None, requests: Tensor) -> None:
+        """Note a step after its reductions; all tensors have the same values on all ranks.
 
-        skipped: 0-dim bool tensor, the same on all ranks. counts: likewise, whether a skipped step counts in
-        `in_a_row`; None: it does.
+        skipped: 0-dim bool tensor. counts: likewise, whether a skipped step counts in `in_a_row`; None: it
+        does. requests: (len(REASONS),), positive where ranks have been asked to stop for that reason.
         """
         counted = skipped if counts is None else skipped & counts
-        numbers = [torch.stack((skipped, counted)).long(), self._grads.first_not_finite(skipped)]
+        flags = torch.cat((torch.stack((skipped, counted)), requests > 0)).long()
+        numbers = [flags, self._grads.first_not_finite(skipped)]
         self._unread.append((step, _HostCopy(torch.cat(numbers))))
 
     def read(self, *, all_steps: bool = False) -> list[str]:
@@ -122,7 +115,9 @@ class SkippedSteps:
         lines = []
         while self._unread and (all_steps or len(self._unread) > self._unread[0][1].steps_late):
             step, copy = self._unread.popleft()
-            skipped, counted, *places = copy.read()
+            skipped, counted, *rest = copy.read()
+            asked, places = rest[: len(REASONS)], rest[len(REASONS) :]
+            self.stop_reason = next((REASONS[i] for i in reversed(range(len(asked))) if asked[i]), "")
             self.in_a_row = self.in_a_row + 1 if counted else 0
             if skipped:
                 lines.append(f"step {step}: skipped: {self._cause(places)}")

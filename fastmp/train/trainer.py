@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,13 @@ from fastmp.config import CheckpointConfig, GraphConfig, OptimizerConfig, TrainC
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.whole import WholeGraph
 from fastmp.nn.overlap import OverlappedLayers
-from fastmp.parallel.attributes import parallel_attributes
 from fastmp.parallel.collectives import group_rank, group_size
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.pipeline import PipelineError
 from fastmp.profiling import phase, traced
 from fastmp.pulse import pulse
 from fastmp.train.checkpoint.checkpointer import Loaded
-from fastmp.train.device_step import DeviceStep, StepNumbers
+from fastmp.train.device_step import DeviceStep, ExpertWindow, StepNumbers
 from fastmp.train.evaluate.heldout import Evaluation, evaluate
 from fastmp.train.graphing import (
     CaptureAgreement,
@@ -51,10 +50,10 @@ from fastmp.train.microbatches import (
     WholeModel,
 )
 from fastmp.train.optimizer import make_grads, make_optimizer, make_scaler
-from fastmp.train.replicas import Replicas
+from fastmp.train.replicas import Replicas, make_equal
 from fastmp.train.rerun import Rerun
 from fastmp.train.saving import Saving, paused
-from fastmp.train.stopping import SkippedSteps
+from fastmp.train.stopping import REASONS, SkippedSteps, StopRequests
 
 if TYPE_CHECKING:
     from fastmp.parallel.optimizer import ParameterGroup
@@ -161,7 +160,7 @@ class Trainer:
         self.num_microbatches = self._count_microbatches()
         self.runner = self._make_runner(chunks, loss_fn, overlap_experts)
         self.device = next(self.model.parameters()).device
-        self._make_replicas_equal()
+        make_equal([*self.model.parameters(), *self.model.buffers()], groups)
         self.grads = make_grads(self.runner.chunks, self.optimizer_config, groups)
         self.optimizer = make_optimizer(self.grads, self.optimizer_config, groups, parameter_group)
         if self.optimizer_config.overlap:
@@ -181,6 +180,7 @@ class Trainer:
             torch.tensor(
                 learning_rates(self.optimizer_config, config.steps), dtype=torch.float64, device=self.device
             ),
+            torch.zeros(len(REASONS), dtype=torch.float64, device=self.device),
         )
         graphs = GraphConfig() if graphs is None else graphs
         self.graphs = self._make_graphs(graphs, graph_manager)
@@ -190,8 +190,9 @@ class Trainer:
             if graphs.enabled and graphs.evaluation
             else None
         )
-        self._window: _Window | None = None  # what experts did since the last line of the log
+        self._window: ExpertWindow | None = None  # what experts did since the last line of the log
         self._replicas: Replicas | None = None
+        self._stop = StopRequests()
         self._skipped = SkippedSteps(self.grads, groups.grid.world_size, self.optimizer.gather.wait)
         self.saving = Saving(
             Path(config.run_dir) / config.name / "checkpoints",
@@ -212,20 +213,23 @@ class Trainer:
         log: TrainLog | None = None,
         *,
         before_step: Callable[[int], None] | None = None,
-        stop: Callable[[], bool] = lambda: False,
+        stop: StopRequests | None = None,
     ) -> Evaluation | None:
         """Train from `self.step` to `config.steps`, reporting to `log`.
 
         before_step: called with the number of steps done before each step, and once after the last one. Other
             ranks' parameters may be on their way: to read them, call `optimizer.gather.wait()` first.
-        stop: called after each step. Where it returns True, on all ranks alike, the step is saved and the run
-            ends there.
+        stop: asked in each step. Where any rank has been asked to stop, all read it with that step's numbers
+            (on a GPU one step later), save the step they have done, and end the run there.
 
         Returns the last evaluation, over all of the held-out data; None if `config.eval_interval` is 0 or the
         run was stopped. Raises FloatingPointError, on all ranks, after `config.max_skipped_steps` steps in a
         row whose gradient was not finite; ReplicaError as `check_replicas`.
         """
         config, evaluation = self.config, None
+        self._read_skipped(log, all_steps=True)  # of steps before, which may have been told to stop
+        self._stop, self._skipped.stop_reason = StopRequests() if stop is None else stop, ""
+        self._work.requests.zero_()
         while self.step < config.steps:
             if before_step is not None:
                 self.saving.before_change()
@@ -247,11 +251,12 @@ class Trainer:
             if _due(self.step, config.eval_interval) and self.step < config.steps:
                 self.evaluate(log, max_batches=config.eval_batches)
             self.saving.after_step(self.step, log)
-            if stop():
-                self.saving.end(self.step, log, save=True)
+            if self._stops(log):
                 return None
         self.optimizer.gather.wait()
         self._read_skipped(log, all_steps=True)
+        if self._stops(log):
+            return None
         if before_step is not None:
             self.saving.before_change()
             before_step(self.step)
@@ -300,11 +305,13 @@ class Trainer:
         if isinstance(self.graphs, WholeGraph):
             numbers = self._in_one_graph(self.graphs)
         else:
-            numbers = self._work.update(self._backward(), self.saving.before_change)
+            sums = self._backward()
+            self._note_requests()
+            numbers = self._work.update(sums, self.saving.before_change)
         self.step += 1
-        self._skipped.add(self.step, numbers.skipped, numbers.ends_run)
+        self._skipped.add(self.step, numbers.skipped, numbers.ends_run, numbers.requests)
         if numbers.expert_counts is not None:
-            window = self._window or _Window()
+            window = self._window or ExpertWindow()
             self._window = window.add(numbers.aux_loss, numbers.expert_counts, numbers.dropped_pairs)
         return StepResult(
             *(numbers.loss, numbers.grad_norm, numbers.num_tokens, numbers.lr),
@@ -316,8 +323,21 @@ class Trainer:
             batches = [self._fetch(number) for number in range(self.num_microbatches)]
         self.saving.before_change()
         self.optimizer.gather.wait()
+        self._note_requests()
         with phase("step"):
             return graph(batches)
+
+    def _note_requests(self) -> None:
+        """Have the sums of this step tell all ranks what this one has been asked to stop for."""
+        if wanted := self._stop.wanted():
+            self._work.requests[REASONS.index(wanted)] = 1.0
+
+    def _stops(self, log: TrainLog | None) -> bool:
+        """Save the step and return True if a rank had been asked to stop in a step that has been read."""
+        self._stop.reason = self._skipped.stop_reason
+        if self._stop.reason:
+            self.saving.end(self.step, log, save=True)
+        return bool(self._stop.reason)
 
     def _backward(self) -> Sums:
         """Run forward and backward of this step's microbatches, again where their tokens did not fit."""
@@ -431,16 +451,6 @@ class Trainer:
             )
         return WholeModel(self.model, loss_fn, overlap)
 
-    @torch.no_grad()
-    def _make_replicas_equal(self) -> None:
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
-            group = self.groups.edp if parallel_attributes(tensor).expert_parallel else self.groups.dp_cp
-            if group is not None:
-                contiguous = tensor.contiguous()
-                dist.broadcast(contiguous, group=group, group_src=0)
-                if contiguous is not tensor:
-                    tensor.copy_(contiguous)
-
     def _fetch(self, microbatch: int) -> Batch:
         dp_rank, dp_size = group_rank(self.groups.dp), group_size(self.groups.dp)
         return self._to_device(
@@ -468,18 +478,6 @@ class Trainer:
                 f"{self._skipped.in_a_row} steps (train.max_skipped_steps); {lines[-1]}. Go on from the last "
                 "checkpoint (--resume auto) with a lower learning rate or other data"
             )
-
-
-class _Window(NamedTuple):
-    """Sums over some steps; nothing of it has been read."""
-
-    aux_loss: Tensor | float = 0.0
-    counts: Tensor | int = 0
-    dropped: Tensor | int = 0
-    steps: int = 0
-
-    def add(self, aux_loss: Tensor, counts: Tensor, dropped: Tensor) -> _Window:
-        return _Window(self.aux_loss + aux_loss, self.counts + counts, self.dropped + dropped, self.steps + 1)
 
 
 @contextmanager

@@ -167,10 +167,9 @@ class StopAfter(StopRequests):
 
     left = 3
 
-    def __call__(self):
+    def wanted(self):
         StopAfter.left -= 1
-        self.reason = "" if StopAfter.left else "SIGTERM"
-        return bool(self.reason)
+        return "" if StopAfter.left else "SIGTERM"
 
 
 @pytest.mark.parametrize("task", full(["squad2", "race"]))

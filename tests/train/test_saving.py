@@ -21,6 +21,7 @@ from fastmp.train.checkpoint import checkpointer
 from fastmp.train.checkpoint.compare import differences, read_tensor
 from fastmp.train.checkpoint.storage import CheckpointReader
 from fastmp.train.microbatches import PipelineLoss
+from fastmp.train.stopping import StopRequests
 from fastmp.train.trainer import Trainer
 
 EVERY_STEP = CheckpointConfig(interval=1, keep=0)
@@ -165,12 +166,8 @@ def test_a_last_save_that_fails_is_an_error(tmp_path, disk, asynchronous, interv
         trainer.saving.checkpointer.settle()
         disk(step >= 3)  # also while the fourth step is saved
 
-    def stop():
-        disk(trainer.step == 4)
-        return False
-
     with pytest.raises(OSError, match=r"cannot write in .*File too large"):
-        trainer.train(log, before_step=lambda step: before_step(step), stop=stop)
+        trainer.train(log, before_step=before_step)
     assert [int(path.name[5:]) for path in checkpoints(tmp_path, "run")] == [3][: interval == 3]
     assert "given up" in log.notes[-1]
 
@@ -281,8 +278,10 @@ def test_stages_with_buffers_of_one_name_are_kept_apart(tmp_path):
 
 def test_a_stop_that_falls_on_a_step_being_saved_waits_for_that(tmp_path, slow_disk):
     trainer = make_plain(tmp_path, "run", EVERY_STEP)
-    log = Log()
-    trainer.train(log, stop=lambda: trainer.step == 2)
+    log, stop = Log(), StopRequests()
+    stop.wanted = lambda: "SIGTERM" if trainer.step == 1 else ""
+    trainer.train(log, stop=stop)
+    assert stop.reason == "SIGTERM"
     assert [int(path.name[5:]) for path in checkpoints(tmp_path, "run")] == [1, 2]
     assert [note.partition(" saved")[0] for note in log.notes] == ["step 1:", "step 2:"]
 

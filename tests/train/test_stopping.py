@@ -15,19 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import full
+from test_train_pipeline import DENSE
+from test_train_pipeline import make_groups as pipeline_groups
+from test_train_pipeline import make_trainer as make_pipeline
 from test_trainer import make_groups, make_trainer
 from torch import nn
 from train_tools import ROOT, arguments, losses
 
-from fastmp.config import CheckpointConfig
+from fastmp.config import CheckpointConfig, GraphConfig, ParallelConfig
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.runtime import Runtime
 from fastmp.testing.ranks import run_ranks
+from fastmp.train import stopping
 from fastmp.train.command import main
 from fastmp.train.main import train
 from fastmp.train.metrics import read_metrics
 from fastmp.train.recipe import parse_arguments
-from fastmp.train.stopping import SkippedSteps, StopRequests
+from fastmp.train.stopping import REASONS, SkippedSteps, StopRequests
 from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,18 +78,18 @@ def test_whose_gradient_it_was_is_found_wherever_it_lies(shard):
         model = nn.Sequential(nn.Linear(20, 30), nn.LayerNorm(30), nn.Linear(30, 3))
         options = {"dp_group": dist.group.WORLD, "shard": shard, "bucket_size": 200}
         grads, found = GradBuffer(model.named_parameters(), **options), []
-        skipped = SkippedSteps(grads, world_size)
+        skipped, nobody = SkippedSteps(grads, world_size), torch.zeros(len(REASONS))
         for name, param in model.named_parameters():
             for culprit, element in ((0, 0), (0, -1), (1, 0), (1, -1)):
                 grads.zero()
                 if rank == culprit:
                     param.main_grad.view(-1)[element] = math.inf
                 grads.reduce()
-                skipped.add(len(found), torch.tensor(True))
+                skipped.add(len(found), torch.tensor(True), None, nobody)
                 found.append((name, culprit, skipped.read()))
         grads.zero()
         grads.reduce()
-        skipped.add(99, torch.tensor(False))
+        skipped.add(99, torch.tensor(False), None, nobody)
         assert skipped.read() == [] and skipped.in_a_row == 0
         return found
 
@@ -145,10 +149,10 @@ def test_the_first_signal_is_a_request_and_the_second_ends_at_once(first, second
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with pytest.raises(error) as ended, StopRequests() as stop:
-        assert not stop() and stop.reason == ""
+        assert stop.wanted() == "" and stop.reason == ""
         os.kill(os.getpid(), first)
         os.kill(os.getpid(), signal.SIGUSR1)  # never ends a process
-        assert stop() and stop.reason == ("Ctrl-C" if first == signal.SIGINT else first.name)
+        assert stop.wanted() == ("Ctrl-C" if first == signal.SIGINT else first.name)
         os.kill(os.getpid(), second)
     assert getattr(ended.value, "code", 143) == 143
     assert [signal.getsignal(number) for number in numbers] == before
@@ -159,7 +163,7 @@ def test_in_another_thread_a_run_leaves_signals_alone():
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as pool:
         stop = pool.submit(StopRequests().__enter__).result(timeout=10)
-        assert signal.getsignal(signal.SIGTERM) is before and not stop()
+        assert signal.getsignal(signal.SIGTERM) is before and not stop.wanted()
         pool.submit(stop.__exit__).result(timeout=10)
 
 
@@ -204,12 +208,61 @@ def test_a_time_limit_saves_and_says_the_next_command(tmp_path, tokens, capsys):
     assert (tmp_path / "tiny" / "checkpoints" / f"step-{int(step[1]):08d}").is_dir()
 
 
-def test_any_rank_s_clock_stops_all_of_them():
-    def rank_main(rank, world_size):
-        stop = StopRequests(rank, world_size, time.monotonic() + (1e9 if rank == 0 else 0.0))
-        return stop(), stop.reason
+class LateCopy:
+    """Numbers that are read one step later, as those of a GPU are."""
 
-    assert run_ranks(rank_main, 2) == [(True, "time limit")] * 2
+    steps_late = 1
+
+    def __init__(self, numbers):
+        self.read = numbers.tolist
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tp": 1}, {"tp": 2}, *full([{"pp": 2}, {"tp": 2, "pp": 2}, {}])], ids=str
+)
+def test_a_request_of_any_rank_stops_all_of_them_without_a_collective_of_their_own(tmp_path, layout):
+    """The last rank is asked in step 4, the first one in step 5, when on a CPU all have stopped."""
+
+    def rank_main(rank, world_size):
+        found, over_world, all_reduce = [], [], dist.all_reduce
+
+        def spied(tensor, *args, group=None, **options):
+            if group is None or group is dist.group.WORLD:
+                over_world.append(tensor.numel())
+            return all_reduce(tensor, *args, group=group, **options)
+
+        def wanted():
+            last = rank == world_size - 1
+            return "SIGTERM" if last and trainer.step >= 3 else "time limit" if trainer.step >= 4 else ""
+
+        for copies in (stopping._HostCopy, LateCopy):
+            options = {"steps": 8, "name": copies.__name__, "run_dir": str(tmp_path)}
+            if layout == {"tp": 1}:
+                trainer = make_trainer(make_groups(world_size, 1), **options)
+            else:
+                sizes = ParallelConfig(**layout)
+                graphs = None if layout else GraphConfig(enabled=True, scope=("full_step",))
+                groups = pipeline_groups(world_size, sizes)
+                trainer = make_pipeline(groups, sizes, config=DENSE, graphs=graphs, **options)
+            stop = StopRequests(rank, world_size)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(stopping, "_HostCopy", copies)
+                patch.setattr(dist, "all_reduce", spied)
+                patch.setattr(stop, "wanted", wanted)
+                assert trainer.train(stop=stop) is None
+            found.append((trainer.step, stop.reason))
+            trainer.close()
+        assert (tmp_path / "LateCopy" / "checkpoints" / "step-00000005").is_dir()
+        return found, set(over_world)
+
+    for found, over_world in run_ranks(rank_main, 4 if len(layout) == 2 else 2):
+        assert found == [(4, "SIGTERM"), (5, "SIGTERM")]
+        assert over_world <= {1}  # the norm of sharded gradients
+
+
+def test_a_time_limit_is_a_request_of_its_own():
+    assert StopRequests(0, 1, time.monotonic() + 1e9).wanted() == ""
+    assert StopRequests(0, 1, time.monotonic()).wanted() == "time limit"
 
 
 def start(options, *launcher):
