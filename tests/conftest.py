@@ -176,3 +176,22 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def captures_may_load():
+    """Let a GPU test launch a Triton kernel for the first time in a capture."""
+
+
+@pytest.fixture(autouse=True)
+def _captures_load_nothing(request: pytest.FixtureRequest):
+    """Fail a GPU test that captures a Triton kernel which it has not launched before."""
+    if request.node.get_closest_marker("gpu") is None or "captures_may_load" in request.fixturenames:
+        yield
+        return
+    import torch
+    from capture_tools import loads_in_captures
+
+    with loads_in_captures(torch.cuda.is_current_stream_capturing) as loaded:
+        yield
+    assert not loaded, f"launched for the first time in a capture: {loaded}"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from capture_tools import new_in_capture
 from moe_tools import hidden_states, make_moe, plain_moe, with_moe
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -179,16 +180,35 @@ def test_without_a_shared_expert_there_is_no_segment_for_it():
     assert all(torch.equal(a, b) for a, b in zip(tensors, layer(x), strict=True))
 
 
-@pytest.mark.gpu
-def test_one_rank_never_waits_for_a_gpu_and_can_be_captured():
-    layer = make_moe(with_moe(), device="cuda", dtype=torch.bfloat16)
-    hidden = hidden_states(64, 4).to("cuda", torch.bfloat16).requires_grad_()
+def calls_of_a_layer(device):
+    """Return a layer of experts and its input, a training step of it, and a forward without gradients."""
+    layer = make_moe(with_moe(), device=device, dtype=torch.bfloat16)
+    hidden = hidden_states(64, 4).to(device, torch.bfloat16).requires_grad_()
+    static = hidden.detach().clone()
 
     def step():
         output, aux, _ = layer(hidden)
         (output.float().square().sum() + aux).backward()
         return output.detach()
 
+    @torch.no_grad()
+    def forward():
+        return layer(static)[0]
+
+    return layer, hidden, static, step, forward
+
+
+def test_a_forward_without_gradients_has_kernels_of_its_own():
+    """A captured one finds them loaded where one was launched before, as in the GPU test below."""
+    *_, step, forward = calls_of_a_layer("meta")
+    new = new_in_capture(step, forward)
+    assert [(code.kernel, dict(code.constants)["KEEP"]) for code in new] == [("grouped_mm_kernel", False)]
+    assert new_in_capture(lambda: (step(), forward()), forward) == []
+
+
+@pytest.mark.gpu
+def test_one_rank_never_waits_for_a_gpu_and_can_be_captured():
+    layer, hidden, static, step, forward = calls_of_a_layer("cuda")
     expected = step()  # kernels are compiled
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -202,9 +222,22 @@ def test_one_rank_never_waits_for_a_gpu_and_can_be_captured():
     truth = exact(hidden.detach().cpu().double())[0]
     assert (output.cpu().double() - truth).norm() < 2e-2 * truth.norm()
 
-    graph, static = torch.cuda.CUDAGraph(), hidden.detach().clone()
-    with torch.no_grad(), torch.cuda.graph(graph):
-        captured = layer(static)[0]
+    forward()  # its kernels are loaded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
     static.copy_(hidden.detach().flip(0))
     graph.replay()
-    assert torch.equal(captured, layer(static)[0].detach())
+    assert torch.equal(captured, forward())
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_is_new_in_a_capture_is_loaded_there(captures_may_load):
+    """Training steps come first; the forward without gradients is captured before it ever ran."""
+    *_, step, forward = calls_of_a_layer("cuda")
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward()
+    graph.replay()
+    assert torch.equal(captured, forward())

@@ -19,6 +19,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from capture_tools import loads_in_captures
 from every_op_tools import op_backends
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -358,6 +359,16 @@ def test_a_kernel_that_is_new_in_a_capture_is_loaded(nothing_loaded):
         assert FAKE.fake_capture_mode() == 0
         assert inside[: len(inside) // 2] == inside[len(inside) // 2 :]
         assert len(inside) == 2 * len(alone)
+
+
+def test_a_kernel_that_is_new_in_a_capture_is_listed(nothing_loaded):
+    """As in GPU tests, which fail then: see conftest.py."""
+    x = torch.empty(64)
+    with _on_the_fake_driver(compiles=True):
+        for capturing, found in ((False, []), (True, []), (True, ["_kernel"])):
+            with loads_in_captures(lambda: capturing) as loaded:  # noqa: B023
+                _load(x, BLOCK=128 if not found else 256)
+            assert loaded == found
 
 
 def test_a_driver_that_loads_nothing_in_a_capture_is_named_with_the_kernel(nothing_loaded):
