@@ -43,6 +43,12 @@ class MoEConfig(Checked):
     routed_scale: float = option(1.0, "factor of the scores of the chosen experts")
     num_groups: int = option(1, "equal groups of experts, of which a token may choose group_topk")
     group_topk: int = option(1, "groups among whose experts a token chooses")
+    group_score: str = option(
+        "deepseek",
+        "what a group is as good as: its best expert under softmax, its two best together under sigmoid "
+        "(deepseek), or its top_k / group_topk best together (megatron)",
+        ("deepseek", "megatron"),
+    )
     expert_bias: bool = option(False, "add a bias that moves the choice, not the scores, to idle experts")
     bias_update_rate: float = option(1e-3, "change of that bias in a step")
     aux_loss: float = option(0.0, "load-balancing loss of the Switch Transformer")
@@ -114,6 +120,8 @@ class MoEConfig(Checked):
             yield f"num_experts {self.num_experts} is not divisible by num_groups {self.num_groups}"
         if self.group_topk > self.num_groups:
             yield f"group_topk {self.group_topk} is more than num_groups {self.num_groups}"
+        if self.group_score == "megatron" and self.top_k < self.group_topk:
+            yield f"group_score 'megatron' needs top_k >= group_topk {self.group_topk}, got top_k {self.top_k}"
         reachable = self.group_topk * (self.num_experts // self.num_groups)
         if self.top_k > self.num_experts:
             yield f"top_k {self.top_k} is more than num_experts {self.num_experts}"
@@ -357,6 +365,8 @@ def function_of(config: GPTConfig) -> dict[str, Any]:
         facts["rope_scaling"] = config.rope_scaling.used
     if config.moe is not None:
         moe = {key: value for key, value in facts["moe"].items() if key not in _OF_TRAINING_EXPERTS}
+        if config.moe.num_groups == config.moe.group_topk:
+            moe.pop("group_score")
         if config.moe.score == "softmax":
             moe |= {"pre_softmax": True, "normalize_topk": config.moe.sum_is_one}
         facts["moe"] = moe

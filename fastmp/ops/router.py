@@ -15,7 +15,8 @@ themselves, whose order is the same and which no rounding makes equal; so indice
 Equal ones go to the lower expert, NaN counts as the largest (as in torch.sort), so indices are always k
 different experts. With groups, only experts of the `group_topk` best groups can be chosen; a group is as good
 as its best expert for softmax (DeepSeek-V2, arXiv 2405.04434) and as the sum of its two best for sigmoid
-(DeepSeek-V3, arXiv 2412.19437).
+(DeepSeek-V3, arXiv 2412.19437). Megatron-LM's rule, the sum of its k // group_topk best for both, is the
+`group_score` "megatron"; where it is not one of these two, the reference in plain torch serves.
 
 T tokens, E experts, k chosen.
 """
@@ -35,6 +36,7 @@ from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 _SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("deepseek", "megatron")
 TINY = 1e-20  # keeps the sum of sigmoids that all underflow from dividing by 0
 
 
@@ -66,10 +68,13 @@ def _first(keys: Tensor, count: int) -> Tensor:
     return (keys + 0.0).sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def _open_experts(keys: Tensor, values: Tensor, score: str, num_groups: int, group_topk: int) -> Tensor:
-    """Mark the experts of the best groups."""
-    if score == "sigmoid":
-        group = values.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values[..., :2].sum(-1)
+def _open_experts(
+    keys: Tensor, values: Tensor, score: str, num_groups: int, group_topk: int, summed: int
+) -> Tensor:
+    """Mark the experts of the best groups; `summed` as of `reference`."""
+    if summed or score == "sigmoid":
+        best = values.unflatten(-1, (num_groups, -1)).sort(dim=-1, descending=True).values
+        group = best[..., : summed or 2].sum(-1)
     else:
         group = keys.unflatten(-1, (num_groups, -1)).amax(-1)
     chosen = torch.zeros(group.shape, dtype=torch.bool, device=group.device)
@@ -78,7 +83,14 @@ def _open_experts(keys: Tensor, values: Tensor, score: str, num_groups: int, gro
 
 
 def _choose(
-    x: Tensor, scores: Tensor, bias: Tensor | None, k: int, score: str, num_groups: int, group_topk: int
+    x: Tensor,
+    scores: Tensor,
+    bias: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    group_topk: int,
+    summed: int,
 ) -> Tensor:
     values = x if score == "logits" else scores
     values = values if bias is None else values + bias
@@ -86,7 +98,7 @@ def _choose(
     if num_groups == group_topk:
         return _first(keys, k)
     order = _first(keys, x.shape[-1])
-    closed = ~_open_experts(keys, values, score, num_groups, group_topk).gather(-1, order)
+    closed = ~_open_experts(keys, values, score, num_groups, group_topk, summed).gather(-1, order)
     return order.gather(-1, closed.to(torch.uint8).sort(dim=-1, stable=True).indices[..., :k])
 
 
@@ -110,11 +122,15 @@ def reference(
     normalize: bool,
     scale: float,
     balance: bool,
+    summed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the fields of `RouterOutput`; the last one is empty unless `balance`."""
+    """Compute the fields of `RouterOutput`; the last one is empty unless `balance`.
+
+    summed: how many of its best experts a group is as good as together; 0: by the rule of DeepSeek's papers.
+    """
     x = logits.to(compute_dtype(logits.dtype))
     scores = x.sigmoid() if score == "sigmoid" else x.softmax(-1)
-    indices = _choose(x, scores, expert_bias, k, score, num_groups, group_topk)
+    indices = _choose(x.detach(), scores.detach(), expert_bias, k, score, num_groups, group_topk, summed)
     if normalize and score != "sigmoid":
         probs = x.gather(-1, indices).softmax(-1)
     else:
@@ -229,12 +245,19 @@ _topk_router = register(
 
 @checks.remembered
 def _check(
-    logits: Tensor, expert_bias: Tensor | None, k: int, score: str, num_groups: int, group_topk: int
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    group_topk: int,
+    group_score: str,
 ) -> None:
     def require(condition: bool, message: str, *values: Any) -> None:
         checks.require(condition, "topk_router: " + message, *values)
 
     checks.one_of("topk_router", "score", score, _SCORES)
+    checks.one_of("topk_router", "group_score", group_score, GROUP_SCORES)
     checks.floating("topk_router", "logits", logits)
     require(logits.dim() in (2, 3), "logits must be (T, E) or (S, B, E), got shape {}", logits.shape)
     experts = logits.shape[-1]
@@ -245,6 +268,8 @@ def _check(
     require(opens, "group_topk must be between 1 and num_groups={}, got {}", num_groups, group_topk)
     size = experts // num_groups
     require(k <= size * group_topk, "k={} experts are not in group_topk={} groups of {}", k, group_topk, size)
+    if group_score == "megatron" and group_topk < num_groups:
+        require(k >= group_topk, "group_score 'megatron' needs k >= group_topk={}, got {}", group_topk, k)
     if expert_bias is not None:
         checks.fits("topk_router", logits.shape[-1:], to=("logits", logits), expert_bias=expert_bias)
         floating = expert_bias.is_floating_point()
@@ -261,6 +286,7 @@ def topk_router(
     pre_softmax: bool = True,
     num_groups: int = 1,
     group_topk: int | None = None,
+    group_score: str = "deepseek",
     expert_bias: Tensor | None = None,
     normalize: bool = False,
     scale: float = 1.0,
@@ -277,7 +303,10 @@ def topk_router(
         pre_softmax: take the softmax over all experts before the choice. Otherwise tokens choose by logits,
             and the softmax is that of the k chosen ones. It has no effect on sigmoid.
         num_groups, group_topk: experts come in `num_groups` equal groups of neighbours, and a token chooses
-            from its `group_topk` (default: all) best ones (see the top of this file).
+            from its `group_topk` (default: all) best ones.
+        group_score: what a group is as good as. "deepseek": its best expert under softmax (DeepSeek-V2), its
+            two best together under sigmoid (DeepSeek-V3). "megatron": its k // group_topk best together, under
+            both. Where that is another number than DeepSeek's, plain torch serves the call.
         expert_bias: (E,), added to the scores (logits if `pre_softmax` is off) for the choice only; no
             gradient.
         normalize: divide the k probabilities by their sum (softmax: exactly the softmax of the k logits).
@@ -296,15 +325,19 @@ def topk_router(
     al. 2024 (arXiv 2408.15664) for the bias.
     """
     group_topk = num_groups if group_topk is None else group_topk
-    _check(logits, expert_bias, k, score, num_groups, group_topk)
+    _check(logits, expert_bias, k, score, num_groups, group_topk, group_score)
     if expert_bias is not None:
         expert_bias = expert_bias.detach() if expert_bias.requires_grad else expert_bias
         expert_bias = expert_bias.to(compute_dtype(logits.dtype))
     if score == "softmax" and not pre_softmax:
         score, normalize = "logits", True
     twice = balance and (expert_bias is not None or group_topk < num_groups)
-    indices, probs, counts, score_sums, z_sum, balance_counts = _topk_router(
-        logits, expert_bias, k, score, num_groups, group_topk, normalize, float(scale), twice
-    )
+    options = k, score, num_groups, group_topk, normalize, float(scale), twice
+    summed = k // group_topk if group_score == "megatron" and group_topk < num_groups else 0
+    if summed in (0, 2 if score == "sigmoid" else 1):
+        found = _topk_router(logits, expert_bias, *options)
+    else:
+        found = reference(logits, expert_bias, *options, summed)
+    indices, probs, counts, score_sums, z_sum, balance_counts = found
     balance_counts = balance_counts if twice else counts if balance else None
     return RouterOutput(indices, probs, counts, score_sums, z_sum, balance_counts)

@@ -308,6 +308,10 @@ BAD = {
     "num_experts 8 is not divisible by num_groups 3": {"num_groups": 3},
     "group_topk 3 is more than num_groups 2": {"num_groups": 2, "group_topk": 3},
     "top_k 3 is more than the 2 experts of group_topk 1 of 4 groups": {"num_groups": 4},
+    "group_score must be one of deepseek, megatron, got 'mean'": {"group_score": "mean"},
+    "group_score 'megatron' needs top_k >= group_topk 4, got top_k 2": {
+        **{"num_groups": 4, "group_topk": 4, "group_score": "megatron", "top_k": 2},
+    },
     "score must be one of softmax, sigmoid, got 'tanh'": {"score": "tanh"},
     "drop_policy must be one of probs, position, got 'last'": {"drop_policy": "last"},
     "dispatcher must be one of alltoall, allgather, symmetric, deepep, got 'flex'": {"dispatcher": "flex"},

@@ -207,6 +207,42 @@ def test_scores_that_rounding_makes_equal_are_told_apart():
     assert out.indices.tolist() == [[2, 1]] and out.probs.tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "logits"])
+@pytest.mark.parametrize(("k", "opened"), [(8, 2), (6, 4), (8, 4), (3, 3)])
+def test_groups_by_the_rule_of_megatron(k, opened, score, biased):
+    """A group is as good as its k // opened best together; values, sums and gradients."""
+    logits = _logits(50, EXPERTS).double().requires_grad_()
+    bias = torch.randn(EXPERTS, dtype=torch.float64) / 8 if biased else None
+    options = {"score": "softmax", "pre_softmax": False} if score == "logits" else {"score": score}
+    out = topk_router(
+        logits, k, **options, num_groups=GROUPS, group_topk=opened, group_score="megatron", expert_bias=bias
+    )
+    with torch.no_grad():
+        scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid(), "logits": logits}[score]
+        choice = scores if bias is None else scores + bias
+        rated = choice.view(len(choice), GROUPS, -1).topk(k // opened).values.sum(-1)
+        opens = torch.zeros_like(rated).scatter(1, rated.topk(opened).indices, 1.0)
+        closed = opens.repeat_interleave(EXPERTS // GROUPS, 1) == 0
+        expected = choice.masked_fill(closed, -torch.inf).topk(k).indices
+    assert torch.equal(out.indices.long(), expected)
+    plain = topk_router(logits, k, **options)
+    torch.testing.assert_close(out.score_sums, plain.score_sums)
+    torch.testing.assert_close(out.z_sum, plain.z_sum)
+    assert torch.equal(out.balance_counts, plain.balance_counts)
+    assert torch.equal(out.counts, torch.bincount(expected.flatten(), minlength=EXPERTS).int())
+    scores = {"softmax": logits.softmax(-1), "sigmoid": logits.sigmoid()}.get(score)
+    if score == "logits":
+        probs = logits.gather(1, expected).softmax(-1)
+    else:
+        probs = scores.gather(1, expected)
+    torch.testing.assert_close(out.probs, probs)
+    weights = torch.randn(50, k, dtype=torch.float64)
+    (got,) = torch.autograd.grad((out.probs * weights).sum() + out.z_sum, logits)
+    (wanted,) = torch.autograd.grad((probs * weights).sum() + logits.logsumexp(-1).square().sum(), logits)
+    torch.testing.assert_close(got, wanted)
+
+
 def test_groups_by_the_best_or_by_the_two_best():
     logits = torch.tensor([[3.0, -9, 2, 2, 1, 1]])
     assert topk_router(logits, 2, num_groups=3, group_topk=1).indices.tolist() == [[0, 1]]
@@ -317,6 +353,13 @@ def test_autocast_keeps_the_dtype():
         ((3, 4), 1, {"num_groups": 2, "group_topk": 3}, "between 1 and num_groups=2, got 3"),
         ((3, 4), 3, {"num_groups": 2, "group_topk": 1}, "k=3 experts are not in group_topk=1 groups of 2"),
         ((3, 4), 1, {"score": "relu"}, "got 'relu'"),
+        ((3, 4), 1, {"group_score": "mean"}, "got 'mean'"),
+        (
+            (3, 8),
+            1,
+            {"num_groups": 4, "group_topk": 2, "group_score": "megatron"},
+            "group_score 'megatron' needs k >= group_topk=2, got 1",
+        ),
         ((4,), 1, {}, r"\(T, E\) or \(S, B, E\), got shape \(4,\)"),
         ((3, 4), 1, {"expert_bias": torch.zeros(3)}, r"shape \(3,\) does not fit logits of shape \(3, 4\)"),
         ((3, 4), 1, {"expert_bias": torch.zeros(4, device="meta")}, "on cpu but expert_bias is on meta"),

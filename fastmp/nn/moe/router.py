@@ -21,7 +21,8 @@ Other libraries differ in three points:
   k. Its `router_aux_loss_coef` c is `aux_loss` c * top_k / L here, exactly so where all layers have equal
   shares.
 - Groups. Under softmax a group is as good as its best expert (DeepSeek-V2, arXiv 2405.04434), under sigmoid
-  as the sum of its two best (DeepSeek-V3). Megatron adds up the top_k / group_topk best for both.
+  as the sum of its two best (DeepSeek-V3). Megatron adds up the top_k / group_topk best for both:
+  `group_score` "megatron".
 
 Balancing without a loss (Wang et al. 2024, arXiv 2408.15664): a bias per expert, added for the choice only,
 goes up by a fixed rate where an expert had less than the mean, and down where it had more.
@@ -126,6 +127,7 @@ class Router(ParallelModule):
             pre_softmax=moe.pre_softmax,
             num_groups=moe.num_groups,
             group_topk=moe.group_topk if moe.num_groups > 1 else None,
+            group_score=moe.group_score,
             expert_bias=self.expert_bias,
             normalize=moe.normalize_topk,
             scale=moe.routed_scale,
