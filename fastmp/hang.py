@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from fastmp.commands import Parser
 from fastmp.files import read_file
-from fastmp.parallel.verdict import RankRecord, judge
+from fastmp.parallel.records import MAX_RANKS, RankRecord
+from fastmp.parallel.verdict import judge
 
 __all__ = ["explain", "main"]
 
 T = TypeVar("T")
-LIMIT = 1 << 26  # bytes of a file: a verdict has the records of all ranks
-RANKS = 1 << 20
+LIMIT = 1 << 26  # bytes of a file: a verdict has the records of hundreds of ranks
 
 
 def explain(directory: Path) -> str | None:
@@ -53,7 +53,7 @@ def _text(content: Any) -> str:
 def _record(content: Any) -> tuple[float, RankRecord]:
     """What a rank wrote of itself, and when."""
     record = RankRecord.from_json(content["record"])
-    if not 0 <= record.rank < RANKS:
+    if not 0 <= record.rank < MAX_RANKS:
         raise ValueError(f"rank {record.rank}")
     return float(content["time"]), replace(record, silent=float(record.silent), still=float(record.still))
 

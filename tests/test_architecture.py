@@ -38,12 +38,14 @@ ALLOWED = {
     "fastmp.parallel.exchange": set(),
     "fastmp.parallel.grid": set(),
     "fastmp.parallel.launchers": set(),
+    "fastmp.parallel.heartbeats": {"parallel.records"},
     "fastmp.parallel.messages": {"parallel.schedule", "parallel.simulate"},
     "fastmp.parallel.overlap": {"parallel.schedule"},
     "fastmp.parallel.schedule": set(),
     "fastmp.parallel.shards": set(),
     "fastmp.parallel.simulate": {"parallel.schedule"},
-    "fastmp.parallel.verdict": set(),
+    "fastmp.parallel.records": set(),
+    "fastmp.parallel.verdict": {"parallel.records"},
     "fastmp.sizes": {"config"},
     "fastmp.layout": {"config", "files", "parallel.exchange", "parallel.grid", "parallel.schedule"},
     "fastmp.plan": {
@@ -156,7 +158,7 @@ ALLOWED = {
     "fastmp.prove.page": {"prove.claims"},
     "fastmp.prove.run": {"prove.claims", "prove.page"},
     "fastmp.doctor": {"commands", "config", "ops", "testing"},
-    "fastmp.hang": {"commands", "files", "parallel.verdict"},
+    "fastmp.hang": {"commands", "files", "parallel.records", "parallel.verdict"},
     "fastmp.study": {
         "study",
         "graphs.scope",
@@ -216,7 +218,7 @@ STDLIB_ONLY = (
         f"fastmp.parallel.{name}"
         for name in (
             *("exchange", "grid", "launchers", "messages", "overlap", "schedule", "shards", "simulate"),
-            "verdict",
+            *("heartbeats", "records", "verdict"),
         )
     ),
     "fastmp.train.checkpoint.boxes",

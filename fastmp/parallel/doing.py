@@ -21,12 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fastmp.parallel.verdict import MESSAGES, Call, RankRecord
+from fastmp.parallel.records import MESSAGES, Call, RankRecord, calls_kept, pack_ranks
 from fastmp.pulse import pulse
 
 __all__ = ["Doing", "crash", "flight_records", "process_state", "this_machine"]
 
-KEPT = 24  # collectives of a record, of each group
 _C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
@@ -75,15 +74,17 @@ def _stat(pid: int) -> tuple[str, int]:
 class Doing:
     """Follows this process: `counts` is cheap, `update` reads the flight record and costs milliseconds.
 
-    `recorded` are all collectives of the flight record that was read last.
+    `recorded` are all collectives of the flight record that was read last, `groups` the packed ranks of each
+    process group.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1) -> None:
+        self._kept = calls_kept(world_size)
         self._main = threading.main_thread().ident
         self.recorded: tuple[Call, ...] = ()
         self._calls: tuple[Call, ...] = ()
         self._begun: dict[str, int] = {}
-        self._groups: dict[str, tuple[int, ...]] = {}
+        self.groups: dict[str, list[list[int]]] = {}
         self._where = ""
         self._inside: Call | None = None
 
@@ -96,8 +97,9 @@ class Doing:
         """See which collectives were begun, and what the main thread is doing, or was at an `error`."""
         world = dist.distributed_c10d._world
         for group in list(world.pg_names):  # those that this rank is in
-            for backend in ("gloo", "nccl"):
-                self._groups[_key(group, backend)] = tuple(sorted(world.pg_group_ranks[group]))
+            if _key(group) not in self.groups:
+                packed = pack_ranks(sorted(world.pg_group_ranks[group]))
+                self.groups |= {_key(group, backend): packed for backend in ("gloo", "nccl")}
         recent: dict[str, list[Call]] = {}
         for record in flight_records():
             for entry in json.loads(record).get("entries", []):
@@ -107,7 +109,7 @@ class Doing:
         for name, calls in recent.items():
             self._begun[name] = max(self._begun.get(name, 0), calls[-1].number or 0)
         self.recorded = tuple(call for calls in recent.values() for call in calls)
-        kept = [call for calls in recent.values() for call in calls[-KEPT:]]
+        kept = [call for calls in recent.values() for call in calls[-self._kept :]]
         self._calls = tuple(sorted(kept, key=lambda call: call.began))
         self.look(error)
 
@@ -153,11 +155,12 @@ class Doing:
         begun, done = memory.numbers()
         name = f"exchange:{_key(memory.group)}"
         self._begun[name] = begun
-        self._groups[name] = tuple(sorted(dist.get_process_group_ranks(memory.group)))
+        if name not in self.groups:
+            self.groups[name] = pack_ranks(sorted(dist.get_process_group_ranks(memory.group)))
         return Call("exchange", name, begun) if begun != done else None
 
     def record(self, **said: Any) -> RankRecord:
-        """The record of this process, with what it says of itself."""
+        """The record of this process without its groups, with what it says of itself."""
         return RankRecord(
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -167,7 +170,6 @@ class Doing:
             inside=self._inside,
             calls=self._calls,
             begun=dict(self._begun),
-            groups=self._groups,
             **said,
         )
 

@@ -1,4 +1,10 @@
-"""Short texts that ranks leave for each other in the job's store, over a connection that may block."""
+"""What node leaders leave for each other in the job's store, over a connection that may block.
+
+A leader keeps four keys: `message-R` with the records of the ranks of its machine, `beat-R` with a few bytes
+that say whether the message is new and its sender lives, `groups-R` with their process groups, and `calls-R`
+with recent collectives. `leaders` lists all ranks that have ever led. Only a few short keys are polled; the
+rest is read on demand, in one request for all machines.
+"""
 
 from __future__ import annotations
 
@@ -12,59 +18,78 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["ALARM", "VERDICT", "Mail"]
+__all__ = ["ALARM", "JUDGE", "KINDS", "LOOK", "TOKEN", "VERDICT", "Mail"]
 
 ALARM = "alarm"  # the key by which a rank calls on all to look for a verdict
 VERDICT = "verdict"  # that under which a rank announces it, before it gives the alarm
+LOOK = "look"  # changes while any rank looks for a verdict: leaders then send all they know
+JUDGE = "judge"  # the rank that is to take the verdict, and the number of its heartbeat
+TOKEN = "token"  # names the directories in which the ranks of each machine meet
+KINDS = ("message", "beat", "groups", "calls")  # of keys of a leader
 
 
 class Mail:
     """A rank's connection to the store, in a thread of its own, which may block as long as it likes.
 
-    interval: seconds between two rounds, of which there have been `rounds`. `wanted` are the keys whose last
-    letters come into `received` at the next one, `alarm` and `verdict` are what a rank has announced.
+    interval: seconds between two rounds, of which there have been `rounds`. A rank that is not `active` only
+    sends what it is told to send, and is not connected otherwise. One that `claims` announces in each round
+    that it is to take the verdict. `wanted` are the keys whose last values come into `received` at the next
+    round; those of `gathered` kinds come from all leaders. `alarm`, `verdict` and `token` are what ranks have
+    announced; `asked` is when one was last seen to look for a verdict.
     """
 
     _made = count()  # every watch of a process has keys of its own
 
-    def __init__(self, interval: float) -> None:
-        self.interval = interval
+    def __init__(self, interval: float, rank: int = 0, world_size: int = 1) -> None:
+        self.interval, self.rank, self.world_size = interval, rank, world_size
+        self.active, self.claims = True, False
         self.wanted: Sequence[str] = ()
-        self.received: dict[str, str] = {}
+        self.gathered: Sequence[str] = ()
+        self.received: dict[str, bytes] = {}
         self.alarm = False
         self.verdict: str | None = None
+        self.token: str | None = None
+        self.asked = -1e9
         self.rounds = 0
-        self._out: dict[str, str] = {}
+        self._looked = b""
+        self._out: dict[str, bytes] = {}
+        self._leader: int | None = None
         self._lock = threading.Lock()
         self._round, self._open = time.monotonic(), True
         self._wake, self._sent = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="fastmp-watch-mail", daemon=True)
         self._prefix = f"fastmp-watch-{next(self._made)}"
+        self._root: Any = None
         self._store: Any = None
 
     def start(self) -> None:
         """Begin with the rounds, where there is a store."""
         with contextlib.suppress(Exception):  # a store that cannot be cloned: files have to do
-            store: Any = dist.distributed_c10d._get_default_store()
-            own = store.clone()
-            own.set_timeout(timedelta(seconds=max(2.0, 2 * self.interval)))
-            self._store = dist.PrefixStore(self._prefix, own)
+            self._root = dist.distributed_c10d._get_default_store()
+            self._connect()
         self._open = self._store is not None
         if self._open:
             self._thread.start()
 
-    def send(self, key: str, text: str) -> None:
+    def send(self, key: str, text: str | bytes) -> None:
         """Leave `text` under `key` in the next round."""
         with self._lock:
-            self._out[key] = text
+            self._out[key] = text.encode() if isinstance(text, str) else text
         self._wake.set()
 
+    def lead(self, rank: int) -> None:
+        """Have this rank listed as a leader, after the keys that were to be sent before."""
+        with self._lock:
+            self._leader = rank
+
     def answers(self, seconds: float) -> bool:
-        """Whether the store has answered within the last `seconds`."""
-        return self._open and time.monotonic() - self._round < seconds + 2 * self.interval
+        """Whether the store has answered within the last `seconds`, or is not asked."""
+        return self._open and (
+            not self.active or time.monotonic() - self._round < seconds + 2 * self.interval
+        )
 
     def close(self) -> None:
-        """Wait a moment for the last letter to go."""
+        """Wait a moment for the last message to go."""
         self._sent.clear()
         self._wake.set()
         if self._open:
@@ -72,24 +97,77 @@ class Mail:
         self._open = False
         self._wake.set()
 
+    def _connect(self) -> None:
+        own = self._root.clone()
+        own.set_timeout(timedelta(seconds=max(2.0, 2 * self.interval)))
+        self._store = dist.PrefixStore(self._prefix, own)
+
     def _run(self) -> None:
         try:
             while self._open:
                 self._wake.wait(self.interval)
                 self._wake.clear()
                 with self._lock:
-                    out, self._out = self._out, {}
-                for key, text in out.items():
-                    self._store.set(key, text)
-                for key in list(self.wanted):
-                    if self._store.check([key]):
-                        self.received[key] = self._store.get(key).decode()
-                self.alarm = self._store.check([ALARM])  # in every round: it tells whether the store answers
-                if self.alarm and self._store.check([VERDICT]):
-                    self.verdict = self._store.get(VERDICT).decode()
-                self._round, self.rounds = time.monotonic(), self.rounds + 1
+                    (out, self._out), (leader, self._leader) = (self._out, {}), (self._leader, None)
+                if self.active or out:
+                    if self._store is None:
+                        self._connect()
+                    self._exchange(out, leader)
+                    self._round, self.rounds = time.monotonic(), self.rounds + 1
+                elif self._store is not None:
+                    self._store = None  # a leader has taken over: one connection less to serve
+                if not self.active:
+                    self._round = time.monotonic()
                 if not self._out:
                     self._sent.set()
         except Exception:  # the store is gone
             self._open = False
             self._sent.set()
+
+    def _exchange(self, out: dict[str, bytes], leader: int | None = None) -> None:
+        """Send, then read what is wanted; `ALARM` in every round: it tells whether the store answers."""
+        store = self._store
+        for key, text in out.items():
+            store.set(key, text)
+        if leader is not None and store.has_extended_api():
+            store.append("leaders", f"{leader} ")
+        for key in [*self.wanted, *([TOKEN] if self.token is None else [])]:
+            if store.check([key]):
+                self.received[key] = store.get(key)
+        if self.claims:  # after JUDGE was read: what another rank has written there since the last round
+            store.set(JUDGE, f"{self.rank} {self.rounds}")
+        if self.token is None and TOKEN in self.received:
+            self.token = self.received[TOKEN].decode()
+        if self.gathered:
+            self._gather(store, tuple(self.gathered))
+        self.alarm = store.check([ALARM])
+        if self.alarm and store.check([VERDICT]):
+            self.verdict = store.get(VERDICT).decode()
+        if store.check([LOOK]):
+            looked = store.get(LOOK)
+            if looked != self._looked:
+                self._looked, self.asked = looked, time.monotonic()
+
+    def _gather(self, store: Any, kinds: Sequence[str]) -> None:
+        """Read a key of each of these kinds from all leaders; messages and groups only if changed."""
+        leaders = self._leaders(store)
+        before = {rank: self.received.get(f"beat-{rank}", b"").split()[1:3] for rank in leaders}
+        for kind in kinds:
+            keys = [f"{kind}-{rank}" for rank in leaders]
+            if kind in ("message", "groups"):
+                now = {rank: self.received.get(f"beat-{rank}", b"").split()[1:3] for rank in leaders}
+                at = 0 if kind == "message" else 1
+                keys = [f"{kind}-{rank}" for rank in leaders if before[rank][at:] != now[rank][at:]]
+            if keys and not store.check(keys):  # to get one that is not there would block
+                keys = [key for key in keys if store.check([key])]
+            if keys:
+                values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+                self.received.update(zip(keys, values))
+
+    def _leaders(self, store: Any) -> list[int]:
+        """Return the ranks that have ever led; their keys exist."""
+        if not store.has_extended_api():
+            return [rank for rank in range(self.world_size) if store.check([f"beat-{rank}"])]
+        if not store.check(["leaders"]):
+            return []
+        return sorted(set(map(int, store.get("leaders").split())))

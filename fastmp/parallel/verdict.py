@@ -10,104 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Call", "Late", "RankRecord", "Verdict", "judge", "latecomers"]
+from fastmp.parallel.records import MESSAGES, Call, RankRecord, kind_of_group
 
-# Ranks may begin these with different sizes.
-_UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "send", "recv")
-MESSAGES = ("send", "recv")
+__all__ = ["Late", "Verdict", "judge", "latecomers"]
 
-
-@dataclass(frozen=True)
-class Call:
-    """A collective, or a message to or from `peer`, that a rank began.
-
-    group: name of the process group, the same on all of its ranks; groups of one kind differ in what follows
-        a space. number: how many collectives the rank began in this group, this one included; None for
-        messages. began: seconds since the epoch, 0 where unknown.
-    """
-
-    op: str
-    group: str = ""
-    number: int | None = None
-    sizes: tuple[tuple[int, ...], ...] = ()
-    dtypes: tuple[str, ...] = ()
-    began: float = 0.0
-    peer: int | None = None
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What must be alike on all ranks of a group."""
-        return (self.op,) if self.op in _UNEVEN else (self.op, self.sizes, self.dtypes)
-
-    def __str__(self) -> str:
-        if self.peer is not None:
-            return f"{self.op} {'to' if self.op == 'send' else 'from'} rank {self.peer}"
-        number = "" if self.number is None else f" number {self.number}"
-        return f"{self.op}{number}" + (f" of group {self.group}" if self.group else "")
-
-    @property
-    def shape(self) -> str:
-        """The sizes and dtypes of its tensors in words."""
-        tensors = [f"{list(size)} {dtype}" for size, dtype in zip(self.sizes, self.dtypes)]
-        return " and ".join(tensors) or "nothing"
-
-
-@dataclass(frozen=True)
-class RankRecord:
-    """What was last seen of one rank.
-
-    step: the step it is in, from 1. phase: the part of it. where: the innermost line of Python of its main
-    thread outside torch. inside: the call that this thread is in; None where it is in none. calls: its last
-    collectives, oldest first. begun: how many it began in each group. groups: the ranks of its groups.
-    state: "running"; "stopped" or "gone", as a process of the same machine sees it; "silent", after no sign
-        of life; "finished", "failed" or "lost" (a peer), as it said itself when it left, with `words`.
-    still: seconds since anything changed. silent: seconds since its last sign of life. left: when it left, in
-        seconds since the epoch.
-    """
-
-    rank: int
-    host: str = "?"
-    pid: int = 0
-    step: int = 0
-    phase: str = "start"
-    where: str = ""
-    inside: Call | None = None
-    calls: tuple[Call, ...] = ()
-    begun: Mapping[str, int] = field(default_factory=dict)
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    state: str = "running"
-    words: str = ""
-    still: float = 0.0
-    silent: float = 0.0
-    left: float = 0.0
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (host {self.host}, process {self.pid})"
-
-    def as_json(self) -> dict[str, Any]:
-        """This record as an object for JSON; `from_json` takes it back."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> RankRecord:
-        """Make a record of what `as_json` returned, sent through JSON."""
-        inside = content["inside"]
-        return cls(
-            **{
-                **content,
-                "inside": None if inside is None else _call(inside),
-                "calls": tuple(map(_call, content["calls"])),
-                "groups": {name: tuple(ranks) for name, ranks in content["groups"].items()},
-            }
-        )
-
-
-def _call(content: Mapping[str, Any]) -> Call:
-    sizes = tuple(map(tuple, content["sizes"]))
-    return Call(**{**content, "sizes": sizes, "dtypes": tuple(content["dtypes"])})
+LISTED = 8  # ranks, or calls, that a verdict names one by one
 
 
 @dataclass(frozen=True)
@@ -131,41 +41,120 @@ def judge(records: Iterable[RankRecord], world_size: int) -> Verdict:
     """Return the verdict on a job of `world_size` ranks, of some of which there may be no record."""
     seen = {record.rank: record for record in records}
     missing = [RankRecord(rank, state="unseen") for rank in range(world_size) if rank not in seen]
-    everyone = sorted([*seen.values(), *missing], key=lambda record: record.rank)
+    job = _Job(sorted([*seen.values(), *missing], key=lambda record: record.rank))
     steps = (_mismatch, _ended, _silent, _standstill)
-    return next(verdict for step in steps if (verdict := step(everyone)) is not None)
+    return next(verdict for step in steps if (verdict := step(job)) is not None)
 
 
-def _mismatch(everyone: Sequence[RankRecord]) -> Verdict | None:
+class _Job:
+    """The records of all ranks, with indices that are built once: no step compares all pairs of ranks.
+
+    members: ranks of each group. begun: numbers of collectives by group and rank. together: recent
+    collectives by (group, number) and rank.
+    """
+
+    def __init__(self, everyone: Sequence[RankRecord]) -> None:
+        self.everyone = everyone
+        self.by_rank = {record.rank: record for record in everyone}
+        self.members: dict[str, frozenset[int]] = {}
+        self.begun: dict[str, dict[int, int]] = {}
+        self.together: dict[tuple[str, int], dict[int, Call]] = {}
+        self._inside: dict[str, set[int]] = {}
+        self._behind: dict[tuple[str, int | None], frozenset[int]] = {}
+        for record in everyone:
+            rank = record.rank
+            for name, ranks in record.groups.items():
+                if name not in self.members:
+                    self.members[name] = frozenset(ranks)
+            for name, number in record.begun.items():
+                self.begun.setdefault(name, {})[rank] = number
+            for call in record.calls:
+                if call.number is not None:
+                    self.together.setdefault((call.group, call.number), {})[rank] = call
+            if record.inside is not None:
+                self._inside.setdefault(record.inside.group, set()).add(rank)
+
+    def behind(self, record: RankRecord, group: str) -> frozenset[int]:
+        """Return the ranks of a group that have begun fewer collectives in it than `record`."""
+        own = record.begun.get(group)
+        if (group, own) not in self._behind:
+            members = self.members.get(group, frozenset())
+            if own is None:  # a torch without a flight record: those that are in no call of the group
+                found = members - self._inside.get(group, set())
+            else:
+                begun = self.begun.get(group, {})
+                found = frozenset(rank for rank in members if _is_before(group, begun.get(rank, 0), own))
+            self._behind[group, own] = found
+        found = self._behind[group, own]
+        return found - {record.rank} if own is None and record.rank in found else found
+
+    def waits_for(self, record: RankRecord) -> frozenset[int]:
+        """Return the ranks that have not joined the call that `record` is in."""
+        call = record.inside
+        if call is None or record.state == "finished":
+            return frozenset()
+        if call.peer is not None:
+            peer = self.by_rank.get(call.peer)
+            theirs = None if peer is None else peer.inside
+            meets = theirs is not None and theirs.peer == record.rank and theirs.op != call.op
+            return frozenset() if meets else frozenset((call.peer,))
+        return self.behind(record, call.group)
+
+    def awaited(self, record: RankRecord) -> Call | None:
+        """Return the call in which others wait for `record`: of several, the first that it would make."""
+        found = []
+        for other in self.everyone:
+            if other.rank == record.rank:
+                continue
+            if other.inside is not None:
+                left_out = [other.inside]
+            else:
+                left_out = [c for c in other.calls if c.number == record.begun.get(c.group, 0) + 1]
+            for call in left_out:
+                if call.peer == record.rank or (
+                    call.peer is None and record.rank in self.behind(other, call.group)
+                ):
+                    found.append((other, call))
+        # Who waits in one call and has not begun another, though it is in its group too, shows their order.
+        begun_there = {
+            name: {
+                other.begun.get(name, 0)
+                for other, _ in found
+                if name in other.groups and other.rank in self.members[name]
+            }
+            for name in {call.group for _, call in found}
+        }
+        is_first = {
+            (name, number): not any(_is_before(name, other, number) for other in begun_there[name])
+            for name, number in {(call.group, call.number or 0) for _, call in found}
+        }
+        first = [call for _, call in found if is_first[call.group, call.number or 0]]
+        return min(first or [call for _, call in found], key=lambda call: call.began, default=None)
+
+
+def _mismatch(job: _Job) -> Verdict | None:
     """The first collective that ranks of one group began differently."""
-    together: dict[tuple[str, int], dict[int, Call]] = {}
-    for record in everyone:
-        for call in record.calls:
-            if call.number is not None:
-                together.setdefault((call.group, call.number), {})[record.rank] = call
-    different = [calls for calls in together.values() if len({c.signature for c in calls.values()}) > 1]
+    different = [calls for calls in job.together.values() if len({c.signature for c in calls.values()}) > 1]
     if not different:
-        return _aborted(everyone, together)
+        return _aborted(job)
     calls = min(different, key=lambda calls: min(call.began for call in calls.values()))
-    usual = _usual(calls, together)
+    usual = _usual(calls, job)
     ranks = tuple(rank for rank, call in calls.items() if call.signature != usual)
-    said = "; ".join(
-        f"{_rank(rank, everyone)} began {calls[rank]} with {calls[rank].shape}" for rank in ranks
-    )
+    said = _list(f"{job.by_rank[rank]} began {calls[rank]} with {calls[rank].shape}" for rank in ranks)
     if len(ranks) < len(calls):
         expected = next(call for call in calls.values() if call.signature == usual)
         said += f", where the others of the group began {expected.op} with {expected.shape}"
-    return _verdict("mismatch", everyone, ranks, f"{said}.", calls[ranks[0]])
+    return _verdict("mismatch", job, ranks, f"{said}.", calls[ranks[0]])
 
 
-def _usual(calls: Mapping[int, Call], together: Mapping[tuple[str, int], dict[int, Call]]) -> Any:
+def _usual(calls: Mapping[int, Call], job: _Job) -> Any:
     """The signature that most of `calls` have; else most at this place in groups of this kind; else None."""
     first = next(iter(calls.values()))
     of_kind = [
         call
-        for (group, number), others in together.items()
+        for (group, number), others in job.together.items()
+        if number == first.number and kind_of_group(group) == kind_of_group(first.group)
         for call in others.values()
-        if number == first.number and _kind(group) == _kind(first.group)
     ]
     for votes in (list(calls.values()), of_kind):
         (usual, count), *others = Counter(call.signature for call in votes).most_common()
@@ -174,51 +163,49 @@ def _usual(calls: Mapping[int, Call], together: Mapping[tuple[str, int], dict[in
     return None
 
 
-def _aborted(
-    everyone: Sequence[RankRecord], together: Mapping[tuple[str, int], dict[int, Call]]
-) -> Verdict | None:
+def _aborted(job: _Job) -> Verdict | None:
     """A rank that gloo aborted, as data of a size came that it did not expect; its own call is not known."""
-    for record in everyone:
+    for record in job.everyone:
         if record.state != "gone" or "Aborted" not in record.words or record.inside is None:
             continue
-        call = _awaited(record, everyone)
+        call = job.awaited(record)
         if call is None:
             continue
-        calls = together.get((call.group, call.number or 0), {})
-        usual = _usual(calls, together) if len(calls) > 1 or len(everyone) > 2 else None
+        calls = job.together.get((call.group, call.number or 0), {})
+        usual = _usual(calls, job) if calls and (len(calls) > 1 or len(job.everyone) > 2) else None
         odd = tuple(rank for rank, other in calls.items() if usual is not None and other.signature != usual)
-        members = next(iter(r.groups[call.group] for r in everyone if call.group in r.groups), ())
-        ranks = odd or (tuple(members) if len(members) == 2 and usual is None else (record.rank,))
-        told = "; ".join(
-            f"{_rank(rank, everyone)} began {calls[rank]} with {calls[rank].shape}"
-            for rank in (odd or tuple(calls))
+        members = tuple(sorted(job.members.get(call.group, ())))
+        ranks = odd or (members if len(members) == 2 and usual is None else (record.rank,))
+        told = _list(
+            f"{job.by_rank[rank]} began {calls[rank]} with {calls[rank].shape}" for rank in (odd or calls)
         )
         text = (
-            f"{told}. {record} did not expect data of this size, and gloo aborted it in {record.inside.op}, "
+            f"{record} did not expect data of this size, and gloo aborted it in {record.inside.op}, "
             f"{_place(record)}."
         )
-        return _verdict("mismatch", everyone, ranks, text, call)
+        text = f"{told}. {text}" if told else text
+        return _verdict("mismatch", job, ranks, text, call)
     return None
 
 
-def _ended(everyone: Sequence[RankRecord]) -> Verdict | None:
+def _ended(job: _Job) -> Verdict | None:
     """The rank that failed or vanished first; those that left because they lost a peer are its victims."""
-    ended = [record for record in everyone if record.state in ("failed", "gone")]
+    ended = [record for record in job.everyone if record.state in ("failed", "gone")]
     if not ended:
         return None
     first = min(ended, key=lambda record: record.left)
-    call = _awaited(first, everyone)
+    call = job.awaited(first)
     if first.state == "failed":
         text = f"{first} failed in {_place(first)}: {first.words}."
-        return _verdict("failed", everyone, (first.rank,), text, call)
+        return _verdict("failed", job, (first.rank,), text, call)
     crash = f" ({first.words})" if first.words else ""
     ranks = tuple(record.rank for record in ended if record.state == "gone")
     others = f" ({_words(rank for rank in ranks if rank != first.rank)} too)" if len(ranks) > 1 else ""
     text = f"{first} is gone{others}: killed or crashed{crash}, last seen in {_place(first)}."
-    return _verdict("gone", everyone, ranks, text, call)
+    return _verdict("gone", job, ranks, text, call)
 
 
-def _silent(everyone: Sequence[RankRecord]) -> Verdict | None:
+def _silent(job: _Job) -> Verdict | None:
     for state, said in (
         ("stopped", "is stopped, by SIGSTOP or a debugger,"),
         (
@@ -227,28 +214,30 @@ def _silent(everyone: Sequence[RankRecord]) -> Verdict | None:
         ),
         ("unseen", "has never shown a sign of life: it did not start, or is cut off,"),
     ):
-        found = [record for record in everyone if record.state == state]
+        found = [record for record in job.everyone if record.state == state]
         if found:
             said = said.format(found[0].silent)
-            text = "; ".join(f"{record} {said} in {_place(record)}" for record in found) + "."
-            call = _awaited(found[0], everyone)
-            return _verdict(state, everyone, tuple(record.rank for record in found), text, call)
+            text = _list(f"{record} {said} in {_place(record)}" for record in found) + "."
+            return _verdict(state, job, tuple(r.rank for r in found), text, job.awaited(found[0]))
     return None
 
 
-def _standstill(everyone: Sequence[RankRecord]) -> Verdict:
+def _standstill(job: _Job) -> Verdict:
     """Every rank lives: find those for which others wait, and which wait for nobody."""
-    waits = {record.rank: _waits_for(record, everyone) for record in everyone}
+    everyone, by_rank = job.everyone, job.by_rank
+    waits = {record.rank: _nonempty([job.waits_for(record)]) for record in everyone}
     if not any(waits.values()):  # hosts that wait for a device are in no call: go by what they have begun
-        waits = {record.rank: _all_behind(record, everyone) for record in everyone}
-    by_rank = {record.rank: record for record in everyone}
-    wanted = {rank for ranks in waits.values() for rank in ranks}
+        waits = {
+            record.rank: _nonempty(job.behind(record, group) for group in record.begun) for record in everyone
+        }
+    sets = {id(ranks): ranks for groups in waits.values() for ranks in groups}
+    wanted = frozenset().union(*sets.values())
     ends = [rank for rank in sorted(wanted) if not waits[rank]]
     if ends:
         # Who is in no call at all is the one who is elsewhere; the others may only be late in the same call.
         elsewhere = [rank for rank in ends if by_rank[rank].inside is None] or ends
         record = by_rank[elsewhere[0]]
-        call = _awaited(record, everyone)
+        call = job.awaited(record)
         if record.state == "finished":
             text = (
                 f"{record} has left the loop after step {record.step}: it has made fewer calls than others."
@@ -261,81 +250,61 @@ def _standstill(everyone: Sequence[RankRecord]) -> Verdict:
                 "hung",
                 f"{record} is alive, but for {record.still:.0f} s it has been in {_place(record)}.",
             )
-        return _verdict(kind, everyone, tuple(elsewhere), text, call)
+        return _verdict(kind, job, tuple(elsewhere), text, call)
     cycle = _cycle(waits)
     if cycle:
-        return _deadlock(everyone, by_rank, waits, cycle)
+        return _deadlock(job, waits, cycle)
     longest = max(everyone, key=lambda record: record.still)
     text = f"no rank was seen to hold up the others. The longest still is {longest}, in {_place(longest)}."
     inside = longest.inside or (longest.calls[-1] if longest.calls else None)
-    return _verdict("unknown", everyone, (longest.rank,), text, inside)
+    return _verdict("unknown", job, (longest.rank,), text, inside)
 
 
-def _deadlock(
-    everyone: Sequence[RankRecord],
-    by_rank: Mapping[int, RankRecord],
-    waits: Mapping[int, set[int]],
-    cycle: Sequence[int],
-) -> Verdict:
+_Waits = Mapping[int, tuple[frozenset[int], ...]]  # of each rank, the sets of ranks that it waits for
+
+
+def _nonempty(sets: Iterable[frozenset[int]]) -> tuple[frozenset[int], ...]:
+    return tuple(ranks for ranks in sets if ranks)
+
+
+def _deadlock(job: _Job, waits: _Waits, cycle: Sequence[int]) -> Verdict:
     """Ranks wait for each other: name the one whose call is unlike those of most others, else all of them."""
-    odd = tuple(rank for rank in cycle if _deviates(by_rank[rank], everyone))
+    before: dict[tuple[str, int], dict[int, Any]] = {}
+    odd = tuple(rank for rank in cycle if _deviates(job.by_rank[rank], job, before))
     ranks = odd or tuple(sorted(cycle))
-    said = "; ".join(
-        f"{by_rank[rank]} is in {by_rank[rank].inside} and waits for {_words(sorted(waits[rank]))}"
+    said = _list(
+        f"{job.by_rank[rank]} is in {job.by_rank[rank].inside} and waits for "
+        f"{_words(sorted(frozenset().union(*waits[rank])))}"
         for rank in cycle
     )
-    inside = [by_rank[rank].inside for rank in cycle]
+    inside = [job.by_rank[rank].inside for rank in cycle]
     messages = [call for call in inside if call is not None and call.op in MESSAGES]
-    call = messages[0] if messages else by_rank[ranks[0]].inside
+    call = messages[0] if messages else job.by_rank[ranks[0]].inside
     why = "nobody has the other end of a message" if messages else "they make their calls in different orders"
-    return _verdict("message" if messages else "order", everyone, ranks, f"{said}: {why}.", call)
+    return _verdict("message" if messages else "order", job, ranks, f"{said}: {why}.", call)
 
 
-def _deviates(record: RankRecord, everyone: Sequence[RankRecord]) -> bool:
-    """Whether most ranks that began the call of `record` had by then begun other numbers of other calls."""
+def _deviates(record: RankRecord, job: _Job, before: dict[tuple[str, int], dict[int, Any]]) -> bool:
+    """Whether most ranks that began the call of `record` had by then begun other numbers of other calls.
+
+    before: what each rank had begun before a call, by (group, number), filled as it is asked for.
+    """
     call = record.inside
     if call is None or call.number is None:
         return False
-    before = {}
-    for other in everyone:
-        at = next((c.began for c in other.calls if (c.group, c.number) == (call.group, call.number)), None)
-        if at is not None:
+    key = (call.group, call.number)
+    if key not in before:
+        before[key] = {}
+        for rank, own in job.together.get(key, {}).items():
             earlier = {
-                _kind(c.group): c.number for c in other.calls if c.began < at and c.group != call.group
+                kind_of_group(c.group): c.number
+                for c in job.by_rank[rank].calls
+                if c.began < own.began and c.group != call.group
             }
-            before[other.rank] = tuple(sorted(earlier.items()))
-    votes = Counter(before.values())
+            before[key][rank] = tuple(sorted(earlier.items()))
+    votes = Counter(before[key].values())
     usual, count = votes.most_common(1)[0] if votes else ((), 0)
-    return 2 * count > len(before) and record.rank in before and before[record.rank] != usual
-
-
-def _kind(group: str) -> str:
-    """The kind of a group: groups of one kind differ in what follows a space."""
-    return group.partition(" ")[0] + ("/nccl" if group.endswith("/nccl") else "")
-
-
-def _waits_for(record: RankRecord, everyone: Sequence[RankRecord]) -> set[int]:
-    """The ranks without which the call that `record` is in cannot end, of those that have not joined it."""
-    call = record.inside
-    if call is None or record.state == "finished":
-        return set()
-    if call.peer is not None:
-        peer = next((other for other in everyone if other.rank == call.peer), None)
-        theirs = None if peer is None else peer.inside
-        meets = theirs is not None and theirs.peer == record.rank and theirs.op != call.op
-        return set() if meets else {call.peer}
-    return _behind(record, call.group, everyone)
-
-
-def _behind(record: RankRecord, group: str, everyone: Sequence[RankRecord]) -> set[int]:
-    """The ranks of a group that have begun fewer collectives in it than `record`."""
-    members = record.groups.get(group, ())
-    own = record.begun.get(group)
-    if own is None:  # a torch without a flight record: those that are in no call of the group
-        there = {other.rank for other in everyone if other.inside and other.inside.group == group}
-        return set(members) - there - {record.rank}
-    begun = {other.rank: other.begun.get(group, 0) for other in everyone}
-    return {rank for rank in members if _is_before(group, begun.get(rank, 0), own)}
+    return 2 * count > len(before[key]) and before[key].get(record.rank, usual) != usual
 
 
 def _is_before(group: str, number: int, other: int) -> bool:
@@ -345,42 +314,10 @@ def _is_before(group: str, number: int, other: int) -> bool:
     return number < other
 
 
-def _all_behind(record: RankRecord, everyone: Sequence[RankRecord]) -> set[int]:
-    return {rank for group in record.begun for rank in _behind(record, group, everyone)}
-
-
-def _awaited(record: RankRecord, everyone: Sequence[RankRecord]) -> Call | None:
-    """The call in which others wait for `record`: where there are several, the first that it would make."""
-    found = []
-    for other in everyone:
-        if other.rank == record.rank:
-            continue
-        begun = record.begun
-        left_out = [c for c in other.calls if c.number == begun.get(c.group, 0) + 1]
-        for call in left_out if other.inside is None else [other.inside]:
-            if call.peer == record.rank or (
-                call.peer is None and record.rank in _behind(other, call.group, everyone)
-            ):
-                found.append((other, call))
-    # Who waits in one call and has not begun another, though it is in its group too, shows their order.
-    first = [
-        call
-        for _, call in found
-        if not any(
-            other.rank in other.groups.get(call.group, ())
-            and _is_before(call.group, other.begun.get(call.group, 0), call.number or 0)
-            for other, _ in found
-        )
-    ]
-    return min(first or [call for _, call in found], key=lambda call: call.began, default=None)
-
-
-def _verdict(
-    kind: str, everyone: Sequence[RankRecord], ranks: tuple[int, ...], text: str, call: Call | None
-) -> Verdict:
+def _verdict(kind: str, job: _Job, ranks: tuple[int, ...], text: str, call: Call | None) -> Verdict:
     """Add to the text which step it was, and who waits where."""
-    step = next(record.step for record in everyone if record.rank == ranks[0])
-    others = [r for r in everyone if r.rank not in ranks and r.state in ("running", "lost") and r.inside]
+    step, named = job.by_rank[ranks[0]].step, set(ranks)
+    others = [r for r in job.everyone if r.rank not in named and r.state in ("running", "lost") and r.inside]
     waiting: dict[str, list[int]] = {}
     for record in others:
         waiting.setdefault(str(record.inside), []).append(record.rank)
@@ -389,12 +326,13 @@ def _verdict(
         parts.append(f"This was in step {step}.")
     elif call is not None and kind != "message":
         parts.append(f"It did not join {call}{f' ({call.shape})' if call.sizes else ''}.")
-    parts += [f"{_words(at).capitalize()} waited in {where}." for where, at in waiting.items()]
+    places = list(waiting.items())
+    most = len(places) if len(places) <= LISTED else LISTED - 1
+    parts += [f"{_words(at).capitalize()} waited in {where}." for where, at in places[:most]]
+    if most < len(places):
+        left = sum(len(at) for _, at in places[most:])
+        parts.append(f"{left} other ranks waited in {len(places) - most} other calls.")
     return Verdict(kind, ranks, " ".join(parts), step, call, tuple(sorted(r.rank for r in others)))
-
-
-def _rank(rank: int, everyone: Sequence[RankRecord]) -> str:
-    return str(next(record for record in everyone if record.rank == rank))
 
 
 def _place(record: RankRecord) -> str:
@@ -404,20 +342,33 @@ def _place(record: RankRecord) -> str:
 
 def _words(ranks: Iterable[int]) -> str:
     names = [str(rank) for rank in ranks]
-    if len(names) > 8:
+    if len(names) > LISTED:
         names = [*names[:7], f"{len(names) - 7} others"]
     return f"rank {names[0]}" if len(names) == 1 else f"ranks {', '.join(names[:-1])} and {names[-1]}"
 
 
-def _cycle(waits: Mapping[int, set[int]]) -> list[int]:
+def _list(parts: Iterable[str]) -> str:
+    """Join what is said of several ranks; of many, the first and the number of the others."""
+    parts = list(parts)
+    if len(parts) > LISTED:
+        parts = [*parts[: LISTED - 1], f"and so for {len(parts) - LISTED + 1} other ranks"]
+    return "; ".join(parts)
+
+
+def _cycle(waits: _Waits) -> list[int]:
     """Ranks each of which waits for the next, and the last for the first; none if there is no such ring."""
+    first = {id(ranks): min(ranks) for groups in waits.values() for ranks in groups}
+    checked: set[int] = set()
     for start in sorted(waits):
-        path, rank = [], start
-        while rank not in path and waits.get(rank):
-            path.append(rank)
-            rank = min(waits[rank])
+        path: dict[int, None] = {}
+        rank = start
+        while rank not in path and rank not in checked and waits.get(rank):
+            path[rank] = None
+            rank = min(first[id(ranks)] for ranks in waits[rank])
         if rank in path:
-            return path[path.index(rank) :]
+            ring = list(path)
+            return ring[ring.index(rank) :]
+        checked |= path.keys()
     return []
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastmp.parallel.verdict import Call, RankRecord, judge, latecomers
+from fastmp.parallel.records import Call, RankRecord, calls_kept
+from fastmp.parallel.verdict import judge, latecomers
 
 WORLD, TP = "world 0", ("tp 1", "tp 2")
 GROUPS = {WORLD: (0, 1, 2, 3), TP[0]: (0, 1), TP[1]: (2, 3)}
@@ -187,3 +189,50 @@ def test_numbers_of_exchanges_wrap(number):
     for inside in (Call("exchange", group, number), None):
         verdict = judge([record(0, number, inside), record(1, last)], 2)
         assert (verdict.kind, verdict.ranks) == ("hung", (1,))
+
+
+def large_record(rank, world_size, shared, tp=8, pp=16):
+    """A rank of a job over NCCL in which one stays away from an all-reduce; `shared` holds its groups."""
+    dp, stage = world_size // (tp * pp), rank * pp // world_size
+    own = {
+        "default_pg 0": (0, world_size, 1),
+        f"tp {rank // tp}": (rank - rank % tp, rank - rank % tp + tp, 1),
+        f"dp {stage * tp + rank % tp}": (stage * tp * dp + rank % tp, (stage + 1) * tp * dp, tp),
+        f"dp-tp {stage}": (stage * tp * dp, (stage + 1) * tp * dp, 1),
+        f"pp {rank % (tp * dp)}": (rank % (tp * dp), world_size, tp * dp),
+    }
+    groups = {
+        f"{name}{backend}": shared.setdefault(ends, tuple(range(*ends)))
+        for name, ends in own.items()
+        for backend in ("", "/nccl")
+    }
+    late = rank == world_size // 2
+    calls = tuple(
+        Call("all_reduce", group, 97 + i - late, ((4096, 8),), ("BFloat16",), 1.7e9 + i)
+        for i in range(calls_kept(world_size))
+        for group in groups
+    )
+    begun = {call.group: call.number for call in calls}
+    inside = None if late else calls[-1 - rank % 4]
+    return RankRecord(
+        rank, "host", rank, 9, "reduce", "x.py:1 in f", inside, calls, begun, groups, still=400.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "seconds"), [(4096, 20.0), pytest.param(16_384, 60.0, marks=pytest.mark.full)]
+)
+def test_a_verdict_on_thousands_of_ranks_takes_seconds(world_size, seconds):
+    """Limits are over ten times what it takes. To compare all pairs of ranks took 4 minutes at 4,096."""
+    shared: dict[tuple[int, ...], tuple[int, ...]] = {}
+    records = [large_record(rank, world_size, shared) for rank in range(world_size)]
+    begin = time.perf_counter()
+    verdict = judge(records, world_size)
+    assert time.perf_counter() - begin < seconds
+    assert (verdict.kind, verdict.ranks) == ("hung", (world_size // 2,))
+    assert len(verdict.text) < 2000
+
+
+def test_a_record_does_not_grow_with_the_world():
+    small, large = (len(json.dumps(large_record(9, world, {}).as_json())) for world in (512, 16_384))
+    assert large <= small

@@ -26,7 +26,9 @@ import torch.distributed as dist
 
 from fastmp.config import set_default_variables
 from fastmp.ops.exchange import exchange_barrier
+from fastmp.parallel import watch
 from fastmp.parallel.collectives import all_gather, all_reduce_
+from fastmp.parallel.doing import this_machine
 from fastmp.parallel.peers import PeerExchange
 from fastmp.parallel.runtime import main_guard
 from fastmp.parallel.watch import Watch
@@ -38,6 +40,7 @@ BAD_STEP, STEPS = 6, 12
 EXCHANGE, RAISES, SLEEPS = (
     f"{fault} while others wait in an exchange" for fault in ("killed", "raises", "sleeps")
 )
+MACHINE = "all of its machine are killed"
 UNHEARD = "finishes, and its last letter is lost"
 
 
@@ -46,7 +49,8 @@ class Scenario:
     """What one rank does in its sixth step, and the verdict on it.
 
     kinds, ranks: of the verdict. op: of the call that it names. store: whose process serves the store, a
-    "launcher" or "rank 0". limit: seconds without progress after which the job is ended.
+    "launcher" or "rank 0". limit: seconds without progress after which the job is ended. machines: that the
+    ranks believe to run on.
     """
 
     fault: str
@@ -57,11 +61,13 @@ class Scenario:
     ranks: tuple[int, ...] | None = None
     store: str = "launcher"
     limit: float = LIMIT
+    machines: int = 1
 
     @property
     def name(self) -> str:
         at = ", which serves the store" if self.store == "rank 0" else ""
-        return f"{self.fault}: rank {self.rank} of {self.world_size}{at}"
+        over = f" on {self.machines} machines" if self.machines > 1 else ""
+        return f"{self.fault}: rank {self.rank} of {self.world_size}{over}{at}"
 
     @property
     def expected(self) -> tuple[int, ...]:
@@ -102,6 +108,20 @@ SCENARIOS = [
     Scenario("slow", 4, 2, ("slow",), "all_reduce"),
     Scenario("all are suspended and resumed", 2, 0, ("no verdict",), ""),
     Scenario(UNHEARD, 2, 1, ("no verdict",), "", limit=60.0),
+    # Rank 0 leads the first machine, and takes verdicts; rank 2 leads the second one.
+    Scenario("sleeps", 4, 3, ("hung",), "all_reduce", machines=2),
+    Scenario("stopped", 4, 0, ("stopped",), "all_reduce", machines=2),
+    Scenario("stopped", 4, 2, ("stopped",), "all_reduce", machines=2),
+    Scenario("holds the interpreter", 4, 2, ("silent",), "all_reduce", machines=2),
+    Scenario("killed", 4, 2, ("gone",), "all_reduce", machines=2),
+    Scenario("killed", 4, 0, ("gone",), "all_reduce", machines=2, store="rank 0"),
+    Scenario(MACHINE, 4, 2, ("gone", "silent"), "all_reduce", ranks=(2, 3), machines=2),
+    Scenario(MACHINE, 4, 0, ("gone", "silent"), "all_reduce", ranks=(0, 1), machines=2),
+    Scenario("other shape", 4, 3, ("mismatch",), "all_reduce", machines=2),
+    Scenario("other order", 4, 1, ("order",), "all_reduce", machines=2),
+    Scenario("raises", 4, 3, ("failed",), "all_reduce", machines=2),
+    Scenario("fewer steps", 4, 2, ("finished",), "all_reduce", machines=2),
+    Scenario("slow", 4, 2, ("slow",), "all_reduce", machines=2),
 ]
 
 
@@ -136,7 +156,7 @@ class Outcome:
         for rank, status in enumerate(self.statuses):
             if status == 0 and not (scenario.fault == "fewer steps" and rank == scenario.rank):
                 found.append(f"rank {rank} ended with status 0")
-        if self.seconds > LIMIT + 3:
+        if self.seconds > LIMIT + 3 + 2 * (scenario.machines > 1):
             found.append(f"it took {self.seconds:.1f} s")
         return found
 
@@ -190,6 +210,10 @@ def _live(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
         os.dup2(said.fileno(), 2)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
     sys.__stderr__ = sys.stderr
+    if scenario.machines > 1:
+        _, start = this_machine()
+        of = f"machine {rank * scenario.machines // scenario.world_size} of {port}"
+        watch.this_machine = lambda: (of, start)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(scenario.world_size), "GLOO_SOCKET_IFNAME": "lo"}
     set_default_variables(TORCH_FR_BUFFER_SIZE="256")
     os._exit(main_guard(lambda: _train(scenario, rank, port, directory)))
@@ -209,7 +233,7 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
     if scenario.fault in (EXCHANGE, RAISES, SLEEPS):
         exchange = PeerExchange(dist.group.WORLD, etp=1, ep=world_size, etp_varies_first=True, timeout=60.0)
         views = exchange.reserve(torch.ones(1, 4), top_k=1, experts=world_size)
-    with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watch:
+    with Watch(directory / "hang", rank, world_size, scenario.limit, interval=0.2) as watching:
         for step in range(1, (30 if slow else STEPS) + 1):
             bad = rank == scenario.rank and step == BAD_STEP and scenario.fault != UNHEARD
             if bad:
@@ -227,7 +251,7 @@ def _train(scenario: Scenario, rank: int, port: int, directory: Path) -> None:
                 _collectives(tp)
             pulse.phase = "optimizer"
         if scenario.fault == UNHEARD and rank == scenario.rank:
-            watch._publish = lambda: None
+            watching._publish = lambda: None
         elif scenario.fault == UNHEARD:
             time.sleep(3)
     dist.destroy_process_group()
@@ -242,13 +266,16 @@ def _collectives(tp: dist.ProcessGroup) -> None:
 def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> None:
     """Go wrong, in place of this step's collectives."""
     fault, world, other = scenario.fault, dist.group.WORLD, rank ^ 1
-    if fault in ("killed", EXCHANGE):
+    if fault == MACHINE:
+        for record in _records(hang):
+            if record["rank"] ^ 1 == rank:
+                os.kill(record["pid"], signal.SIGKILL)
+    if fault in ("killed", EXCHANGE, MACHINE):
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif fault == "all are suspended and resumed":  # as by scontrol suspend
-        records = [json.loads(path.read_text())["record"] for path in hang.glob("rank-?????.json")]
-        pids = sorted((record["pid"] for record in records), key=lambda pid: pid == os.getpid())
+        pids = sorted((record["pid"] for record in _records(hang)), key=lambda pid: pid == os.getpid())
         subprocess.Popen(["sh", "-c", f"sleep {2 * LIMIT}; kill -CONT {' '.join(map(str, pids))}"])
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -274,6 +301,11 @@ def _fault(scenario: Scenario, rank: int, tp: dist.ProcessGroup, hang: Path) -> 
     elif fault == "skips a collective":
         all_reduce_(torch.ones(8), world)
         all_gather(torch.ones(2), tp)
+
+
+def _records(hang: Path) -> list[dict]:
+    """What the ranks have written of themselves."""
+    return [json.loads(path.read_text())["record"] for path in hang.glob("rank-?????.json")]
 
 
 def run(quick: bool) -> soak.Outcome:

@@ -9,7 +9,7 @@ from hangs import SCENARIOS, run_scenario
 
 from fastmp.cli import main
 from fastmp.hang import explain
-from fastmp.parallel.verdict import RankRecord
+from fastmp.parallel.records import RankRecord
 
 QUICK = {("killed", 2, 1), ("stopped", 2, 1)}
 pytestmark = pytest.mark.usefixtures("one_thread")
