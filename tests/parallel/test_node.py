@@ -121,7 +121,9 @@ def test_one_directory_is_left_by_nobody_and_swept_where_all_were_killed(job):
     for rank in job[:2]:
         rank.child.kill()
         rank.child.wait()
-    Node(9, this_machine(), SILENCE).join(uuid.uuid4().hex)
+    new = Node(9, this_machine(), SILENCE)
+    new.join(uuid.uuid4().hex)
+    new.leave(0.0)
     assert not place.exists() and other.exists()
     job[0].node.join("again"), job[1].node.join("again")
 
