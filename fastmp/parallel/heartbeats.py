@@ -7,6 +7,7 @@ ranks, and no rank spends a hundredth of its time on it. Pure functions; standar
 from __future__ import annotations
 
 import json
+import time
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,10 +15,11 @@ from typing import Any
 from fastmp.parallel.records import Call, RankRecord, kind_of_group
 
 __all__ = [
-    "compared",
     "compare_period",
+    "compared",
     "contents",
     "essence",
+    "heartbeat",
     "message_spacing",
     "node_message",
     "pack",
@@ -41,6 +43,21 @@ def pack(content: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     """Return what `pack` has packed; None for nothing."""
     return json.loads(zlib.decompress(data)) if data else None
+
+
+def heartbeat(
+    record: RankRecord,
+    groups: Mapping[str, list[list[int]]],
+    beat: int,
+    machine: tuple[str, int],
+    **said: bool,
+) -> Content:
+    """Return the heartbeat number `beat` of a rank, with its packed groups.
+
+    said: whether the rank `looks` for a verdict, and whether it is `away`, having left the watch.
+    """
+    common = {"beat": beat, "time": time.time(), "machine": machine, **said}
+    return {**common, "record": record.as_json(groups)}
 
 
 def message_spacing(interval: float, machines: int) -> float:

@@ -26,7 +26,7 @@ from typing import Any
 
 from fastmp.parallel.collector import Collector, file_name
 from fastmp.parallel.doing import Doing, flight_records, process_state, this_machine
-from fastmp.parallel.heartbeats import compare_period, compared, unpack
+from fastmp.parallel.heartbeats import compare_period, compared, heartbeat, unpack
 from fastmp.parallel.leader import Leader
 from fastmp.parallel.mail import ALARM, TOKEN, VERDICT, Mail
 from fastmp.parallel.node import Node
@@ -241,9 +241,8 @@ class Watch:
 
     def _content(self, with_calls: bool = True) -> dict[str, Any]:
         record = self._record() if with_calls else replace(self._record(), calls=())
-        common = {"beat": self._beat, "time": time.time(), "machine": self._machine}
         said = {"looks": self._looking, "away": self._away}
-        return {**common, **said, "record": record.as_json(self._doing.groups)}
+        return heartbeat(record, self._doing.groups, self._beat, self._machine, **said)
 
     def _publish(self, with_calls: bool = True) -> None:
         """Leave a heartbeat for the ranks of this machine; their leader sends all that they have left."""

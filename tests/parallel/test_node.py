@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fastmp.parallel.collector import Collector
 from fastmp.parallel.doing import _stat, this_machine
+from fastmp.parallel.heartbeats import heartbeat
 from fastmp.parallel.leader import Leader
 from fastmp.parallel.mail import JUDGE, Mail
 from fastmp.parallel.node import Node
@@ -37,8 +38,8 @@ class Process:
         """Leave a heartbeat; as the leader of the machine, send its message too. Return True if it led."""
         self.number += 1
         record = RankRecord(self.rank, "host", self.child.pid, step=7, begun={"world": 5}, **changes)
-        content = {"beat": self.number, "machine": self.node.machine, "looks": looks, "away": False}
-        self.node.beat({**content, "record": record.as_json({"world": [[0, 1, 4]]})}, now)
+        said, groups = {"looks": looks, "away": False}, {"world": [[0, 1, 4]]}
+        self.node.beat(heartbeat(record, groups, self.number, self.node.machine, **said), now)
         leads = self.node.leads(now)
         if leads:
             self.leader.send(self.number, now, last=False)
