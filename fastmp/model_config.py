@@ -52,6 +52,12 @@ class MoEConfig(Checked):
     expert_bias: bool = option(False, "add a bias that moves the choice, not the scores, to idle experts")
     bias_update_rate: float = option(1e-3, "change of that bias in a step")
     aux_loss: float = option(0.0, "load-balancing loss of the Switch Transformer")
+    aux_loss_group: str = option(
+        "tp_cp_dp",
+        "ranks whose tokens of a microbatch aux_loss counts together: all of a pipeline stage (tp_cp_dp), or "
+        "those of one data-parallel replica (tp_cp, as Megatron's aux_loss), which wait for no other replica",
+        ("tp_cp_dp", "tp_cp"),
+    )
     sequence_aux_loss: float = option(0.0, "load-balancing loss of each sequence")
     z_loss: float = option(0.0, "mean squared log-sum-exp of the router's logits")
     jitter: float = option(0.0, "in training, the router's input is multiplied by numbers in 1 +- jitter")
@@ -349,8 +355,8 @@ class GPTConfig(Checked):
 _OF_TRAINING = {"dropout", "attention_dropout", "init_std"}
 EXCHANGE_OPTIONS = ("dispatcher", "symmetric_capacity", "symmetric_overflow")  # of MoEConfig
 _OF_TRAINING_EXPERTS = {
-    *("bias_update_rate", "aux_loss", "sequence_aux_loss", "z_loss", "jitter", "capacity_factor"),
-    *("drop_policy", *EXCHANGE_OPTIONS),
+    *("bias_update_rate", "aux_loss", "aux_loss_group", "sequence_aux_loss", "z_loss", "jitter"),
+    *("capacity_factor", "drop_policy", *EXCHANGE_OPTIONS),
 }
 
 

@@ -8,9 +8,10 @@ section 5, has the memory of both).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -20,7 +21,10 @@ from fastmp.nn.segment import Tensors
 from fastmp.parallel.collectives import all_gather, group_rank, group_size
 from fastmp.parallel.rng import RngTracker, Seeds
 
-__all__ = ["recompute"]
+__all__ = ["once", "recompute"]
+
+T = TypeVar("T")
+_forward = threading.local()  # `call`: how `once` calls a function in the forward that runs in this thread
 
 
 def recompute(
@@ -47,8 +51,8 @@ def recompute(
             f"recompute: an input of {hidden.numel()} elements cannot be divided over {size} ranks"
         )
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng is None}
-    if rng is not None:
-        options["context_fn"] = lambda: _rng_contexts(rng)
+    if rng is not None or not torch.compiler.is_compiling():
+        options["context_fn"] = lambda: _contexts(rng)
     if shard_over is None or size == 1 or not torch.is_grad_enabled():
         return checkpoint(function, hidden, *others, **options)
     shard = hidden.detach().reshape(size, -1)[group_rank(shard_over)].clone()
@@ -73,21 +77,58 @@ class _Gathering:
         return self.function(hidden, *others)
 
 
-def _rng_contexts(rng: RngTracker) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def once(make: Callable[[], T]) -> T:
+    """Return `make()`, and in the recomputation of that forward the same result again.
+
+    For small results of collectives, which need not run twice.
+    """
+    if torch.compiler.is_compiling():
+        return make()
+    call = getattr(_forward, "call", None)
+    return make() if call is None else call(make)
+
+
+def _contexts(rng: RngTracker | None) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of the forward, which starts now, and of its repetition."""
-    seeds = Seeds(rng.states())
-    return rng.noting(seeds), _Replay(rng, seeds)
+    made: list[Any] = []
+    seeds = None if rng is None else Seeds(rng.states())
+    return _first(rng, seeds, made), _Replay(rng, seeds, made)
+
+
+@contextmanager
+def _first(rng: RngTracker | None, seeds: Seeds | None, made: list[Any]) -> Iterator[None]:
+    def call(make: Callable[[], Any]) -> Any:
+        made.append(make())
+        return made[-1]
+
+    with _calling(call), nullcontext() if rng is None or seeds is None else rng.noting(seeds):
+        yield
+
+
+@contextmanager
+def _calling(call: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+    before, _forward.call = getattr(_forward, "call", None), call
+    try:
+        yield
+    finally:
+        _forward.call = before
 
 
 class _Replay:
-    """`rng.again(seeds)`, which may be entered twice: a graph that is kept can run backward again."""
+    """Starts random streams and the results of `once` over; it may be entered twice.
 
-    def __init__(self, rng: RngTracker, seeds: Seeds) -> None:
-        self.rng, self.seeds = rng, seeds
+    A graph that is kept can run backward again.
+    """
+
+    def __init__(self, rng: RngTracker | None, seeds: Seeds | None, made: list[Any]) -> None:
+        self.rng, self.seeds, self.made = rng, seeds, made
 
     def __enter__(self) -> None:
-        self.context = self.rng.again(self.seeds)
-        self.context.__enter__()
+        made = iter(self.made)
+        self.context = ExitStack()
+        self.context.enter_context(_calling(lambda make: next(made)))
+        if self.rng is not None and self.seeds is not None:
+            self.context.enter_context(self.rng.again(self.seeds))
 
     def __exit__(self, *error: Any) -> None:
         self.context.__exit__(*error)

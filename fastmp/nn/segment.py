@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fastmp.parallel.late import finish_all
 from fastmp.profiling import region
 
 __all__ = ["LayerChain", "Link", "Segment", "SegmentedLayer", "SingleSegment", "run_links"]
@@ -63,6 +64,7 @@ class SegmentedLayer(nn.Module):
             with region(f"fastmp.segment.{type(self).__name__}.{segment.name}"):
                 tensors = segment.run(*tensors, **shared)
             shared = {}
+        finish_all()
         return tensors[0] if len(tensors) == 1 else tensors
 
 
@@ -186,7 +188,9 @@ def _run_links(
             options = {"out": out} if link is writer else {}
             tensors = link.segment.run(*tensors, **options, **(shared if link.first else {}))
         if link.last:
+            finish_all()
             tensors, others = tensors[:1], others + tuple(tensors[1:])
+    finish_all()
     return tensors, others
 
 

@@ -133,7 +133,7 @@ class MoELayer(SegmentedLayer):
     def _router(self, hidden_SBH: Tensor, *carried: Tensor) -> Tensors:
         self._capacity(hidden_SBH)  # an error comes before the router's collectives
         tokens_SBH = self._own_tokens(hidden_SBH)
-        indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH)
+        indices_Tk, probs_Tk, aux, counts_E = self.router(tokens_SBH, late=True)
         if self.shared_experts is None:  # only its shape is asked for
             hidden_SBH = hidden_SBH.detach()
         return tokens_SBH.flatten(0, 1), indices_Tk, probs_Tk, aux, counts_E, hidden_SBH, *carried

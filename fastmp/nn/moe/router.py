@@ -13,10 +13,12 @@ however tokens are divided. The sequence-level loss takes f_e and S_e of one seq
 
 Other libraries differ in three points:
 
-- Shares. In `aux_loss`, f_e counts the tokens of one microbatch over all ranks of tp-cp-dp; in
-  `sequence_aux_loss`, the tokens of one sequence (over tp-cp). Each is one all-reduce of E integers.
-  Megatron's "aux_loss" counts over tp-cp only, its "global_aux_loss" over dp and the microbatches of a step
-  too.
+- Shares. In `aux_loss`, f_e counts the tokens of one microbatch over all ranks of tp-cp-dp, or with
+  `aux_loss_group` "tp_cp" over those of tp-cp, as Megatron's "aux_loss" does: then data-parallel replicas do
+  not wait for each other, and the loss depends on how batches are divided over them. Megatron's
+  "global_aux_loss" counts over dp and the microbatches of a step. In `sequence_aux_loss`, f_e counts the
+  tokens of one sequence (over tp-cp). Each is one all-reduce of E integers, which runs in the background
+  until the layer ends and is not repeated by recomputation.
 - Scale. transformers takes the shares and scores of all L layers together and does not divide the choices by
   k. Its `router_aux_loss_coef` c is `aux_loss` c * top_k / L here, exactly so where all layers have equal
   shares.
@@ -32,10 +34,12 @@ S sequence, B batch, T = S * B tokens of this rank, H hidden, E experts, k chose
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import Function, once_differentiable
@@ -45,11 +49,13 @@ from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.dropout import random_stream
 from fastmp.nn.init import normal
 from fastmp.nn.placement import Placement
+from fastmp.nn.recompute import once
 from fastmp.ops import RouterOutput, checks, topk_router
 from fastmp.ops.registry import without_autocast
 from fastmp.ops.wgrad import main_grad_of, weight_grad
 from fastmp.parallel.attributes import ParallelAttributes
 from fastmp.parallel.collectives import all_reduce_, group_size
+from fastmp.parallel.late import finish_later
 from fastmp.parallel.layers import ParallelModule
 
 __all__ = ["Router", "moe_config"]
@@ -109,12 +115,15 @@ class Router(ParallelModule):
         return self
 
     def forward(
-        self, tokens_SBH: torch.Tensor
+        self, tokens_SBH: torch.Tensor, *, late: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns indices (T, k) int32, probs (T, k), the loss of this rank's tokens (), and counts (E,).
 
         The loss is zero in evaluation mode, where ranks need not have equally many batches. counts, int32,
         are this rank's tokens for each expert before anything is dropped.
+
+        late: ranks exchange their counts in the background, and the value of the loss is there once
+        `fastmp.parallel.late.finish_all` has been called.
         """
         moe = self.moe
         logits = router_logits(self._jittered(tokens_SBH), self.weight)
@@ -133,25 +142,26 @@ class Router(ParallelModule):
             scale=moe.routed_scale,
             balance=self.training and (moe.aux_loss > 0.0 or moe.sequence_aux_loss > 0.0),
         )
-        loss = self._loss(chosen) if self.training else chosen.z_sum.new_zeros(())
+        loss = self._loss(chosen, late) if self.training else chosen.z_sum.new_zeros(())
         counts, k = chosen.counts, moe.top_k
         if counts.dim() == 2:
             counts = counts.sum(0, dtype=counts.dtype)
         return chosen.indices.view(-1, k), chosen.probs.view(-1, k), loss, counts
 
-    def _loss(self, chosen: RouterOutput) -> torch.Tensor:
-        moe, sums = self.moe, chosen.score_sums
-        loss = sums.new_zeros(())
-        if chosen.balance_counts is not None:
-            counts = chosen.balance_counts
-            if moe.sequence_aux_loss > 0.0:
-                shares = _shares(counts, self.groups.tp_cp, sums.dtype)
-                loss = loss + moe.sequence_aux_loss * moe.num_experts * (shares * sums).sum()
-                counts, sums = counts.sum(0), sums.sum(0)
-            if moe.aux_loss > 0.0:
-                shares = _shares(counts, self.groups.tp_cp_dp, sums.dtype)
-                loss = loss + moe.aux_loss * moe.num_experts * (shares * sums).sum()
-        return loss + moe.z_loss * chosen.z_sum if moe.z_loss > 0.0 else loss
+    def _loss(self, chosen: RouterOutput, late: bool) -> torch.Tensor:
+        moe, groups, counts = self.moe, self.groups, chosen.balance_counts
+        terms: list[_Term] = []
+        late = late and not torch.compiler.is_compiling()
+        late = late and not torch._C._are_functorch_transforms_active()
+        if counts is not None and moe.sequence_aux_loss > 0.0:
+            terms.append(_term(moe.sequence_aux_loss * moe.num_experts, counts, groups.tp_cp, late))
+            counts = counts.sum(0)
+        if counts is not None and moe.aux_loss > 0.0:
+            group = groups.tp_cp if moe.aux_loss_group == "tp_cp" else groups.tp_cp_dp
+            terms.append(_term(moe.aux_loss * moe.num_experts, counts, group, late))
+        if late and any(term.summed for term in terms):
+            return _LateLoss.apply(chosen.score_sums, chosen.z_sum, moe.z_loss, terms)
+        return _loss_of(chosen.score_sums, chosen.z_sum, moe.z_loss, terms)
 
     @torch.no_grad()
     def update_expert_bias(self, counts_E: torch.Tensor) -> None:
@@ -182,12 +192,77 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _shares(counts: torch.Tensor, group: ProcessGroup | None, dtype: torch.dtype) -> torch.Tensor:
-    """The share of each expert in `counts` (E,) or (B, E), added up over the group."""
-    counts = counts.to(torch.int64)  # a copy
-    if group_size(group) > 1:
-        all_reduce_(counts, group)
-    return counts.to(dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
+@dataclass
+class _Term:
+    """A balance loss: `factor` times the sum over experts of share and score.
+
+    counts (E,) or (B, E), int64: of all ranks of the group, once `work` is waited for.
+    summed: whether the group has several ranks.
+    """
+
+    factor: float
+    counts: torch.Tensor
+    work: dist.Work | None
+    summed: bool
+
+    def shares(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.counts.to(dtype) / self.counts.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _term(factor: float, counts: torch.Tensor, group: ProcessGroup | None, late: bool) -> _Term:
+    """Start to add up `counts` over the group; a recomputation has the sum of the forward."""
+    work = None
+
+    def add_up() -> torch.Tensor:
+        nonlocal work
+        total = counts.to(torch.int64)  # a copy
+        work = all_reduce_(total, group, overlap=late)
+        return total
+
+    if group is None or group_size(group) == 1:
+        return _Term(factor, counts.to(torch.int64), None, False)
+    total = once(add_up)
+    return _Term(factor, total, work, True)
+
+
+def _loss_of(sums: torch.Tensor, z_sum: torch.Tensor, z_loss: float, terms: Sequence[_Term]) -> torch.Tensor:
+    loss = sums.new_zeros(())
+    for term in terms:
+        own = sums if sums.dim() == term.counts.dim() else sums.sum(0)
+        loss = loss + term.factor * (term.shares(sums.dtype) * own).sum()
+    return loss + z_loss * z_sum if z_loss > 0.0 else loss
+
+
+class _LateLoss(Function):
+    """`_loss_of`, whose value is there at the end of the layer: until then the counts of ranks travel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: torch.Tensor, z_sum: torch.Tensor, z_loss: float, terms: Sequence[_Term]
+    ) -> torch.Tensor:
+        ctx.terms, ctx.z_loss, ctx.shape, ctx.dtype = terms, z_loss, sums.shape, sums.dtype
+        loss = sums.new_zeros(())
+        sums, z_sum, value = sums.detach(), z_sum.detach(), loss.detach()
+
+        def finish() -> None:
+            for term in terms:
+                if term.work is not None:
+                    term.work.wait()
+                    term.work = None
+            with torch.no_grad():
+                value.copy_(_loss_of(sums, z_sum, z_loss, terms))
+
+        finish_later(finish)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parts = [(grad * term.factor) * term.shares(ctx.dtype) for term in ctx.terms]
+        total = parts[0].expand(ctx.shape)
+        for part in parts[1:]:
+            total = total + part
+        return total, grad * ctx.z_loss if ctx.z_loss > 0.0 else None, None, None
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
