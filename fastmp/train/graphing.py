@@ -11,7 +11,7 @@ from torch import nn
 
 from fastmp.config import Environment, GraphConfig
 from fastmp.graphs.backend import Backend
-from fastmp.graphs.cuda import CudaBackend
+from fastmp.graphs.cuda import CudaBackend, leave_buffers_unregistered
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.overlapped import OverlappedGraphManager
 from fastmp.graphs.recording import RecordingBackend
@@ -143,11 +143,13 @@ def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
 
 
 def _check_allocator(device: torch.device) -> None:
+    if device.type == "cuda":
+        leave_buffers_unregistered()
     environment = Environment.read()
     if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
         raise ValueError(
             "Trainer: graphs of collectives and expandable_segments:True for torch's allocator need "
-            "NCCL_GRAPH_REGISTER=0 in the environment: NCCL would read memory that is gone"
+            "NCCL_GRAPH_REGISTER=0: NCCL would read memory that is gone; unset it, and 0 is the default"
         )
 
 

@@ -117,7 +117,7 @@ class Trainer:
         matrices are decayed, vectors are not.
     groups: this rank's process groups.
     rng: random streams that go into checkpoints; None takes torch's default generators.
-    device: where the model is moved; None leaves it where it is.
+    device: where the model is moved; None leaves it where it is. A GPU becomes the current device.
     graphs: whether layers, or under scope "full" whole microbatches, or under "full_step" whole steps, are
         captured as graphs and replayed; None: they are not. Where the capture of a layer or a microbatch
         fails on a rank, all ranks go on eagerly. With `evaluation`, forwards of evaluations are graphs, too.
@@ -152,6 +152,9 @@ class Trainer:
         dtype = DTYPES.get(config.dtype)
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(chunks)
+        chosen = next(self.model.parameters()).device if device is None else torch.device(device)
+        if chosen.type == "cuda" and chosen.index is not None:
+            torch.cuda.set_device(chosen)  # captures and kernels are on the current device
         if device is not None or dtype is not None:
             self.model.to(device=device, dtype=dtype)
         self.model.train()

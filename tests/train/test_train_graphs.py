@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -409,14 +410,32 @@ def test_graphs_go_where_training_ends(train_recipe, monkeypatch, fails):
     trainer.close()
 
 
-def test_an_allocator_that_nccl_cannot_follow(monkeypatch):
+@pytest.mark.parametrize("own", [None, "0", "1"])
+def test_nccl_registers_no_buffers_of_graphs_unless_told_to(monkeypatch, own):
+    """A rank whose capture fails would not come where NCCL's hosts meet to register."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
-    with pytest.raises(ValueError, match=r"expandable_segments:True .* need NCCL_GRAPH_REGISTER=0"):
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", own or "")
+    if own is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    error, says = AttributeError, "overlap"  # it goes on to the model, of which there is none
+    if own == "1":
+        error, says = ValueError, r"expandable_segments:True .* need NCCL_GRAPH_REGISTER=0"
+    with pytest.raises(error, match=says):
         make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    with pytest.raises(AttributeError, match="overlap"):  # it goes on to the model, of which there is none
-        make_graphs(None, 1, ON, rng=None, device=torch.device("cuda"))
+    assert os.environ["NCCL_GRAPH_REGISTER"] == (own or "0")
+
+
+def test_the_gpu_of_the_trainer_becomes_the_current_device(monkeypatch):
+    """Before anything is moved there; by stand-ins, with a model that stays on the CPU."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(str(device)))
+    monkeypatch.setattr(nn.Module, "to", lambda module, device, dtype: done.append(f"to {device}"))
+    config = TrainConfig(global_batch_size=4, eval_interval=0)
+    for device in ("cuda:1", "cuda", "cpu", None):
+        trainer = Trainer(nn.Linear(2, 2), Samples(4), None, config, device=device)
+        trainer.close()
+    assert done == ["cuda:1", "to cuda:1", "to cuda", "to cpu"]
 
 
 def test_models_without_a_chain_of_layers():
