@@ -5,6 +5,8 @@ from __future__ import annotations
 from fastmp.ops._triton import jit, tl
 from fastmp.ops.gated import activate
 
+REDUCE_PARTS = 2  # of the columns of a tile that `reduce_sums` adds one after another
+
 
 @jit
 def _halves(block, BLOCK_M: tl.constexpr, HALF: tl.constexpr):
@@ -35,6 +37,34 @@ def store_sums(
         store_sums(
             out, right, ns, first_k + HALF, num_n, num_k, pitch, VECTOR, ACCUMULATE, BLOCK_N, HALF, MORE
         )
+
+
+@jit
+def _reduce_block(
+    out, sums, expert, first_n, first_k, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block = sums.reshape(1, BLOCK_N, BLOCK_K)
+    if INTERPRETED:  # Triton's interpreter has no reductions by descriptors
+        out.store([expert, first_n, first_k], out.load([expert, first_n, first_k]) + block)
+    else:
+        out.atomic_add([expert, first_n, first_k], block)
+
+
+@jit
+def reduce_sums(
+    out, sums, expert, first_n, first_k, INTERPRETED: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of a weight's gradient to the matrices that `out` describes, in REDUCE_PARTS turns.
+
+    The TMA unit adds in the second-level cache, in float32 rounded to nearest; numbers below 2^-126 may
+    become zeros there. What lies outside of the matrix is left out.
+    """
+    HALF: tl.constexpr = BLOCK_K // 2
+    left, right = _halves(sums, BLOCK_N, HALF)
+    _reduce_block(out, left, expert, first_n, first_k, INTERPRETED, BLOCK_N, HALF)
+    _reduce_block(out, right, expert, first_n, first_k + HALF, INTERPRETED, BLOCK_N, HALF)
 
 
 @jit

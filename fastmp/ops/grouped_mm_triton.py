@@ -15,7 +15,6 @@ from a vector, as an expert's rows are, go to both sides; on Blackwell it starts
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -24,11 +23,11 @@ from torch import Tensor
 
 from fastmp.ops import launcher
 from fastmp.ops._triton import (
+    INTERPRETED,
     MOST_COUNT,
     MOST_EXPERTS,
     MOST_SIZE,
     MOST_WALKING,
-    TensorDescriptor,
     cdiv,
     check_count,
     jit,
@@ -36,7 +35,7 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.grouped_mm_epilogues import store_parts, store_sums
+from fastmp.ops.grouped_mm_epilogues import REDUCE_PARTS, reduce_sums, store_parts, store_sums
 from fastmp.ops.grouped_mm_tiles import (
     ROWS_EACH,
     WGRAD_ROWS_EACH,
@@ -48,9 +47,9 @@ from fastmp.ops.grouped_mm_tiles import (
 )
 from fastmp.ops.registry import compute_dtype
 from fastmp.ops.rows import vector_width
+from fastmp.ops.tma import MOST_ROWS, descriptor, load_ragged, ragged, use_tma
 
 _GROUP = 16  # tiles that share a block of the weight and are walked over first, so that it stays in L2
-_MOST_ROWS = 1 << 30  # of a matrix that `_ragged` describes
 
 
 @jit
@@ -99,14 +98,6 @@ def _load_block(data, rows, cols, num_rows, num_cols, pitch, VECTOR: tl.constexp
     """
     mask = (rows < num_rows) & (cols < num_cols)
     return tl.load(data + rows.to(tl.int64) * pitch * VECTOR + cols, mask=mask, other=0.0)
-
-
-@jit
-def _load_ragged(data, row, first, length, end, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr):
-    """Load BLOCK_R rows from the `row`-th of the `length` before `end` on; zeros behind. See `_ragged`."""
-    limit: tl.constexpr = 1 << 30
-    remaining = length - row
-    return data.load([limit, end, limit - remaining, first]).reshape(BLOCK_R, BLOCK)
 
 
 @jit
@@ -241,13 +232,14 @@ def grouped_mm_kernel(
 @jit
 def grouped_wgrad_kernel(
     grad, x, offsets, out, num_rows, n_vectors, k_vectors, grad_pitch, x_pitch, out_jump, out_pitch,
-    ACCUMULATE: tl.constexpr, TMA: tl.constexpr, COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr,
-    K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
+    ACCUMULATE: tl.constexpr, REDUCE: tl.constexpr, INTERPRETED: tl.constexpr, TMA: tl.constexpr,
+    COMPUTE: tl.constexpr, N_VECTOR: tl.constexpr, K_VECTOR: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Store one tile of the sum over an expert's rows of grad^T x, or add it to `out`. See grouped_mm_kernel.
 
-    With TMA, `grad` and `x` are ragged descriptors.
+    With TMA, `grad` and `x` are ragged descriptors. With REDUCE, `out` is a descriptor, too, to whose float32
+    numbers the TMA unit adds: this program, the only one of its tile, does not read them.
     """
     num_n, num_k = n_vectors * N_VECTOR, k_vectors * K_VECTOR
     # Which expert's gradient, which rows are its terms, and which tile of it this program makes.
@@ -271,18 +263,21 @@ def grouped_wgrad_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_K], COMPUTE)
     for row in range(0, length, BLOCK_R):
         if TMA:
-            a = _load_ragged(grad, row, first_n, length, end, BLOCK_R, BLOCK_N)
-            b = _load_ragged(x, row, first_k, length, end, BLOCK_R, BLOCK_K)
+            a = load_ragged(grad, row, first_n, length, end, BLOCK_R, BLOCK_N)
+            b = load_ragged(x, row, first_k, length, end, BLOCK_R, BLOCK_K)
             a = a.T  # not before: what comes between two loads gives each a barrier of its own
         else:  # the gradient across: transposed later, it would not be loaded ahead on an A100
             rows = start + row + tl.arange(0, BLOCK_R)
             a = _load_block(grad, rows[None, :], ns[:, None], end, num_n, grad_pitch, N_VECTOR)
             b = _load_block(x, rows[:, None], ks[None, :], end, num_k, x_pitch, K_VECTOR)
         acc = tl.dot(a, b, acc, input_precision="ieee", out_dtype=COMPUTE)
-    store_sums(
-        out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch,
-        K_VECTOR, ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
-    )  # fmt: skip
+    if REDUCE:
+        reduce_sums(out, acc, expert, first_n, first_k, INTERPRETED, BLOCK_N, BLOCK_K)
+    else:
+        store_sums(
+            out + expert.to(tl.int64) * out_jump * K_VECTOR, acc, ns, first_k, num_n, num_k, out_pitch,
+            K_VECTOR, ACCUMULATE, BLOCK_N, BLOCK_K, PARTS=2 if TMA else 4,
+        )  # fmt: skip
 
 
 @cache
@@ -306,36 +301,8 @@ def num_programs(tensor: Tensor, tiles: int, each: int) -> int:
     return min(tiles, each * _gpu(tensor.device.index)[1] if tensor.is_cuda else 4)
 
 
-def use_tma(arch: int, itemsize: int, aligned: bool, *strides: int) -> bool:
-    """Say whether tensors can be described to the GPU's TMA unit.
-
-    aligned: whether their addresses are multiples of 16 bytes, as the strides of all rows must be, too.
-    Triton's own maps let Blackwell's unit read 128 KiB from the address, however little memory is there.
-    """
-    served = arch >= 90 and (arch < 100 or launcher.SETS_TENSOR_MAPS)
-    return aligned and served and itemsize == 2 and all(n > 0 and n % 8 == 0 for n in strides)
-
-
 def _aligned(a: Tensor, b: Tensor) -> bool:
     return not (a.data_ptr() | b.data_ptr()) & 15
-
-
-def _descriptor(tensor: Tensor, shape: Sequence[int], strides: Sequence[int], *block: int) -> Any:
-    """Make a TensorDescriptor without its checks: `use_tma` has made those that can fail."""
-    described = object.__new__(TensorDescriptor)
-    described.base, described.shape, described.strides, described.block_shape = tensor, shape, strides, block
-    return described
-
-
-def _ragged(tensor: Tensor, pitch: int, columns: int, *block: int) -> Any:
-    """Describe a matrix, for `_load_ragged`, so that the TMA unit puts zeros behind any of its rows.
-
-    Its rows begin `pitch` elements apart. Two more dimensions move them by any number, forward or (for
-    addresses are 64 bits that wrap around) backward, against the limit of the third. As in
-    triton.tools.ragged_tma.
-    """
-    shape = (0x7FFF0000, 0x7FFF0000, _MOST_ROWS, columns)
-    return _descriptor(tensor, shape, ((1 << 34) - pitch, pitch, pitch, 1), 1, 1, *block)
 
 
 def _along_rows(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -417,9 +384,9 @@ def _product(
     programs = num_programs(x, tiles, programs)
     check_count("grouped_mm", "steps of a program", cdiv(tiles, programs) * cdiv(x_shape[1], blocks.terms))
     if constants["TMA"]:
-        x = _descriptor(x, x_shape, x_strides, blocks.rows, blocks.terms)
+        x = descriptor(x, x_shape, x_strides, blocks.rows, blocks.terms)
         w_block = (blocks.terms, blocks.columns) if transposed else (blocks.columns, blocks.terms)
-        w = _descriptor(w, w_shape, w_strides, 1, *w_block)
+        w = descriptor(w, w_shape, w_strides, 1, *w_block)
     launcher.launch(
         grouped_mm_kernel, programs,
         (x, w, None if bias is None else bias.contiguous(), offsets.contiguous(), y, h, num_rows, *sizes),
@@ -446,9 +413,12 @@ def launch_mlp_in(
 @cache
 def _plan_wgrad(
     rows_each: float, shape: tuple[int, int, int], strides: tuple[int, int, int], itemsize: int,
-    grad_pitch: int, x_pitch: int, arch: int, aligned: bool, accumulate: bool,
+    grad_pitch: int, x_pitch: int, arch: int, aligned: bool, accumulate: bool, reduces: bool,
 ) -> tuple[Blocks, int, tuple[int, ...], dict[str, Any]]:  # fmt: skip
-    """Return blocks, tiles in all, arguments behind num_rows, constants, for a gradient of such a shape."""
+    """Return blocks, tiles in all, arguments behind num_rows, constants, for a gradient of such a shape.
+
+    reduces: whether it is float32 and aligned to 16 bytes, so that the TMA unit can add to it.
+    """
     (num_experts, num_n, num_k), (out_jump, out_pitch, _) = shape, strides
     tma = use_tma(arch, itemsize, aligned, grad_pitch, x_pitch)
     blocks = wgrad_blocks(rows_each, num_n, num_k, itemsize, _tile_architecture(arch, tma))
@@ -459,7 +429,9 @@ def _plan_wgrad(
         out_jump // k_vector, out_pitch // k_vector,
     )  # fmt: skip
     constants = {
-        "ACCUMULATE": accumulate, "N_VECTOR": n_vector, "K_VECTOR": k_vector, "BLOCK_N": blocks.rows,
+        "ACCUMULATE": accumulate,
+        "REDUCE": accumulate and tma and reduces and all(n > 0 and n % 4 == 0 for n in (out_jump, out_pitch)),
+        "INTERPRETED": INTERPRETED, "N_VECTOR": n_vector, "K_VECTOR": k_vector, "BLOCK_N": blocks.rows,
         "BLOCK_K": blocks.columns, "BLOCK_R": blocks.terms,
     }  # fmt: skip
     constants |= _constants(itemsize, tma, num_experts, blocks)
@@ -475,11 +447,14 @@ def _wgrad(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor, accumulate: bo
     check_count("grouped_mm_wgrad", "rows", num_rows)
     blocks, tiles, sizes, constants = _plan_wgrad(
         row_class(WGRAD_ROWS_EACH, num_rows, shape[0]), shape, out.stride(), x.element_size(), grad_pitch,
-        x_pitch, architecture(x), 0 < num_rows <= _MOST_ROWS and _aligned(grad, x), accumulate,
+        x_pitch, architecture(x), 0 < num_rows <= MOST_ROWS and _aligned(grad, x), accumulate,
+        out.dtype == torch.float32 and out.data_ptr() & 15 == 0,
     )  # fmt: skip
     if constants["TMA"]:
-        grad = _ragged(grad, grad_pitch, shape[1], blocks.terms, blocks.rows)
-        x = _ragged(x, x_pitch, shape[2], blocks.terms, blocks.columns)
+        grad = ragged(grad, grad_pitch, shape[1], blocks.terms, blocks.rows)
+        x = ragged(x, x_pitch, shape[2], blocks.terms, blocks.columns)
+    if constants["REDUCE"]:
+        out = descriptor(out, shape, out.stride(), 1, blocks.rows, blocks.columns // REDUCE_PARTS)
     launcher.launch(
         grouped_wgrad_kernel, tiles,
         (grad, x, offsets.contiguous(), out, num_rows, *sizes),

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
-from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_triton
+from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_triton, launcher
 from fastmp.testing.cubins.accesses import unordered
 from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
 from fastmp.testing.cubins.check import TUNED, broken, broken_product, check_case
@@ -91,6 +91,26 @@ def test_a_grouped_gemm_of_two_loops_does_not_overlap_its_tiles(monkeypatch):
     assert [*broken_product(claimed, narrow=False, apart=False)] == [
         "the next tile's loads are not issued before the store of this one"
     ]
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "out_dtype", "pitch", "reduces"),
+    [
+        (90, torch.bfloat16, torch.float32, 64, True),
+        (100, torch.float16, torch.float32, 68, True),
+        (80, torch.bfloat16, torch.float32, 64, False),
+        (90, torch.bfloat16, torch.bfloat16, 64, False),
+        (90, torch.float32, torch.float32, 64, False),
+        (90, torch.bfloat16, torch.float32, 66, False),
+    ],
+)
+def test_tma_adds_to_aligned_float32_gradients(arch, dtype, out_dtype, pitch, reduces, monkeypatch):
+    monkeypatch.setattr(launcher, "SETS_TENSOR_MAPS", True)
+    t, constants = meta(dtype), []
+    arguments = t(4, 64, 64, dtype=out_dtype, pitch=pitch), t(256, 64), t(256, 64), t(4, dtype=torch.int32)
+    with launcher.instead(lambda kernel, arguments, given: constants.append(given), arch):
+        OPS["grouped_mm_wgrad_"].implementations["triton"](*arguments)
+    assert [each["REDUCE"] for each in constants] == [reduces]
 
 
 @pytest.mark.parametrize("rows", [1 << 30, (1 << 30) + 1])

@@ -105,14 +105,14 @@ def test_shapes(shape):
 @pytest.fixture
 def by_tma(monkeypatch):
     """Launches as on a GPU that has a TMA unit; tells the shapes of what is described to it."""
-    seen, describe = [], kernels._descriptor
+    seen, describe = [], kernels.descriptor
 
     def described(tensor, *arguments):
         seen.append(tuple(tensor.shape))
         return describe(tensor, *arguments)
 
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
-    monkeypatch.setattr(kernels, "_descriptor", described)
+    monkeypatch.setattr(kernels, "descriptor", described)
     return seen
 
 

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import fastmp
 from fastmp.host import HOST
 from fastmp.ops import OPS, _triton, launcher
-from fastmp.ops.grouped_mm_triton import use_tma
+from fastmp.ops.tma import use_tma
 from fastmp.testing.ops import run, samples
 
 

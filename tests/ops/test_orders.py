@@ -103,9 +103,9 @@ def test_wide_norms_read_their_sums_back(orders, monkeypatch):
 @pytest.mark.parametrize("op", ["grouped_mm", "grouped_mm_wgrad_", "grouped_mlp_in"])
 def test_grouped_products_by_descriptors(op, orders, monkeypatch):
     """As on a GPU that has a TMA unit; three programs walk over all tiles."""
-    describe = Mock(wraps=grouped_mm_triton._descriptor)
+    describe = Mock(wraps=grouped_mm_triton.descriptor)
     monkeypatch.setattr(launcher, "architecture_elsewhere", 90)
-    monkeypatch.setattr(grouped_mm_triton, "_descriptor", describe)
+    monkeypatch.setattr(grouped_mm_triton, "descriptor", describe)
     monkeypatch.setattr(grouped_mm_triton, "num_programs", lambda tensor, tiles, each: min(tiles, 3))
     implementation = OPS[op].implementations["triton"]
     for case in samples(op, device="cpu", dtype=torch.float16):

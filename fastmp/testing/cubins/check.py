@@ -98,8 +98,13 @@ def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str
         yield f"no program loads {', '.join(sorted(ahead))} ahead"
     if launch.itemsize != 2:
         return
-    if not launch.wide_stores:
+    reductions = launch.count(r"cp\.reduce\.async\.bulk\.tensor\S*\.add")
+    if bool(reductions) != launch.constants.get("REDUCE", False):
+        yield f"{reductions} additions by TMA"
+    if not (launch.wide_stores or reductions):
         yield "stores narrower than 16 bytes"
+    if reductions and (launch.count(r"st\.global") or "out" in loaded):
+        yield "the gradient is read or written by threads beside the TMA unit"
     cores = TENSOR_CORES[80 if narrow else min(launch.arch, 100)]
     if not launch.count(cores):
         yield f"no {cores}"
