@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from fastmp.config import DataConfig, GPTConfig
-from fastmp.integrations.huggingface.weights import TransformersReader, is_transformers, read_json
+from fastmp.integrations.huggingface.stored import is_transformers, read_json
+from fastmp.integrations.huggingface.weights import TransformersReader
 from fastmp.layout import is_megatron
 from fastmp.nn.language_model import Part
 from fastmp.nn.models import GPT

@@ -25,12 +25,8 @@ from torch import Tensor, nn
 
 from fastmp.config import Environment, Recipe
 from fastmp.durations import duration_seconds
-from fastmp.integrations.huggingface.weights import (
-    TransformersReader,
-    check_family,
-    export_weights,
-    is_transformers,
-)
+from fastmp.integrations.huggingface.stored import is_transformers
+from fastmp.integrations.huggingface.weights import TransformersReader, check_family, export_weights
 from fastmp.integrations.transformer_engine import TransformerEngineManager
 from fastmp.layout import check_layout, make_grid, problems
 from fastmp.nn.models import flops_per_token, num_parameters

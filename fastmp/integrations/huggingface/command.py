@@ -15,16 +15,9 @@ from fastmp.commands import Parser
 from fastmp.config import GPTConfig
 from fastmp.files import read_file, write_synced
 from fastmp.integrations.huggingface.families import family_of
+from fastmp.integrations.huggingface.stored import CONFIG, is_transformers, read_config
 from fastmp.integrations.huggingface.verify import verify
-from fastmp.integrations.huggingface.weights import (
-    CONFIG,
-    FILE_BYTES,
-    TransformersReader,
-    export_weights,
-    is_transformers,
-    json_bytes,
-    read_config,
-)
+from fastmp.integrations.huggingface.weights import FILE_BYTES, TransformersReader, export_weights, json_bytes
 from fastmp.train.checkpoint.boxes import Box, whole_box
 from fastmp.train.checkpoint.directory import checkpoint_at, whole_manifest
 from fastmp.train.checkpoint.files import verify as verify_files

@@ -16,9 +16,9 @@ from fastmp.integrations.huggingface.tables import FAMILIES, Family
 from fastmp.model_config import function_of
 from fastmp.train.recipe import model_from
 
-__all__ = ["family_of", "from_transformers", "to_transformers"]
+__all__ = ["ALSO", "family_of", "from_transformers", "to_transformers"]
 
-_ALSO = {"num_local_experts": "num_experts"}  # in transformers 5, and before
+ALSO = {"num_local_experts": "num_experts"}  # in transformers 5, and before
 _SPECIAL = {  # read by functions below
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
     *("sliding_window", "use_sliding_window", "layer_types", "max_window_layers"),
@@ -48,7 +48,7 @@ def from_transformers(content: Mapping[str, Any], ignored: Sequence[str] = ()) -
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {short(kind)} is no family that fastmp reads: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    names = {key: _ALSO[key] if _ALSO.get(key) in family.fields else key for key in content}
+    names = {key: ALSO[key] if ALSO.get(key) in family.fields else key for key in content}
     content = {names[key]: value for key, value in content.items() if key not in ignored}
     known = {*family.fields, *family.always, *_SPECIAL, *_UNUSED}
     unknown = sorted(key for key in content if key not in known)

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -25,28 +23,33 @@ import torch
 from torch import Tensor
 
 from fastmp.config import GPTConfig
-from fastmp.files import open_regular, read_file, sync_directory, write_synced
+from fastmp.files import sync_directory, write_synced
 from fastmp.integrations.huggingface.families import family_of, from_transformers, to_transformers
+from fastmp.integrations.huggingface.stored import (
+    CONFIG,
+    INDEX,
+    NOT_WEIGHTS,
+    Shape,
+    Stored,
+    check_sizes,
+    opened,
+    read_config,
+    stored_tensors,
+)
 from fastmp.integrations.huggingface.tables import FAMILIES, FUSED
 from fastmp.nn import GPT, Bert, Placement
 from fastmp.parallel.attributes import parallel_attributes
 from fastmp.train.checkpoint.boxes import Box, whole_box
 from fastmp.train.checkpoint.checkpointer import described
 from fastmp.train.checkpoint.compare import read_parts
-from fastmp.train.checkpoint.files import BoxReader, Form, OpenFile, write_tensors
+from fastmp.train.checkpoint.files import BoxReader, Form, write_tensors
 from fastmp.train.checkpoint.format import DTYPES, Manifest, Part, SavedTensor
 from fastmp.train.checkpoint.storage import CheckpointReader, Parts
 
-__all__ = ["TransformersReader", "check_family", "export_weights", "is_transformers", "own_tensors"]
+__all__ = ["TransformersReader", "check_family", "export_weights", "own_tensors"]
 
 FILE_BYTES = 5 << 30  # after which a file is full
-CONFIG, INDEX, ALONE = "config.json", "model.safetensors.index.json", "model.safetensors"
-_MOST_CONFIG, _MOST_INDEX, _MOST_HEADER = 1 << 20, 1 << 26, 1 << 27  # bytes
 _PIECE = 1 << 24  # bytes that are compared at a time
-_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-# tables that old files hold
-_NOT_WEIGHTS = re.compile(r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|embeddings\.position_ids$")
-Shape = tuple[int, ...]
 
 
 class Link(NamedTuple):
@@ -137,38 +140,6 @@ def _attention(config: GPTConfig, names: list[str], shape: Shape, transposed: bo
         before += groups * rows
 
 
-class _Stored(NamedTuple):
-    """A tensor in a file of theirs: where its bytes begin."""
-
-    file: str
-    dtype: str
-    shape: Shape
-    start: int
-
-
-def is_transformers(path: Path) -> bool:
-    """Whether `path` is a directory of a model of transformers."""
-    return (path / CONFIG).is_file()
-
-
-def read_json(path: Path, limit: int) -> dict[str, Any]:
-    """The object in a JSON file that somebody else wrote; ValueError naming the file where there is none."""
-    try:
-        content = json.loads(read_file(path, limit))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must be an object, got {short(content)}")
-    return content
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """The config.json of the model in the directory `path`; ValueError naming it where there is none."""
-    return read_json(path / CONFIG, _MOST_CONFIG)
-
-
 class TransformersReader(CheckpointReader):
     """Reads a directory of a `transformers` model as a checkpoint of its weights alone.
 
@@ -185,13 +156,14 @@ class TransformersReader(CheckpointReader):
     def __init__(self, directory: str | Path, *, ignored: Sequence[str] = ()) -> None:
         path = Path(directory)
         content = read_config(path)
+        self._stored = stored_tensors(path)
+        check_sizes(path, content, self._stored)
         try:
             self.kind, self.config = from_transformers(content, ignored)
         except ValueError as error:
             raise ValueError(f"{path / CONFIG}: " + "; ".join(str(error).splitlines())) from None
         except (TypeError, ArithmeticError) as error:
             raise ValueError(f"{path / CONFIG}: a value that makes no sense: {error}") from None
-        self._stored = _stored(path)
         if (bert := self.config.bert) is not None:  # config.json may name a model of fewer heads
             order = FAMILIES[self.kind].ends["sentence_head.order.weight"] in self._stored
             self.config = replace(self.config, bert=replace(bert, sentence_order=order))
@@ -230,7 +202,7 @@ class TransformersReader(CheckpointReader):
             raise ValueError(f"{path}: {', '.join(sorted(dtypes))} in what is one tensor here, {name}")
         return SavedTensor(dtypes.pop(), shape, tuple(parts))
 
-    def _find(self, name: str) -> _Stored | None:
+    def _find(self, name: str) -> Stored | None:
         """A tensor; early files leave out a part of GPT-2's names, and have TensorFlow's norms in BERT's."""
         early = name.removeprefix("transformer.")
         for kind, first in (("weight", "gamma"), ("bias", "beta")):
@@ -241,7 +213,7 @@ class TransformersReader(CheckpointReader):
         used = {id(self._find(link.name)) for link in self._links.values()}
         tied = self._tied()
         for name, stored in self._stored.items():
-            if id(stored) not in used and name not in tied and not _NOT_WEIGHTS.search(name):
+            if id(stored) not in used and name not in tied and not NOT_WEIGHTS.search(name):
                 raise ValueError(f"{path}: unexpected {short(name)}, which {self.kind} has not")
 
     def _tied(self) -> dict[str, str]:
@@ -259,7 +231,7 @@ class TransformersReader(CheckpointReader):
 
     @torch.no_grad()
     def _read_items(self, file: str, wanted: Sequence[Any], planner: Any) -> None:
-        with _opened(self.directory / file) as source:
+        with opened(self.directory / file) as source:
             reader = BoxReader(source)
             for part, item in wanted:
                 name, box = item.storage_index.fqn, Box(tuple(item.storage_offsets), tuple(item.lengths))
@@ -272,88 +244,18 @@ class TransformersReader(CheckpointReader):
                 planner.commit_tensor(item, out)
 
 
-def _same_bytes(path: Path, one: _Stored, other: _Stored) -> bool:
+def _same_bytes(path: Path, one: Stored, other: Stored) -> bool:
     """Whether two tensors of a directory are equal to the bit, of one dtype and shape."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     size = prod(one.shape) * DTYPES[one.dtype].itemsize
-    with _opened(path / one.file) as first, _opened(path / other.file) as second:
+    with opened(path / one.file) as first, opened(path / other.file) as second:
         return all(
             os.pread(first.descriptor, length, one.start + at)
             == os.pread(second.descriptor, length, other.start + at)
             for at in range(0, size, _PIECE)
             for length in (min(_PIECE, size - at),)
         )
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[OpenFile]:
-    try:
-        descriptor = open_regular(path)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
-    try:
-        yield OpenFile(path, descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _stored(path: Path) -> dict[str, _Stored]:
-    """All tensors of a directory."""
-    if not (path / INDEX).exists():
-        if not (path / ALONE).exists():
-            pickled = any(path.glob("*.bin")) or any(path.glob("*.pt*"))
-            why = "; pickled weights are never read: save them as safetensors first" if pickled else ""
-            raise ValueError(f"{path} has neither {ALONE} nor {INDEX}{why}")
-        return _header(path, ALONE)
-    index = read_json(path / INDEX, _MOST_INDEX).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
-        raise ValueError(f"{path / INDEX}: weight_map must map names of tensors to files")
-    for file in set(index.values()):
-        if not _FILE_NAME.fullmatch(file):
-            raise ValueError(f"{path / INDEX}: {short(file)} is not the name of a safetensors file beside it")
-    found: dict[str, _Stored] = {}
-    for file in sorted(set(index.values())):
-        for name, stored in _header(path, file).items():
-            if index.get(name) != file:
-                raise ValueError(f"{path / INDEX}: {short(name)} is in {file}, but not so in the index")
-            found[name] = stored
-    for name, file in index.items():
-        if name not in found:
-            raise ValueError(f"{path / INDEX}: {short(name)} is not in {file}")
-    return found
-
-
-def _header(path: Path, name: str) -> dict[str, _Stored]:
-    """The tensors of a safetensors file, whose header is checked: parts in order, and nothing but them."""
-    with _opened(path / name) as file:
-        size = os.fstat(file.descriptor).st_size
-        length = int.from_bytes(os.pread(file.descriptor, 8, 0), "little")
-        if size < 8 or length > min(size - 8, _MOST_HEADER):
-            raise ValueError(f"{path / name} is no safetensors file: a header of {length} bytes")
-        text = os.pread(file.descriptor, length, 8)
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        entries = [
-            (each, str(entry["dtype"]), *(tuple(map(int, entry[key])) for key in ("shape", "data_offsets")))
-            for each, entry in header.items()
-        ]
-        entries.sort(key=lambda entry: entry[3])
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, RecursionError):
-        raise ValueError(f"{path / name} is no safetensors file: its header cannot be read") from None
-    found, at = {}, 0
-    for each, dtype, shape, (start, end) in entries:
-        if dtype not in DTYPES or not (DTYPES[dtype].is_floating_point or _NOT_WEIGHTS.search(each)):
-            raise ValueError(
-                f"{path / name}: {short(each)} is {short(dtype)}, not numbers that can be trained"
-            )
-        if start != at or min(shape, default=0) < 0 or end - start != prod(shape) * DTYPES[dtype].itemsize:
-            raise ValueError(f"{path / name}: the bytes of {short(each)} do not fit its shape")
-        found[each], at = _Stored(name, dtype, shape, 8 + length + start), end
-    if 8 + length + at != size:
-        raise ValueError(f"{path / name} has {size} bytes, its tensors end at {8 + length + at}")
-    return found
 
 
 def check_family(config: GPTConfig) -> str:
