@@ -127,7 +127,8 @@ class MoEConfig(Checked):
         if self.group_topk > self.num_groups:
             yield f"group_topk {self.group_topk} is more than num_groups {self.num_groups}"
         if self.group_score == "megatron" and self.top_k < self.group_topk:
-            yield f"group_score 'megatron' needs top_k >= group_topk {self.group_topk}, got top_k {self.top_k}"
+            needed = f"top_k >= group_topk {self.group_topk}"
+            yield f"group_score 'megatron' needs {needed}, got top_k {self.top_k}"
         reachable = self.group_topk * (self.num_experts // self.num_groups)
         if self.top_k > self.num_experts:
             yield f"top_k {self.top_k} is more than num_experts {self.num_experts}"

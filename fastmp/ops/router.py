@@ -305,8 +305,8 @@ def topk_router(
         num_groups, group_topk: experts come in `num_groups` equal groups of neighbours, and a token chooses
             from its `group_topk` (default: all) best ones.
         group_score: what a group is as good as. "deepseek": its best expert under softmax (DeepSeek-V2), its
-            two best together under sigmoid (DeepSeek-V3). "megatron": its k // group_topk best together, under
-            both. Where that is another number than DeepSeek's, plain torch serves the call.
+            two best together under sigmoid (DeepSeek-V3). "megatron": its k // group_topk best together.
+            Where that is another number than DeepSeek's, plain torch serves the call.
         expert_bias: (E,), added to the scores (logits if `pre_softmax` is off) for the choice only; no
             gradient.
         normalize: divide the k probabilities by their sum (softmax: exactly the softmax of the k logits).
