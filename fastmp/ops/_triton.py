@@ -47,9 +47,31 @@ try:
         kernel.limits = {}
         return kernel
 
+    def _keep_masks_boolean():
+        """Let Triton's interpreter load and store by the masks it computes itself.
+
+        Triton 3.9 accepts boolean arrays only, and widens a mask that is combined with a scalar condition to
+        integers.
+        """
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        def boolean(method, place):
+            def accepting(self, *arguments):
+                mask = arguments[place]
+                if mask is not None and mask.data.dtype != bool:
+                    mask.data = mask.data.astype(bool)
+                return method(self, *arguments)
+
+            return accepting
+
+        for name, place in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+            setattr(InterpreterBuilder, name, boolean(getattr(InterpreterBuilder, name), place))
+
     ABSENT = ""
     VERSION = triton.__version__
     INTERPRETED = triton.knobs.runtime.interpret
+    if INTERPRETED:
+        _keep_masks_boolean()
 except ImportError:
     triton = tl = knobs = GPUTarget = driver = TensorDescriptor = None
     ABSENT = "Triton is not installed"
