@@ -185,7 +185,7 @@ def make_trainer(case: Case, groups: ParallelGroups) -> Trainer:
         if case.pp > 1:
             loss = PipelineLoss(lambda batch: batch["x"], lambda x, _: _summed(x), schedule=case.schedule)
     train = TrainConfig(steps=1 << 30, global_batch_size=batch, eval_interval=0, dtype="bfloat16")
-    optimizer = OptimizerConfig(bucket_size=int(BUCKET * layer_size))
+    optimizer = OptimizerConfig(bucket_size=int(BUCKET * layer_size), schedule="constant")
     trainer = Trainer(model, data, loss, train, optimizer=optimizer, groups=groups, graphs=case.graphs)
     trainer.grads.overlap = case.overlap
     return trainer

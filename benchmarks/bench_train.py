@@ -21,7 +21,7 @@ from fastmp.train.language import token_loss
 from fastmp.train.trainer import Trainer
 
 pytestmark = pytest.mark.benchmark(timer=CLOCK)
-OPTIMIZER = OptimizerConfig(lr=1e-4, min_lr=1e-4, warmup_steps=0)
+OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant", warmup_steps=0)
 
 
 class OneBatch:

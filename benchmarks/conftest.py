@@ -1,13 +1,13 @@
 """Plugin of `pytest benchmarks/ --benchmark-only`; its last table has the columns that count.
 
 All rivals of a case run in turn in one process. pytest-benchmark is given those times, one test a rival. By
-default each family runs its first workload at one shape and dtype, which takes minutes; `--full` runs the
-rest. Benchmarks have no time limit, and .benchmarks/last.json has all rows so far after every test.
+default each family runs its first workload, forward and backward at one shape and dtype, which takes minutes;
+`--full` runs the rest. Benchmarks have no time limit, and after every test .benchmarks/last.json has all rows
+so far.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,7 +20,7 @@ import torch
 from benchmarks import peers
 from benchmarks.cases import EAGER, Case, is_first, is_ours
 from benchmarks.compare import Comparison, compare
-from benchmarks.measure import environment, measure_ceilings
+from benchmarks.measure import environment, measure_ceilings, write_json
 from benchmarks.report import size
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,16 +76,20 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(0))  # none: that of pyproject.toml would end the process
     if config.getoption("--full"):
         return
-    swept = [item for item in ours if hasattr(item, "callspec")]
-    more = {item for item in swept if not is_quick(item.callspec.params["case"], item.module)}
+    swept = [(item, item.callspec.params) for item in ours if hasattr(item, "callspec")]
+    more = {i for i, chosen in swept if not is_quick(chosen["case"], chosen["direction"], i.module)}
     if more:
         config.hook.pytest_deselected(items=list(more))
         items[:] = [item for item in items if item not in more]
 
 
-def is_quick(case: partial, family: ModuleType) -> bool:
-    """Return whether a case is of the family's first workload, at its first shape and dtype."""
-    return is_first(case) and case.args[0] is family.WORKLOADS[0]
+def is_quick(case: partial, direction: str, family: ModuleType) -> bool:
+    """Return whether a case is of the family's first workload, at its first shape and dtype, and all of it.
+
+    The last direction of a workload has the others in it: forward and backward.
+    """
+    work = case.args[0]
+    return is_first(case) and work is family.WORKLOADS[0] and direction == work.directions[-1]
 
 
 class Results:
@@ -103,9 +107,7 @@ class Results:
             content["ceilings"] = vars(ceilings)
         path = _results_path(self.config)
         path.parent.mkdir(exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=1, default=str) + "\n")
-        part.replace(path)
+        write_json(path, content)
 
 
 def _results_path(config: pytest.Config) -> Path:
@@ -160,7 +162,7 @@ def _compare(benchmark, comparisons):
     def run(case: Case, rival: str, direction: str) -> None:
         benchmark.skipped = rival not in case.rivals
         if benchmark.skipped:
-            pytest.skip(peers.why_absent(rival))
+            pytest.skip(peers.why_absent(rival, DEVICE))
         if benchmark.disabled:
             getattr(case, direction)(rival)()
             benchmark(lambda: None)

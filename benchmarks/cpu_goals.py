@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ import torch
 
 from benchmarks.cases import COMPILE, Case, CpuGoal, Workload
 from benchmarks.compare import Row, compare
-from benchmarks.measure import Ceilings, environment, measure_ceilings
+from benchmarks.measure import Ceilings, environment, measure_ceilings, write_json
 
 
 @dataclass(frozen=True)
@@ -146,10 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for outcome in measure(case, goals, described["huge_pages"], options.rounds, ceilings):
             print(outcome.line(), flush=True)
             outcomes.append(outcome)
-    if options.out:
-        goals = [outcome.record() for outcome in outcomes]
-        result = {**described, "rounds": options.rounds, "ceilings": asdict(ceilings), "goals": goals}
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        if options.out:  # whole after each case
+            goals = [outcome.record() for outcome in outcomes]
+            result = {**described, "rounds": options.rounds, "ceilings": asdict(ceilings), "goals": goals}
+            write_json(options.out, result)
     return 0 if all(outcome.ok for outcome in outcomes) else 1
 
 

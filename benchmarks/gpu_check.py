@@ -40,7 +40,7 @@ import torch
 from benchmarks import correct, gpu_rows, sanitizer
 from benchmarks.cases import families
 from benchmarks.gpu_rows import Item, Job
-from benchmarks.measure import Ceilings, environment
+from benchmarks.measure import Ceilings, environment, write_json
 from benchmarks.report import size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -98,10 +98,7 @@ def begin(out: Path | None, described: dict[str, Any]) -> dict[str, Any]:
 
 def write(result: dict[str, Any], out: Path | None) -> None:
     if out is not None:
-        content = json.dumps(result, indent=2, default=str) + "\n"
-        part = out.with_name(f"{out.name}.part")  # so that the file is whole whenever the process dies
-        part.write_text(content)
-        part.replace(out)
+        write_json(out, result)
 
 
 def compile_checks(families: Sequence[str], seconds: float, folder: Path) -> None:

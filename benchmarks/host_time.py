@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from unittest import mock
 import torch
 
 from benchmarks.cases import EAGER, OURS, TORCH, Workload
-from benchmarks.measure import environment, in_turn
+from benchmarks.measure import environment, in_turn, write_json
 from fastmp.config import GPTConfig, MoEConfig
 from fastmp.nn.models import GPT
 from fastmp.ops import OPS, launcher
@@ -176,25 +175,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="NAME", help="workloads and layers with NAME in theirs")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    found = []
+    found, described = [], environment("cpu")
+
+    def add(each: HostTime) -> None:
+        """Print a time, and write all so far."""
+        print(each.line(), flush=True)
+        found.append(each)
+        if options.out:
+            entries = [{**asdict(one), "value": round(one.value, 3), "ok": one.ok} for one in found]
+            result = {**described, "number": options.number, "rounds": options.rounds, "calls": entries}
+            write_json(options.out, result)
+
     for family in FAMILIES:
         for work in importlib.import_module(f"benchmarks.bench_{family}").WORKLOADS:
             if options.only in work.name:
                 for each in of_workload(work, options.number, options.rounds):
-                    print(each.line(), flush=True)
-                    found.append(each)
+                    add(each)
     for kind in LAYERS:
         if options.only in f"{kind} layer":
-            found.append(of_layer(kind, options.number, options.rounds))
-            print(found[-1].line(), flush=True)
+            add(of_layer(kind, options.number, options.rounds))
     for name, op in OPS.items():
         if options.only in name and "triton" in op.implementations:
-            found.append(of_launch(name, options.number, options.rounds))
-            print(found[-1].line(), flush=True)
-    if options.out:
-        entries = [{**asdict(each), "value": round(each.value, 3), "ok": each.ok} for each in found]
-        result = {**environment("cpu"), "number": options.number, "rounds": options.rounds, "calls": entries}
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+            add(of_launch(name, options.number, options.rounds))
     return 0 if all(each.ok for each in found) else 1
 
 

@@ -7,6 +7,7 @@ bandwidth, which is measured in the same process.
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import platform
@@ -264,6 +265,13 @@ def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     match = re.search(r"model name\s*:\s*(.+)", info.read_text()) if info.exists() else None
     return match.group(1).strip() if match else platform.machine()
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file of results at once, so that it is whole whenever the process ends."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(content, indent=2, default=str) + "\n")
+    part.replace(path)
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -55,9 +55,14 @@ def _look(name: str, target: str, device: str) -> tuple[Any | None, str]:
         return None, f"{name} {number} has no {target} here: {type(error).__name__}: {error}".splitlines()[0]
 
 
-def why_absent(name: str) -> str:
-    """Return one line that says why `peer` returned None."""
-    return ABSENT.get(name, f"{name} is not among the rivals here")
+def why_absent(name: str, device: str = "cuda") -> str:
+    """Return one line that says why a peer, a form of a peer or a rival of ours is not timed."""
+    for peer_name, reason in ABSENT.items():
+        if name.startswith(peer_name):
+            return reason
+    if torch.device(device).type == "cpu":
+        return f"{name} is timed on a GPU only"
+    return f"{name} does not run at this shape"
 
 
 def versions() -> dict[str, str | None]:
