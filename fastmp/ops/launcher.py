@@ -67,31 +67,43 @@ def _by_triton(
     return launch
 
 
-def _by_the_driver(
-    compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int
-) -> Callable[[int, tuple], None] | None:
-    """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
+def driver_arguments(compiled: Any, num_arguments: int) -> tuple[str, list[tuple]] | None:
+    """Return `kinds` and `descriptors` of a kernel's arguments for `HOST.planned`, or None.
 
     It knows neither clusters, cooperative or dependent launches, nor scratch memory, nor all types, nor what
-    Triton's sanitizers add. The driver says which parameters the loaded function takes (since CUDA 12.4), and
-    must name the ones of the plan; an older driver is not asked about Triton 3.6, whose parameters are known.
+    Triton's sanitizers add.
     """
     metadata = compiled.metadata
-    if HOST is None or metadata.target.backend != "cuda":
-        return None
-    num_warps, num_blocks, shared = compiled.packed_metadata
     scratch = metadata.global_scratch_size, metadata.profile_scratch_size
     special = metadata.launch_cooperative_grid, metadata.launch_pdl, any(scratch)
-    if num_blocks != 1 or any(special) or getattr(metadata, "instrumentation_mode", ""):
+    if metadata.num_ctas != 1 or any(special) or getattr(metadata, "instrumentation_mode", ""):
         return None
     types, maps = list(compiled.src.signature.values())[:num_arguments], metadata.tensordesc_meta or ()
     kinds = ["P" if t[0] == "*" else "T" if t.startswith("tensordesc") else _KINDS.get(t, "") for t in types]
     if not all(kinds) or kinds.count("T") != len(maps) or any(each["fp4_padded"] for each in maps):
         return None
     descriptors = [(m["swizzle"], m["elem_size"], _DTYPES[m["elem_type"]], m["block_size"]) for m in maps]
+    return "".join(kinds), descriptors
+
+
+def _by_the_driver(
+    compiled: Any, stream: Callable[[int], int], device: int, num_arguments: int
+) -> Callable[[int, tuple], None] | None:
+    """Return a function that calls the CUDA driver, or None where `HOST.planned` does not know how.
+
+    The driver says which parameters the loaded function takes (since CUDA 12.4), and must name the ones of
+    the plan; an older driver is not asked about Triton 3.6, whose parameters are known.
+    """
+    metadata = compiled.metadata
+    if HOST is None or metadata.target.backend != "cuda":
+        return None
+    given = driver_arguments(compiled, num_arguments)
+    if given is None:
+        return None
+    num_warps, _, shared = compiled.packed_metadata
     return HOST.planned(
-        metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, "".join(kinds),
-        descriptors, stream, _PROVEN,
+        metadata.name, compiled.function, device, metadata.target.arch, num_warps, shared, *given, stream,
+        _PROVEN,
     )  # fmt: skip
 
 

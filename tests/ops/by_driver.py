@@ -7,7 +7,6 @@ Triton's path runs there, down to the launchers that it has a C compiler make. M
 from __future__ import annotations
 
 import ctypes
-import re
 import types
 from collections import defaultdict
 from collections.abc import Iterator
@@ -33,13 +32,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fastmp import ops
 from fastmp.ops import OPS, _triton, launcher, warm
 from fastmp.ops.warm import AbsentGPU
+from fastmp.testing.cubins.compiled import parameters_of
 from fastmp.testing.ops import run, samples
 
 FAKE = ctypes.CDLL("libcuda.so.1")
 FAKE.fake_take.restype = ctypes.c_size_t
 _taken = ctypes.create_string_buffer(1 << 20)
 _BYTES = {"i1": 1, "i32": 4, "i64": 8, "fp32": 4, "fp64": 8}
-_PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 _functions = []  # what the handles of functions point to
 
 
@@ -48,13 +47,6 @@ def handle_of(sizes: list[int]) -> int:
     function = (ctypes.c_int64 * (len(sizes) + 1))(len(sizes), *sizes)
     _functions.append(function)
     return ctypes.addressof(function)
-
-
-def demanded(ptx: str) -> list[int]:
-    """The bytes of each parameter of compiled code."""
-    (parameters,) = re.findall(r"\.visible \.entry \w+\(([^)]*)\)", ptx)
-    found = re.findall(r"\.param(?: \.align \d+)? \.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?", parameters)
-    return [int(items or 1) * _PTX_BYTES[bits] for bits, items in found]
 
 
 def block_of(kind: str) -> list[int]:
@@ -140,7 +132,7 @@ def _on_the_fake_driver(compiles: bool = False, arch: int = 90) -> Iterator[_Dev
 
     def load(compiled):
         if compiled.module is None:
-            FAKE.fake_next_function(ctypes.c_void_p(handle_of(demanded(compiled.asm["ptx"]))))
+            FAKE.fake_next_function(ctypes.c_void_p(handle_of(parameters_of(compiled.asm["ptx"]))))
         initialise(compiled)
 
     with (

@@ -20,7 +20,7 @@ import torch
 from fastmp.ops import OPS, adamw, cross_entropy_triton, grouped_mm_triton, launcher
 from fastmp.testing.cubins.accesses import unordered
 from fastmp.testing.cubins.cases import ANY, CASES, ONE_DTYPE, ROUTERS, WARP
-from fastmp.testing.cubins.check import TUNED, broken, broken_product, check_case
+from fastmp.testing.cubins.check import TUNED, broken, broken_parameters, broken_product, check_case
 from fastmp.testing.cubins.compiled import REGISTERS, launches, meta
 from fastmp.testing.cubins.facts import Facts
 from fastmp.testing.ops import samples
@@ -76,6 +76,17 @@ def test_sizes_beyond_int32_change_nothing():
     found = [launches(*case(meta(torch.bfloat16), torch.float32, n), 90, 4)[0] for n in (1 << 20, 1 << 35)]
     few, many = ((launch.wide_loads, launch.wide_stores, launch.shared) for launch in found)
     assert few == many
+
+
+def test_a_kernel_with_another_number_of_parameters_is_found():
+    """As a release of Triton may add one for scratch memory, or leave it out."""
+    (launch,) = launches(*CASES["grouped few"][0](meta(torch.bfloat16), torch.float32), 90)
+    assert [*broken_parameters(launch.compiled, launch.constants)] == []
+    ptx = re.sub(r",\s*\.param[^,)]*\)", "\n)", launch.ptx, count=1)
+    fewer = SimpleNamespace(src=launch.compiled.src, metadata=launch.compiled.metadata, asm={"ptx": ptx})
+    assert ["bytes, a launch gives" in wrong for wrong in broken_parameters(fewer, launch.constants)] == [
+        True
+    ]
 
 
 def test_a_grouped_gemm_of_two_loops_does_not_overlap_its_tiles(monkeypatch):

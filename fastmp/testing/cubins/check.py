@@ -1,23 +1,24 @@
 """The judgement of compiled kernels: what of the facts in `cases` their code does not keep.
 
 Of every kernel: nothing is spilled, no stack, shared memory within the limit, a barrier wherever threads
-meet in memory, and no 32-bit integer that may overflow. The rest stands in the table of `cases`. Takes a few
-seconds a kernel, of which Triton keeps what it has compiled.
+meet in memory, no 32-bit integer that may overflow, and the parameters that a launch gives. The rest stands
+in the table of `cases`. Takes a few seconds a kernel, of which Triton keeps what it has compiled.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from fastmp.ops import _triton, grouped_mm_tiles
+from fastmp.ops import _triton, grouped_mm_tiles, launcher
 from fastmp.ops.grouped_mm_tiles import overlaps_tiles
 from fastmp.ops.registry import compute_dtype
 from fastmp.testing.cubins.accesses import accesses, unordered
 from fastmp.testing.cubins.cases import CASES, WIDE
-from fastmp.testing.cubins.compiled import REGISTERS, SHARED_LIMIT, Launch, launches, meta
+from fastmp.testing.cubins.compiled import REGISTERS, SHARED_LIMIT, Launch, launches, meta, parameters_of
 from fastmp.testing.cubins.facts import Facts
 from fastmp.testing.cubins.ranges import overflows
 
@@ -47,6 +48,7 @@ def check_case(name: str, dtype: torch.dtype, arch: int) -> list[tuple[Launch, l
     judged = []
     for launch, expected in zip(found, facts, strict=True):
         wrong = [*broken(launch, expected, wide == torch.float64)]
+        wrong += broken_parameters(launch.compiled, launch.constants)
         if launch.kernel.startswith("grouped"):
             wrong += broken_product(launch, narrow="decode" in name, apart="apart" in name)
         judged.append((launch, wrong))
@@ -85,6 +87,26 @@ def broken(launch: Launch, facts: Facts, wide: bool = False) -> Iterator[str]:
         )
     in_flight = launch.resident * launch.elements * launch.threads * launch.itemsize
     yield from _least("bytes in flight", in_flight, facts.bytes * LESS * (1 if launch.arch >= 90 else 0.5))
+
+
+def broken_parameters(compiled: Any, constants: dict[str, Any]) -> Iterator[str]:
+    """Yield how the parameters of compiled code differ from the ones that a launch gives to the driver."""
+    names = compiled.src.fn.arg_names
+    given = launcher.driver_arguments(compiled, sum(name not in constants for name in names))
+    if given is None:
+        yield "launched by Triton, not by the driver"
+        return
+    kinds, descriptors = given
+    ranks, sizes = iter(len(block) for *_, block in descriptors), []
+    for kind in kinds:
+        if kind == "T":
+            rank = next(ranks)
+            sizes += [128, *rank * [4], *rank * [8]]  # tensor map, shape, strides
+        elif kind != "-":
+            sizes.append(4 if kind in "if" else 8)
+    sizes += [8, 8]  # scratch memory
+    if (wanted := parameters_of(compiled.asm["ptx"])) != sizes:
+        yield f"parameters of {wanted} bytes, a launch gives {sizes}"
 
 
 def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str]:

@@ -44,6 +44,13 @@ def cuobjdump(option: str, code: bytes) -> str:
         return subprocess.check_output(command, text=True, stderr=subprocess.STDOUT)
 
 
+def parameters_of(ptx: str) -> list[int]:
+    """Return the bytes of each parameter of a kernel."""
+    (parameters,) = re.findall(r"\.visible \.entry \w+\(([^)]*)\)", ptx)
+    found = re.findall(r"\.param(?: \.align \d+)? \.[a-z](\d+)[^\[,\n]*(?:\[(\d+)\])?", parameters)
+    return [int(items or 1) * int(bits) // 8 for bits, items in found]
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of a kernel: the values of its constants and what the compiler made of it.
