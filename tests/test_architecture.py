@@ -67,7 +67,17 @@ ALLOWED = {
     "fastmp.ops": {"ops", "config", "host", "profiling"},
     "fastmp.parallel": {"parallel", "ops", "config", "profiling", "pulse", "_lazy"},
     "fastmp.graphs": {
-        *("graphs", "parallel.schedule", "nn.segment", "ops.wgrad", "profiling", "pulse", "_lazy", "_replay"),
+        *(
+            "config",
+            "graphs",
+            "parallel.schedule",
+            "nn.segment",
+            "ops.wgrad",
+            "profiling",
+            "pulse",
+            "_lazy",
+            "_replay",
+        ),
     },
     "fastmp.graphs.buffers": {"parallel.schedule"},
     "fastmp.graphs.overlapped": {
