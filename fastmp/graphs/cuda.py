@@ -33,27 +33,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fastmp.config import set_default_variables
 from fastmp.graphs.backend import RandomStreams
 from fastmp.graphs.errors import CaptureError
 from fastmp.pulse import pulse
 
-__all__ = ["CudaBackend", "CudaGraph", "leave_buffers_unregistered"]
+__all__ = ["CudaBackend", "CudaGraph"]
 
 Generators = Mapping[str, torch.Generator]
 Offsets = dict[str, int]
 
 _NOT_ENDED: list[torch.cuda.CUDAGraph] = []  # torch's allocator of host memory asks them for ever
-
-
-def leave_buffers_unregistered() -> None:
-    """Have NCCL leave the buffers of captured collectives unregistered; call it before the first capture.
-
-    NCCL registers them by default, and for that meets the machine's other ranks on the host. A rank whose
-    capture has failed runs the same collective eagerly and never comes: all ranks would hang before they can
-    agree to do without graphs. NCCL_GRAPH_REGISTER=1 in the environment keeps the registration.
-    """
-    set_default_variables(NCCL_GRAPH_REGISTER="0")
 
 
 class Watched(NamedTuple):
@@ -81,7 +70,6 @@ class CudaBackend:
     runs_at_capture = False
 
     def __init__(self, rng: RandomStreams | None = None) -> None:
-        leave_buffers_unregistered()
         self.rng = rng
         self.stream = _stream_of_captures(torch.cuda.current_device())
         self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fastmp.config import Environment, GraphConfig
+from fastmp.config import Environment, GraphConfig, set_default_variables
 from fastmp.graphs.backend import Backend
-from fastmp.graphs.cuda import CudaBackend, leave_buffers_unregistered
+from fastmp.graphs.cuda import CudaBackend
 from fastmp.graphs.manager import GraphManager
 from fastmp.graphs.overlapped import OverlappedGraphManager
 from fastmp.graphs.recording import RecordingBackend
@@ -143,8 +143,14 @@ def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
 
 
 def _check_allocator(device: torch.device) -> None:
+    """Have NCCL leave the buffers of captured collectives unregistered, unless the environment says otherwise.
+
+    NCCL registers them by default, and for that meets the machine's other ranks on the host. A rank whose
+    capture has failed runs the same collective eagerly and never comes: all ranks would hang before they can
+    agree to do without graphs. ValueError where NCCL would read memory that torch's allocator has given back.
+    """
     if device.type == "cuda":
-        leave_buffers_unregistered()
+        set_default_variables(NCCL_GRAPH_REGISTER="0")
     environment = Environment.read()
     if device.type == "cuda" and environment.world_size > 1 and environment.registers_segments:
         raise ValueError(
