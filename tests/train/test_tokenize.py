@@ -254,12 +254,20 @@ def drop_marker(description):
     description["model"]["vocab"].pop(END_OF_TEXT)
 
 
+def template_id(description, number):
+    for token in description["post_processor"]["special_tokens"].values():
+        token["ids"] = [number]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
         (lambda d: d["model"].update(type="Neural"), "Neural|variant"),
         (lambda d: d.pop("model"), "not a tokenizer"),
-        (lambda d: d["model"]["vocab"].update(far=4_000_000_000), "ids up to 4000000000"),
+        (lambda d: d["model"]["vocab"].update(far=4_000_000_000), "'far' has the id 4000000000"),
+        (lambda d: d["added_tokens"].append({"id": 2**32 - 1, "content": "x"}), "'x' has the id 4294967295"),
+        (lambda d: d["model"].update(continuing_subword_prefix="\0"), "lacks the continuing_subword_prefix"),
+        (lambda d: template_id(d, 2**32 - 1), "post_processor gives id 4294967295 for a vocabulary of"),
         (drop_marker, "no token is called <|endoftext|>.*--end-of-text TOKEN".replace("|", r"\|")),
     ],
 )

@@ -14,6 +14,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -154,8 +155,13 @@ class FileTokenizer:
             hidden = _without_markers(self._description, self.name)
         self._of_text = self._tokenizer if hidden is None else _parse(hidden, source)[0]
         self.vocab_size = max(ids.values(), default=-1) + 1
-        if self.vocab_size > 2 * len(ids) + 1024:
+        if self.vocab_size > _most_ids(len(ids)):
             raise ValueError(f"{source}: {len(ids)} tokens have ids up to {self.vocab_size - 1}")
+        outside = [i for i in self.encode_prompt("") if i >= self.vocab_size]
+        if outside:
+            raise ValueError(
+                f"{source}: its post_processor gives id {outside[0]} for a vocabulary of {self.vocab_size}"
+            )
         self.end_of_text = _find_end(ids, end_of_text, source)
         self._bytes = self._bytes_of(ids) if byte_level else None
 
@@ -372,8 +378,11 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
     try:
         content: dict[str, Any] = json.loads(description)
         _, decoder = content["model"]["vocab"], content.get("decoder")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        refusal = _impossible(content)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"{source}: not a tokenizer description in JSON") from None
+    if refusal:
+        raise ValueError(f"{source}: {refusal}")
     with _named(source):
         tokenizer = library.Tokenizer.from_str(description)
         tokenizer.no_truncation()
@@ -382,6 +391,32 @@ def _parse(description: str, source: str) -> tuple[tokenizers.Tokenizer, bool]:
         if getattr(tokenizer.model, "dropout", None):
             tokenizer.model.dropout = None  # one text, one list of tokens
     return tokenizer, isinstance(decoder, dict) and decoder.get("type") == "ByteLevel"
+
+
+def _impossible(content: dict[str, Any]) -> str:
+    """Return what the library would die of, or take though it cannot be; "" for nothing.
+
+    An id far beyond the number of tokens, and a merge without the prefix that the library cuts off: it
+    aborts the process where that is no whole character.
+    """
+    model, added = content["model"], content.get("added_tokens") or []
+    vocab = model["vocab"]
+    most = _most_ids(len(vocab) + len(added))
+    ids = [*(vocab.items() if isinstance(vocab, dict) else ()), *((a["content"], a["id"]) for a in added)]
+    for token, i in ids:
+        if type(i) is not int or not 0 <= i < most:
+            return f"{len(vocab)} tokens, but {short(token)} has the id {short(i)}"
+    prefix = model.get("continuing_subword_prefix")
+    for merge in (model.get("merges") or []) if prefix else []:
+        second = (merge.split(" ") if isinstance(merge, str) else merge)[1]
+        if not second.startswith(prefix):
+            return f"the merge {short(merge)} lacks the continuing_subword_prefix {short(prefix)}"
+    return ""
+
+
+def _most_ids(tokens: int) -> int:
+    """The highest number of ids that so many tokens may have: vocabularies have gaps, but not only these."""
+    return 2 * tokens + 1024
 
 
 def _without_markers(description: str, kind: str) -> str | None:
