@@ -33,6 +33,11 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
         torch.distributed.checkpoint.save(sharded_state_dict(model), checkpoint_id=path)
         torch.distributed.checkpoint.load(sharded_state_dict(model), checkpoint_id=path)  # at any group size
 
+    `async_save` copies whole storages, which fails for blocks of one storage; give it copies of them:
+
+        state = {name: tensor.clone() for name, tensor in sharded_state_dict(model).items()}
+        torch.distributed.checkpoint.async_save(state, checkpoint_id=path)
+
     ValueError for the parameters of experts, which are divided over another grid: `fastmp.train.Checkpointer`
     saves those.
     """

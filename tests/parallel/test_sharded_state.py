@@ -75,6 +75,21 @@ def test_a_checkpoint_is_read_over_any_number_of_ranks(tmp_path, saved_by, read_
     assert all(run_ranks(load, read_by, str(tmp_path)))
 
 
+def save_while_training(rank, world, path):
+    """As the docstring says: changes after the call are not in the checkpoint."""
+    model = divided(parts(1), group_of(world))
+    state = {name: tensor.clone() for name, tensor in sharded_state_dict(model).items()}
+    saved = dcp.async_save(state, checkpoint_id=path)
+    with torch.no_grad():
+        model["qkv"].weight.zero_()
+    saved.result()
+
+
+def test_copies_are_saved_asynchronously(tmp_path):
+    run_ranks(save_while_training, 2, str(tmp_path))
+    assert load(0, 1, str(tmp_path))
+
+
 def test_entries_share_memory_with_parameters_and_blocks_have_names():
     model = divided(parts(1), None)
     state = sharded_state_dict(model)
