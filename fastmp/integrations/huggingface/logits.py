@@ -120,7 +120,7 @@ class LazyLogits(Tensor):
         """Return True inside torch.compile, whose own tensors have no values."""
         return self.how.head is None and type(self.hidden) is not Tensor
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         if self._is_traced():
             return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
         return repr(self.value())
@@ -154,7 +154,7 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Below autograd, where functions in C++ arrive that know no subclass."""
