@@ -120,7 +120,7 @@ class LazyLogits(Tensor):
         """Return True inside torch.compile, whose own tensors have no values."""
         return self.how.head is None and type(self.hidden) is not Tensor
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._is_traced():
             return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype})"
         return repr(self.value())
