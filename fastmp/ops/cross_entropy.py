@@ -28,10 +28,11 @@ from fastmp.ops.cross_entropy_triton import (
     launch_loss_grad,
     launch_merge,
     launch_stats,
+    loss_grad_prefers_cuda,
     real_columns,
 )
 from fastmp.ops.reduction import check_reduction, divided, divisor_of, grad_of_each, reduced
-from fastmp.ops.registry import can_read_values, compute_dtype, register
+from fastmp.ops.registry import can_read_values, compute_dtype, register, shared_memory
 from fastmp.profiling import traced
 
 _NAN = float("nan")
@@ -210,6 +211,9 @@ _loss_and_grad = register(
         logits.shape[0] * min(vocab_size, logits.shape[1]) * (10 if smoothing else 9)
     ),
     derivative="cross_entropy_promise_(logits, grad, loss_grad, target, ignore_index) -> ; logits -> logits",
+    prefers_cuda=lambda logits, *others: loss_grad_prefers_cuda(
+        logits.shape[1], logits.element_size(), shared_memory(logits.device.index).multiprocessor
+    ),
 )
 
 

@@ -9,6 +9,8 @@ mask that may end anywhere splits every access, so it is left to rows that do be
 
 from __future__ import annotations
 
+from functools import cache
+
 from fastmp.ops import launcher
 from fastmp.ops._triton import cdiv, jit, next_power_of_2, tl
 from fastmp.ops.reduction import divided, grad_of_each
@@ -328,6 +330,26 @@ def loss_grad_sizes(columns: int, itemsize: int) -> tuple[int, int, int]:
     most = 8 if columns * itemsize <= 64 << 10 else 16 if columns * itemsize <= 256 << 10 else 32
     block = min(max(next_power_of_2(columns + vec - 1), 32 * vec), most * 64 * vec)
     return block, vec, max(block // (64 * vec), 1)
+
+
+_RESERVED = 2048  # bytes of shared memory that a block of the CUDA C++ kernel leaves to the system
+
+
+def loss_grad_bytes(columns: int, itemsize: int, shared: int) -> dict[str, int]:
+    """Count the bytes a row that each kernel of loss and gradient at once reads, from any memory, and writes.
+
+    The Triton kernel reads a row twice, the second time mostly from the second-level cache. The CUDA C++
+    kernel keeps the beginning of a row in shared memory; two blocks share a multiprocessor's `shared` bytes.
+    """
+    row = columns * itemsize
+    return {"triton": 3 * row, "cuda": 2 * row + max(0, row - (shared // 2 - _RESERVED))}
+
+
+@cache
+def loss_grad_prefers_cuda(columns: int, itemsize: int, shared: int) -> bool:
+    """Return True if the CUDA C++ kernel saves a tenth of the bytes or more. Counted, not measured."""
+    moved = loss_grad_bytes(columns, itemsize, shared)
+    return 10 * moved["cuda"] <= 9 * moved["triton"]
 
 
 def shape_of(op, logits):

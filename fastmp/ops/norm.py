@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import checks
-from fastmp.ops.norm_triton import check_stats, launch, launch_backward
+from fastmp.ops.norm_triton import check_stats, launch, launch_backward, prefers_cuda
 from fastmp.ops.registry import autocast, compute_dtype, register
 from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
@@ -102,6 +102,7 @@ register(
     reference=lambda *arguments: _reference_backward(False, *arguments),
     triton=lambda *arguments: launch_backward(False, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, False, False),
+    prefers_cuda=prefers_cuda,
 )
 register(
     "layer_norm_backward(Tensor grad, Tensor? grad_total, Tensor total, Tensor weight, Tensor stats,"
@@ -109,6 +110,7 @@ register(
     reference=lambda *arguments: _reference_backward(True, *arguments),
     triton=lambda *arguments: launch_backward(True, *arguments),
     flops=lambda grad, grad_total, total, *others: _flops_backward(grad_total, total, True, others[-1]),
+    prefers_cuda=prefers_cuda,
 )
 
 

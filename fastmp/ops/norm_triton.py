@@ -10,6 +10,7 @@ Rows too long for registers are walked over in blocks of columns.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,11 +27,12 @@ from fastmp.ops._triton import (
     next_power_of_2,
     tl,
 )
-from fastmp.ops.registry import compute_dtype
+from fastmp.ops.registry import compute_dtype, shared_memory
 from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_strips, vector_width
 
 # BLOCK_M, BLOCK_N and warps for rows too long for registers
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
+_CLUSTER, _STATIC = 8, 4096  # of the CUDA C++ kernel: blocks of a cluster, and bytes of a block left free
 _MULTIPROCESSORS = 132  # of an H200; a grid that a shape alone decides keeps results equal everywhere
 
 
@@ -297,6 +299,37 @@ def launch(
         },
     )  # fmt: skip
     return y, total, stats
+
+
+def backward_bytes(num_cols: int, itemsize: int, has_grad_total: bool, centred: bool) -> dict[str, int]:
+    """Count the bytes a row that each kernel of long rows reads, from any memory, and writes.
+
+    The Triton kernel reads grad and total twice, and its partial sums are read and written for each block of
+    rows. The CUDA C++ kernel spreads a row over the shared memory of a cluster, which holds the sums as well.
+    """
+    row = num_cols * itemsize
+    once = (4 if has_grad_total else 3) * row
+    partials = 2 * (2 if centred else 1) * num_cols * max(itemsize, 4) // WIDE_BACKWARD_BLOCK[0]
+    return {"triton": once + 2 * row + partials, "cuda": once}
+
+
+@cache
+def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) -> bool:
+    """Return True for rows that the Triton kernel reads twice and that a cluster holds (counted, unmeasured).
+
+    shared: the most bytes of shared memory of a block; a block of the cluster has an eighth of the columns.
+    """
+    share = cdiv(cdiv(num_cols, _CLUSTER) * itemsize, 16) * 16 // itemsize
+    held = share * (16 + 3 * max(itemsize, 4))
+    fits = arch >= 90 and held <= shared - _STATIC
+    return fits and block_shape(num_cols, itemsize, backward=True) is None
+
+
+def prefers_cuda(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, *_: Any) -> bool:
+    """Return True if the CUDA C++ kernel serves these arguments of a backward op; see above."""
+    index, num_cols = total.device.index, total.shape[-1]
+    shared, arch = shared_memory(index).block, 10 * torch.cuda.get_device_capability(index)[0]
+    return backward_prefers_cuda(num_cols, total.element_size(), shared, arch)
 
 
 def check_stats(centred: bool, total: Tensor, stats: Tensor) -> None:

@@ -1,8 +1,9 @@
 """Registration of local ops under `torch.ops.fastmp`, and the choice of what serves each of them.
 
 One default per (op, device). CPU: the compiled kernel where `_C_cpu` brings one, else the reference in
-plain torch. CUDA: the Triton kernel, else the reference; the CUDA C++ kernels that `_C_cuda` exports under
-`torch.ops.fastmp_cuda` serve only where FASTMP_OPS names them: `FASTMP_OPS=cuda`, or per op
+plain torch. CUDA: the Triton kernel, else the reference. The CUDA C++ kernels that `_C_cuda` exports under
+`torch.ops.fastmp_cuda` serve calls for which their op prefers them, and all where FASTMP_OPS names them:
+`FASTMP_OPS=cuda`, or per op
 `FASTMP_OPS=bias_gelu=cuda,cross_entropy_stats=reference`. Under TRITON_INTERPRET=1, `FASTMP_OPS=triton` lets
 the Triton kernels serve the CPU, interpreted.
 """
@@ -16,8 +17,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVarTuple
+from typing import Any, NamedTuple, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -152,6 +154,20 @@ def without_autocast(device: str) -> AbstractContextManager:
     return torch.autocast(device, enabled=False) if device in _AUTOCAST_DEVICES else nullcontext()
 
 
+class SharedMemory(NamedTuple):
+    """Bytes of shared memory of a GPU: of a multiprocessor, and the most of a block."""
+
+    multiprocessor: int
+    block: int
+
+
+@cache
+def shared_memory(device: int) -> SharedMemory:
+    """Return the shared memory of the GPU of this index."""
+    properties = torch.cuda.get_device_properties(device)
+    return SharedMemory(properties.shared_memory_per_multiprocessor, properties.shared_memory_per_block_optin)
+
+
 def can_read_values(x: torch.Tensor) -> bool:
     """Whether values of `x` may be read to check them: no device is waited for, and nobody records ops, as a
     compiler or the capture of a graph does, which would keep what was read."""
@@ -225,7 +241,9 @@ def _serve_cpu(name: str, implementations: dict[str, Callable]) -> tuple[str, st
     return "reference", _CPU_ABSENT or "no compiled kernel for this op"
 
 
-def _serve_cuda(name: str, implementations: dict[str, Callable]) -> tuple[str, str]:
+def _serve_cuda(
+    name: str, implementations: dict[str, Callable], prefers_cuda: Callable[..., bool] | None
+) -> tuple[str, str]:
     exported = not _CUDA_ABSENT and hasattr(torch.ops.fastmp_cuda, name)
     if exported:
         implementations["cuda"] = getattr(torch.ops.fastmp_cuda, name).default
@@ -239,8 +257,21 @@ def _serve_cuda(name: str, implementations: dict[str, Callable]) -> tuple[str, s
     if choice not in (None, backend):
         absent = _CUDA_ABSENT if choice == "cuda" else _triton.ABSENT if choice == "triton" else ""
         reason += f"; FASTMP_OPS names {choice}: {absent or 'not known here'}"
-    LIBRARY.impl(name, implementations[backend], "CUDA")
+    serve = implementations[backend]
+    if choice is None and backend == "triton" and exported and prefers_cuda is not None:
+        serve = _by_bytes(prefers_cuda, implementations["cuda"], implementations["triton"])
+        reason += "; CUDA C++ for shapes of which it moves fewer bytes"
+    LIBRARY.impl(name, serve, "CUDA")
     return backend, reason
+
+
+def _by_bytes(prefers_cuda: Callable[..., bool], by_cuda: Callable, by_triton: Callable) -> Callable:
+    """Return a kernel that calls one of two, by the arguments."""
+
+    def serve(*arguments: Any) -> Any:
+        return (by_cuda if prefers_cuda(*arguments) else by_triton)(*arguments)
+
+    return serve
 
 
 def _bump_versions(overload: torch._ops.OpOverload) -> Callable:
@@ -413,6 +444,7 @@ def register(
     derivative: str | Mapping[str, str] = "",
     fake: Callable | None = None,
     traffic: Callable[..., int] | None = None,
+    prefers_cuda: Callable[..., bool] | None = None,
 ) -> Op:
     """Declare an op: define `schema` in the `fastmp` namespace and give every device one implementation.
 
@@ -426,6 +458,8 @@ def register(
             tensors without data; needed where that reads values or loops over a size.
         traffic: bytes, from the op's arguments. Default: every tensor is read or written once, and one that
             the op changes is both, unless its name ends in "out": then nothing is read from it.
+        prefers_cuda: from the op's arguments, True if the CUDA C++ kernel serves this call where FASTMP_OPS
+            names no backend and `_C_cuda` exports the op. Default: the Triton kernel serves all calls.
 
     Returns:
         The op; public functions call it rather than `torch.ops.fastmp.<name>`, which takes longer.
@@ -438,7 +472,7 @@ def register(
         implementations["triton"] = triton
     serving, reasons = {}, {}
     serving["cpu"], reasons["cpu"] = _serve_cpu(name, implementations)
-    serving["cuda"], reasons["cuda"] = _serve_cuda(name, implementations)
+    serving["cuda"], reasons["cuda"] = _serve_cuda(name, implementations, prefers_cuda)
     torch.library.register_fake(f"fastmp::{name}", _on_one_device(overload, fake or reference), lib=LIBRARY)
     if overload._schema.is_mutable and _AUTOGRAD_ABSENT:
         LIBRARY.impl(name, _bump_versions(overload), "ADInplaceOrView", with_keyset=True)
