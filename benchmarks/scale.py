@@ -187,7 +187,8 @@ class Job:
 
     def heartbeat(self, rank: int, beat: int, stuck: bool = False) -> dict[str, Any]:
         """Return the heartbeat of a rank; in a job that is `stuck`, all wait for one in the middle."""
-        groups, calls, inside = self._groups[rank], (), None
+        groups, inside = self._groups[rank], None
+        calls: tuple[Call, ...] = ()
         late = stuck and rank == self.world_size // 2
         begun = {name: 5000 + 7 * beat - late for name in groups if name.endswith("/nccl")}
         if stuck:
@@ -197,7 +198,7 @@ class Job:
                 for i in range(kept)
                 for name, last in begun.items()
             )
-            inside = None if late else calls[-1 - rank % 4]
+            inside = None if late else next(c for c in calls[::-1] if c.group == "default_pg 0/nccl")
         record = RankRecord(
             rank, f"node{rank // MACHINE:05d}", os.getpid(), 100 + beat, "backward of microbatch 3 chunk 0",
             "parallel/layers.py:210 in forward", inside, calls, begun, still=400.0 * stuck,

@@ -145,8 +145,8 @@ class Collector:
             if 0 not in known and self.first is not None:
                 state = self._state_of(self.first, now)
                 records.append(replace(self.first.record, state=state, silent=own.still))
-            there = {self.rank, *(record.rank for record in records)}
-            records += [RankRecord(r, state="unknown") for r in range(self.world_size) if r not in there]
+            heard = {self.rank, *(record.rank for record in records)}
+            records += [RankRecord(r, state="unknown") for r in range(self.world_size) if r not in heard]
         return [*records, own]
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Seen]:
@@ -185,9 +185,9 @@ class Collector:
                     state = "silent"  # as its leader is
                 seen = Seen(record, content["beat"], now - silent, tuple(content["machine"]), state)
                 # Of two leaders of one machine, the one that has heard it last.
-                key = (seen.beat, sender.since, _CERTAIN.index(state))
-                if of not in found or key > found[of][0]:
-                    found[of] = (key, seen)
+                order = (seen.beat, sender.since, _CERTAIN.index(state))
+                if of not in found or order > found[of][0]:
+                    found[of] = (order, seen)
                     suspects[of] = 3 * self.interval < late <= limit
         self.heard = min(self.heard, now) if found else self.heard
         self.suspects = any(suspects.values())

@@ -192,7 +192,7 @@ def test_numbers_of_exchanges_wrap(number):
 
 
 def large_record(rank, world_size, shared, tp=8, pp=16):
-    """A rank of a job over NCCL in which one stays away from an all-reduce; `shared` holds its groups."""
+    """A rank of a job over NCCL in which all wait for one in an all-reduce; `shared` holds its groups."""
     dp, stage = world_size // (tp * pp), rank * pp // world_size
     own = {
         "default_pg 0": (0, world_size, 1),
@@ -213,7 +213,7 @@ def large_record(rank, world_size, shared, tp=8, pp=16):
         for group in groups
     )
     begun = {call.group: call.number for call in calls}
-    inside = None if late else calls[-1 - rank % 4]
+    inside = None if late else next(call for call in calls[::-1] if call.group == "default_pg 0/nccl")
     return RankRecord(
         rank, "host", rank, 9, "reduce", "x.py:1 in f", inside, calls, begun, groups, still=400.0
     )
