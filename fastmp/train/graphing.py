@@ -143,7 +143,7 @@ def _check_scope(chunks: Sequence[nn.Module], scope: Sequence[str]) -> None:
 
 
 def _check_allocator(device: torch.device) -> None:
-    """Have NCCL leave the buffers of captured collectives unregistered, unless the environment says otherwise.
+    """Have NCCL leave the buffers of captured collectives unregistered, unless NCCL_GRAPH_REGISTER is set.
 
     NCCL registers them by default, and for that meets the machine's other ranks on the host. A rank whose
     capture has failed runs the same collective eagerly and never comes: all ranks would hang before they can

@@ -25,13 +25,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.checkpoint import directory as names
 from fastmp.train.checkpoint import load as loading
 from fastmp.train.checkpoint.format import File, Manifest, SavedTensor
 from fastmp.train.checkpoint.staging import Staging
-from fastmp.train.checkpoint.storage import CheckpointWriter, Parts, SaveParts
+from fastmp.train.checkpoint.storage import CheckpointWriter, Parts, PlansDiffer, SaveParts
 
 __all__ = ["Checkpointer", "Loaded", "Note", "described"]
 
@@ -109,6 +110,7 @@ class Checkpointer:
         self._threads: tuple[ThreadPoolExecutor, ThreadPoolExecutor] | None = None  # that save, that follow
         self._saving: Future[Path] | None = None
         self._staging = Staging()
+        self._planner = SaveParts(self._staging.copy)
         self._notes = list[Note]()
         self._failures = 0  # saves in a row
         self._open()
@@ -248,19 +250,25 @@ class Checkpointer:
             return made.name
 
         try:
-            metadata = dcp.save(
-                {},
-                storage_writer=CheckpointWriter(staging, prepare, finish),
-                planner=SaveParts(self._staging.copy),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
+            metadata = self._save_planned(CheckpointWriter(staging, prepare, finish))
         except CheckpointException as error:
             if self._rank == 0:
                 with contextlib.suppress(OSError):
                     names.remove_staging(self.directory)
             raise _cause(error, self.directory) from None
         return self.directory / str(metadata.storage_data)
+
+    def _save_planned(self, writer: CheckpointWriter) -> Metadata:
+        """Save by the plan of the save before; by a new one where a rank has other parts now."""
+        options: dict[str, Any] = {"storage_writer": writer, "planner": self._planner}
+        options |= {"process_group": self._group, "no_dist": self._group is None}
+        try:
+            return dcp.save({}, **options)
+        except CheckpointException as error:  # the same one on all ranks
+            if not any(isinstance(cause, PlansDiffer) for cause, _ in error.failures.values()):
+                raise
+        self._planner.forget()
+        return dcp.save({}, **options)
 
     def load(
         self,

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,9 @@ from fastmp.train.checkpoint.format import (
     read_manifest,
 )
 
-__all__ = ["CheckpointReader", "CheckpointWriter", "LoadParts", "Parts", "SaveParts"]
+__all__ = ["CheckpointReader", "CheckpointWriter", "LoadParts", "Parts", "PlansDiffer", "SaveParts"]
+
+Shape = tuple[int, ...]
 
 # One process is a job of its own, which the library says at every save.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -88,8 +90,19 @@ class Parts:
         return next(tensor for first, tensor in self.parts if first == wanted)
 
 
+class PlansDiffer(ValueError):
+    """Some ranks save what they saved before, others do not: all have to plan again."""
+
+
+# What a rank has of one tensor: its name, dtype and shape, and (first index, size) of each part.
+Offer = tuple[str, torch.dtype, Shape, tuple[tuple[Shape, Shape], ...]]
+
+
 class SaveParts(SavePlanner):
-    """Plans to save a state {name: Parts}: every element once, by the rank that has least to write so far.
+    """Plans to save states {name: Parts}: every element once, by the rank that has least to write so far.
+
+    Ranks offer their parts to the first one, which checks that they cover every tensor, and chooses. While
+    all ranks have the same parts as in the save before, its plan holds: nothing is sent or chosen again.
 
     copy: returns the state to be saved, in place of the one that the library is given; called before any rank
         waits for another one.
@@ -97,6 +110,15 @@ class SaveParts(SavePlanner):
 
     def __init__(self, copy: Callable[[], Mapping[str, Parts]] | None = None) -> None:
         self._copy = copy
+        self._offer: list[Offer] = []
+        self._planned: list[Offer] | None = None  # the offer that the last plan was made for
+        self._items: list[WriteItem] = []  # this rank's part of it
+        self._number = 0  # of the plan, which all ranks have made together
+        self._tensors: dict[str, TensorStorageMetadata] = {}  # of the whole plan, on the first rank
+
+    def forget(self) -> None:
+        """Plan again at the next save."""
+        self._planned = None
 
     def set_up_planner(
         self,
@@ -107,48 +129,81 @@ class SaveParts(SavePlanner):
         self._state: Mapping[str, Parts] = state_dict if self._copy is None else self._copy()
 
     def create_local_plan(self) -> SavePlan:
-        items = []
+        self._offer = []
         for name, tensor in self._state.items():
-            for offsets, part in tensor.parts:
-                chunk = ChunkStorageMetadata(torch.Size(offsets), part.shape)
-                data = TensorWriteData(chunk, TensorProperties(tensor.dtype), torch.Size(tensor.shape))
-                index = MetadataIndex(name, torch.Size(offsets))
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
+            boxes = tuple((tuple(at), tuple(part.shape)) for at, part in tensor.parts)
+            self._offer.append((name, tensor.dtype, tuple(tensor.shape), boxes))
+        unchanged = self._planned is not None and self._offer == self._planned
+        return SavePlan([], planner_data=self._number if unchanged else self._offer)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Choose who writes each box. ValueError where ranks disagree, or nobody has some element."""
-        offers: dict[MetadataIndex, list[tuple[int, WriteItem]]] = {}
-        for rank, plan in enumerate(all_plans):
-            for item in plan.items:
-                offers.setdefault(item.index, []).append((rank, item))
-        plans, load = [list[WriteItem]() for _ in all_plans], [0] * len(all_plans)
-        tensors: dict[str, Any] = {}
-        for index, ranks in offers.items():
-            data = _tensor_data(ranks[0][1])
-            other = next((rank for rank, item in ranks if _tensor_data(item) != data), None)
-            known = tensors.setdefault(index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            if other is not None or (known.properties, known.size) != (data.properties, data.size):
-                raise ValueError(
-                    f"checkpoint: ranks {ranks[0][0]} and {other if other is not None else 'others'} do not "
-                    f"agree on the shape of {index.fqn}"
-                )
-            known.chunks.append(data.chunk)
-            writer = min((rank for rank, _ in ranks), key=lambda rank: load[rank])
-            load[writer] += prod(data.chunk.sizes) * data.properties.dtype.itemsize
-            plans[writer].append(ranks[0][1])
-        for name, tensor in tensors.items():
+        offers = [plan.planner_data for plan in all_plans]
+        if all(offer == self._number for offer in offers):
+            return all_plans, Metadata(dict(self._tensors))
+        if any(isinstance(offer, int) for offer in offers):
+            raise PlansDiffer("checkpoint: ranks save other parts than before")
+        self._tensors, chosen = _choose_writers(offers)
+        for name, tensor in self._tensors.items():
             boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
             check_tiled(name, tensor.size, boxes, ValueError)
-        planned = [replace(plan, items=items) for plan, items in zip(all_plans, plans, strict=True)]
-        return planned, Metadata(tensors)
+        number = self._number + 1
+        return [SavePlan([], planner_data=(number, own)) for own in chosen], Metadata(dict(self._tensors))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
+        if not isinstance(new_plan.planner_data, int):
+            self._number, chosen = new_plan.planner_data
+            self._planned, boxes = self._offer, _boxes_of(self._offer)
+            self._items = [_write_item(*box) for box, own in zip(boxes, chosen, strict=True) if own]
+        return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         index = write_item.index
         return self._state[index.fqn].at(index.offset or ())
+
+
+def _boxes_of(offer: Sequence[Offer]) -> Iterator[tuple[str, torch.dtype, Shape, Shape, Shape]]:
+    """Name, dtype and shape of the tensor, first index and size, for each part of an offer."""
+    for name, dtype, shape, parts in offer:
+        for offsets, sizes in parts:
+            yield name, dtype, shape, offsets, sizes
+
+
+def _choose_writers(
+    offers: Sequence[Sequence[Offer]],
+) -> tuple[dict[str, TensorStorageMetadata], list[bytearray]]:
+    """The tensors that all ranks offer together, and for each rank which of its boxes it writes.
+
+    ValueError where ranks disagree on the shape of a tensor, or its dtype.
+    """
+    forms: dict[str, tuple[int, torch.dtype, Shape]] = {}
+    ranks: dict[tuple[str, Shape], list[tuple[int, int]]] = {}  # who has a box, as which of its own
+    sizes_of: dict[tuple[str, Shape], Shape] = {}
+    for rank, offer in enumerate(offers):
+        for place, (name, dtype, shape, offsets, sizes) in enumerate(_boxes_of(offer)):
+            first, *form = forms.setdefault(name, (rank, dtype, shape))
+            if form != [dtype, shape] or sizes_of.setdefault((name, offsets), sizes) != sizes:
+                raise ValueError(f"checkpoint: ranks {first} and {rank} do not agree on the shape of {name}")
+            ranks.setdefault((name, offsets), []).append((rank, place))
+    chosen, load = [bytearray(sum(len(each[3]) for each in offer)) for offer in offers], [0] * len(offers)
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for key, holders in ranks.items():
+        name, offsets = key
+        _, dtype, shape = forms[name]
+        if name not in tensors:
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), [])
+        sizes = sizes_of[key]
+        tensors[name].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        writer, place = min(holders, key=lambda each: load[each[0]])
+        load[writer] += prod(sizes) * dtype.itemsize
+        chosen[writer][place] = 1
+    return tensors, chosen
+
+
+def _write_item(name: str, dtype: torch.dtype, shape: Shape, offsets: Shape, sizes: Shape) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(name, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
 
 
 def _tensor_data(item: WriteItem) -> TensorWriteData:
@@ -228,6 +283,7 @@ class CheckpointWriter(StorageWriter):
         metadata.storage_data = self._finish(
             tensors, files, all(each.placed.finite for each in written.values())
         )
+        metadata.state_dict_metadata = {}  # all ranks are sent what is left, and need the name alone
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
