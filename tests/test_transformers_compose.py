@@ -41,6 +41,7 @@ def on_ranks(family, prepare, accelerated):
         model = prepare(model)
         output = model(**shares(batch_of(family, 4), rank, world_size))
         output.loss.backward()
+        assert are_lazy(output.logits) == accelerated
         grads = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         return output.loss.item(), grads if rank == 0 else None
 

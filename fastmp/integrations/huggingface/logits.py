@@ -24,7 +24,8 @@ _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.is_complex, torch.is_complex),
 }
-_REQUIRES_GRAD, _GRAD_FN = (vars(torch._C.TensorBase)[name].__get__ for name in ("requires_grad", "grad_fn"))
+_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__get__
+_HISTORY = [vars(torch._C.TensorBase)[name].__get__ for name in ("grad_fn", "_base")]
 _CASTS = {
     Tensor.float: torch.float32,
     Tensor.double: torch.float64,
@@ -142,7 +143,7 @@ class LazyLogits(Tensor):
                 return handle
             if func == _REQUIRES_GRAD:
                 return first._has_grad()
-            if func == _GRAD_FN:
+            if func in _HISTORY:
                 return None
             if func in (Tensor.clone, torch.clone):
                 return first._like(first.how.dtype)
