@@ -43,7 +43,8 @@ print(f"torch {torch.__version__}, CUDA C++ for {len(served)} ops")
 """
 COMMANDS = """\
 Unpack fastmp.tar.gz on the GPU machine. Its Python must be 3.12 with torch {torch} and CUDA 13.0; nothing is
-installed. In the folder fastmp, each command takes less than ten minutes, and OUT names a folder for results:
+installed. In the folder fastmp, each command takes less than ten minutes, and OUT names the folder of results;
+keep it where the machine does not, for gpu_check goes on from its file:
 
 # 1. Is it right? An op a line, then the GPU tests of ops.
 {setup}
@@ -54,18 +55,18 @@ timeout 300 python3 -m pytest -q -p no:cacheprovider -n 8 -m "gpu and not alone"
 
 # 2. Right, and how fast is each op? Again until it says that nothing is left.
 {setup}
-python3 -m benchmarks.gpu_check --out gpu.json --phase correctness kernels --seconds 560; cp gpu.json $OUT/
+python3 -m benchmarks.gpu_check --out $OUT/gpu.json --phase correctness kernels --seconds 560
 
 # 3. How fast beside the peers that matter most? Again until it says that nothing is left.
 {setup}
-python3 -m benchmarks.gpu_check --out gpu.json --phase functions --seconds 560 \\
-    --families grouped_mm linear_cross_entropy cross_entropy norm moe_layer; cp gpu.json $OUT/
+python3 -m benchmarks.gpu_check --out $OUT/gpu.json --phase functions --seconds 560 \\
+    --families grouped_mm linear_cross_entropy cross_entropy norm moe_layer
 
 Then: pytest -n 4 tests/graphs/test_graph_cuda.py, and pytest -n 1 -m "gpu and alone", last.
 FASTMP_CUTLASS_DIR=.gpu/cutlass names CUTLASS's headers, where something is compiled there.
 """
 SETUP = (
-    "export PYTHONUNBUFFERED=1 PYTHONPATH=. TRITON_CACHE_DIR=.triton OUT=${OUT:-.}\n"
+    "export PYTHONUNBUFFERED=1 PYTHONPATH=. TRITON_CACHE_DIR=.triton OUT=${OUT:-results}; mkdir -p $OUT\n"
     "[ -d .triton ] || { mkdir .triton && tar xJf .gpu/cache.tar.xz -C .triton; }"
 )
 
