@@ -56,11 +56,11 @@ try:
         from triton.runtime.interpreter import InterpreterBuilder
 
         def boolean(method, place):
-            def accepting(self, *arguments):
+            def accepting(self, *arguments, **options):
                 mask = arguments[place]
                 if mask is not None and mask.data.dtype != bool:
                     mask.data = mask.data.astype(bool)
-                return method(self, *arguments)
+                return method(self, *arguments, **options)
 
             return accepting
 
