@@ -1,8 +1,9 @@
 """Whether the ranks that hold the same tensors hold the same bits: parameters, buffers and whole gradients.
 
 A tensor's checksum is an integer sum of its bits, each times a weight of its own place: exact in any order
-of summation, and another one where a bit has changed or two elements have changed places. Ranks exchange a
-checksum for each tensor in one all-gather, of which the host reads the result.
+of summation, and another one where a bit has changed or two elements have changed places. Which ranks hold
+the same follows from the groups: the largest and the smallest checksum of each tensor, by one all-reduce a
+group, show whether all are equal. Only where they are not, ranks exchange names and checksums.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastmp.parallel.attributes import parallel_attributes
-from fastmp.parallel.collectives import all_gather, group_rank
+from fastmp.parallel.collectives import group_rank
 from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.train.microbatches import named_buffers, named_parameters
@@ -76,44 +77,35 @@ class Replicas:
 
     def __init__(self, chunks: Sequence[nn.Module], grads: GradBuffer, groups: ParallelGroups) -> None:
         self._chunks, self._grads, self._groups = chunks, grads, groups
-        own = [key for key, _ in self._tensors()]
-        everyones: list[Any] = [None] * groups.grid.world_size
-        dist.all_gather_object(everyones, own)
-        self._size = max(map(len, everyones))
-        holders: dict[Key, list[int]] = {}
-        for rank, keys in enumerate(everyones):
-            for number, key in enumerate(keys):
-                holders.setdefault(key, []).append(rank * self._size + number)
-        self._held = {key: places for key, places in holders.items() if len(places) > 1}
-        pairs = [(places[0], place) for places in self._held.values() for place in places[1:]]
-        self._pairs = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
 
     def check(self, step: int) -> None:
         """Compare now. ReplicaError, the same on all ranks, names the ranks that most others contradict."""
-        sums = [checksum(tensor) for _, tensor in self._tensors()]
-        sums += [torch.zeros_like(sums[0])] * (self._size - len(sums))
-        everyones = all_gather(torch.stack(sums), dist.group.WORLD)[0].cpu()
-        first, other = everyones[self._pairs].unbind(1)
-        if not torch.equal(first, other):
-            raise ReplicaError(f"step {step}: {self._difference(everyones.tolist())}")
+        found = {key: checksum(tensor) for key, tensor in self._tensors()}
+        different = self._differ(found)
+        dist.all_reduce(different, dist.ReduceOp.MAX)
+        if different:
+            raise ReplicaError(f"step {step}: {_difference(*_everyones(found))}")
 
-    def _difference(self, sums: Sequence[int]) -> str:
-        different = {
-            key: {place // self._size: sums[place] for place in places}
-            for key, places in self._held.items()
-            if len({sums[place] for place in places}) > 1
-        }
-        key, values = next(iter(different.items()))
-        usual, count = Counter(values.values()).most_common(1)[0]
-        odd = [rank for rank, value in values.items() if value != usual]
-        what = f"{key[0]} {key[1]}"
-        more = f" (and {len(different) - 1} other tensors)" if len(different) > 1 else ""
-        if 2 * count <= len(values):
-            return f"ranks {_listed(values)} should hold the same {what}, but their bits differ{more}"
-        rest = [rank for rank in values if rank not in odd]
-        return (
-            f"{_ranks(odd)} should hold the same {what} as {_ranks(rest)}, but {_its(odd)} bits differ{more}"
-        )
+    def _differ(self, found: dict[Key, Tensor]) -> Tensor:
+        """Whether a rank that holds one of these tensors has another checksum; 0-dim int64, on the device.
+
+        Over each group, one all-reduce of the largest and the smallest checksum of every tensor.
+        """
+        sums = torch.stack(list(found.values()))
+        different, groups = torch.zeros_like(sums[0]), self._groups
+        for group, holds in (
+            (groups.dp_cp, lambda key: not _is_expert(key)),
+            (groups.edp, _is_expert),
+            (groups.tp, lambda key: not _is_expert(key) and key[-1] is None),
+            (groups.embedding, lambda key: not _is_expert(key) and key[2] is None),
+        ):
+            places = [place for place, key in enumerate(found) if holds(key)]
+            if group is not None and places:
+                own = sums[places]
+                extremes = torch.stack((own, ~own))  # ~ turns the order around, and nothing overflows
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+                different = torch.maximum(different, (extremes[0] != ~extremes[1]).any().long())
+        return different
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
         """What this rank holds: a name that all who hold the same have in common, and the tensor."""
@@ -132,6 +124,37 @@ class Replicas:
         if marks.expert_parallel:
             return stage, "expert", group_rank(groups.ep), group_rank(groups.etp)
         return stage, group_rank(groups.tp) if marks.tensor_model_parallel else None
+
+
+def _is_expert(key: Key) -> bool:
+    return "expert" in key[2:]
+
+
+def _everyones(found: dict[Key, Tensor]) -> tuple[list[list[Key]], list[list[int]]]:
+    """The names and checksums of all ranks, once some of them are known to differ."""
+    own = list(found), [int(value) for value in found.values()]
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, own)
+    keys, sums = zip(*everyones, strict=True)
+    return list(keys), list(sums)
+
+
+def _difference(keys: Sequence[Sequence[Key]], sums: Sequence[Sequence[int]]) -> str:
+    """Say which ranks differ, and in what, from the names and checksums of all ranks."""
+    held: dict[Key, dict[int, int]] = {}
+    for rank, (names, own) in enumerate(zip(keys, sums, strict=True)):
+        for key, value in zip(names, own, strict=True):
+            held.setdefault(key, {})[rank] = value
+    different = {key: values for key, values in held.items() if len(set(values.values())) > 1}
+    key, values = next(iter(different.items()))
+    usual, count = Counter(values.values()).most_common(1)[0]
+    odd = [rank for rank, value in values.items() if value != usual]
+    what = f"{key[0]} {key[1]}"
+    more = f" (and {len(different) - 1} other tensors)" if len(different) > 1 else ""
+    if 2 * count <= len(values):
+        return f"ranks {_listed(values)} should hold the same {what}, but their bits differ{more}"
+    rest = [rank for rank in values if rank not in odd]
+    return f"{_ranks(odd)} should hold the same {what} as {_ranks(rest)}, but {_its(odd)} bits differ{more}"
 
 
 def _listed(ranks: Iterable[int]) -> str:
