@@ -41,11 +41,10 @@ from fastmp.ops import linear_cross_entropy_chunks as chunks
 from fastmp.ops.cross_entropy_triton import loss_grad_bytes, loss_grad_prefers_cuda
 from fastmp.ops.grouped_mm_tiles import ROWS_EACH, overlaps_tiles, product_blocks, row_class
 from fastmp.ops.norm_triton import backward_prefers_cuda
-from fastmp.ops.registry import SharedMemory
 
 RESULTS = Path(__file__).parent / "results"
 _LINEAR_LOSS = importlib.import_module("fastmp.ops.linear_cross_entropy")
-_ARCH, _SHARED = 90, SharedMemory(228 << 10, 227 << 10)  # of an H100 and an H200
+_ARCH, _SHARED = 90, 228 << 10  # of an H100 and an H200
 # Cycles of a tile of a grouped GEMM outside of its K steps, estimated from compiled code: with nothing of the
 # next tile under way, and with its loads.
 _EXPOSED, _OVERLAPPED = 5000, 2900
@@ -111,15 +110,15 @@ def _weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor, added: bool = Fal
 def _loss_grad(logits: Tensor, *rest: Any) -> float:
     """Return the share of loss and gradient at once: half of what is read again comes from memory."""
     columns, itemsize = logits.shape[1], logits.element_size()
-    moved = loss_grad_bytes(columns, itemsize, _SHARED.multiprocessor)
-    by = "cuda" if loss_grad_prefers_cuda(columns, itemsize, _SHARED.multiprocessor) else "triton"
+    moved = loss_grad_bytes(columns, itemsize, _SHARED)
+    by = "cuda" if loss_grad_prefers_cuda(columns, itemsize, _SHARED) else "triton"
     again = moved[by] / (columns * itemsize) - 2
     return 0.9 * 2 / (2 + again / 2)
 
 
 def _norm_backward(grad: Tensor, *rest: Any) -> float:
     """Return the share of a norm's backward pass: Triton reads twice the rows that no cluster holds."""
-    if backward_prefers_cuda(grad.shape[-1], grad.element_size(), _SHARED.block, _ARCH):
+    if backward_prefers_cuda(grad.shape[-1], grad.element_size(), _SHARED, _ARCH):
         return 0.8
     return 0.84 if grad.shape[-1] <= 8192 else 0.45
 

@@ -212,7 +212,7 @@ _loss_and_grad = register(
     ),
     derivative="cross_entropy_promise_(logits, grad, loss_grad, target, ignore_index) -> ; logits -> logits",
     prefers_cuda=lambda logits, *others: loss_grad_prefers_cuda(
-        logits.shape[1], logits.element_size(), shared_memory(logits.device.index).multiprocessor
+        logits.shape[1], logits.element_size(), shared_memory(logits.device.index)
     ),
 )
 

@@ -32,7 +32,7 @@ from fastmp.ops.rows import arithmetic, as_rows, empty_like, sum_strips, vector_
 
 # BLOCK_M, BLOCK_N and warps for rows too long for registers
 WIDE_BLOCK, WIDE_BACKWARD_BLOCK = (1, 4096, 8), (4, 2048, 16)
-_CLUSTER, _STATIC = 8, 4096  # of the CUDA C++ kernel: blocks of a cluster, and bytes of a block left free
+_CLUSTER, _STATIC = 8, 5 << 10  # of the CUDA C++ kernel: blocks of a cluster, and shared memory left free
 _MULTIPROCESSORS = 132  # of an H200; a grid that a shape alone decides keeps results equal everywhere
 
 
@@ -317,7 +317,7 @@ def backward_bytes(num_cols: int, itemsize: int, has_grad_total: bool, centred: 
 def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) -> bool:
     """Return True for rows that the Triton kernel reads twice and that a cluster holds (counted, unmeasured).
 
-    shared: the most bytes of shared memory of a block; a block of the cluster has an eighth of the columns.
+    shared: bytes of a multiprocessor; a block of the cluster has an eighth of the columns and may take all.
     """
     share = cdiv(cdiv(num_cols, _CLUSTER) * itemsize, 16) * 16 // itemsize
     held = share * (16 + 3 * max(itemsize, 4))
@@ -328,7 +328,7 @@ def backward_prefers_cuda(num_cols: int, itemsize: int, shared: int, arch: int) 
 def prefers_cuda(grad: Tensor, grad_total: Tensor | None, total: Tensor, weight: Tensor, *_: Any) -> bool:
     """Return True if the CUDA C++ kernel serves these arguments of a backward op; see above."""
     index, num_cols = total.device.index, total.shape[-1]
-    shared, arch = shared_memory(index).block, 10 * torch.cuda.get_device_capability(index)[0]
+    shared, arch = shared_memory(index), 10 * torch.cuda.get_device_capability(index)[0]
     return backward_prefers_cuda(num_cols, total.element_size(), shared, arch)
 
 

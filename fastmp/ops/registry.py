@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVarTuple
+from typing import Any, TypeVarTuple
 
 import torch
 from torch import Tensor
@@ -154,18 +154,10 @@ def without_autocast(device: str) -> AbstractContextManager:
     return torch.autocast(device, enabled=False) if device in _AUTOCAST_DEVICES else nullcontext()
 
 
-class SharedMemory(NamedTuple):
-    """Bytes of shared memory of a GPU: of a multiprocessor, and the most of a block."""
-
-    multiprocessor: int
-    block: int
-
-
 @cache
-def shared_memory(device: int) -> SharedMemory:
-    """Return the shared memory of the GPU of this index."""
-    properties = torch.cuda.get_device_properties(device)
-    return SharedMemory(properties.shared_memory_per_multiprocessor, properties.shared_memory_per_block_optin)
+def shared_memory(device: int) -> int:
+    """Return the bytes of shared memory of a multiprocessor of the GPU of this index."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def can_read_values(x: torch.Tensor) -> bool:

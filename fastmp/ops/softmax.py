@@ -57,8 +57,8 @@ def reference(x: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Ten
 def reference_backward(grad: Tensor, y: Tensor, scale: float, causal: bool) -> Tensor:
     """Gradient of x. Hidden keys, and keys where y is 0, have none, whatever `grad` and `y` hold there."""
     wide = y.to(compute_dtype(y.dtype))
-    if causal:
-        wide = wide.masked_fill(_hidden(y, None, causal), 0)
+    if (hidden := _hidden(y, None, causal)) is not None:
+        wide = wide.masked_fill(hidden, 0)
     nothing = wide == 0
     slope = grad.to(wide.dtype).masked_fill(nothing, 0)
     along_row = sum_rows((slope * wide).flatten(0, -2).t()).view(*y.shape[:-1], 1)

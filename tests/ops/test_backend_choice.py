@@ -9,9 +9,7 @@ import torch
 
 from fastmp.ops import cross_entropy_triton, norm_triton, registry
 
-HOPPER = registry.SharedMemory(228 << 10, 227 << 10)
-AMPERE = registry.SharedMemory(164 << 10, 163 << 10)
-CONSUMER = registry.SharedMemory(100 << 10, 99 << 10)
+HOPPER, AMPERE, CONSUMER = 228 << 10, 164 << 10, 100 << 10  # shared memory of a multiprocessor
 
 
 @pytest.mark.parametrize(
@@ -28,14 +26,14 @@ CONSUMER = registry.SharedMemory(100 << 10, 99 << 10)
     ],
 )
 def test_loss_and_gradient_at_once(columns, itemsize, gpu, by_cuda):
-    moved = cross_entropy_triton.loss_grad_bytes(columns, itemsize, gpu.multiprocessor)
+    moved = cross_entropy_triton.loss_grad_bytes(columns, itemsize, gpu)
     assert moved["cuda"] < moved["triton"] == 3 * columns * itemsize
-    choice = cross_entropy_triton.loss_grad_prefers_cuda(columns, itemsize, gpu.multiprocessor)
+    choice = cross_entropy_triton.loss_grad_prefers_cuda(columns, itemsize, gpu)
     assert choice == by_cuda
 
 
 def test_a_row_that_shared_memory_holds_is_read_once():
-    assert cross_entropy_triton.loss_grad_bytes(32_000, 2, HOPPER.multiprocessor)["cuda"] == 2 * 64_000
+    assert cross_entropy_triton.loss_grad_bytes(32_000, 2, HOPPER)["cuda"] == 2 * 64_000
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_a_row_that_shared_memory_holds_is_read_once():
 def test_backward_of_norms(columns, itemsize, gpu, arch, by_cuda):
     moved = norm_triton.backward_bytes(columns, itemsize, has_grad_total=True, centred=False)
     assert moved["cuda"] == 4 * columns * itemsize < moved["triton"]
-    assert norm_triton.backward_prefers_cuda(columns, itemsize, gpu.block, arch) == by_cuda
+    assert norm_triton.backward_prefers_cuda(columns, itemsize, gpu, arch) == by_cuda
 
 
 def test_calls_go_to_the_kernel_that_the_arguments_prefer():
