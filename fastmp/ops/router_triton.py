@@ -383,7 +383,7 @@ def plan(
     block_m, num_warps = block_shape(num_steps * num_sequences, width, wide.itemsize)
     # a quarter of the usual number of strips, for one program adds them all
     num_strips, strip_steps = strip_shape(num_steps, 4 * num_sequences, block_m, 1)
-    if num_strips * num_sequences > MOST_WALKING:
+    if num_sequences > MOST_WALKING:
         raise ValueError(
             f"topk_router: expected at most {MOST_WALKING} sequences, got {num_sequences}: fold them into one"
         )
