@@ -43,8 +43,8 @@ print(f"torch {torch.__version__}, CUDA C++ for {len(served)} ops")
 """
 COMMANDS = """\
 Unpack fastmp.tar.gz on the GPU machine. Its Python must be 3.12 with torch {torch} and CUDA 13.0; nothing is
-installed. In the folder fastmp, each command takes less than ten minutes. OUT names the folder of results; put
-it back on a new machine, where gpu_check continues with its file:
+installed. In the folder fastmp, each command takes less than ten minutes. OUT names the folder of results;
+put it back on a new machine, where gpu_check continues with its file:
 
 # 1. Is it right? An op a line, then the GPU tests of ops.
 {setup}
