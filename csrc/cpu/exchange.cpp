@@ -10,8 +10,12 @@
 #include "rows.h"
 #include "simd.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
+#include <cmath>
 #include <limits>
 #include <thread>
 #include <tuple>
@@ -174,6 +178,26 @@ void check_rows(const char* op, const Tensor& rows, const Tensor& flags) {
   check_flags(op, flags);
 }
 
+// Whether this process has memory at all of these bytes.
+bool is_mapped(uintptr_t address, size_t bytes) {
+  const uintptr_t first = address & ~static_cast<uintptr_t>(getpagesize() - 1);
+  return msync(reinterpret_cast<void*>(first), address + bytes - first, MS_ASYNC) == 0;
+}
+
+// Raises for a rank, a time limit or a table of distances with which a barrier would hang, or write where no rank is.
+void check_meeting(const char* op, const Tensor& view, const int64_t* distances, int64_t num_ranks, int64_t rank,
+                   double timeout) {
+  FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
+  FASTMP_CHECK(std::isfinite(timeout) && timeout > 0, op, ": timeout must be a positive number of seconds, got ", timeout);
+  FASTMP_CHECK(distances[rank] == 0, op, ": the distance of rank ", rank, ", this one, must be 0, got ", distances[rank]);
+  const auto own = reinterpret_cast<uintptr_t>(view.const_data_ptr());
+  const size_t bytes = view.numel() * view.element_size();
+  for (int64_t other = 0; other < num_ranks; ++other) {
+    FASTMP_CHECK(bytes == 0 || is_mapped(own + static_cast<uintptr_t>(distances[other]), bytes), op,
+                 ": there is no memory of rank ", other, " at its distance of ", distances[other], " bytes");
+  }
+}
+
 // The number of the exchange to come, as int32 that wraps.
 int32_t number_to_come(const Tensor& flags) {
   const auto latest = static_cast<const int32_t*>(flags.const_data_ptr())[flags.size(0) - 1];
@@ -216,7 +240,7 @@ int32_t wait_for(int32_t& flag, int32_t number, std::chrono::steady_clock::time_
 
 void meet(const char* op, Tensor& flags, const int64_t* distances, int64_t rank, double timeout) {
   const int64_t num_ranks = flags.size(0) - 1;
-  FASTMP_CHECK(rank >= 0 && rank < num_ranks, op, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
+  check_meeting(op, flags, distances, num_ranks, rank, timeout);
   auto* own = static_cast<int32_t*>(flags.mutable_data_ptr());
   const int32_t number = number_to_come(flags);
   FASTMP_CHECK(own[rank] != number, op, ": exchange ", number,
@@ -224,7 +248,7 @@ void meet(const char* op, Tensor& flags, const int64_t* distances, int64_t rank,
   for (int64_t other = 0; other < num_ranks; ++other) {
     std::atomic_ref<int32_t>(*further(own + rank, distances[other])).store(number, std::memory_order_release);
   }
-  const auto patience = std::chrono::duration<double>(std::clamp(timeout, 0.0, 1e9));
+  const auto patience = std::chrono::duration<double>(std::min(timeout, 1e9));
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(patience);
   for (int64_t other = 0; other < num_ranks; ++other) {
@@ -245,12 +269,13 @@ Tensor exchange_counts(const Tensor& own, Tensor& flags, Tensor& counts, const T
   constexpr const char* kOp = "exchange_counts";
   const int64_t* bytes = checked_distances(kOp, flags, distances);
   const int64_t num_ranks = distances.numel(), width = own.numel();
-  FASTMP_CHECK(rank >= 0 && rank < num_ranks, kOp, ": rank must be one of the ", num_ranks, " ranks, got ", rank);
   FASTMP_CHECK(own.scalar_type() == ScalarType::Int && counts.scalar_type() == ScalarType::Int && counts.dim() == 3 &&
                    counts.size(0) == 2 && counts.size(1) == num_ranks && counts.size(2) == width,
                kOp, ": counts must be int32 (2, R, E), got ", described(counts), " for own ", described(own), " and ",
                num_ranks, " ranks");
   check_whole(kOp, "counts", counts);
+  check_meeting(kOp, counts, bytes, num_ranks, rank, timeout);
+  check_meeting(kOp, flags, bytes, num_ranks, rank, timeout);
   const Tensor row = torch::stable::contiguous(own);
   auto* half = reinterpret_cast<int32_t*>(half_to_come(counts, flags));
   for (int64_t other = 0; other < num_ranks; ++other) {

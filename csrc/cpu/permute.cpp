@@ -122,7 +122,8 @@ constexpr int64_t kBlockPairs = 65536;  // of the sort: fewer are not worth a se
 std::tuple<Tensor, Tensor> permutation(const Tensor& given, int64_t num_experts) {
   FASTMP_CHECK(given.scalar_type() == ScalarType::Int, "permutation: indices must be int32, got ",
                dtype_name(given.scalar_type()));
-  FASTMP_CHECK(num_experts > 0, "permutation: num_experts must be positive, got ", num_experts);
+  FASTMP_CHECK(num_experts > 0 && num_experts <= std::numeric_limits<int32_t>::max(),
+               "permutation: num_experts must be from 1 to 2147483647, got ", num_experts);
   FASTMP_CHECK(given.numel() <= std::numeric_limits<int32_t>::max(), "permutation: rows are numbered in int32, got ",
                given.numel(), " indices");
   const Tensor indices = torch::stable::contiguous(given);
@@ -212,6 +213,8 @@ void over_tokens(const Kernel& kernel, const PairRun& whole, int64_t num_tokens,
 
 Tensor permute(const Tensor& x, const Tensor& given, int64_t num_rows) {
   check_pairs("permute", x, given, nullptr, x.scalar_type());
+  FASTMP_CHECK(num_rows <= std::numeric_limits<int32_t>::max(),
+               "permute: num_rows must be from 0 to 2147483647, got ", num_rows);
   FASTMP_CHECK(given.size(0) == x.size(0) && num_rows >= 0, "permute: row_of of ", given.size(0),
                " tokens does not fit x of ", x.size(0), ", or num_rows is negative: ", num_rows);
   const Tensor out = fastmp::empty({num_rows, x.size(1)}, x.scalar_type(), x);

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import time
 from collections.abc import Iterator
 
@@ -53,6 +54,7 @@ from fastmp.ops.rows import sum_rows
 from fastmp.profiling import traced
 
 _INT32 = 1 << 32
+_LIBC, _MS_ASYNC = ctypes.CDLL(None), 1
 
 
 def _number(value: int) -> int:
@@ -91,6 +93,27 @@ def _pairs(where: Tensor, rows: Tensor, distances: Tensor) -> Iterator[tuple[int
             yield slot, *_of_peer(row_of, peer, rows.shape[1]), members
 
 
+def _check_meeting(op: str, view: Tensor, distances: Tensor, rank: int, timeout: float) -> None:
+    """Raise RuntimeError for what a barrier would hang with, or for memory of ranks that is not there."""
+    table = distances.flatten().tolist()
+    if not 0 < timeout < math.inf:
+        raise RuntimeError(f"{op}: timeout must be a positive number of seconds, got {timeout}")
+    if table[rank] != 0:
+        raise RuntimeError(f"{op}: the distance of rank {rank}, this one, must be 0, got {table[rank]}")
+    for other, distance in enumerate(table):
+        if view.is_cpu and not _is_mapped(view.data_ptr() + distance, view.nbytes):
+            raise RuntimeError(
+                f"{op}: there is no memory of rank {other} at its distance of {distance} bytes"
+            )
+
+
+def _is_mapped(address: int, num_bytes: int) -> bool:
+    """Return True if this process has memory at all of these bytes."""
+    first = address // mmap.PAGESIZE * mmap.PAGESIZE
+    size = ctypes.c_size_t(address + num_bytes - first)
+    return _LIBC.msync(ctypes.c_void_p(first), size, _MS_ASYNC) == 0
+
+
 def reference_barrier(
     flags: Tensor, distances: Tensor, rank: int, timeout: float, *, op: str = "exchange_barrier"
 ) -> None:
@@ -98,6 +121,7 @@ def reference_barrier(
 
     Plain torch orders nothing between processes: it relies on a processor that keeps the order of stores.
     """
+    _check_meeting(op, flags, distances, rank, timeout)
     number = _number(int(flags[-1]) + 1)
     if int(flags[rank]) == number:
         raise RuntimeError(
@@ -122,6 +146,8 @@ def reference_counts(
     own: Tensor, flags: Tensor, counts: Tensor, distances: Tensor, rank: int, timeout: float
 ) -> Tensor:
     """Write this rank's row into everybody's matrix, and return the matrix here when all have done so."""
+    for view in (counts, flags):
+        _check_meeting("exchange_counts", view, distances, rank, timeout)
     half = _half_to_come(flags)
     for distance in distances.flatten().tolist():
         _elsewhere(counts, distance)[half, rank] = own
@@ -323,6 +349,11 @@ def _check_ranks(op: str, flags: Tensor, distances: Tensor, rank: int) -> None:
     checks.same_device(op, flags=flags, distances=distances)
 
 
+def _check_timeout(op: str, timeout: float) -> None:
+    fits = 0 < timeout < math.inf
+    checks.require(fits, op + ": timeout must be a positive number of seconds, got {}", timeout)
+
+
 def _check_flags(op: str, flags: Tensor) -> None:
     if flags.dtype != torch.int32 or flags.dim() != 1 or flags.shape[0] < 2:
         raise ValueError(f"{op}: flags must be int32 (R + 1,), got {flags.dtype} {tuple(flags.shape)}")
@@ -385,17 +416,19 @@ def exchange_counts(
         flags, counts: this rank's memory (see the module), contiguous; both are written to.
         distances: (D, P) int64: bytes from this rank's memory to each rank's, multiples of 16, 0 for its own.
         rank: this rank's number, in the order of `distances`.
-        timeout: seconds that a CPU waits for the others. A GPU waits for as long as it takes.
+        timeout: seconds that a CPU waits for the others, more than 0. A GPU waits for as long as it takes.
 
     Returns:
         (R, E) int32.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not fit.
-        RuntimeError: on a CPU, a rank has not come in time, which the message names; and from then on.
+        ValueError: shapes, dtypes or devices do not fit, or the timeout is not positive and finite.
+        RuntimeError: on a CPU, a distance leads to no memory, or this rank's own is not 0; or a rank has not
+            come in time, which the message names, and from then on.
     """
     op = "exchange_counts"
     _check_ranks(op, flags, distances, rank)
+    _check_timeout(op, timeout)
     _like(op, "own", own, torch.int32, tuple(counts.shape[-1:]), "(E,), as counts has it,")
     _like(op, "counts", counts, torch.int32, (2, distances.numel(), own.numel()), "(2, R, E)")
     checks.same_device(op, flags=flags, own=own, counts=counts)
@@ -492,6 +525,7 @@ def exchange_barrier(flags: Tensor, distances: Tensor, rank: int, timeout: float
     What they wrote before can be read after it. For arguments and errors see `exchange_counts`.
     """
     _check_ranks("exchange_barrier", flags, distances, rank)
+    _check_timeout("exchange_barrier", timeout)
     _whole("exchange_barrier", flags=flags, distances=distances)
     _barrier(flags, distances, rank, float(timeout))
 

@@ -220,12 +220,13 @@ def permutation(indices: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: indices is not an int32 tensor of two dimensions with fewer than 2^31 elements, or
-            num_experts is not positive.
+            num_experts is not positive, or does not fit int32.
     """
     _check_pairs("permutation", "indices", indices)
     few = indices.numel() < 1 << 31
     checks.require(few, "permutation: int32 cannot number the pairs of indices {}", indices.shape)
-    checks.require(num_experts > 0, "permutation: num_experts must be positive, got {}", num_experts)
+    countable = num_experts > 0 and num_experts < 1 << 31
+    checks.require(countable, "permutation: num_experts must be from 1 to 2147483647, got {}", num_experts)
     return torch.ops.fastmp.permutation(indices, num_experts)
 
 
@@ -250,7 +251,8 @@ def permute(x: Tensor, row_of: Tensor, num_rows: int) -> Tensor:
     _check("permute", "x", x, row_of)
     fits = row_of.shape[0] == x.shape[0]
     checks.require(fits, "permute: row_of {} does not fit x {}", row_of.shape, x.shape)
-    checks.require(num_rows >= 0, "permute: num_rows must not be negative, got {}", num_rows)
+    countable = num_rows >= 0 and num_rows < 1 << 31
+    checks.require(countable, "permute: num_rows must be from 0 to 2147483647, got {}", num_rows)
     return _permute(x, row_of, num_rows)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import random
 import threading
@@ -155,6 +156,36 @@ def test_a_rank_that_does_not_come_is_named(backend, op):
         each.flags[2] = 1  # too late: it may have gone on, with what rank 0 had not finished
     with pytest.raises(RuntimeError, match=rf"{op}: exchange 1 has failed on this rank before, .* groups"):
         implementation(op, backend)(*arguments)
+
+
+@BACKEND
+@pytest.mark.parametrize("op", ["exchange_barrier", "exchange_counts"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"timeout": math.nan}, "timeout must be a positive number of seconds, got nan"),
+        ({"timeout": math.inf}, "timeout must be a positive number of seconds, got inf"),
+        ({"timeout": -1.0}, "timeout must be a positive number of seconds, got -1"),
+        ({0: 16}, "the distance of rank 0, this one, must be 0, got 16"),
+        ({1: -(1 << 63)}, "there is no memory of rank 1 at its distance of -9223372036854775808 bytes"),
+        ({1: 1 << 50}, "there is no memory of rank 1 at its distance of 1125899906842624 bytes"),
+    ],
+    ids=str,
+)
+def test_a_barrier_that_would_hang_or_crash_raises(backend, op, change, message):
+    """And nothing is written before."""
+    here = virtual_ranks(1, 3, num_experts=3, capacity=3, hidden=4)[0]
+    distances, timeout = here.distances.clone(), change.get("timeout", 0.05)
+    for rank in change.keys() - {"timeout"}:
+        distances[0, rank] = change[rank]
+    arguments = (here.flags, distances, 0, timeout)
+    if op == "exchange_counts":
+        arguments = (torch.ones(3, dtype=torch.int32), here.flags, here.counts, *arguments[1:])
+    with pytest.raises(RuntimeError, match=f"{op}: {message}"):
+        implementation(op, backend)(*arguments)
+    with pytest.raises(ValueError if "timeout" in change else RuntimeError, match=f"{op}: {message}"):
+        getattr(exchange, op)(*arguments)
+    assert not here.flags.any() and not here.counts.any()
 
 
 @BACKEND

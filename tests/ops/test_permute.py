@@ -320,7 +320,7 @@ MATRIX = torch.zeros(2, 3)
             r"permutation: indices must be int32 .*torch.int64 \(2, 2\)",
         ),
         (lambda: permutation(INDICES[0], 2), r"permutation: indices must be int32 \(T, k\), .*\(2,\)"),
-        (lambda: permutation(INDICES, 0), r"permutation: num_experts must be positive, got 0"),
+        (lambda: permutation(INDICES, 0), r"permutation: num_experts must be from 1 to 2147483647, got 0"),
         (
             lambda: permutation(INDICES[:1].expand(1 << 30, 2), 2),
             r"permutation: int32 cannot number the pairs of indices \(1073741824, 2\)",
@@ -330,7 +330,7 @@ MATRIX = torch.zeros(2, 3)
         (lambda: permute(MATRIX, INDICES.long(), 2), r"permute: row_of must be int32 .*torch.int64"),
         (lambda: permute(MATRIX, INDICES.to("meta"), 2), r"permute: x is on cpu but row_of is on meta"),
         (lambda: permute(MATRIX, INDICES[:1], 2), r"permute: row_of \(1, 2\) does not fit x \(2, 3\)"),
-        (lambda: permute(MATRIX, INDICES, -1), r"permute: num_rows must not be negative, got -1"),
+        (lambda: permute(MATRIX, INDICES, -1), r"permute: num_rows must be from 0 to 2147483647, got -1"),
         (lambda: unpermute(MATRIX, INDICES[0]), r"unpermute: row_of must be int32 \(T, k\)"),
         (
             lambda: unpermute(MATRIX, INDICES, MATRIX),
@@ -355,6 +355,21 @@ MATRIX = torch.zeros(2, 3)
 def test_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("count", [1 << 31, 1 << 40, (1 << 63) - 1])
+def test_counts_beyond_int32_raise_before_memory_is_taken(count):
+    raw = torch.ops.fastmp
+    starts = torch.zeros(1, dtype=torch.int32)
+    for errors, op, *arguments in (
+        (ValueError, permutation, INDICES),
+        (ValueError, permute, MATRIX, INDICES),
+        (RuntimeError, raw.permutation, INDICES),
+        (RuntimeError, raw.permute, MATRIX, INDICES),
+        (RuntimeError, raw.block_rows, starts, starts),
+    ):
+        with pytest.raises(errors, match=rf"num_\w+ must be from [01] to 2147483647, got {count}"):
+            op(*arguments, count)
 
 
 def test_cost_formulas():
