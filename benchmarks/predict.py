@@ -91,7 +91,7 @@ def _product(x: Tensor, w: Tensor, *rest: Any, gated: bool = False) -> float:
     tile = product_blocks(row_class(ROWS_EACH, len(x), len(w)), columns, num_terms, 2, _ARCH, gated)
     each_step = tile.rows * tile.columns * (1 + gated) * tile.terms / 2048
     cycles = each_step * -(-num_terms // tile.terms)
-    outside = _OVERLAPPED if overlaps_tiles(_ARCH, "silu" if gated else "none", gated) else _EXPOSED
+    outside = _OVERLAPPED if overlaps_tiles(_ARCH, "silu" if gated else "none", gated, False) else _EXPOSED
     return 0.84 * cycles / (cycles + outside)
 
 

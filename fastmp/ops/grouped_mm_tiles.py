@@ -78,14 +78,14 @@ def product_blocks(
     return (replace(blocks, columns=blocks.columns // 2) if pair else blocks).fitting(num_columns, num_terms)
 
 
-def overlaps_tiles(arch: int, form: str, gated: bool) -> bool:
+def overlaps_tiles(arch: int, form: str, gated: bool, bias_transposed: bool) -> bool:
     """Return True if a product by TMA loads the next tile while it stores this one (one flattened loop).
 
     The epilogue then needs shared memory of its own beside the operands in flight, and registers beside the
     accumulator. The former fits where `_large` does. On Hopper the activation of a tile of 256 columns leaves
     no registers. On Blackwell the accumulator is doubled in tensor memory, and activations need a stack.
     """
-    if not _large(arch):
+    if not _large(arch) or bias_transposed:  # with Triton 3.9, a bias of a transposed product takes a stack
         return False
     return form == "none" or (gated and arch < 100)
 

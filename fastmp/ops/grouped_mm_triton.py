@@ -353,7 +353,7 @@ def _plan_product(
     )  # fmt: skip
     constants = {
         "FORM": form, "GATED": gated, "KEEP": keep, "HAS_BIAS": has_bias, "TRANSPOSED": transposed,
-        "FLAT": tma and overlaps_tiles(arch, form, gated),
+        "FLAT": tma and overlaps_tiles(arch, form, gated, has_bias and transposed),
         "N_VECTOR": n_vector, "K_VECTOR": k_vector, "W_VECTOR": w_vector, "BLOCK_M": blocks.rows,
         "BLOCK_N": blocks.columns, "BLOCK_K": blocks.terms,
     }  # fmt: skip

@@ -147,9 +147,11 @@ def broken_product(launch: Launch, *, narrow: bool, apart: bool) -> Iterator[str
 def _not_overlapped(launch: Launch) -> Iterator[str]:
     """Yield what keeps a grouped GEMM from loading its next tile while it stores one, where it should."""
     flat, code = launch.constants["FLAT"], launch.ttgir.splitlines()
-    expected = launch.constants["TMA"] and overlaps_tiles(
-        launch.arch, launch.constants["FORM"], launch.constants["GATED"]
+    form, gated, has_bias, transposed = (
+        launch.constants[name] for name in ("FORM", "GATED", "HAS_BIAS", "TRANSPOSED")
     )
+    rule = overlaps_tiles(launch.arch, form, gated, has_bias and transposed)
+    expected = launch.constants["TMA"] and rule
     if flat != expected:
         yield f"{'flattened' if flat else 'not flattened'}, unlike the rule of `overlaps_tiles`"
     if not flat:
