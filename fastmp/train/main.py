@@ -11,13 +11,16 @@ import json
 import math
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -59,6 +62,8 @@ from fastmp.train.trainer import DTYPES, Trainer
 
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 240
+START_SECONDS = 900.0  # without progress, four times, end a start: data may have to be built
+_starts = count()  # every start has a directory of its own
 
 
 def run(recipe: Recipe, arguments: Sequence[str]) -> int:
@@ -99,10 +104,11 @@ def train(
     limit = recipe.train.max_time
     deadline = time.monotonic() + duration_seconds(limit) if limit else None
     check_sinks(recipe.train.sinks)
-    recipe, trainer = make_trainer(recipe, runtime)
-    run_dir = Path(recipe.train.run_dir) / recipe.train.name
-    with ExitStack() as held:
+    with ExitStack() as held, ExitStack() as starting:
+        starting.enter_context(_watch_start(recipe, runtime))
+        recipe, trainer = make_trainer(recipe, runtime)
         held.callback(trainer.close)
+        run_dir = Path(recipe.train.run_dir) / recipe.train.name
         notes = [_describe(recipe, runtime, trainer)]
         warm_up_ranks(recipe, runtime)
         existed = runtime.rank == 0 and run_dir.exists()
@@ -120,6 +126,7 @@ def train(
             run_dir.mkdir(parents=True, exist_ok=True)
             held.enter_context(claimed(run_dir))
         stop = StopRequests(runtime.rank, runtime.world_size, deadline)
+        starting.close()
         return _run(recipe, runtime, trainer, run_dir, notes, stop, arguments)
 
 
@@ -267,6 +274,30 @@ def _sample(recipe: Recipe, trainer: Trainer) -> str:
             together=None if recipe.model.moe is None else trainer.groups.tp_cp_dp,
             pad_multiple=math.lcm(64, 2 * grid.cp * grid.tp),  # context and sequence parallelism divide it
         )
+
+
+@contextmanager
+def _watch_start(recipe: Recipe, runtime: Runtime) -> Iterator[None]:
+    """Watch over a job of several ranks that is starting.
+
+    Ranks that make process groups wait in C++ for the address of a rank that is gone, up to the timeout of
+    the group. The run's directory is not there yet, so the ranks of a machine share a temporary one.
+    """
+    if runtime.world_size == 1 or not recipe.train.stall_seconds:
+        yield
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    key = f"fastmp/start/{next(_starts)}"
+    if runtime.rank == 0:
+        store.set(key, uuid4().hex)
+    directory = Path(gettempdir()) / f"fastmp-start-{store.get(key).decode()}"
+    seconds = max(recipe.train.stall_seconds, START_SECONDS)
+    try:
+        with Watch(directory, runtime.rank, runtime.world_size, seconds):
+            yield
+    except ValueError:  # a user's mistake, which all ranks find, leaves no files
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _watch(recipe: Recipe, runtime: Runtime, run_dir: Path, log: TrainLog) -> AbstractContextManager[Any]:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
 import pytest
+import torch
 from train_tools import ROOT, arguments
 
 from fastmp.hang import explain
+from fastmp.parallel.runtime import Runtime
+from fastmp.testing import ranks
+from fastmp.train import main
+from fastmp.train.recipe import parse_arguments
 
 
 @pytest.mark.full
@@ -50,3 +57,30 @@ def test_a_rank_that_is_stopped_or_killed_ends_the_job_with_its_name(tmp_path, t
     assert f"Rank 1 (host {os.uname().nodename}, process {pids[1]}) {said}" in verdict
     assert verdict.splitlines()[0] in rest and "Rank 0 waited in " in verdict
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_while_groups_are_made_ends_the_job(tmp_path, tokens, monkeypatch, capfd):
+    """The other one waits in C++ for the address of one that is gone, with no connection that closes."""
+    options = arguments(tmp_path, tokens, parallel__tp=2)
+
+    def rank_main(rank, world_size):
+        def make(recipe, runtime):
+            if rank == 1:
+                time.sleep(5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return make_groups(recipe, runtime)
+
+        monkeypatch.setattr(main, "make_groups", make)
+        runtime = Runtime(rank, world_size, rank, torch.device("cpu"))
+        main.train(parse_arguments(options), runtime)
+
+    make_groups = main.make_groups
+    monkeypatch.setattr(ranks, "GRACE", 60.0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for what the verdict leaves
+    began = time.monotonic()
+    with pytest.raises(ranks.RankError, match="died without a report") as error:
+        ranks.run_ranks(rank_main, 2, timeout=90)
+    assert "still running" not in str(error.value) and time.monotonic() - began < 40
+    assert re.search(r"Rank 1 \(host .*\) is gone: killed or crashed", capfd.readouterr().err)
+    assert not (tmp_path / "tiny").exists()

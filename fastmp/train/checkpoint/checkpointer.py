@@ -39,7 +39,7 @@ __all__ = ["Checkpointer", "Loaded", "Note", "described"]
 NO_SCALARS: Mapping[str, Any] = MappingProxyType({})
 PAUSE = 2.0  # seconds before a save is tried again
 _POLL = 0.1  # seconds between looks at a save that is waited for
-# For a collective of a save: ranks wait in it for the slowest disk. A rank that is gone ends it at once.
+# For a collective of a save, not for making its group: ranks wait for the slowest disk. A lost rank ends it.
 PATIENCE = timedelta(days=1)
 _LAYOUT_AXES = ("world_size", "tp", "cp", "ep", "dp", "pp", "etp")
 
@@ -200,7 +200,11 @@ class Checkpointer:
 
     def _open(self) -> None:
         if self._group is None and self._world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc="fastmp:checkpoint")
+            group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="fastmp:checkpoint")
+            dist.distributed_c10d._set_pg_timeout(
+                PATIENCE, group
+            )  # not while a rank that is gone may be missing
+            self._group = group
 
     def _save(self, step: int, scalars: dict[str, Any]) -> Path:
         """Save in the thread, in at most `attempts`. All ranks see the same attempts fail."""
