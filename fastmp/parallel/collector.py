@@ -118,15 +118,16 @@ class Collector:
         return self._judge == self.rank
 
     def everyone(self, now: float, own: RankRecord, lost: bool) -> list[RankRecord]:
-        """Return the last records of all ranks: of this machine, and from messages, or else from files."""
+        """Return the last records of all ranks: of this machine, and from messages, or else from files.
+
+        Files also tell of ranks that stopped before any message of theirs: within a second of their start.
+        """
         known: dict[int, Seen] = {}
-        answers = self.mail.answers(self.silence)
         if not self.sees_all():
-            if answers:
+            if self.mail.answers(self.silence):
                 known = self._read_messages(now)
-            else:
-                there = self.node.ranks()
-                known = self._read(rank for rank in range(self.world_size) if rank not in there)
+            there = {*known, *self.node.ranks()}
+            known |= self._read(rank for rank in range(self.world_size) if rank not in there)
         for rank, beat in self.node.hear(self.node.ranks(), now).items():
             record, machine = RankRecord.from_json(beat.content["record"]), tuple(beat.content["machine"])
             known[rank] = Seen(record, beat.content["beat"], beat.since, machine)
@@ -141,13 +142,22 @@ class Collector:
             if state == "gone":
                 record = self._crashed(replace(record, left=record.left or time.time() - silent))
             records.append(replace(record, state=state))
-        if not self.sees_all() and not answers:  # and no files of other machines are seen here
+        if not self.sees_all():  # some have sent nothing, and files of other machines are not seen here
             if 0 not in known and self.first is not None:
                 state = self._state_of(self.first, now)
                 records.append(replace(self.first.record, state=state, silent=own.still))
             heard = {self.rank, *(record.rank for record in records)}
             records += [RankRecord(r, state="unknown") for r in range(self.world_size) if r not in heard]
         return [*records, own]
+
+    def process(self, rank: int) -> tuple[int, int] | None:
+        """Return the process of a rank of this machine and when it started; None if it is not known here."""
+        beat, seen = self.node.beats.get(rank), self.seen.get(rank)
+        if beat is not None:
+            return beat.process
+        if seen is not None and seen.machine[0] == self.node.machine[0]:
+            return seen.record.pid, seen.machine[1]
+        return None
 
     def _read(self, ranks: Iterable[int]) -> dict[int, Seen]:
         """Return the last heartbeats that these ranks of other machines have left in files."""
@@ -189,7 +199,8 @@ class Collector:
                 if of not in found or order > found[of][0]:
                     found[of] = (order, seen)
                     suspects[of] = 3 * self.interval < late <= limit
-        self.heard = min(self.heard, now) if found else self.heard
+        if found or self.mail.rounds >= self.fresh:  # all leaders that live have been read by then
+            self.heard = min(self.heard, now)
         self.suspects = any(suspects.values())
         return {rank: seen for rank, (_, seen) in found.items()}
 

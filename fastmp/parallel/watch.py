@@ -371,10 +371,10 @@ class Watch:
     def _kill(self, ranks: Iterable[int]) -> None:
         """End processes of this machine that cannot leave by themselves."""
         for rank in ranks:
-            beat = self._node.beats.get(rank)
-            if beat is not None and process_state(*beat.process) != "gone":
+            process = self._collector.process(rank)
+            if process is not None and process_state(*process) != "gone":
                 with contextlib.suppress(OSError):
-                    os.kill(beat.process[0], signal.SIGKILL)
+                    os.kill(process[0], signal.SIGKILL)
 
     def _end(self, text: str, seconds: float = 0.0, unable: Iterable[int] = ()) -> None:
         """Leave the evidence, then leave: by the main thread where it has an error to raise.
@@ -386,7 +386,8 @@ class Watch:
         if self._leads and not seconds:  # the verdict may come from another machine, which cannot end them
             now = time.monotonic()
             there = self._node.hear(self._node.ranks(), now).items()
-            unable = [rank for rank, beat in there if self._node.state(beat, now) in ("stopped", "silent")]
+            stuck = [rank for rank, beat in there if self._node.state(beat, now) in ("stopped", "silent")]
+            unable = {*unable, *stuck}
         faulthandler.dump_traceback(file=self._stacks, all_threads=True)
         with contextlib.suppress(OSError):
             _replace(self._path("flight.json"), "[" + ",\n".join(flight_records()) + "]")
