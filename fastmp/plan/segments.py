@@ -168,7 +168,7 @@ def whole_runs(shapes: Shapes, stage: int, num_stages: int, layers: range) -> li
 
 
 def step_inputs(shapes: Shapes) -> list[TensorSpec]:
-    """The static inputs of every rank under scope "full_step": all batches of a step, and the learning rate.
+    """The static inputs of every rank under scope "full_step": all batches of a step.
 
     ValueError as `captured_segments`.
     """
@@ -177,7 +177,7 @@ def step_inputs(shapes: Shapes) -> list[TensorSpec]:
     batch = [ids, ids, *(each.spec for each in _Parts(shapes).documents())]
     if shapes.model.bert is not None:
         batch += [ids, ids._replace(dtype="bool"), ids._replace(shape=ids.shape[:1])]
-    return batch * shapes.num_microbatches + [TensorSpec((), "float64")]
+    return batch * shapes.num_microbatches
 
 
 def _eager(shapes: Shapes) -> tuple[str, ...]:
