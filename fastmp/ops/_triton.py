@@ -53,12 +53,12 @@ try:
         Triton 3.9 accepts boolean arrays only, and widens a mask that is combined with a scalar condition to
         integers.
         """
-        from triton.runtime.interpreter import InterpreterBuilder
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
         def boolean(method, place):
             def accepting(self, *arguments, **options):
                 mask = arguments[place]
-                if mask is not None and mask.data.dtype != bool:
+                if isinstance(mask, TensorHandle) and mask.data.dtype != bool:
                     mask.data = mask.data.astype(bool)
                 return method(self, *arguments, **options)
 
