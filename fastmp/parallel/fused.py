@@ -6,7 +6,8 @@ slower that way, and `overlap_rows` says from how many on it is worth it.
 
 All such ops of a group share one workspace, so no two may be at work at once. On one stream they never are:
 each ends on the stream it began on. Beside the current stream layers work on those of
-`fastmp.parallel.streams` only, and there these ops are not used.
+`fastmp.parallel.streams` only, and there these ops are not used. torch frees the workspace of a group when an
+op needs a larger one. Captured graphs contain its address, so it does not grow while such a graph lives.
 
 S sequence, P ranks of the group, I and O inputs and outputs of a product.
 """
@@ -14,8 +15,10 @@ S sequence, P ranks of the group, I and O inputs and outputs of a product.
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import socket
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -24,8 +27,12 @@ from torch import Tensor
 from fastmp.parallel import streams
 from fastmp.parallel.collectives import group_size
 from fastmp.profiling import traced
+from fastmp.pulse import pulse
 
 __all__ = ["gather_matmul", "is_fused", "matmul_scatter"]
+
+_graphs: dict[str, weakref.WeakSet[object]] = {}  # of each group, those that contain its workspace's address
+_MULTICAST_ROWS = 2048  # of all ranks together: torch's own limit
 
 
 def is_fused(
@@ -57,6 +64,9 @@ def gather_matmul(
     x: Tensor, weight_IO: Tensor, group: dist.ProcessGroup, *, keep: bool
 ) -> tuple[Tensor | None, Tensor]:
     """The parts (S/P, ..., I) of all ranks joined, with `keep`, and their product (S, ..., O)."""
+    # torch gathers few rows by one multicast, into a workspace that has room for those of all ranks.
+    multicast = not keep and math.prod(x.shape[:-1]) * group.size() <= _MULTICAST_ROWS
+    _use_workspace(group, x, x.nbytes * (group.size() if multicast else 1))
     whole, products = torch.ops.symm_mem.fused_all_gather_matmul(
         x.contiguous(), [weight_IO], 0, group.group_name, return_A=keep
     )
@@ -66,7 +76,36 @@ def gather_matmul(
 @traced("fastmp.collective.matmul_scatter")
 def matmul_scatter(x: Tensor, weight_IO: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's part (S/P, ..., O) of the sum over the group of products of x (S, ..., I)."""
+    rows = math.prod(x.shape[:-1]) // group.size()
+    _use_workspace(group, x, 2 * rows * weight_IO.shape[1] * x.itemsize)  # two parts at a time
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, weight_IO, "sum", 0, group.group_name)
+
+
+def _use_workspace(group: dist.ProcessGroup, x: Tensor, nbytes: int) -> None:
+    """Note the graph being captured as a user of the group's workspace, of which an op needs `nbytes`.
+
+    Raises RuntimeError if the workspace is smaller than that and a captured graph uses it.
+    """
+    from torch.distributed import _symmetric_memory as symmetric
+
+    workspace = symmetric._group_name_to_workspace_tensor.get(group.group_name)
+    if workspace is None:
+        return
+    graphs = _graphs.setdefault(group.group_name, weakref.WeakSet())
+    grows = nbytes > workspace.nbytes
+    if grows and graphs:
+        gc.collect()  # graphs that nobody replays any more
+    if grows and graphs:
+        raise RuntimeError(
+            f"tp_overlap: the symmetric workspace of group {group.group_name} would grow from "
+            f"{workspace.nbytes} to {nbytes} bytes, but captured graphs contain its address; run the largest "
+            "microbatch once before graphs are captured, let go of the graphs, or raise "
+            "parallel.tp_overlap_rows above the microbatch's tokens"
+        )
+    if pulse.graph is not None:
+        graphs.add(pulse.graph)
+    elif x.is_cuda and torch.cuda.is_current_stream_capturing():
+        graphs.add(_use_workspace)  # a capture outside of fastmp, whose end is unknown
 
 
 @functools.cache

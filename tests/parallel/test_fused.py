@@ -26,6 +26,7 @@ from fastmp.parallel.grads import GradBuffer
 from fastmp.parallel.grid import RankGrid
 from fastmp.parallel.groups import ParallelGroups
 from fastmp.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from fastmp.pulse import pulse
 from fastmp.testing import run_ranks
 from fastmp.testing.models import SMALL
 
@@ -233,6 +234,71 @@ def test_two_streams_do_not_share_the_workspace(able, monkeypatch):
     for current, fused_there in ((object(), True), (side, False), (exchanges, False)):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
         assert is_fused(x, weight, able, 1, gathers=True) == fused_there
+
+
+class Captured:
+    """Stands in for a graph."""
+
+
+@pytest.fixture
+def workspaces(monkeypatch):
+    """torch's workspaces of groups by name, and ops that compute nothing but ask for them as torch's do."""
+
+    def grow(group_name, nbytes):
+        if group_name not in held or held[group_name].nbytes < nbytes:
+            held[group_name] = torch.empty(nbytes, dtype=torch.uint8)
+
+    def gather(x, weights, dim, group_name, return_A):
+        grow(group_name, x.nbytes if return_A or 4 * S * B > 2048 else 4 * x.nbytes)
+        return None, [x]
+
+    def scatter(x, weight, op, dim, group_name):
+        grow(group_name, 2 * x[: len(x) // 4, ..., 0].numel() * weight.shape[1] * x.itemsize)
+
+    held = {}
+    monkeypatch.setattr(symmetric, "_group_name_to_workspace_tensor", held)
+    monkeypatch.setattr(fused, "_graphs", {})
+    ops = SimpleNamespace(fused_all_gather_matmul=gather, fused_matmul_reduce_scatter=scatter)
+    monkeypatch.setattr(torch.ops, "symm_mem", ops)
+    return held
+
+
+@pytest.mark.parametrize("op", (GATHER, SCATTER))
+def test_a_workspace_does_not_grow_under_a_graph(workspaces, op):
+    group, other = (SimpleNamespace(group_name=name, size=lambda: 4) for name in ("tp", "other"))
+
+    def run(batch, group=group):
+        x = torch.zeros(S, batch, I)
+        if op == GATHER:
+            fused.gather_matmul(x, torch.zeros(I, O), group, keep=True)
+        else:
+            fused.matmul_scatter(x, torch.zeros(I, O), group)
+        return workspaces[group.group_name]
+
+    run(1), run(B)  # grows as long as nothing is captured
+    captured = run(B)
+    graph = Captured()
+    with pulse.capturing(graph):
+        assert run(B) is captured
+    small, needed = captured.nbytes, captured.nbytes // B * (B + 1)
+    with pytest.raises(RuntimeError, match=rf"group tp would grow from {small} to {needed} bytes.*largest"):
+        run(B + 1)
+    assert run(B) is captured and run(B + 1, other).nbytes == needed
+    graph.itself = graph  # for the garbage collector
+    del graph
+    assert run(B + 1).nbytes == needed
+
+
+def test_few_rows_are_gathered_by_multicast(workspaces):
+    """The workspace has all ranks' rows then."""
+    group, x = SimpleNamespace(group_name="tp", size=lambda: 4), torch.zeros(S, B, I)
+    fused.gather_matmul(x, torch.zeros(I, O), group, keep=True)
+    graph = Captured()
+    with pulse.capturing(graph):
+        fused.gather_matmul(x, torch.zeros(I, O), group, keep=True)
+    with pytest.raises(RuntimeError, match=f"from {x.nbytes} to {4 * x.nbytes} bytes"):
+        fused.gather_matmul(x, torch.zeros(I, O), group, keep=False)
+    del graph
 
 
 def has_kernels_case(rank, world):
