@@ -21,7 +21,7 @@ COUNTS = frozenset(
     ("first_element", "groups", "k_rows", "k_size_1", "k_stride_0", "k_stride_1", "k_stride_2", "noise_seed",
      "num_blocks", "num_pairs", "num_queries", "num_rows", "num_steps", "num_strips", "num_tokens",
      "pair_vectors", "q_rows", "q_size_1", "q_stride_0", "q_stride_1", "q_stride_2", "rank", "rows_per_strip",
-     "step", "strip_steps", "tokens", "turn_0", "turn_1", "turn_2")
+     "step", "strip_steps", "timeout_ms", "tokens", "turn_0", "turn_1", "turn_2")
 )  # fmt: skip
 
 # The highest values of integer arguments, for `limits`. Kernels compute with them in int32.

@@ -416,7 +416,7 @@ def exchange_counts(
         flags, counts: this rank's memory (see the module), contiguous; both are written to.
         distances: (D, P) int64: bytes from this rank's memory to each rank's, multiples of 16, 0 for its own.
         rank: this rank's number, in the order of `distances`.
-        timeout: seconds that a CPU waits for the others, more than 0. A GPU waits for as long as it takes.
+        timeout: seconds to wait for the others, more than 0.
 
     Returns:
         (R, E) int32.
@@ -424,7 +424,8 @@ def exchange_counts(
     Raises:
         ValueError: shapes, dtypes or devices do not fit, or the timeout is not positive and finite.
         RuntimeError: on a CPU, a distance leads to no memory, or this rank's own is not 0; or a rank has not
-            come in time, which the message names, and from then on.
+            come in time, which the message names, and from then on. On a GPU the kernel traps after
+            `timeout`: a later call of CUDA raises "unspecified launch failure", and so does each after it.
     """
     op = "exchange_counts"
     _check_ranks(op, flags, distances, rank)

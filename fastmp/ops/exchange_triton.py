@@ -5,7 +5,8 @@ the address of one's own element it gives that of the other rank's, which keeps 
 16-byte accesses. Which half is used follows from the number of the latest exchange, which the barrier alone
 counts up. A barrier is one program: it exchanges the new number into its flag at every rank (release, at
 system scope), which shows what launches before it have written, and reads its own flags (acquire) until all
-have come.
+have come. After `timeout_ms` milliseconds it traps, which ends the process by a CUDA error at the next call
+of its host. The interpreter has no clock, and no limit.
 
 Pushing walks pairs, as the kernel that scatters in permute_triton does; pulling walks tokens, as its
 gathering one.
@@ -13,6 +14,7 @@ gathering one.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +22,16 @@ import torch
 from torch import Tensor
 
 from fastmp.ops import launcher
-from fastmp.ops._triton import MOST_EXPERTS, MOST_SIZE, cdiv, jit, limits, next_power_of_2, tl
+from fastmp.ops._triton import (
+    INTERPRETED,
+    MOST_EXPERTS,
+    MOST_SIZE,
+    cdiv,
+    jit,
+    limits,
+    next_power_of_2,
+    tl,
+)
 from fastmp.ops.permute_triton import BLOCK_PAIRS, SLOTS, block_shape, pair_vector
 from fastmp.ops.rows import NUM_WARPS, arithmetic, as_rows, empty_like, vector_width
 
@@ -34,7 +45,7 @@ def _elements(distances, INT4: tl.constexpr):
 
 
 @jit
-def _meet(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
+def _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr):
     """Tell all ranks that this one has come, wait for all of them, and count the exchange."""
     ranks = tl.arange(0, RANKS)
     others = ranks < num_ranks
@@ -42,24 +53,34 @@ def _meet(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
     theirs = flags + rank + _elements(tl.load(distances + ranks, mask=others, other=0), 4)
     zeros = tl.zeros([RANKS], tl.int32)
     tl.atomic_xchg(theirs, zeros + number, mask=others, sem="release", scope="sys")
+    if TIMED:
+        deadline = tl.extra.cuda.globaltimer() + timeout_ms.to(tl.int64) * 1000000
     behind = 1
     while behind > 0:
         reached = tl.atomic_add(flags + ranks, zeros, mask=others, sem="acquire", scope="sys")
         behind = tl.max((others & (reached - number < 0)).to(tl.int32), 0)
+        if TIMED:
+            # Threads read their own clocks: nothing below may make them wait for each other.
+            if (behind > 0) & (tl.extra.cuda.globaltimer() > deadline):
+                tl.inline_asm_elementwise(
+                    "trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+                )
     tl.store(flags + num_ranks, number)
 
 
 @jit
-def barrier_kernel(flags, distances, rank, num_ranks, RANKS: tl.constexpr):
+def barrier_kernel(
+    flags, distances, rank, num_ranks, timeout_ms, RANKS: tl.constexpr, TIMED: tl.constexpr
+):  # fmt: skip
     """Meet all other ranks."""
-    _meet(flags, distances, rank, num_ranks, RANKS)
+    _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS, TIMED)
 
 
 @limits(num_ranks=MOST_EXPERTS, rank=MOST_EXPERTS, width=MOST_EXPERTS)
 @jit
 def counts_kernel(
-    own, flags, counts, distances, matrix, rank, num_ranks, width,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr,
+    own, flags, counts, distances, matrix, rank, num_ranks, width, timeout_ms,
+    RANKS: tl.constexpr, TIMED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's row to all ranks, meet them, and copy what has come here."""
     half = counts + ((tl.load(flags + num_ranks) + 1) & 1) * num_ranks * width
@@ -70,7 +91,7 @@ def counts_kernel(
             theirs = half + rank * width + _elements(tl.load(distances + other), 4)
             tl.store(theirs + cols, value, mask=cols < width)
     tl.debug_barrier()
-    _meet(flags, distances, rank, num_ranks, RANKS)
+    _meet(flags, distances, rank, num_ranks, timeout_ms, RANKS, TIMED)
     tl.debug_barrier()
     for start in range(0, num_ranks * width, BLOCK):
         places = start + tl.arange(0, BLOCK)
@@ -255,12 +276,17 @@ def copy_kernel(
         tl.store(out + ((number + 1) & 1) * size + places, value, mask=places < filled)
 
 
+def _milliseconds(timeout: float) -> int:
+    """Return a timeout in seconds as kernels take it: int32, 24 days at most."""
+    return math.ceil(min(timeout * 1000, (1 << 31) - 1))
+
+
 def launch_barrier(flags: Tensor, distances: Tensor, rank: int, timeout: float) -> None:
     num_ranks = distances.numel()
     launcher.launch(
         barrier_kernel, 1,
-        (flags, distances, rank, num_ranks),
-        {"RANKS": max(32, next_power_of_2(num_ranks)), "num_warps": 1},
+        (flags, distances, rank, num_ranks, _milliseconds(timeout)),
+        {"RANKS": max(32, next_power_of_2(num_ranks)), "TIMED": not INTERPRETED, "num_warps": 1},
     )  # fmt: skip
 
 
@@ -270,8 +296,14 @@ def launch_counts(
     matrix, num_ranks = counts.new_empty(counts.shape[1:]), distances.numel()
     launcher.launch(
         counts_kernel, 1,
-        (own.contiguous(), flags, counts, distances, matrix, rank, num_ranks, own.numel()),
-        {"RANKS": max(32 * NUM_WARPS, next_power_of_2(num_ranks)), "BLOCK": 1024, "num_warps": NUM_WARPS},
+        (
+            own.contiguous(), flags, counts, distances, matrix, rank, num_ranks, own.numel(),
+            _milliseconds(timeout),
+        ),
+        {
+            "RANKS": max(32 * NUM_WARPS, next_power_of_2(num_ranks)), "TIMED": not INTERPRETED, "BLOCK": 1024,
+            "num_warps": NUM_WARPS,
+        },
     )  # fmt: skip
     return matrix
 

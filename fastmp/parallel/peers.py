@@ -103,7 +103,7 @@ class PeerExchange:
         group: the etp-ep group, whose ranks are in the order of the grid.
         etp, ep: its sizes.
         etp_varies_first: neighbours in `group` are ranks of one etp group, not of one ep group.
-        timeout: seconds that a CPU waits for a peer; a GPU waits until the job is ended.
+        timeout: seconds that a CPU or a GPU waits for a peer.
     """
 
     def __init__(

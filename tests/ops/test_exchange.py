@@ -6,6 +6,8 @@ import dataclasses
 import math
 import os
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -316,6 +318,28 @@ def few_connections(ranks: int, connections: str) -> str:
 )
 def test_virtual_ranks_need_a_queue_each_and_one_for_the_rest(connections, few):
     assert bool(few_connections(3, connections)) == few
+
+
+NOBODY_COMES = """
+import torch
+from fastmp.ops.exchange import exchange_barrier
+
+memory = torch.zeros(64, dtype=torch.int32, device="cuda")
+distances = torch.tensor([[0, 128]], device="cuda")  # rank 1 is memory alone
+memory[1] = 1  # and has come to the first exchange
+exchange_barrier(memory[:3], distances, 0, 60.0)
+assert memory[2] == 1
+print("met", flush=True)
+exchange_barrier(memory[:3], distances, 0, 0.5)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_barrier_on_a_gpu_times_out():
+    done = subprocess.run([sys.executable, "-c", NOBODY_COMES], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "met\n" and done.returncode != 0 and "CUDA error" in done.stderr, done.stderr
 
 
 @pytest.mark.gpu

@@ -20,10 +20,13 @@ CLAMPED_BACKWARD = Facts(3, 2, exps=1, registers=128)
 WARP = r"redux\.sync"  # a token is reduced within a warp
 HALF = r"st\.global\S*\.v2\.b32|st\.global\S*\.v4\.b16"  # numbers of rows are loaded like this as well
 SORT = Facts(registers=128, lacks=(ATOMICS,))  # which would lose the order
-# what a rank has written is released to all devices, and what others have is acquired
+# what a rank has written is released to all devices, and what others have is acquired, or time is up
 MEETING = Facts(
     registers=64,
-    has=(r"atom\.global\.sys\.release\.exch\.b32", r"atom\.global\.sys\.acquire\.add\.u32"),
+    has=(
+        r"atom\.global\.sys\.release\.exch\.b32",
+        r"(?s)atom\.global\.sys\.acquire\.add\.u32.*mov\.u64 %rd\d+, %globaltimer;.*trap;",
+    ),
 )
 ROPE = Facts(8, 4, registers=64, lacks=(NARROW,))
 ADAMW = Facts(
