@@ -152,8 +152,9 @@ class Trainer:
         dtype = DTYPES.get(config.dtype)
         chunks = [model] if isinstance(model, nn.Module) else list(model)
         self.model = model if isinstance(model, nn.Module) else nn.ModuleList(chunks)
-        chosen = next(self.model.parameters()).device if device is None else torch.device(device)
-        if chosen.type == "cuda" and chosen.index is not None:
+        first = next(self.model.parameters(), None)
+        chosen = torch.device(device) if device is not None else None if first is None else first.device
+        if chosen is not None and chosen.type == "cuda" and chosen.index is not None:
             torch.cuda.set_device(chosen)  # captures and kernels are on the current device
         if device is not None or dtype is not None:
             self.model.to(device=device, dtype=dtype)

@@ -201,9 +201,8 @@ class Checkpointer:
     def _open(self) -> None:
         if self._group is None and self._world_size > 1:
             group = dist.new_group(backend="gloo", timeout=self._timeout, group_desc="fastmp:checkpoint")
-            dist.distributed_c10d._set_pg_timeout(
-                PATIENCE, group
-            )  # not while a rank that is gone may be missing
+            # patience only for collectives: while the group is made, a rank may be gone
+            dist.distributed_c10d._set_pg_timeout(PATIENCE, group)
             self._group = group
 
     def _save(self, step: int, scalars: dict[str, Any]) -> Path:
