@@ -14,7 +14,9 @@ import gc
 import math
 import os
 import socket
+import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,8 @@ from fastmp.parallel.exchange import ExchangeLayout, row_capacity
 from fastmp.pulse import pulse
 
 __all__ = ["ExchangeViews", "PeerExchange", "PeerMemory"]
+
+_RENDEZVOUS_TIMEOUT = timedelta(seconds=60)  # of a rank for its peers, all of which have just been heard of
 
 
 class PeerMemory:
@@ -302,11 +306,26 @@ def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple
     except RuntimeError as error:
         problem = f"cannot allocate {nbytes} bytes of symmetric memory on {device}: {error}"
     _raise_first(_gather(problem, group))
-    handle = symmetric.rendezvous(local, group)
-    starts = handle.buffer_ptrs
-    offsets = _gather(local.data_ptr() - starts[group.rank()], group)  # allocators may cut one block up
-    torch.cuda.synchronize(device)  # a peer may write once it has heard of these zeros
-    dist.barrier(group)
+    # A rank that fails leaves its peers waiting in the store. They give up first; then all ranks agree.
+    offset, started = 0, time.monotonic()
+    store = dist.distributed_c10d._get_process_group_store(group)
+    timeout = store.timeout
+    limit = min(timeout, _RENDEZVOUS_TIMEOUT)
+    store.set_timeout(limit)
+    try:
+        handle = symmetric.rendezvous(local, group)
+        starts = handle.buffer_ptrs
+        offset = local.data_ptr() - starts[group.rank()]  # allocators may cut one block up
+        torch.cuda.synchronize(device)  # a peer may write once it has heard of these zeros
+    except RuntimeError as error:
+        problem = f"cannot reach the memory of its peers from {device}: {error}"
+    finally:
+        store.set_timeout(timeout)
+    waited = time.monotonic() - started >= limit.total_seconds()
+    everyones = _gather((problem, waited, offset), group)
+    _raise_first(["" if waited else problem for problem, waited, _ in everyones])
+    _raise_first([problem for problem, *_ in everyones])
+    offsets = [offset for *_, offset in everyones]
     return local, [start + offset for start, offset in zip(starts, offsets, strict=True)], handle
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +22,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from marks import full
+from torch.distributed import _symmetric_memory as symmetric
 
 from fastmp.parallel import peers
 from fastmp.parallel.exchange import ExchangeLayout, row_capacity
@@ -128,6 +133,62 @@ def refused_case(rank, world):
 
 def test_refusals_are_the_same_on_all_ranks():
     assert run_ranks(refused_case, 2) == [0, 1]
+
+
+def rendezvous_case(rank, world):
+    """torch's symmetric memory is mocked, but for its ranks' waiting for each other in the group's store."""
+    group, attempts = dist.group.WORLD, itertools.count()
+    store = dist.distributed_c10d._get_process_group_store(group)
+    failing = {"empty": None, "rendezvous": None, "synchronize": None}
+
+    def fails(name):
+        if rank in (failing[name] or ()):
+            raise RuntimeError(f"no {name} on rank {rank}")
+
+    def empty(nbytes, dtype, device):
+        fails("empty")
+        return torch.ones(nbytes, dtype=dtype)
+
+    def rendezvous(local, group):
+        attempt = next(attempts)
+        fails("rendezvous")
+        store.set(f"{attempt} {rank}", str(local.data_ptr()))
+        starts = [int(store.get(f"{attempt} {other}")) for other in range(world)]
+        return SimpleNamespace(buffer_ptrs=[start - 64 for start in starts])
+
+    patches = (
+        patch.object(symmetric, "empty", empty),
+        patch.object(symmetric, "rendezvous", rendezvous),
+        patch.object(torch.cuda, "synchronize", lambda device: fails("synchronize")),
+        patch.object(peers, "_RENDEZVOUS_TIMEOUT", timedelta(seconds=0.5)),
+    )
+    before, cuda = store.timeout, torch.device("cuda:0")
+    with contextlib.ExitStack() as stack:
+        for each in patches:
+            stack.enter_context(each)
+        for name, message in (
+            (
+                "empty",
+                "rank 1 of the group cannot allocate 128 bytes of symmetric memory .* no empty on rank 1",
+            ),
+            (
+                "rendezvous",
+                "rank 1 of the group cannot reach the memory of its peers .* no rendezvous on rank 1",
+            ),
+            ("synchronize", "rank 1 of the group cannot reach .* no synchronize on rank 1"),
+        ):
+            failing[name] = (1, 2)
+            with pytest.raises(RuntimeError, match=message):
+                PeerMemory(group, 128, cuda)
+            failing[name] = None
+        memory = PeerMemory(group, 128, cuda)
+        assert memory.addresses[rank] == memory.local.data_ptr() and not memory.local.any()
+    assert store.timeout == before
+    return rank
+
+
+def test_a_rank_that_fails_in_the_rendezvous_is_named_on_all_ranks():
+    assert run_ranks(rendezvous_case, 3, timeout=60) == [0, 1, 2]
 
 
 def reserve_case(rank, world, layout):
