@@ -308,7 +308,7 @@ def _rendezvous(group: ProcessGroup, nbytes: int, device: torch.device) -> tuple
     _raise_first(_gather(problem, group))
     # A rank that fails leaves its peers waiting in the store. They give up first; then all ranks agree.
     offset, started = 0, time.monotonic()
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store: Any = dist.distributed_c10d._get_process_group_store(group)  # whose `timeout` has no annotation
     timeout = store.timeout
     limit = min(timeout, _RENDEZVOUS_TIMEOUT)
     store.set_timeout(limit)
